@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -510,8 +511,8 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return sum(map(len, self.trajectories.values()))
 
-    def add(self, group: Group) -> list[Trajectory]:
-        """Store a group as a most recent one; returns its distinct trajectories."""
+    def add(self, group: Group) -> None:
+        """Store a group's distinct trajectories as the most recent ones."""
         ends = np.cumsum(group.lengths)[:-1]
         new = {}
         for j, (tokens, logprobs) in enumerate(
@@ -531,7 +532,6 @@ class ReplayBuffer:
         self.trajectories[group.prompt_id] = kept[-self.kept_per_prompt :]
         self.window.pop(group.prompt_id, None)
         self.window[group.prompt_id] = None
-        return list(new.values())
 
     def begin_window(self) -> None:
         """Weights were synced: what arrives from now on is the most recent."""
@@ -1429,8 +1429,9 @@ class Trainer:
         self.records: list[list[dict]] = []
         self.evaluated: int | None = None  # version of the last evaluation
         self.received = [0] * config.num_searchers  # each Searcher's place in the prompt order
-        self.arrivals: list[Trajectory] = []  # since the last step
-        self.news = {"reward": math.nan, "response_length": math.nan, "eos_fraction": math.nan}
+        self.arrived: list[Group] = []  # not yet in the buffer
+        self.news: list[Group] = []  # put into the buffer since the last step
+        self.generated: dict[str, float] = {}  # what the last news was like
         self.beats: list[deque] = [deque(maxlen=2) for _ in self.searchers]
         self.stop_asked = False
 
@@ -1484,7 +1485,7 @@ class Trainer:
         """Start the Manager and the Searcher processes."""
         config, gpus = self.config, torch.cuda.device_count()
         # forked, before CUDA and threads exist: there at once, where a spawned one imports torch
-        self.manager = mp.managers.SyncManager(ctx=mp.get_context("fork"))
+        self.manager = SyncManager(ctx=mp.get_context("fork"))
         self.manager.start(die_with_parent)
         groups, events = self.manager.Queue(config.queue_size), self.manager.Queue()
         self.mailboxes = [
@@ -1556,9 +1557,9 @@ class Trainer:
                 block = 0.0
         except queue.Empty:
             pass
-        for group in arrived:
-            self.received[group.searcher] = max(self.received[group.searcher], group.number + 1)
-            self.arrivals += self.buffer.add(group)
+        self.arrived += arrived
+        if not self.config.synchronous:
+            self.file_arrivals()
         for i, process in enumerate(self.searchers):
             if not process.is_alive():
                 time.sleep(0.5)  # its last words may be on their way
@@ -1567,6 +1568,14 @@ class Trainer:
                     if kind == "error":
                         self.on_error(searcher, *content)
                 raise SearcherDied(f"Searcher {i} ended with exit code {process.exitcode}")
+
+    def file_arrivals(self) -> None:
+        """Put the groups that arrived into the buffer."""
+        for group in sorted(self.arrived, key=lambda g: (g.searcher, g.number)):
+            self.received[group.searcher] += 1
+            self.buffer.add(group)
+            self.news.append(group)
+        self.arrived = []
 
     def wait_for(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
         """The one place where the Trainer waits. Raises TimeoutError saying for what."""
@@ -1692,11 +1701,11 @@ class Trainer:
     def generate_batch(self) -> None:
         """Lockstep: have exactly the next batch generated, and wait for it."""
         count, M = self.config.prompts_per_step, len(self.searchers)
-        goal = sum(self.received) + count
         for i, mailbox in enumerate(self.mailboxes):
             mailbox.inbox.put(("generate", count // M + (i < count % M)))
         self.buffer.begin_window()
-        self.wait_for(lambda: sum(self.received) >= goal, lambda: f"{count} prompts' responses")
+        self.wait_for(lambda: len(self.arrived) >= count, lambda: f"{count} prompts' responses")
+        self.file_arrivals()
 
     # -------------------------------------------------------------------------------- learning
 
@@ -1731,11 +1740,11 @@ class Trainer:
         self.last_step_end = end
         self.step += 1
 
-        if self.arrivals:
-            self.news = {
-                "reward": float(np.mean([t.reward for t in self.arrivals])),
-                "response_length": float(np.mean([len(t.tokens) for t in self.arrivals])),
-                "eos_fraction": float(np.mean([t.ended for t in self.arrivals])),
+        if self.news:
+            self.generated = {
+                "reward": float(np.mean(np.concatenate([g.rewards for g in self.news]))),
+                "response_length": float(np.mean(np.concatenate([g.lengths for g in self.news]))),
+                "eos_fraction": float(np.mean(np.concatenate([g.ended for g in self.news]))),
             }
         staleness = [self.step - 1 - t.version for group in groups for t in group]
         searcher_busy, generated_per_second = self.searcher_rates()
@@ -1743,7 +1752,7 @@ class Trainer:
             "step": self.step,
             "episode": self.step * len(staleness),
             "seconds": self.folder.seconds(),
-            **self.news,
+            **self.generated,
             **stats,
             "beta": beta,
             "lr": lr,
@@ -1765,18 +1774,18 @@ class Trainer:
         }
         self.folder.write_metrics(metrics)
         self.accelerator.log(metrics, step=self.step)
-        if self.arrivals:
-            shown = self.arrivals[-1]
+        if self.news:
+            shown = self.news[-1]
             self.folder.write_completion(
                 {
                     "step": self.step,
                     "version": shown.version,
                     "prompt": self.problem.text(self.problem.prompts[shown.prompt_id]),
-                    "response": self.problem.text(shown.tokens),
-                    "reward": shown.reward,
+                    "response": self.problem.text(shown.tokens[: shown.lengths[0]]),
+                    "reward": float(shown.rewards[0]),
                 }
             )
-        self.arrivals = []
+        self.news = []
         if self.skipped >= self.MAX_SKIPPED:
             raise FloatingPointError(
                 f"the loss or gradient was not finite in {self.skipped} steps in a row "
