@@ -31,14 +31,14 @@ NAMES = "Ann Ben Cleo Dan Eve Finn Gina Hugo Iris Jack".split()
 THINGS = "apples books coins cards shells stamps pens marbles".split()
 MORE = ["buys {} more", "finds {} more", "gets {} more"]
 FEWER = ["gives away {}", "loses {}", "sells {}"]
-WRONG = 0.65  # share of demonstrations that follow a wrong strategy
-VERSION = 3  # of what this file makes: an older cache is made anew
+WRONG = 0.7  # share of demonstrations that follow a wrong strategy
+VERSION = 5  # of what this file makes: an older cache is made anew
 
 
 def word_problem(rng: random.Random) -> dict:
     """One problem: question, its three numbers and two signs."""
     while True:
-        a, b, c = rng.randint(2, 20), rng.randint(1, 9), rng.randint(1, 9)
+        a, b, c = rng.randint(2, 14), rng.randint(1, 6), rng.randint(1, 6)
         signs = rng.choice([1, -1]), rng.choice([1, -1])
         if min(a + signs[0] * b, a + signs[0] * b + signs[1] * c) >= 0:
             break
