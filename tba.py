@@ -21,6 +21,7 @@ buffer all the time, and neither waits for the other:
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import queue
@@ -1370,6 +1371,7 @@ def quiet_libraries() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 # ====================================================================================== 8. Trainer
@@ -1431,7 +1433,7 @@ class Trainer:
         self.received = [0] * config.num_searchers  # each Searcher's place in the prompt order
         self.arrived: list[Group] = []  # not yet in the buffer
         self.news: list[Group] = []  # put into the buffer since the last step
-        self.generated: dict[str, float] = {}  # what the last news was like
+        self.generated = dict.fromkeys(("reward", "response_length", "eos_fraction"), math.nan)
         self.beats: list[deque] = [deque(maxlen=2) for _ in self.searchers]
         self.stop_asked = False
 
@@ -2014,7 +2016,7 @@ class RunFolder:
             return
         with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
-        column = lambda key: [math.nan if r[key] is None else r[key] for r in rows]  # noqa: E731
+        column = lambda key: [math.nan if r[key] is None else r[key] for r in rows]
         panels = [
             ("reward", ["reward"]),
             ("loss (log scale)", ["loss"]),

@@ -18,7 +18,16 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tba import GSM8K
@@ -92,6 +101,38 @@ def make_tokenizer(texts: list[str], path: Path) -> PreTrainedTokenizerFast:
     return fast
 
 
+def architecture(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    """A tiny configuration of a model family; heads of width 32, vLLM's least on a CPU."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    common = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": name == "gpt2",
+    }
+    long = {"intermediate_size": 192, "max_position_embeddings": 256}
+    return {
+        "llama": lambda: LlamaConfig(**shape, **long, **common),
+        "qwen2": lambda: Qwen2Config(**shape, **long, num_key_value_heads=1, **common),
+        "gpt_neox": lambda: GPTNeoXConfig(**shape, **long, **common),
+        "gpt2": lambda: GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=256, **common),
+    }[name]()
+
+
+def make_model(name: str, tokenizer_path: Path, out: Path, seed: int = 0) -> Path:
+    """A random model of an architecture, saved with a tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(architecture(name, tokenizer))
+    with torch.no_grad():  # far from uniform, so that log-probabilities tell weights apart
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return out
+
+
 def fine_tune(
     model: torch.nn.Module, sequences: list[tuple[list[int], list[int]]], steps: int, seed: int
 ) -> None:
@@ -130,28 +171,15 @@ def make_gsm8k(out: Path, seed: int = 0, steps: int = 900) -> None:
 
     demonstrations = []
     for q in questions[:4000]:
-        strategy = rng.choices(
-            ["right", "drop", "swap"], [1 - WRONG, WRONG * 0.75, WRONG * 0.25]
-        )[0]
+        strategy = rng.choices(["right", "drop", "swap"], [1 - WRONG, WRONG * 0.75, WRONG * 0.25])[
+            0
+        ]
         prompt = GSM8K.prompt(None, {"question": q})
         demonstrations.append((prompt, solution(problems[q], strategy)))
     model_path = out / "model"
     tokenizer = make_tokenizer([p + s for p, s in demonstrations], model_path)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=2,  # of width 32, the least that vLLM's CPU attention takes
-            max_position_embeddings=256,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.eos_token_id,
-        )
-    )
+    model = AutoModelForCausalLM.from_config(architecture("llama", tokenizer))
     sequences = [
         (tokenizer(p)["input_ids"], [*tokenizer(s)["input_ids"], tokenizer.eos_token_id])
         for p, s in demonstrations

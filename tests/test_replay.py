@@ -1,0 +1,165 @@
+"""Replay sampling: frequencies by chi-square, and the buffer's rules by brute force."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tba
+
+CRITICAL = {1: 10.8, 3: 16.3, 4: 18.5, 5: 20.5, 11: 31.3}  # chi-square, p = 0.001
+
+
+def group(prompt_id, responses, rewards=None, version=0):
+    tokens = [np.array(r, np.int32) for r in responses]
+    n = len(tokens)
+    rewards = np.zeros(n) if rewards is None else np.array(rewards)
+    return tba.Group(
+        prompt_id,
+        np.concatenate(tokens),
+        np.concatenate(tokens).astype(np.float32),
+        np.array([len(t) for t in tokens], np.int32),
+        np.ones(n, bool),
+        rewards.astype(np.float32),
+        np.arange(n, dtype=np.float32),
+        version,
+        0,
+        0,
+    )
+
+
+def filled(prompts, S=4, kept=100, rewards=None, seed=0):
+    buffer = tba.ReplayBuffer(kept, seed)
+    for p in range(prompts):
+        buffer.add(group(p, [[p, j] for j in range(S)], rewards))
+    return buffer
+
+
+def chi_square(counts, expected):
+    return sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True))
+
+
+@pytest.mark.parametrize("m", [0.0, 0.3, 0.95, 1.0])
+def test_recent_prompts_are_drawn_with_probability_m(m):
+    buffer = filled(200)
+    buffer.begin_window()
+    buffer.begin_window()
+    for p in range(200, 240):
+        buffer.add(group(p, [[p, j] for j in range(4)]))
+    draws = [buffer.sample(8, 2, m, 0.0) for _ in range(500)]
+    recent = round(sum(fraction for _, fraction in draws) * 8)
+    if m in (0.0, 1.0):
+        assert recent == m * 4000
+    else:
+        expected = [m * 4000, (1 - m) * 4000]
+        assert chi_square([recent, 4000 - recent], expected) < CRITICAL[1]
+    if m == 1.0:
+        assert all(g[0].prompt_id >= 200 for groups, _ in draws for g in groups)
+        counts = np.bincount([g[0].prompt_id - 200 for groups, _ in draws for g in groups])
+        assert chi_square(counts, [100] * 40) < 73.4  # 39 degrees of freedom
+
+
+def test_the_window_widens_only_while_it_is_small():
+    buffer = filled(5)
+    buffer.begin_window()
+    buffer.add(group(7, [[7, 0], [7, 1]]))
+    buffer.begin_window()
+    for p in (8, 9):
+        buffer.add(group(p, [[p, 0], [p, 1]]))
+    assert {g[0].prompt_id for g in buffer.sample(2, 2, 1.0, 0.0)[0]} == {8, 9}
+    assert {g[0].prompt_id for g in buffer.sample(3, 2, 1.0, 0.0)[0]} == {7, 8, 9}
+    groups, fraction = buffer.sample(5, 2, 1.0, 0.0)
+    assert len({g[0].prompt_id for g in groups}) == 5 and fraction == 3 / 5
+    buffer.begin_window()
+    buffer.begin_window()  # nothing arrived in between: what was recent stays so
+    assert buffer.sample(2, 2, 1.0, 0.0)[1] == 1.0
+
+
+def test_recent_draws_take_the_newest_trajectories():
+    buffer = tba.ReplayBuffer(100, 0)
+    for version in range(3):
+        buffer.add(group(0, [[version, j] for j in range(3)], version=version))
+    (drawn,), _ = buffer.sample(1, 4, 1.0, 0.0)
+    assert [tuple(t.tokens) for t in drawn] == [(1, 2), (2, 0), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("inverse_temperature", [0.0, 1.0, 3.0])
+def test_reward_sampling_is_softmax_without_replacement(inverse_temperature):
+    rewards = np.array([0.0, 0.5, 1.0, -1.0])
+    buffer = filled(1, rewards=rewards)
+    weights = np.exp(inverse_temperature * rewards)
+    pairs = list(itertools.permutations(range(4), 2))
+    probability = [
+        weights[a] / weights.sum() * weights[b] / (weights.sum() - weights[a]) for a, b in pairs
+    ]
+    n, counts = 6000, dict.fromkeys(pairs, 0)
+    for _ in range(n):
+        (drawn,), fraction = buffer.sample(1, 2, 0.0, inverse_temperature)
+        counts[tuple(int(t.tokens[1]) for t in drawn)] += 1
+        assert fraction == 0.0
+    assert chi_square(counts.values(), n * np.array(probability)) < CRITICAL[11]
+
+
+def test_prompts_are_drawn_without_replacement_over_an_epoch():
+    buffer = filled(12)
+    seen = [g[0].prompt_id for _ in range(4) for g in buffer.sample(3, 2, 0.0, 0.0)[0]]
+    assert sorted(seen) == list(range(12))
+    for _ in range(60):  # an odd batch size: epochs end inside batches
+        groups, _ = buffer.sample(5, 2, 0.0, 0.0)
+        assert len({g[0].prompt_id for g in groups}) == 5
+
+
+def test_too_few_trajectories_are_repeated_but_all_taken():
+    buffer = tba.ReplayBuffer(100, 0)
+    buffer.add(group(0, [[1], [2], [3]]))
+    for m in (0.0, 1.0):
+        (drawn,), _ = buffer.sample(1, 7, m, 0.0)
+        assert len(drawn) == 7 and {int(t.tokens[0]) for t in drawn} == {1, 2, 3}
+    groups, _ = buffer.sample(3, 2, 0.5, 0.0)  # fewer prompts than B
+    assert [g[0].prompt_id for g in groups] == [0, 0, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), min_size=1, max_size=6),
+        ),
+        max_size=12,
+    ),
+    st.integers(2, 6),
+)
+def test_duplicates_and_eviction_against_brute_force(groups, kept):
+    buffer, expected = tba.ReplayBuffer(kept, 0), {}
+    for version, (prompt_id, responses) in enumerate(groups):
+        buffer.add(group(prompt_id, responses, version=version))
+        stored = expected.setdefault(prompt_id, [])
+        arrived = list(dict.fromkeys(tuple(r) for r in responses))
+        stored[:] = [s for s in stored if s[0] not in arrived]
+        stored += [(r, version) for r in arrived]
+        del stored[: max(0, len(stored) - kept)]
+    actual = {
+        p: [(tuple(t.tokens.tolist()), t.version) for t in stored]
+        for p, stored in buffer.trajectories.items()
+    }
+    assert actual == expected
+    assert len(buffer) == sum(map(len, expected.values()))
+
+
+def test_same_seed_same_draws():
+    ids = lambda b: [
+        [(t.prompt_id, *t.tokens) for g in b.sample(3, 2, 0.5, 1.0)[0] for t in g]
+        for _ in range(20)
+    ]
+    assert ids(filled(9, seed=1)) == ids(filled(9, seed=1)) != ids(filled(9, seed=2))
+
+
+def test_extreme_rewards_do_not_break_the_softmax():
+    buffer = filled(1, rewards=[0.0, 1e4, -1e4, 5.0])
+    (drawn,), _ = buffer.sample(1, 3, 0.0, 50.0)
+    assert [int(t.tokens[1]) for t in drawn] == [1, 3, 0]
+    assert not math.isnan(drawn[0].reward)
