@@ -262,8 +262,10 @@ def load_examples(config: Config, columns: tuple[str, ...]) -> tuple[list[dict],
     The held-out split is `test` or `validation`; of a dataset that has one split alone, the last
     tenth is held out. Raises ValueError if it cannot be read, lacks a column, or is empty.
     """
-    from datasets import load_dataset  # imported late: Searchers never need it
+    import datasets  # imported late: Searchers never need it
 
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
     name = config.dataset
     readers = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
     try:
@@ -271,16 +273,16 @@ def load_examples(config: Config, columns: tuple[str, ...]) -> tuple[list[dict],
             reader = readers.get(Path(name).suffix)
             if reader is None:
                 raise ValueError(f"a dataset file ends in {', '.join(readers)}")
-            splits = load_dataset(reader, data_files=name)
+            splits = datasets.load_dataset(reader, data_files=name)
         elif os.path.isdir(name) or is_hub_name(name):
-            splits = load_dataset(name, config.dataset_config or None)
+            splits = datasets.load_dataset(name, config.dataset_config or None)
         else:
             raise ValueError("no such file or folder, and not a hub name (OWNER/NAME)")
     except Exception as error:  # datasets raises a dozen types: all mean that it cannot be read
         if os.path.isfile(name) and os.path.getsize(name) == 0:
             raise ValueError(f"--dataset {name}: it is empty; it needs examples") from None
         kind = ValueError if os.path.exists(name) or not is_hub_name(name) else HubUnreachable
-        raise kind(f"--dataset {name}: {first_line(error)}") from None
+        raise kind(f"--dataset {name}: {first_line(error.__cause__ or error)}") from None
 
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
     missing = set(columns) - set(train.column_names)
@@ -971,6 +973,7 @@ class VLLMEngine:
             disable_log_stats=True,
         )
         self.engine, self.config, self.version = self.llm.llm_engine, config, 0
+        self.device = device
         self.requests: dict[str, Request] = {}
         self.done: list[Completion] = []  # completed while `score` stepped the engine
         self.scored: dict[str, np.ndarray] = {}
@@ -1030,9 +1033,19 @@ class VLLMEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], recompute: bool) -> None:
         options = {"weights_iterator": iter(weights), "is_checkpoint_format": True}
         self.llm.collective_rpc("reload_weights", kwargs=options)
+        if self.device.type == "cpu":  # vLLM 0.26 repacks a tied head only if it is loaded itself
+            self.llm.apply_model(self._repack_heads)
         self.version += 1
         if recompute:
             self.engine.reset_prefix_cache(reset_running_requests=True)
+
+    @staticmethod
+    def _repack_heads(model: nn.Module) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for layer in model.modules():
+            if isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)
 
     def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         params = self.sampling(max_tokens=1, prompt_logprobs=0)
@@ -2107,7 +2120,7 @@ def parse(argv: list[str] | None) -> Config:
         sys.exit(2)
 
     parser.error = error
-    return parser.parse_args_into_dataclasses(argv)[0]
+    return Config(**vars(parser.parse_args(argv)))
 
 
 def main(argv: list[str] | None = None) -> int:

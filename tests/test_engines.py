@@ -11,7 +11,7 @@ from conftest import arguments
 
 import tba
 
-ARCHITECTURES = ["llama", "gpt_neox", "gpt2", "qwen2"]
+ARCHITECTURES = ["llama", "tied_llama", "gpt_neox", "gpt2", "qwen2"]
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 

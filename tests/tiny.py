@@ -109,11 +109,15 @@ def architecture(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedCon
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.eos_token_id,
-        "tie_word_embeddings": name == "gpt2",
+        "tie_word_embeddings": name in ("gpt2", "tied_llama"),
     }
     long = {"intermediate_size": 192, "max_position_embeddings": 256}
     return {
         "llama": lambda: LlamaConfig(**shape, **long, **common),
+        "long_llama": lambda: LlamaConfig(
+            **shape, intermediate_size=192, max_position_embeddings=2048, **common
+        ),
+        "tied_llama": lambda: LlamaConfig(**shape, **long, **common),
         "qwen2": lambda: Qwen2Config(**shape, **long, num_key_value_heads=1, **common),
         "gpt_neox": lambda: GPTNeoXConfig(**shape, **long, **common),
         "gpt2": lambda: GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=256, **common),
