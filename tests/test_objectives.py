@@ -98,14 +98,15 @@ def test_minimiser_is_the_tempered_posterior(tau):
 # ------------------------------------------------------------- log-probabilities and micro-batches
 
 
-def trainer_of(gsm8k, tmp_path, monkeypatch, **flags):
+def trainer_of(gsm8k, tmp_path, **flags):
     """A Trainer without Searchers, for its numerics."""
     config = tba.parse(arguments(gsm8k, tmp_path / "run", **flags))
     config.validate()
     config.resolve()
     problem = tba.load_problem(config)
-    monkeypatch.setattr(tba.Trainer, "start_searchers", lambda self: setattr(self, "searchers", []))
-    return tba.Trainer(config, problem, tba.RunFolder(config))
+    trainer = tba.Trainer(config, problem, tba.RunFolder(config))
+    trainer.load()
+    return trainer
 
 
 def random_groups(problem, B, K, seed=0, longest=24):
@@ -153,7 +154,7 @@ def naive_loss(trainer, model, groups, beta):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradient_is_exact_for_any_micro_batches(gsm8k, tmp_path, monkeypatch, budget, temperature):
     flags = {"tokens_per_microbatch": budget, "temperature": temperature, "trained_per_prompt": 6}
-    trainer = trainer_of(gsm8k, tmp_path, monkeypatch, **flags)
+    trainer = trainer_of(gsm8k, tmp_path, **flags)
     monkeypatch.setattr(tba.TokenLogProbs, "CHUNK", 37)
     groups = random_groups(trainer.problem, 3, 6)
     stats, tokens = trainer.backward(groups, beta=0.5)
@@ -207,7 +208,7 @@ def test_token_logprobs_equal_the_full_softmax(gsm8k, model_of, tmp_path, name):
 
 
 def test_non_finite_steps_are_skipped_and_end_the_run(gsm8k, tmp_path, monkeypatch):
-    trainer = trainer_of(gsm8k, tmp_path, monkeypatch, trained_per_prompt=2)
+    trainer = trainer_of(gsm8k, tmp_path, trained_per_prompt=2)
     trainer.queue_depth, trainer.sync_seconds, trainer.sync_wait_seconds = 0, 0.0, 0.0
     trainer.last_step_end = 0.0
     bad = random_groups(trainer.problem, 4, 2)
