@@ -456,6 +456,11 @@ class Group:
     searcher: int
     number: int  # how many prompts this Searcher had begun before this one
 
+    def log_ratios(self) -> np.ndarray:
+        """log pi / pi_ref (S,) under the policy that drew the responses: their mean is its KL."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        return np.add.reduceat(self.logprobs, starts) - self.ref_logprobs
+
 
 @dataclass(slots=True)
 class Trajectory:
@@ -1398,7 +1403,9 @@ class Trainer:
         self.received = [0] * config.num_searchers  # each Searcher's place in the prompt order
         self.arrived: list[Group] = []  # not yet in the buffer
         self.news: list[Group] = []  # put into the buffer since the last step
-        self.generated = dict.fromkeys(("reward", "response_length", "eos_fraction"), math.nan)
+        self.generated = dict.fromkeys(
+            ("reward", "kl", "response_length", "eos_fraction"), math.nan
+        )
         self.beats: list[deque] = [deque(maxlen=2) for _ in range(config.num_searchers)]
 
     # ------------------------------------------------------------------------- the life of a run
@@ -1679,10 +1686,7 @@ class Trainer:
         beta = config.beta_at(self.step)
         m = 1.0 if config.synchronous else config.recent_probability
         groups, recent_fraction = self.buffer.sample(
-            config.prompts_per_step,
-            config.trained_per_prompt,
-            m,
-            config.reward_inverse_temperature,
+            config.prompts_per_step, config.trained_per_prompt, m, config.reward_inverse_temperature
         )
         start = time.perf_counter()
         stats, tokens = self.backward(groups, beta)
@@ -1708,6 +1712,7 @@ class Trainer:
         if self.news:
             self.generated = {
                 "reward": float(np.mean(np.concatenate([g.rewards for g in self.news]))),
+                "kl": float(np.mean(np.concatenate([g.log_ratios() for g in self.news]))),
                 "response_length": float(np.mean(np.concatenate([g.lengths for g in self.news]))),
                 "eos_fraction": float(np.mean(np.concatenate([g.ended for g in self.news]))),
             }
@@ -1763,7 +1768,7 @@ class Trainer:
         Where every group fits `tokens_per_microbatch`, micro-batches are whole groups and one pass
         is exact. Otherwise a first pass without gradient gives the loss's derivative by each
         token's log-probability, which the second pass, in any micro-batches, propagates: exact too.
-        Returns (loss, log_z, kl, entropy) and the number of response tokens.
+        Returns (loss, log_z, entropy) and the number of response tokens.
         """
         config = self.config
         objective = OBJECTIVES[config.objective]
@@ -1774,15 +1779,12 @@ class Trainer:
         longest = [max(lengths[i : i + K]) for i in range(0, len(rows), K)]
         budget = config.tokens_per_microbatch
         one_pass = K * max(longest) <= budget
-        sums = torch.zeros(4, device=self.device)  # loss, log_z, kl, entropy
+        sums = torch.zeros(3, device=self.device)  # loss, log_z, entropy
 
         def evaluate(logprobs: Tensor, rows: list[Trajectory]) -> Tensor:
-            batch = make_batch(logprobs, rows, K)
-            loss, log_z = objective(batch, beta)
-            with torch.no_grad():
-                kl = (batch.sequence_logprobs() - batch.ref_logprobs).mean()
-                share = len(rows) / len(pairs)
-                sums[:3] += share * torch.stack([loss.detach(), log_z.mean(), kl])
+            loss, log_z = objective(make_batch(logprobs, rows, K), beta)
+            share = len(rows) / len(pairs)
+            sums[:2] += share * torch.stack([loss.detach(), log_z.mean()])
             return loss * share
 
         if one_pass:
@@ -1800,10 +1802,10 @@ class Trainer:
             else:
                 loss = (logprobs * torch.cat([derivatives[i] for i in micro])).sum()
             self.accelerator.backward(loss)
-            sums[3] += entropies.sum()
+            sums[2] += entropies.sum()
         tokens = sum(len(response) for _, response in pairs)
-        loss, log_z, kl, entropy = sums.tolist()  # the step's one wait for the device
-        stats = {"loss": loss, "log_z": log_z, "kl": kl, "entropy": entropy / tokens}
+        loss, log_z, entropy = sums.tolist()  # the step's one wait for the device
+        stats = {"loss": loss, "log_z": log_z, "entropy": entropy / tokens}
         return stats, tokens
 
     def searcher_rates(self) -> tuple[float, float]:
@@ -1970,7 +1972,7 @@ class RunFolder:
         panels = [
             ("reward", ["reward"]),
             ("loss (log scale)", ["loss"]),
-            ("KL to the reference, nats per response", ["kl"]),
+            ("KL of the generating policy to the reference, nats", ["kl"]),
             ("staleness, optimizer steps", ["staleness_mean", "staleness_max"]),
             ("busy fraction of wall-clock", ["trainer_busy", "searcher_busy"]),
             ("tokens per second", ["train_tokens_per_second", "generated_tokens_per_second"]),
