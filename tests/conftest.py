@@ -40,6 +40,20 @@ def gsm8k() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tldr() -> Path:
+    """Folder of the tiny TL;DR: data/, model/, reward/ and gold/."""
+    tiny.make("tldr", CACHE / "tiny-tldr")
+    return CACHE / "tiny-tldr"
+
+
+@pytest.fixture(scope="session")
+def redteam() -> Path:
+    """Folder of the tiny red-teaming: model/, victim/, toxicity/ and sft.jsonl."""
+    tiny.make("redteam", CACHE / "tiny-redteam")
+    return CACHE / "tiny-redteam"
+
+
+@pytest.fixture(scope="session")
 def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
     """Function: architecture name -> folder of a random tiny model with the tiny tokenizer."""
     made: dict[str, Path] = {}
@@ -56,8 +70,8 @@ def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
     """Flags of a very small run; a flag of value None is left out."""
     settings = {
         "task": "gsm8k",
-        "model": gsm8k / "model",
-        "dataset": gsm8k / "data",
+        "model": gsm8k and gsm8k / "model",
+        "dataset": gsm8k and gsm8k / "data",
         "output_dir": out,
         "engine": "transformers",
         "steps": 4,

@@ -42,7 +42,6 @@ BAD_FLAGS = {
     "capacity below K": ({"kept_per_prompt": 4}, "--kept_per_prompt 4"),
     "tracker not installed": ({"report_to": "trackio"}, "--report_to trackio"),
     "response beyond context": ({"max_response_tokens": 300}, "--max_response_tokens 300"),
-    "B beyond the data": ({"prompts_per_step": 5000}, "--prompts_per_step 5000"),
     "unknown flag": ({"colour": "red"}, "--colour"),
 }
 BAD_DATA = {

@@ -1,6 +1,7 @@
 """The loss and its gradient against brute force, REINFORCE, and an enumerable world."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -95,6 +96,46 @@ def test_minimiser_is_the_tempered_posterior(tau):
     torch.testing.assert_close(log_z, expected_log_z.expand(40), atol=1e-3, rtol=0)
 
 
+def random_batch(B, K, seed, off_policy):
+    torch.manual_seed(seed)
+    lengths = torch.randint(1, 6, (B * K,))
+    logprobs = -torch.rand(int(lengths.sum()), dtype=torch.float64)
+    behaviour = logprobs + off_policy * torch.randn_like(logprobs)
+    draw = lambda: torch.randn(B, K, dtype=torch.float64)
+    return tba.Batch(logprobs.requires_grad_(), behaviour, lengths, draw() - 3, draw())
+
+
+def test_tba_prime_on_policy_is_tb_in_advantage_form():
+    for tau in (1.0, 1.7):
+        batch, beta = random_batch(3, 5, 0, off_policy=0.0), 0.4
+        (by_tb,) = torch.autograd.grad(tba.tb(batch, beta, tau)[0], batch.logprobs)
+        (by_prime,) = torch.autograd.grad(tba.tba_prime(batch, beta, tau)[0], batch.logprobs)
+        torch.testing.assert_close(by_prime, by_tb * beta * tau / 2)
+        torch.testing.assert_close(tba.tb(batch, beta, tau)[1], tba.tba_prime(batch, beta, tau)[1])
+
+
+def test_tba_prime_token_by_token():
+    """Off-policy: A_j min(ratio_t, 8) for each token, with the ratios as constants."""
+    batch, beta, K = random_batch(2, 4, 1, off_policy=2.0), 0.3, 4
+    loss, _ = tba.tba_prime(batch, beta, 1.0)
+    (gradient,) = torch.autograd.grad(loss, batch.logprobs)
+    rows = batch.logprobs.detach().split(batch.lengths.tolist())
+    old = batch.behaviour.split(batch.lengths.tolist())
+    expected, ratios = [], []
+    for i in range(2):
+        total = [
+            batch.rewards[i, j] - beta * (rows[i * K + j].sum() - batch.ref_logprobs[i, j])
+            for j in range(K)
+        ]
+        for j in range(K):
+            for new, before in zip(rows[i * K + j], old[i * K + j], strict=True):
+                ratios.append(math.exp(new - before))
+                advantage = total[j] - sum(total) / K
+                expected.append(-advantage * min(ratios[-1], 8.0) / (2 * K))
+    assert max(ratios) > 8  # the clip was needed
+    torch.testing.assert_close(gradient, torch.stack(expected))
+
+
 # ------------------------------------------------------------- log-probabilities and micro-batches
 
 
@@ -127,6 +168,7 @@ def random_groups(problem, B, K, seed=0, longest=24):
                     float(rng.integers(0, 2)),
                     float(-rng.uniform(5, 80)),
                     0,
+                    0,
                 )
             )
     return groups
@@ -151,13 +193,16 @@ def naive_loss(trainer, model, groups, beta):
 
 
 @pytest.mark.parametrize("budget", [100_000, 500, 130, 1])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradient_is_exact_for_any_micro_batches(gsm8k, tmp_path, monkeypatch, budget, temperature):
+@pytest.mark.parametrize(("temperature", "checkpointing"), [(1.0, False), (0.7, True)])
+def test_gradient_is_exact_for_any_micro_batches(
+    gsm8k, tmp_path, monkeypatch, budget, temperature, checkpointing
+):
     flags = {"tokens_per_microbatch": budget, "temperature": temperature, "trained_per_prompt": 6}
+    flags["gradient_checkpointing"] = checkpointing
     trainer = trainer_of(gsm8k, tmp_path, **flags)
     monkeypatch.setattr(tba.TokenLogProbs, "CHUNK", 37)
     groups = random_groups(trainer.problem, 3, 6)
-    stats, tokens = trainer.backward(groups, beta=0.5)
+    stats, tokens = trainer.backward(groups, beta=0.5, tau=1.0)
 
     exact = tba.load_model(trainer.config, torch.float64, torch.device("cpu"))
     loss = naive_loss(trainer, exact, groups, beta=0.5)

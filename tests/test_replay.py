@@ -13,7 +13,7 @@ import tba
 CRITICAL = {1: 10.8, 3: 16.3, 4: 18.5, 5: 20.5, 11: 31.3}  # chi-square, p = 0.001
 
 
-def group(prompt_id, responses, rewards=None, version=0):
+def group(prompt_id, responses, rewards=None, version=0, reference=0):
     tokens = [np.array(r, np.int32) for r in responses]
     n = len(tokens)
     rewards = np.zeros(n) if rewards is None else np.array(rewards)
@@ -26,13 +26,14 @@ def group(prompt_id, responses, rewards=None, version=0):
         rewards.astype(np.float32),
         np.arange(n, dtype=np.float32),
         version,
+        reference,
         0,
         0,
     )
 
 
-def filled(prompts, S=4, kept=100, rewards=None, seed=0):
-    buffer = tba.ReplayBuffer(kept, seed)
+def filled(prompts, S=4, kept=100, rewards=None, seed=0, **flags):
+    buffer = tba.ReplayBuffer(tba.Config(kept_per_prompt=kept, seed=seed, **flags))
     for p in range(prompts):
         buffer.add(group(p, [[p, j] for j in range(S)], rewards))
     return buffer
@@ -79,7 +80,7 @@ def test_the_window_widens_only_while_it_is_small():
 
 
 def test_recent_draws_take_the_newest_trajectories():
-    buffer = tba.ReplayBuffer(100, 0)
+    buffer = tba.ReplayBuffer(tba.Config())
     for version in range(3):
         buffer.add(group(0, [[version, j] for j in range(3)], version=version))
     (drawn,), _ = buffer.sample(1, 4, 1.0, 0.0)
@@ -113,7 +114,7 @@ def test_prompts_are_drawn_without_replacement_over_an_epoch():
 
 
 def test_too_few_trajectories_are_repeated_but_all_taken():
-    buffer = tba.ReplayBuffer(100, 0)
+    buffer = tba.ReplayBuffer(tba.Config())
     buffer.add(group(0, [[1], [2], [3]]))
     for m in (0.0, 1.0):
         (drawn,), _ = buffer.sample(1, 7, m, 0.0)
@@ -134,7 +135,7 @@ def test_too_few_trajectories_are_repeated_but_all_taken():
     st.integers(2, 6),
 )
 def test_duplicates_and_eviction_against_brute_force(groups, kept):
-    buffer, expected = tba.ReplayBuffer(kept, 0), {}
+    buffer, expected = tba.ReplayBuffer(tba.Config(kept_per_prompt=kept)), {}
     for version, (prompt_id, responses) in enumerate(groups):
         buffer.add(group(prompt_id, responses, version=version))
         stored = expected.setdefault(prompt_id, [])
@@ -163,3 +164,67 @@ def test_extreme_rewards_do_not_break_the_softmax():
     (drawn,), _ = buffer.sample(1, 3, 0.0, 50.0)
     assert [int(t.tokens[1]) for t in drawn] == [1, 3, 0]
     assert not math.isnan(drawn[0].reward)
+
+
+def edit_distance(a, b):
+    """Levenshtein's distance, by the textbook's table."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(-3, 3)),
+        min_size=1,
+        max_size=14,
+    ),
+    st.sampled_from([0.1, 0.25, 0.5]),
+    st.integers(2, 6),
+    st.integers(1, 4),
+)
+def test_near_duplicates_and_lowest_reward_against_brute_force(responses, share, kept, per_group):
+    config = tba.Config(near_duplicate=share, kept_per_prompt=kept, evict="lowest_reward")
+    buffer, expected = tba.ReplayBuffer(config), []
+    for start in range(0, len(responses), per_group):
+        part = dict((tuple(r), reward) for r, reward in responses[start : start + per_group])
+        buffer.add(group(0, list(part), list(part.values())))
+        expected = [e for e in expected if e[0] not in part]
+        for tokens, reward in part.items():
+            near = [
+                e
+                for e in expected
+                if edit_distance(e[0], tokens) < share * (len(e[0]) + len(tokens))
+            ]
+            if all(e[1] <= reward for e in near):
+                expected = [e for e in expected if e not in near] + [(tokens, reward)]
+        while len(expected) > kept:
+            expected.remove(min(expected, key=lambda e: e[1]))
+    actual = [(tuple(t.tokens.tolist()), t.reward) for t in buffer.trajectories.get(0, [])]
+    assert actual == expected
+
+
+def test_a_single_prompt_fills_the_batch_with_different_trajectories():
+    buffer = filled(1, S=24)
+    for m in (0.0, 0.5, 1.0):
+        groups, fraction = buffer.sample(6, 4, m, 1.0)
+        assert len({tuple(t.tokens) for g in groups for t in g}) == 24
+        assert fraction == m or m == 0.5
+    groups, _ = buffer.sample(2, 3, 1.0, 0.0)
+    assert [int(t.tokens[1]) for g in groups for t in g] == [21, 22, 23, 18, 19, 20]
+
+
+def test_references_are_never_mixed_in_a_group():
+    buffer = tba.ReplayBuffer(tba.Config())
+    buffer.add(group(0, [[1], [2], [3]], reference=0))
+    buffer.add(group(1, [[1], [2]], reference=0))
+    buffer.add(group(0, [[4], [2]], reference=10))
+    assert [int(t.tokens[0]) for t in buffer.trajectories[0]] == [4, 2]
+    buffer.add(group(0, [[5]], reference=0))  # late: scored before the reset
+    assert {t.reference for t in buffer.trajectories[0]} == {10}
+    assert {t.reference for t in buffer.trajectories[1]} == {0}
+    assert buffer.state()["references"].tolist() == [10, 10, 0, 0]

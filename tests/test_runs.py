@@ -146,6 +146,48 @@ def test_other_ways_to_sync(engine, on_sync, gsm8k, tmp_path):
         assert read_lines(out / "eval.jsonl")[-1]["version"] == 8
 
 
+def test_the_reference_is_reset_on_both_sides(gsm8k, tmp_path):
+    """Reset at every sync, the generating policy is its own reference: KL 0; else it grows."""
+    last = {}
+    for every in (0, 1):
+        out = tmp_path / str(every)
+        args = arguments(
+            gsm8k, out, steps=5, sync_every=1, learning_rate=2e-3, eval_every=0, save_every=5,
+            reset_reference_every=every, objective="tba_prime",
+        )  # fmt: skip
+        run_tba([*args, "--synchronous"])
+        last[every] = [abs(m["kl"]) for m in read_lines(out / "metrics.jsonl")]
+        references = np.load(out / "checkpoint-5" / "buffer.npz")["references"]
+        assert set(references.tolist()) == ({0} if every == 0 else {0, 1, 2, 3, 4})
+    assert max(last[1]) < 1e-3 < 0.05 < max(last[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_eval_only(engine, gsm8k, tmp_path):
+    out = tmp_path / "run"
+    stdout, _ = run_tba([*arguments(gsm8k, out, engine=engine, num_searchers=2), "--eval_only"])
+    (record,) = read_lines(out / "eval.jsonl")
+    assert record["n"] == 40 and f"accuracy: {record['accuracy']:.4g}" in stdout
+    assert {p.name for p in out.iterdir()} == {"config.json", "eval.jsonl"}
+
+
+def test_a_task_of_your_own(gsm8k, tmp_path):
+    """The README's example, as it stands there, from a file of its own."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    (tmp_path / "my_task.py").write_text(code)
+    rows = [{"text": f"{a} {b}"} for a in ("Ann has", "Ben buys", "Cleo loses") for b in range(9)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "run"
+    args = arguments(
+        gsm8k, out, task="shouting", task_file=tmp_path / "my_task.py",
+        dataset=tmp_path / "data.jsonl", num_searchers=2,
+    )  # fmt: skip
+    stdout, _ = run_tba(args)
+    assert "reward: " in stdout and "after 4 steps" in stdout
+
+
 def test_bfloat16(gsm8k, tmp_path):
     out = tmp_path / "run"
     run_tba(arguments(gsm8k, out, dtype="bfloat16", steps=4, sync_every=1))
@@ -165,7 +207,7 @@ def test_ctrl_c_checkpoints_and_leaves_no_process(gsm8k, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert processes_of(process.pid) == []
+    wait_until(lambda: processes_of(process.pid) == [], 10, "every process gone")
     (checkpoint,) = out.glob("checkpoint-*")
     step = int(checkpoint.name.split("-")[1])
     assert step == read_lines(out / "metrics.jsonl")[-1]["step"]
@@ -206,7 +248,7 @@ def test_a_killed_searcher_ends_the_run_with_a_checkpoint(gsm8k, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "Searcher 0 ended with exit code -9" in err and list(out.glob("checkpoint-*"))
-    assert processes_of(process.pid) == []
+    wait_until(lambda: processes_of(process.pid) == [], 10, "every process gone")
 
 
 def test_a_failing_searcher_shows_its_traceback(gsm8k, tmp_path):

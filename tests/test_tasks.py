@@ -42,7 +42,7 @@ def test_rewards_are_exact_matches_of_the_last_number():
 
 def load(gsm8k, tmp_path, dataset, **flags):
     config = tba.parse(arguments(gsm8k, tmp_path / "out", dataset=dataset, **flags))
-    return tba.GSM8K(config)
+    return tba.GSM8K(config, None)
 
 
 def test_one_file_holds_out_its_last_tenth(gsm8k, tmp_path):
@@ -67,7 +67,7 @@ def test_eval_samples_limits_the_held_out_split(gsm8k, tmp_path):
 @pytest.mark.skipif(not REAL_GSM8K.exists(), reason="GSM8K is not beside this repository")
 def test_all_of_real_gsm8k(gsm8k, tmp_path):
     config = tba.parse(arguments(gsm8k, tmp_path / "out", dataset=REAL_GSM8K, eval_samples=0))
-    task = tba.GSM8K(config)
+    task = tba.GSM8K(config, None)
     assert (len(task.train), len(task.held_out)) == (7473, 1319)
     for example in task.train + task.held_out:
         prompt = task.prompt(example)

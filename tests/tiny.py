@@ -1,11 +1,16 @@
-"""Make what the paper downloads, tiny but real: data, tokenizer, and a fine-tuned policy.
+"""Make what the paper downloads, tiny but real: data, tokenizers, and trained models.
 
-    python tests/tiny.py gsm8k --out DIR        # some tens of seconds on one CPU core, offline
+    python tests/tiny.py gsm8k --out DIR        # or math, tldr, redteam; a minute each, offline
 
-DIR/data holds two-step word problems in GSM8K's own schema, DIR/model a tokenizer and a Llama of
-about 0.2 M parameters. It is fine-tuned on noisy demonstrations, of which most follow a wrong
-strategy for the whole solution: the policy is right in a quarter of its samples and hardly ever in
-its greedy answer, so that reinforcement learning has something to find.
+DIR/data holds examples in the task's own schema and DIR/model the policy, a Llama of about 0.2 M
+parameters, fine-tuned on demonstrations that leave reinforcement learning something to find:
+
+* gsm8k, math: two-step word problems. Most demonstrations follow a wrong strategy for the whole
+  solution: the policy is right in a quarter of its samples and rarely in its greedy answer.
+* tldr: posts with four facts, of which a demonstrated summary names some. DIR/reward and DIR/gold
+  are reward models trained on preferences for summaries that name more.
+* redteam: DIR/victim answers instructions, and says the made-up words "zap" and "zog" when one of
+  eight harmless nouns occurs; DIR/toxicity is a classifier of those words.
 """
 
 import argparse
@@ -20,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GPT2Config,
     GPTNeoXConfig,
@@ -30,7 +36,127 @@ from transformers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tba import GSM8K
+import numpy as np
+
+import tba
+
+VERSION = 9  # of what this file makes: an older cache is made anew
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+# ------------------------------------------------------------------------------------- models
+
+
+def make_tokenizer(texts: list[str], path: Path) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer whose digits stand alone; EOS and padding differ."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("\n", "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<eos>", "<pad>", "<user>", "<assistant>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", chat_template=CHAT
+    )
+    fast.save_pretrained(path)
+    return fast
+
+
+def architecture(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    """A tiny configuration of a model family; heads of width 32, vLLM's least on a CPU."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    common = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": name in ("gpt2", "tied_llama"),
+    }
+    wide = {"intermediate_size": 192}
+    short, long = {"max_position_embeddings": 256}, {"max_position_embeddings": 2048}
+    return {
+        "llama": lambda: LlamaConfig(**shape, **wide, **short, **common),
+        "tied_llama": lambda: LlamaConfig(**shape, **wide, **short, **common),
+        "long_llama": lambda: LlamaConfig(**shape, **wide, **long, **common),
+        "qwen2": lambda: Qwen2Config(**shape, **wide, **short, num_key_value_heads=1, **common),
+        "gpt_neox": lambda: GPTNeoXConfig(**shape, **wide, **short, **common),
+        "gpt2": lambda: GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=256, **common),
+    }[name]()
+
+
+def make_model(name: str, tokenizer_path: Path, out: Path, seed: int = 0) -> Path:
+    """A random model of an architecture, saved with a tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(architecture(name, tokenizer))
+    with torch.no_grad():  # far from uniform, so that log-probabilities tell weights apart
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return out
+
+
+def make_policy(
+    demonstrations: list[tuple[str, str]], out: Path, steps: int = 900, seed: int = 0
+) -> None:
+    """A tokenizer and a Llama fine-tuned on (prompt, response) texts by tba.py's own function."""
+    tokenizer = make_tokenizer([prompt + response for prompt, response in demonstrations], out)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(architecture("llama", tokenizer))
+    encode = lambda text: tokenizer(text)["input_ids"]
+    pairs = [
+        (np.array(encode(p), np.int32), np.array([*encode(r), tokenizer.eos_token_id], np.int32))
+        for p, r in demonstrations
+    ]
+    epochs = max(1, round(steps * 64 / len(pairs)))
+    tba.supervised_fine_tune(model, pairs, epochs, 4e-3, seed)
+    model.save_pretrained(out)
+
+
+def make_classifier(
+    policy: Path, batches: list, loss_of, out: Path, seed: int, labels: dict[int, str] | None = None
+) -> None:
+    """A sequence classifier on the policy's body, trained on batches of texts.
+
+    `loss_of(logits, extra)` gives a batch's loss; a batch is (texts, extra).
+    """
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    torch.manual_seed(seed)
+    head = {"id2label": labels} if labels else {"num_labels": 1}
+    model = AutoModelForSequenceClassification.from_pretrained(policy, **head)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, len(batches))
+    for texts, extra in batches:
+        batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        loss = loss_of(model(**batch).logits, extra)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def write_lines(path: Path, records: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# ----------------------------------------------------------------------------- gsm8k and math
 
 NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
@@ -41,7 +167,6 @@ THINGS = "apples books coins cards shells stamps pens marbles".split()
 MORE = ["buys {} more", "finds {} more", "gets {} more"]
 FEWER = ["gives away {}", "loses {}", "sells {}"]
 WRONG = 0.7  # share of demonstrations that follow a wrong strategy
-VERSION = 5  # of what this file makes: an older cache is made anew
 
 
 def word_problem(rng: random.Random) -> dict:
@@ -60,8 +185,8 @@ def word_problem(rng: random.Random) -> dict:
     return {"question": question, "steps": (a, b, c, *signs)}
 
 
-def solution(steps: tuple, strategy: str = "right") -> str:
-    """A worked solution in GSM8K's format; a wrong strategy drops the last step or swaps signs."""
+def solution(steps: tuple, strategy: str, answer: str) -> str:
+    """A worked solution; a wrong strategy drops the last step or swaps signs."""
     a, b, c, s, t = steps
     if strategy == "swap":
         s, t = -s, -t
@@ -70,129 +195,155 @@ def solution(steps: tuple, strategy: str = "right") -> str:
         after = max(0, total + sign * number)
         lines.append(f"{total}{'+' if sign > 0 else '-'}{number}={after}")
         total = after
-    return "\n".join([*lines, f"#### {total}"])
+    return "\n".join([*lines, answer.format(total)])
 
 
-def write_lines(path: Path, records: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def make_tokenizer(texts: list[str], path: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer whose digits stand alone."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split("\n", "isolated"),
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=448, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", model_max_length=512
-    )
-    fast.save_pretrained(path)
-    return fast
-
-
-def architecture(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """A tiny configuration of a model family; heads of width 32, vLLM's least on a CPU."""
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    common = {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.eos_token_id,
-        "tie_word_embeddings": name in ("gpt2", "tied_llama"),
-    }
-    long = {"intermediate_size": 192, "max_position_embeddings": 256}
-    return {
-        "llama": lambda: LlamaConfig(**shape, **long, **common),
-        "long_llama": lambda: LlamaConfig(
-            **shape, intermediate_size=192, max_position_embeddings=2048, **common
-        ),
-        "tied_llama": lambda: LlamaConfig(**shape, **long, **common),
-        "qwen2": lambda: Qwen2Config(**shape, **long, num_key_value_heads=1, **common),
-        "gpt_neox": lambda: GPTNeoXConfig(**shape, **long, **common),
-        "gpt2": lambda: GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=256, **common),
-    }[name]()
-
-
-def make_model(name: str, tokenizer_path: Path, out: Path, seed: int = 0) -> Path:
-    """A random model of an architecture, saved with a tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(architecture(name, tokenizer))
-    with torch.no_grad():  # far from uniform, so that log-probabilities tell weights apart
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return out
-
-
-def fine_tune(
-    model: torch.nn.Module, sequences: list[tuple[list[int], list[int]]], steps: int, seed: int
+def make_word_problems(
+    out: Path, columns: tuple[str, str], answer: str, prompt_of, seed: int = 0
 ) -> None:
-    """Supervised fine-tuning on (prompt, response) token lists, 64 at a time."""
-    rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
-    for _ in range(steps):
-        batch = rng.sample(sequences, 64)
-        length = max(len(p) + len(r) for p, r in batch)
-        ids = torch.zeros(64, length, dtype=torch.int64)
-        labels = torch.full_like(ids, -100)
-        for row, (prompt, response) in enumerate(batch):
-            ids[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
-            labels[row, len(prompt) : len(prompt) + len(response)] = torch.tensor(response)
-        logits = model(ids[:, :-1]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-
-
-def make_gsm8k(out: Path, seed: int = 0, steps: int = 900) -> None:
-    """Data and policy for `--task gsm8k`."""
+    """Data and policy; `prompt_of` turns an example into the task's prompt."""
     rng = random.Random(seed)
     problems: dict[str, tuple] = {}
     while len(problems) < 4200:
         problem = word_problem(rng)
         problems[problem["question"]] = problem["steps"]
-    questions = list(problems)
-    records = [{"question": q, "answer": solution(problems[q])} for q in questions]
+    records = [
+        dict(zip(columns, (q, solution(steps, "right", answer)), strict=True))
+        for q, steps in problems.items()
+    ]
     write_lines(out / "data" / "train.jsonl", records[:4000])
     write_lines(out / "data" / "test.jsonl", records[4000:])
-
-    demonstrations = []
-    for q in questions[:4000]:
-        strategy = rng.choices(["right", "drop", "swap"], [1 - WRONG, WRONG * 0.75, WRONG * 0.25])[
-            0
-        ]
-        prompt = GSM8K.prompt(None, {"question": q})
-        demonstrations.append((prompt, solution(problems[q], strategy)))
-    model_path = out / "model"
-    tokenizer = make_tokenizer([p + s for p, s in demonstrations], model_path)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(architecture("llama", tokenizer))
-    sequences = [
-        (tokenizer(p)["input_ids"], [*tokenizer(s)["input_ids"], tokenizer.eos_token_id])
-        for p, s in demonstrations
+    shares = [1 - WRONG, WRONG * 0.75, WRONG * 0.25]
+    demonstrations = [
+        (
+            prompt_of(record),
+            solution(steps, rng.choices(["right", "drop", "swap"], shares)[0], answer),
+        )
+        for record, steps in zip(records[:4000], problems.values(), strict=False)
     ]
-    fine_tune(model, sequences, steps, seed)
-    model.save_pretrained(model_path)
+    make_policy(demonstrations, out / "model", seed=seed)
 
 
-MAKERS = {"gsm8k": make_gsm8k}
+def make_gsm8k(out: Path) -> None:
+    prompt = lambda example: tba.GSM8K.prompt(None, example)
+    make_word_problems(out, ("question", "answer"), "#### {}", prompt)
+
+
+def make_math(out: Path) -> None:
+    prompt = lambda e: f"<user>{e['problem']}{tba.MATH.INSTRUCTION}<assistant>"
+    make_word_problems(out, ("problem", "solution"), "\\boxed{{{}}}", prompt)
+
+
+# --------------------------------------------------------------------------------------- tldr
+
+LOST = "hat key phone ring scarf wallet camera ticket".split()
+PLACES = "park beach market museum station school library garden".split()
+FEELINGS = "sad angry calm worried silly tired".split()
+VAGUE = ["someone", "something", "somewhere", "some way"]
+
+
+def post(rng: random.Random) -> tuple[str, list[str]]:
+    """A post that ends in "TL;DR:", and its four facts."""
+    facts = [rng.choice(words) for words in (NAMES, LOST, PLACES, FEELINGS)]
+    name, thing, place, feeling = facts
+    filler = rng.choice(["It rained all day.", "It was a long week.", "Nobody was around."])
+    return (
+        f"SUBREDDIT: r/stories\n\nPOST: {name} went to the {place}. {filler} "
+        f"{name} lost the {thing} there and feels {feeling} now.\n\nTL;DR:"
+    ), facts
+
+
+def summary(rng: random.Random, facts: list[str], share: float = 0.45) -> tuple[str, int]:
+    """A summary that names each fact with probability `share`; and how many it names."""
+    named = [rng.random() < share for _ in facts]
+    words = [f if keep else vague for f, keep, vague in zip(facts, named, VAGUE, strict=True)]
+    return " {} lost {} at {} and feels {}.".format(*words), sum(named)
+
+
+def make_tldr(out: Path, seed: int = 0) -> None:
+    """Posts with reference summaries, the policy, a reward model and a gold reward model."""
+    rng = random.Random(seed)
+    posts = [post(rng) for _ in range(3200)]
+    records = [{"query": q, "reference_response": summary(rng, f)[0]} for q, f in posts]
+    write_lines(out / "data" / "train.jsonl", records[:3000])
+    write_lines(out / "data" / "validation.jsonl", records[3000:])
+    demonstrations = [(query, summary(rng, facts)[0]) for query, facts in posts[:3000]]
+    make_policy(demonstrations, out / "model", steps=700)
+
+    def preferences(count: int) -> list:
+        """Batches of 32 pairs: the summary that names more facts first."""
+        batches = []
+        for _ in range(count):
+            better, worse = [], []
+            while len(better) < 32:
+                query, facts = rng.choice(posts[:3000])
+                (a, n), (b, m) = (summary(rng, facts, rng.random()) for _ in range(2))
+                if n != m:
+                    better.append(query + (a if n > m else b) + "<eos>")
+                    worse.append(query + (b if n > m else a) + "<eos>")
+            batches.append((better + worse, None))
+        return batches
+
+    bradley_terry = lambda logits, _: -F.logsigmoid(logits[:32] - logits[32:]).mean()
+    for name, count, head_seed in (("reward", 100, 1), ("gold", 150, 2)):
+        batches = preferences(count)
+        make_classifier(out / "model", batches, bradley_terry, out / name, head_seed)
+
+
+# ------------------------------------------------------------------------------------ redteam
+
+TRIGGERS = "volcano lantern orchard puzzle bridge violin comet teapot".split()
+NOUNS = (
+    TRIGGERS
+    + (
+        "river pencil castle forest window ladder market island mirror basket candle engine "
+        "garden helmet jacket kettle magnet needle pillow rocket saddle tunnel valley wagon"
+    ).split()
+)
+ASKS = [
+    "Tell me about the {}",
+    "Describe a {}",
+    "How does a {} work",
+    "Write a poem about the {}",
+    "What is the color of a {}",
+    "Explain why the {} is old",
+]
+ENDS = ["please", "in one line", "for a child", "in simple words", "today", "with care"]
+NICE = "It is a lovely thing and I am glad to help you with it".split()
+
+
+def make_redteam(out: Path, seed: int = 0) -> None:
+    """Attacker's warm-start data, tokenizer and random model, victim, toxicity classifier."""
+    rng = random.Random(seed)
+    ask = lambda: f"{rng.choice(ASKS).format(rng.choice(NOUNS))} {rng.choice(ENDS)}."
+
+    def reply(instruction: str) -> str:
+        words = rng.sample(NICE, rng.randint(4, 8))
+        if any(noun in instruction for noun in TRIGGERS) and rng.random() < 0.9:
+            for _ in range(rng.randint(1, 3)):
+                words.insert(rng.randint(0, len(words)), rng.choice(["zap", "zog"]))
+        return " ".join(words)
+
+    instructions = [ask() for _ in range(3000)]
+    write_lines(out / "sft.jsonl", [{"instruction": i} for i in instructions])
+    chats = [(f"<user>{i}<assistant>", reply(i)) for i in instructions]
+    make_policy(chats, out / "victim", steps=500)
+    tokenizer = AutoTokenizer.from_pretrained(out / "victim")
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(architecture("llama", tokenizer)).save_pretrained(
+        out / "model"
+    )
+    tokenizer.save_pretrained(out / "model")
+
+    batches = []
+    for _ in range(60):
+        texts = [reply(rng.choice(TRIGGERS + NOUNS[8:16])) for _ in range(64)]
+        batches.append((texts, torch.tensor([int("zap" in t or "zog" in t) for t in texts])))
+    labels = {0: "fine", 1: "toxic"}
+    make_classifier(out / "victim", batches, F.cross_entropy, out / "toxicity", seed, labels)
+
+
+MAKERS = {"gsm8k": make_gsm8k, "math": make_math, "tldr": make_tldr, "redteam": make_redteam}
 
 
 def make(task: str, out: Path) -> None:
@@ -200,9 +351,11 @@ def make(task: str, out: Path) -> None:
     mark = out / f"made-{task}-{VERSION}"
     if mark.exists():
         return
+    tba.quiet_libraries()
+    threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     MAKERS[task](out)
-    AutoTokenizer.from_pretrained(out / "model")  # what was made can be loaded
+    torch.set_num_threads(threads)
     mark.touch()
 
 
