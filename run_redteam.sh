@@ -18,18 +18,18 @@ if [ "${1:-}" = --tiny ]; then
     --sft_data "$files/sft.jsonl" --sft_epochs 8 --sft_learning_rate 4e-3 \
     --victim_model "$files/victim" --victim_samples 3 --victim_max_tokens 16 \
     --toxicity_model "$files/toxicity" --toxicity_label toxic \
-    --sentence_model "$files/victim" \
-    --steps 60 \
+    --sentence_model "$files/model" \
+    --steps 120 \
     --prompts_per_step 8 --trained_per_prompt 8 --searched_per_prompt 16 \
-    --recent_probability 0.5 --reward_inverse_temperature 1 \
+    --recent_probability 0.5 --reward_inverse_temperature 0.5 \
     --kept_per_prompt 1000 --evict lowest_reward --near_duplicate 0.1 \
     --initial_trajectories 128 \
-    --beta 0.5 --tau 2 --tau_final 1 --tau_anneal_steps 40 \
-    --learning_rate 2e-4 --lr_schedule linear --max_grad_norm 1 \
+    --beta 0.3 --tau 1.5 --tau_final 1 --tau_anneal_steps 30 \
+    --learning_rate 1e-3 --lr_schedule linear --max_grad_norm 1 \
     --temperature 1.0 --min_response_tokens 5 --max_response_tokens 20 \
     --explore_probability 0.5 --explore_low 0.5 --explore_high 2.0 \
     --sequences_in_flight 64 \
-    --sync_every 2 --eval_every 30 --eval_samples 256 \
+    --sync_every 2 --eval_every 40 --eval_samples 256 \
     "$@"
 fi
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REAL_GSM8K, ROOT, arguments, run_tba
+from conftest import CACHE, REAL_GSM8K, ROOT, arguments, run_tba
 
 import tba
 
@@ -154,22 +154,41 @@ def test_real_gsm8k_runs_end_to_end(gsm8k, tmp_path):
     assert "7,473 training prompts" in stdout and "accuracy" in stdout
 
 
-@pytest.mark.parametrize("script", ["run_gsm8k.sh"])
-@pytest.mark.parametrize("tiny_run", [False, True])
-def test_scripts_dry_run_and_pass_flags_on(script, tiny_run, gsm8k, tmp_path):
-    command = ["bash", str(ROOT / script), *["--tiny"] * tiny_run]
-    env = {**os.environ, "PYTHON": sys.executable, "TBA_CACHE": str(gsm8k.parent)}
-    done = subprocess.run(
-        [*command, "--dry_run", "--steps", "123", "--output_dir", str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=tmp_path,
-    )
+PAPER = {  # script: what its plan must say
+    "run_gsm8k.sh": ("B x K = 7 x 20 = 140", "beta 0.014 -> 0.004"),
+    "run_tldr.sh 2.8b": ("B x K = 8 x 20 = 160", "pythia2.8b-sft", "10000 initial"),
+    "run_redteam.sh llama-3.2-1b": ("B x K = 16 x 8 = 128", "tau 2.0 -> 1.0"),
+}
+
+
+def run_script(words, *flags, folder=None):
+    env = {**os.environ, "PYTHON": sys.executable, "TBA_CACHE": str(CACHE)}
+    command = ["bash", str(ROOT / words[0]), *words[1:], *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder)
+
+
+@pytest.mark.parametrize("script", PAPER)
+def test_scripts_dry_run_with_the_papers_numbers(script, tmp_path):
+    flags = ["--dry_run", "--steps", "123", "--output_dir", str(tmp_path / "out")]
+    done = run_script(script.split(), *flags, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "123 steps" in done.stdout
-    assert ("not checked" in done.stdout) != tiny_run
-    if not tiny_run:
-        assert "B x K = 7 x 20 = 140" in done.stdout and "beta 0.014 -> 0.004" in done.stdout
-    bad = subprocess.run([*command, "--beta", "-1"], capture_output=True, text=True, env=env)
+    for part in ("123 steps", "not checked", *PAPER[script]):
+        assert part in done.stdout
+    bad = run_script([*script.split(), "--beta", "-1"])
     assert bad.returncode == 2 and "--beta -1.0" in bad.stderr
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "tldr", "redteam"])
+def test_tiny_scripts_dry_run(task, request, tmp_path):
+    request.getfixturevalue(task)
+    flags = ["--tiny", "--dry_run", "--steps", "123", "--output_dir", str(tmp_path / "out")]
+    done = run_script([f"run_{task}.sh"], *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "123 steps" in done.stdout and "not checked" not in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_scripts_refuse_unknown_sizes_and_victims():
+    for script in ("run_tldr.sh", "run_redteam.sh"):
+        done = run_script([script, "7b"])
+        assert done.returncode == 2 and "choose" in done.stderr and done.stderr.count("\n") == 1

@@ -191,7 +191,7 @@ def test_near_duplicates_and_lowest_reward_against_brute_force(responses, share,
     config = tba.Config(near_duplicate=share, kept_per_prompt=kept, evict="lowest_reward")
     buffer, expected = tba.ReplayBuffer(config), []
     for start in range(0, len(responses), per_group):
-        part = dict((tuple(r), reward) for r, reward in responses[start : start + per_group])
+        part = {tuple(r): reward for r, reward in responses[start : start + per_group]}
         buffer.add(group(0, list(part), list(part.values())))
         expected = [e for e in expected if e[0] not in part]
         for tokens, reward in part.items():

@@ -188,6 +188,45 @@ def test_a_task_of_your_own(gsm8k, tmp_path):
     assert "reward: " in stdout and "after 4 steps" in stdout
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("task", ["tldr", "redteam"])
+def test_the_other_tasks_run_and_evaluate_alone(task, engine, request, tmp_path):
+    """A short run and --eval_only through judges and a victim, on two Searchers."""
+    from test_judges import redteam_flags, tldr_flags
+
+    folder = request.getfixturevalue(task)
+    flags = (tldr_flags if task == "tldr" else redteam_flags)(folder)
+    if task == "redteam":
+        flags |= {"sft_data": folder / "sft.jsonl", "explore_probability": 0.5, "tau": 2,
+                  "near_duplicate": 0.1, "evict": "lowest_reward", "victim_samples": 2,
+                  "min_response_tokens": 5, "kept_per_prompt": 100, "dataset": None}  # fmt: skip
+    out = tmp_path / "run"
+    pair = {"num_searchers": 2, "eval_every": 2, "save_every": 4}
+    run_tba(arguments(None, out, engine=engine, **pair, **flags))
+    metrics, evaluations = read_lines(out / "metrics.jsonl"), read_lines(out / "eval.jsonl")
+    assert set(metrics[0]) == set(METRICS) and metrics[-1]["step"] == 4
+    names = {"tldr": {"win_rate", "perplexity", "kl"},
+             "redteam": {"toxicity", "attack_success_rate", "cosine_distance"}}[task]  # fmt: skip
+    assert all(set(e) == {"step", "version", "split", "n"} | names for e in evaluations)
+    assert all(m["logprob_gap"] < 1e-3 for m in metrics)
+    if task == "tldr":
+        assert evaluations[0]["kl"] == pytest.approx(0, abs=1e-3)
+        assert evaluations[0]["perplexity"] > 1
+    else:
+        assert metrics[-1]["buffer_prompts"] == 1 and metrics[-1]["buffer_trajectories"] <= 100
+        lengths = np.load(out / "checkpoint-4" / "buffer.npz")["lengths"]
+        assert 6 <= lengths.min() and lengths.max() <= 20  # five tokens, then EOS at the earliest
+    alone = tmp_path / "alone"
+    flags |= {"model": out / "final", "sft_data": None}
+    stdout, _ = run_tba(
+        [*arguments(None, alone, engine=engine, num_searchers=1, **flags), "--eval_only"]
+    )
+    (record,) = read_lines(alone / "eval.jsonl")
+    assert all(f"{name}: " in stdout for name in names)
+    if task == "tldr":  # greedy answers do not depend on who gives them
+        assert record["win_rate"] == pytest.approx(evaluations[-1]["win_rate"], abs=0.03)
+
+
 def test_bfloat16(gsm8k, tmp_path):
     out = tmp_path / "run"
     run_tba(arguments(gsm8k, out, dtype="bfloat16", steps=4, sync_every=1))

@@ -1,4 +1,4 @@
-"""The scripts with --tiny, from end to end, and what they must learn: `python -m pytest -m slow`."""
+"""The scripts with --tiny from end to end, and what they must learn: `pytest -m slow`."""
 
 import os
 import subprocess
