@@ -197,51 +197,34 @@ class Config:
         own_prompts = not TASKS[self.task].columns
         fix = "name a hub dataset, a local folder or a file"
         need(bool(self.dataset) or own_prompts, "dataset", fix)
-        K, at_least_k = self.trained_per_prompt, "must be at least --trained_per_prompt"
-        for names, ok, rule in (
-            (
-                "steps prompts_per_step max_response_tokens tokens_per_microbatch "
-                "sequences_in_flight sync_every queue_size victim_samples victim_max_tokens "
-                "sft_epochs",
-                lambda value: value >= 1,
-                "must be at least 1",
-            ),
-            (
-                "num_searchers initial_trajectories beta_anneal_steps warmup_steps stable_steps "
-                "decay_steps weight_decay max_grad_norm sync_patience logprob_tolerance "
-                "eval_every eval_samples save_every reward_inverse_temperature seed "
-                "beta_jump_step tau_anneal_steps reset_reference_every min_response_tokens "
-                "near_duplicate",
-                lambda value: value >= 0,
-                "must not be negative",
-            ),
-            (
-                "beta beta_final tau tau_final temperature top_p victim_temperature victim_top_p "
-                "explore_low learning_rate sft_learning_rate searcher_timeout",
-                lambda value: value is None or 0 < value < math.inf,
-                "must be greater than 0",
-            ),
-            (
-                "recent_probability explore_probability top_p victim_top_p",
-                lambda value: 0 <= value <= 1,
-                "is a probability: from 0 to 1",
-            ),
-            (
-                "explore_high",
-                lambda value: value >= self.explore_low,
-                f"must be at least --explore_low {self.explore_low}",
-            ),
-            (
-                "min_response_tokens",
-                lambda value: value <= self.max_response_tokens,
-                f"must be at most --max_response_tokens {self.max_response_tokens}",
-            ),
-            ("gpu_memory_utilization", lambda value: 0 <= value < 1, "is a share: from 0 to 1"),
-            ("trained_per_prompt", lambda value: value >= 2, "VarGrad compares 2 or more"),
-            ("searched_per_prompt kept_per_prompt", lambda value: value >= K, at_least_k + f" {K}"),
+        counts = (
+            "steps prompts_per_step max_response_tokens tokens_per_microbatch sync_every "
+            "sequences_in_flight queue_size victim_samples victim_max_tokens sft_epochs"
+        ).split()
+        positive = (
+            "beta beta_final tau tau_final temperature top_p victim_temperature victim_top_p "
+            "explore_low learning_rate sft_learning_rate searcher_timeout"
+        ).split()
+        shares = (
+            "recent_probability explore_probability top_p victim_top_p gpu_memory_utilization"
+        ).split()
+        for name, value in vars(self).items():
+            if isinstance(value, int | float):
+                need(0 <= value < math.inf, name, "must be a number that is not negative")
+                need(value >= 1 or name not in counts, name, "must be at least 1")
+                need(value > 0 or name not in positive, name, "must be greater than 0")
+                need(value <= 1 or name not in shares, name, "must be at most 1")
+        K = self.trained_per_prompt
+        need(K >= 2, "trained_per_prompt", "VarGrad compares the responses to a prompt: 2 or more")
+        for name, other, ok in (
+            ("searched_per_prompt", "trained_per_prompt", self.searched_per_prompt >= K),
+            ("kept_per_prompt", "trained_per_prompt", self.kept_per_prompt >= K),
+            ("explore_high", "explore_low", self.explore_high >= self.explore_low),
         ):
-            for name in names.split():
-                need(ok(getattr(self, name)), name, rule)
+            need(ok, name, f"must be at least --{other} {getattr(self, other)}")
+        longest = self.max_response_tokens
+        fix = f"must be at most --max_response_tokens {longest}"
+        need(self.min_response_tokens <= longest, "min_response_tokens", fix)
         wsd = self.lr_schedule == "warmup_stable_decay"
         need(not wsd or self.decay_steps, "decay_steps", "warmup_stable_decay needs 1 or more")
         folder = Path(self.output_dir)
@@ -838,7 +821,7 @@ def load_problem(config: Config) -> Problem:
         encoded = tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
         prompts = [np.array(ids, np.int32) for ids in encoded]
         longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-        if len(prompts[longest]) + config.max_response_tokens > context:
+        if len(prompts[longest]) + config.max_response_tokens >= context:  # vLLM scores with 1 more
             raise ValueError(
                 f"--max_response_tokens {config.max_response_tokens}: with the prompt of "
                 f"{split} row {longest} ({len(prompts[longest])} tokens) it exceeds the model's "
@@ -1443,12 +1426,9 @@ class TransformersEngine:
             responses[j] = (tokens[i], logprobs[i], bool(ended[row]))
             if len(responses) == request.n:
                 del self.parts[request.id]
-                tokens_j, logprobs_j, ended_j = zip(
-                    *(responses[j] for j in range(request.n)), strict=True
-                )
-                completions.append(
-                    Completion(request, list(tokens_j), list(logprobs_j), np.array(ended_j))
-                )
+                parts = zip(*(responses[j] for j in range(request.n)), strict=True)
+                of_tokens, of_logprobs, of_ended = map(list, parts)
+                completions.append(Completion(request, of_tokens, of_logprobs, np.array(of_ended)))
         return completions
 
     @torch.inference_mode()
@@ -1495,7 +1475,7 @@ class VLLMEngine:
             trust_remote_code=config.trust_remote_code,
             enforce_eager=config.enforce_eager or device.type == "cpu",
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
-            max_model_len=longest + config.max_response_tokens,
+            max_model_len=longest + config.max_response_tokens + 1,
             max_num_seqs=config.sequences_in_flight,
             enable_prefix_caching=True,  # a prompt is run once for its S responses
             logprobs_mode="processed_logprobs",  # those of the tempered policy
@@ -1961,6 +1941,7 @@ class Trainer:
     def __init__(self, config: Config, problem: Problem, folder: "RunFolder") -> None:
         self.config, self.problem, self.folder = config, problem, folder
         self.searchers: list[mp.Process] = []
+        self.manager = self.accelerator = None
         self.stop_asked = False
 
     def load(self) -> None:
@@ -2014,39 +1995,40 @@ class Trainer:
     def run(self) -> None:
         """Train from start to end. Raises what ended it early."""
         config = self.config
-        previous = signal.signal(signal.SIGINT, self.on_interrupt)
-        try:
-            self.start_searchers()  # they load their models while this process loads its own
-            self.load()
-            self.join_searchers()
-            self.sync(patience=config.searcher_timeout)  # version 0: proves the transfer at once
-            self.start_evaluation()
-            if config.synchronous or config.eval_only:
-                self.finish_evaluation()
-            if config.eval_only:
-                return
-            if not config.synchronous:
-                self.command("generate", math.inf)
-                self.fill()
-            self.last_step_end = time.perf_counter()
-            while self.step < config.steps:
-                self.sync_if_due()
-                if config.synchronous:
-                    self.generate_batch()
-                else:
-                    self.listen()
-                self.train_step()
-                if config.save_every and self.step % config.save_every == 0:
-                    self.save_checkpoint()
+        signal.signal(signal.SIGINT, self.on_interrupt)
+        # Searchers load their models while this process loads its own, except on a shared GPU,
+        # where vLLM must find the Trainer's memory taken when it measures what is left
+        shared = torch.cuda.device_count() == 1
+        for start in (self.load, self.start_searchers)[:: 1 if shared else -1]:
+            start()
+        self.join_searchers()
+        self.sync(patience=config.searcher_timeout)  # version 0: proves the transfer at once
+        self.start_evaluation()
+        if config.synchronous or config.eval_only:
             self.finish_evaluation()
-            self.command("generate", 0.0)
-            if self.evaluated != self.step:
-                self.sync(patience=config.searcher_timeout)
-                self.start_evaluation()
-                self.finish_evaluation()
-            self.save_final()
-        finally:
-            signal.signal(signal.SIGINT, previous)
+        if config.eval_only:
+            return
+        if not config.synchronous:
+            self.command("generate", math.inf)
+            self.fill()
+        self.last_step_end = time.perf_counter()
+        while self.step < config.steps:
+            self.sync_if_due()
+            if config.synchronous:
+                self.generate_batch()
+            else:
+                self.listen()
+            self.train_step()
+            if config.save_every and self.step % config.save_every == 0:
+                self.save_checkpoint()
+        self.finish_evaluation()
+        self.command("generate", 0.0)
+        if self.evaluated != self.step:
+            self.sync(patience=config.searcher_timeout)
+            self.start_evaluation()
+            self.finish_evaluation()
+        self.save_model(self.folder.path / "final")
+        self.folder.draw_curves()
 
     def on_interrupt(self, *_: Any) -> None:
         """Ctrl-C: stop at the next safe point; a second one at once."""
@@ -2176,7 +2158,7 @@ class Trainer:
             metrics = self.problem.task.summarize(flat)
             head = {"step": version, "version": version, "split": "held_out", "n": len(flat)}
             self.folder.write_evaluation({**head, **metrics})
-            self.accelerator.log({f"eval/{k}": v for k, v in metrics.items()}, step=version)
+            self.accelerator.log({f"eval/{k}": v for k, v in metrics.items()}, step=self.step)
             self.evaluating, self.evaluated, self.records = None, version, []
 
     def on_loaded(self, searcher: int, version: int, probes: list[np.ndarray]) -> None:
@@ -2432,10 +2414,6 @@ class Trainer:
         self.model.save_pretrained(folder)
         self.problem.tokenizer.save_pretrained(folder)
 
-    def save_final(self) -> None:
-        self.save_model(self.folder.path / "final")
-        self.folder.draw_curves()
-
     def save_checkpoint(self) -> Path:
         """Write checkpoint-STEP: model, optimizer, buffer and counters; no pickles."""
         path = self.folder.path / f"checkpoint-{self.step}"
@@ -2466,14 +2444,17 @@ class Trainer:
     def shutdown(self) -> None:
         """Stop every process of the run; those that do not listen are ended."""
         with contextlib.suppress(OSError, EOFError):  # no Manager: the Searchers are gone too
-            self.command("stop")
+            if self.searchers:
+                self.command("stop")
         for process in self.searchers:
             process.join(5)
             if process.is_alive():
                 process.kill()
                 process.join()
-        self.manager.shutdown()
-        self.accelerator.end_training()
+        if self.manager:
+            self.manager.shutdown()
+        if self.accelerator:
+            self.accelerator.end_training()
 
 
 def make_batch(logprobs: Tensor, rows: list[Trajectory], K: int) -> Batch:
@@ -2615,14 +2596,12 @@ class RunFolder:
     def summary(self) -> str:
         """What a finished run tells: metrics before and after, and where things are."""
         first, last = self.evaluations[0], self.evaluations[-1]
-        lines = [
-            f"{name}: {first[name]:.4g} before -> {last[name]:.4g} after {last['step']} steps"
-            for name in list(first)[4:]
-        ]
+        names = list(first)[4:]
         if self.config.eval_only:
-            lines = [f"{name}: {first[name]:.4g}" for name in list(first)[4:]]
-        else:
-            lines += [f"curves: {self.path / 'curves.png'}", f"model: {self.path / 'final'}"]
+            return "\n".join(f"{name}: {first[name]:.4g}" for name in names)
+        change = f"{{}}: {{:.4g}} before -> {{:.4g}} after {last['step']} steps"
+        lines = [change.format(name, first[name], last[name]) for name in names]
+        lines += [f"curves: {self.path / 'curves.png'}", f"model: {self.path / 'final'}"]
         return "\n".join(lines)
 
 
@@ -2639,7 +2618,7 @@ def plan(config: Config, problem: Problem | None) -> str:
         devices = f"Trainer on GPU 0, {M} Searcher(s) on GPUs 1-{M}"
     mode = "lockstep" if config.synchronous else f"asynchronous, m = {config.recent_probability}"
     lines = [
-        f"task       {config.task}: {config.model} on {config.dataset}",
+        f"task       {config.task}: {config.model} on {config.dataset or 'its own prompt'}",
         f"devices    {devices}; weights over {'NCCL' if gpus > M else 'Gloo'}, {config.dtype}",
         f"generation {config.engine}, S = {S} responses per prompt, up to "
         f"{config.max_response_tokens} tokens, temperature {config.temperature}",
@@ -2693,6 +2672,8 @@ def warm_start(config: Config, problem: Problem, pairs: list, folder: RunFolder)
     config.model = str(folder.path / "sft")
     model.save_pretrained(config.model)
     problem.tokenizer.save_pretrained(config.model)
+    del model
+    torch.cuda.empty_cache()
     folder.say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 
 
