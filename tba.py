@@ -1762,6 +1762,8 @@ class Searcher:
         texts = [self.problem.text(tokens) for tokens in completion.tokens]
         example = self.problem.task.train[prompt_id]
         rewards = self.problem.task.rewards([example] * len(texts), texts, completion.ended)
+        if np.shape(rewards) != (len(texts),) or not np.isfinite(rewards).all():
+            raise ValueError(f"rewards must be {len(texts)} finite numbers; they are {rewards}")
         pairs = [(completion.request.prompt, tokens) for tokens in completion.tokens]
         logprobs = score(self.reference, pairs, self.config)
         lengths = np.array([len(tokens) for tokens in completion.tokens], np.int32)
@@ -2179,15 +2181,12 @@ class Trainer:
     def sync_if_due(self) -> None:
         """At its step, offer the weights; if not all Searchers are ready, go on and look again."""
         config = self.config
-        if self.step and self.step % config.sync_every == 0:
+        its_step = lambda every: every and self.step and self.step % every == 0
+        if its_step(config.sync_every):
             self.due.add("sync")
-        if config.eval_every and self.step and self.step % config.eval_every == 0:
+        if its_step(config.eval_every):
             self.due |= {"sync", "evaluate"}
-        if (
-            config.reset_reference_every
-            and self.step
-            and not (self.step % config.reset_reference_every)
-        ):
+        if its_step(config.reset_reference_every):
             self.due |= {"sync", "reset"}
         self.sync_seconds = self.sync_wait_seconds = 0.0
         # an evaluation is of one version: the next weights come after it
@@ -2248,14 +2247,14 @@ class Trainer:
         self.wait_for(lambda: self.evaluating is None, lambda: "the Searchers' evaluation")
 
     def fill(self) -> None:
-        """Wait for the initial trajectories."""
+        """Wait for the initial trajectories, duplicates included, of B prompts if there are B."""
         config = self.config
+        B = min(config.prompts_per_step, len(self.problem.prompts))
 
         def filled() -> bool:
-            self.folder.bar.set_postfix_str(f"{len(self.buffer)} of {config.initial_trajectories}")
-            return len(self.buffer) >= config.initial_trajectories and len(
-                self.buffer.trajectories
-            ) >= min(config.prompts_per_step, len(self.problem.prompts))
+            count = sum(self.received) * config.searched_per_prompt
+            self.folder.bar.set_postfix_str(f"{count} of {config.initial_trajectories}")
+            return count >= config.initial_trajectories and len(self.buffer.trajectories) >= B
 
         self.wait_for(filled, lambda: f"{config.initial_trajectories} initial trajectories")
 

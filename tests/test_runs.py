@@ -317,6 +317,19 @@ def test_a_failing_searcher_shows_its_traceback(gsm8k, tmp_path):
     assert list((tmp_path / "run").glob("checkpoint-0"))
 
 
+def test_a_reward_that_is_no_number_ends_the_run(gsm8k, tmp_path):
+    (tmp_path / "broken_task.py").write_text(
+        "import tba\n"
+        "class Broken(tba.GSM8K):\n"
+        "    def rewards(self, examples, responses, ended):\n"
+        "        return super().rewards(examples, responses, ended) / 0.0\n"
+        "tba.TASKS['broken'] = Broken\n"
+    )
+    task = {"task": "broken", "task_file": tmp_path / "broken_task.py"}
+    _, err = run_tba(arguments(gsm8k, tmp_path / "run", **task), code=1)
+    assert "rewards must be 8 finite numbers" in err
+
+
 def test_wrong_weights_end_the_run(gsm8k, tmp_path):
     """An engine in bfloat16 is not the float32 Trainer: caught at the first sync."""
     out = tmp_path / "run"
