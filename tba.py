@@ -2013,6 +2013,7 @@ class Trainer:
         if not config.synchronous:
             self.command("generate", math.inf)
             self.fill()
+        self.folder.bar.reset()  # its clock: the time left is that of steps alone
         self.last_step_end = time.perf_counter()
         while self.step < config.steps:
             self.sync_if_due()

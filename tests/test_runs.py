@@ -96,13 +96,12 @@ def test_the_trainer_does_not_wait_and_data_are_off_policy(gsm8k, tmp_path):
     assert np.mean([m["trainer_busy"] for m in metrics]) > 0.5
 
 
-@pytest.mark.parametrize("searchers", [1, 2])
-def test_synchronous_runs_repeat_exactly(searchers, gsm8k, tmp_path):
+def test_synchronous_runs_repeat_exactly(gsm8k, tmp_path):
     runs = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1))[: 1 + searchers]:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         out = tmp_path / name
         args = arguments(
-            gsm8k, out, num_searchers=searchers, steps=5, sync_every=1, eval_every=3, seed=seed
+            gsm8k, out, num_searchers=2, steps=5, sync_every=1, eval_every=3, seed=seed
         )
         run_tba([*args, "--synchronous"])
         runs.append(
@@ -111,12 +110,9 @@ def test_synchronous_runs_repeat_exactly(searchers, gsm8k, tmp_path):
                 for file in ("metrics.jsonl", "eval.jsonl", "completions.jsonl")
             ]
         )
-    assert runs[0] == runs[1]
+    assert runs[0] == runs[1] != runs[2]
     assert all(m["staleness_max"] == 0 and m["recent_fraction"] == 1 for m in runs[0][0])
     assert [m["version"] for m in runs[0][0]] == [0, 1, 2, 3, 4]
-    if searchers == 1:
-        return
-    assert runs[0] != runs[2]
     out = tmp_path / "d"  # weights every second step: the data are at most one step old
     run_tba([*arguments(gsm8k, out, steps=4, sync_every=2), "--synchronous"])
     assert [m["staleness_max"] for m in read_lines(out / "metrics.jsonl")] == [0, 1, 0, 1]
