@@ -333,3 +333,17 @@ def test_wrong_weights_end_the_run(gsm8k, tmp_path):
     _, err = run_tba(args, code=1)
     assert "log-probabilities differ from the Trainer's by" in err
     assert not (out / "metrics.jsonl").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_sync", ["keep", "recompute"])
+def test_a_run_on_gpus(on_sync, gsm8k, tmp_path):
+    """Whatever GPUs there are: vLLM, bfloat16, NCCL between GPUs or Gloo on a shared one."""
+    out = tmp_path / "run"
+    args = arguments(gsm8k, out, engine="auto", steps=20, on_sync=on_sync, eval_every=10)
+    stdout, _ = run_tba(args, timeout=600)
+    config = json.loads((out / "config.json").read_text())["config"]
+    assert config["dtype"] == "bfloat16" and config["engine"] == "vllm"
+    assert ("share GPU 0" in stdout) == (torch.cuda.device_count() == 1)
+    metrics = read_lines(out / "metrics.jsonl")
+    assert metrics[-1]["version"] >= 10 and max(m["logprob_gap"] for m in metrics) < 0.5
