@@ -1045,10 +1045,13 @@ class TokenLogProbs(nn.Module):
         super().__init__()
         self.model, self.temperature = model, temperature
 
-    def forward(self, input_ids: Tensor, where: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input_ids: Tensor, where: Tensor, targets: Tensor, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """From `collate`: input_ids (R, L), where (N,), targets (N,).
 
-        Returns log-probabilities (N,) and the entropies (N,) of the same predictions, no gradient.
+        Returns log-probabilities (N,) and, if asked for, the entropies (N,) of the same
+        predictions, without gradient.
         """
         # prompts and responses are padded on the right and attention is causal, so no real token
         # sees padding: without a mask the fastest attention kernel applies
@@ -1059,7 +1062,7 @@ class TokenLogProbs(nn.Module):
         def project(hidden: Tensor, targets: Tensor) -> Tensor:
             logits = head(hidden).float() / self.temperature  # (CHUNK, V)
             logprobs = logits.log_softmax(-1)
-            if not done:  # not again when the backward pass recomputes this chunk
+            if entropy and not done:  # not again when the backward pass recomputes this chunk
                 with torch.no_grad():
                     entropies.append(-(logprobs.exp() * logprobs).sum(-1))
             return logprobs.gather(1, targets[:, None])[:, 0]
@@ -1072,7 +1075,7 @@ class TokenLogProbs(nn.Module):
             for h, t in zip(hidden.split(self.CHUNK), targets.split(self.CHUNK), strict=True)
         ]
         done = True
-        return torch.cat(logprobs), torch.cat(entropies)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
 
 def collate(
@@ -1141,10 +1144,14 @@ class Batch:
     ref_logprobs: Tensor  # (B, K) log pi_ref(y|x)
     rewards: Tensor  # (B, K)
 
+    def rows(self) -> Tensor:
+        """Which of the B*K responses each token belongs to, (N,)."""
+        return torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
+
     def sequence_logprobs(self) -> Tensor:
         """log pi_theta(y|x), (B, K): sums over each response's tokens."""
-        rows = torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
-        sums = self.logprobs.new_zeros(self.rewards.numel()).index_add(0, rows, self.logprobs)
+        zeros = self.logprobs.new_zeros(self.rewards.numel())
+        sums = zeros.index_add(0, self.rows(), self.logprobs)
         return sums.view_as(self.rewards)
 
 
@@ -1181,13 +1188,13 @@ def tba_prime(batch: Batch, beta: float, tau: float) -> tuple[Tensor, Tensor]:
     token's log-probability is weighted by A_j min(pi_theta / behaviour, 8), a constant. At ratio 1
     the gradient is beta tau / 2 times TB's.
     """
-    sequence = batch.sequence_logprobs()
-    total = (batch.rewards - beta * (tau * sequence - batch.ref_logprobs)).detach()  # (B, K)
+    sequence = batch.sequence_logprobs().detach()
+    total = batch.rewards - beta * (tau * sequence - batch.ref_logprobs)  # (B, K)
     advantage = total - total.mean(1, keepdim=True)
     ratio = (batch.logprobs.detach() - batch.behaviour).exp().clamp(max=RATIO_CLIP)  # (N,)
-    rows = torch.repeat_interleave(batch.lengths, output_size=len(ratio))
-    loss = -(advantage.flatten()[rows] * ratio * batch.logprobs).sum() / sequence.numel()
-    log_z = ((batch.ref_logprobs + batch.rewards / beta) / tau - sequence).mean(1).detach()
+    weight = advantage.flatten()[batch.rows()] * ratio  # (N,)
+    loss = -(weight * batch.logprobs).sum() / sequence.numel()
+    _, log_z = trajectory_balance_loss(sequence, batch.ref_logprobs, batch.rewards, beta, tau)
     return loss, log_z
 
 
@@ -1240,16 +1247,20 @@ def read_sft_data(config: Config, problem: Problem) -> list[tuple[np.ndarray, np
     if not os.path.isfile(name):
         raise ValueError(f"--sft_data {name}: no such file")
     text = Path(name).read_text(encoding="utf-8")
-    try:
-        if text.lstrip().startswith("["):
-            records = [(f"entry {i}", record) for i, record in enumerate(json.loads(text), 1)]
+    array = text.lstrip().startswith("[")
+    lines = enumerate(text.splitlines(), 1)
+    sources = [("the file", text)] if array else [(f"line {i}", line) for i, line in lines]
+    for where, source in sources:
+        if not source.strip():
+            continue
+        try:
+            value = json.loads(source)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--sft_data {name}: {where} is not JSON: {error}") from None
+        if array:
+            records += [(f"entry {i}", entry) for i, entry in enumerate(value, 1)]
         else:
-            for i, line in enumerate(text.splitlines(), 1):
-                if line.strip():
-                    records.append((f"line {i}", json.loads(line)))
-    except json.JSONDecodeError as error:
-        where = f"line {len(records) + 1}" if not text.lstrip().startswith("[") else "the file"
-        raise ValueError(f"--sft_data {name}: {where} is not JSON: {error}") from None
+            records.append((where, value))
     if not records:
         raise ValueError(f"--sft_data {name}: it is empty; it needs examples")
     task, tokenizer, pairs = problem.task, problem.tokenizer, []
@@ -1311,7 +1322,7 @@ class TransformersEngine:
         self.end_tokens = torch.tensor(problem.end_tokens, device=device)
         self.generator = torch.Generator(device)
         self.waiting: deque[Request] = deque()
-        self.parts: dict[Any, list] = {}  # request id -> [request, its responses by row so far]
+        self.parts: dict[Any, dict[int, tuple]] = {}  # request id -> its responses so far
         self.rows: list[tuple[Request, int]] = []  # (request, which response) of each decoding row
 
     @property
@@ -1360,7 +1371,7 @@ class TransformersEngine:
             batch.append(self.waiting.popleft())
             count += batch[-1].n
         self.generator.manual_seed(batch[0].seed)
-        self.parts.update((request.id, [request, {}]) for request in batch)
+        self.parts.update((request.id, {}) for request in batch)
         self._prefill([request.prompt for request in batch])
         size = (count, self.config.max_response_tokens)
         self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
@@ -1422,7 +1433,7 @@ class TransformersEngine:
         completions = []
         for i, row in enumerate(stopped):
             request, j = self.rows[row]
-            responses = self.parts[request.id][1]
+            responses = self.parts[request.id]
             responses[j] = (tokens[i], logprobs[i], bool(ended[row]))
             if len(responses) == request.n:
                 del self.parts[request.id]
@@ -2386,7 +2397,8 @@ class Trainer:
             (derivative,) = torch.autograd.grad(evaluate(leaf, rows), leaf)
             derivatives = derivative.split([len(response) for _, response in pairs])
         for micro in plan:
-            logprobs, entropies = self.policy(**collate([pairs[i] for i in micro], self.device))
+            inputs = collate([pairs[i] for i in micro], self.device)
+            logprobs, entropies = self.policy(**inputs, entropy=True)
             if one_pass:
                 loss = evaluate(logprobs, [rows[i] for i in micro])
             else:
@@ -2689,14 +2701,11 @@ def main(argv: list[str] | None = None) -> int:
         config.resolve()
         problem = load_problem(config)
         sft_pairs = read_sft_data(config, problem) if config.sft_data else []
-    except HubUnreachable as error:
-        if not config.dry_run:
+    except ValueError as error:
+        if not (config.dry_run and isinstance(error, HubUnreachable)):
             print(f"tba.py: error: {error}", file=sys.stderr)
             return 2
         print(f"not checked: {error}")
-    except ValueError as error:
-        print(f"tba.py: error: {error}", file=sys.stderr)
-        return 2
     print(plan(config, problem), flush=True)
     if config.dry_run:
         return 0

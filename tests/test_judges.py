@@ -296,6 +296,7 @@ def test_bad_judges(gsm8k, tldr, redteam, tmp_path, capsys):
         ("", "it is empty"),
         ('{"instruction": "a"}\n{"instruction": \n', "line 2 is not JSON"),
         ('{"instruction": "a"}\n\n{"prompt": "b"}\n', "line 3 needs the text fields"),
+        ('{"instruction": "a"}\n\n{"instruction": \n', "line 3 is not JSON"),
         ('[{"instruction": "a"}, {"prompt": "b", "response": 3}]', "entry 2 needs"),
         ("[1]", "entry 1 needs"),
         ("[{", "is not JSON"),

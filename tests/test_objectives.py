@@ -238,7 +238,7 @@ def test_token_logprobs_equal_the_full_softmax(gsm8k, model_of, tmp_path, name):
     rng = np.random.default_rng(0)
     draw = lambda n: rng.integers(0, 300, n).astype(np.int32)
     pairs = [(draw(p), draw(r)) for p, r in ((9, 4), (3, 12), (1, 1), (20, 7))]
-    logprobs, entropies = policy(**tba.collate(pairs, torch.device("cpu")))
+    logprobs, entropies = policy(**tba.collate(pairs, torch.device("cpu")), entropy=True)
     assert logprobs.requires_grad and not entropies.requires_grad
     expected, entropy = [], []
     for prompt, response in pairs:
