@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # TBA on GSM8K: RhoMath-1B, the paper's setting (4 GPUs: 1 Trainer, 3 Searchers; fewer work too).
 #
-#   bash run_gsm8k.sh [FLAGS OF tba.py...]          e.g. --output_dir runs/mine --seed 1 --dry_run
+#   bash run_gsm8k.sh [FLAGS OF tba.py...]          e.g. --output_dir runs/mine, or --resume runs/mine
 #   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   the same path on a CPU, offline, in two minutes
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -3,6 +3,7 @@
 #
 #   bash run_redteam.sh [gpt2-alpaca|llama-3.2-1b] --sft_data FILE [FLAGS OF tba.py...]
 #   bash run_redteam.sh --tiny [FLAGS OF tba.py...]     on a CPU, offline, with a harmless victim
+#   either with --resume DIR                            goes on with the run in DIR
 #
 # FILE warms the attacker up: JSON or JSONL records with an `instruction` each (see README).
 set -euo pipefail

@@ -3,6 +3,7 @@
 #
 #   bash run_tldr.sh [410m|1b|2.8b] [FLAGS OF tba.py...]   e.g. run_tldr.sh 1b --output_dir runs/mine
 #   bash run_tldr.sh --tiny [FLAGS OF tba.py...]           the same path on a CPU, offline, in minutes
+#   either with --resume DIR                               goes on with the run in DIR
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}

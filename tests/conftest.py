@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import pytest
 import tiny
 import torch
+from harness import Run, processes_of
 
 import tba
 
@@ -64,6 +66,18 @@ def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
         return made[name]
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def end_all_runs():
+    """A test that fails leaves no run behind."""
+    yield
+    while Run.under_way:
+        run = Run.under_way.pop()
+        for pid in processes_of(run.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+        run.log.close()
 
 
 def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,12 @@ BAD_FLAGS = {
     "tracker not installed": ({"report_to": "trackio"}, "--report_to trackio"),
     "response beyond context": ({"max_response_tokens": 300}, "--max_response_tokens 300"),
     "unknown flag": ({"colour": "red"}, "--colour"),
+    "no run to resume": ({"resume": "/no/such/run"}, "--resume /no/such/run: holds no run"),
+    "no key to bind": ({"bind": "10.0.0.1:29500"}, "export TBA_AUTHKEY="),
+    "no key to join": ({"join": "10.0.0.1:29500"}, "export TBA_AUTHKEY="),
+    "seats without a port": ({"remote_searchers": 2}, "--remote_searchers 2: needs --bind"),
+    "no restarts": ({"max_restarts": -1}, "--max_restarts -1"),
+    "no time": ({"transfer_timeout": 0}, "--transfer_timeout 0"),
 }
 BAD_DATA = {
     "missing column": ([{"question": "?", "reply": "2"}] * 2, "has no column answer"),
@@ -100,6 +107,20 @@ def test_malformed_data_and_model_folders(gsm8k, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     expect_error(arguments(gsm8k, out, model=tmp_path / "empty"), "--model", capsys, out)
     expect_error(arguments(gsm8k, out, dataset=tmp_path / "empty"), "--dataset", capsys, out)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:0", ":29500", "203.0.113.1:29500"])
+def test_addresses_that_cannot_be_bound(address, gsm8k, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TBA_AUTHKEY", "k" * 32)
+    out = tmp_path / "run"
+    expect_error(arguments(gsm8k, out, bind=address), f"--bind {address}: ", capsys, out)
+
+
+def test_pickled_weights_are_refused(gsm8k, tmp_path, capsys):
+    pickled = shutil.copytree(gsm8k / "model", tmp_path / "model")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    out = tmp_path / "run"
+    expect_error(arguments(gsm8k, out, model=pickled), "its weights are pickled", capsys, out)
 
 
 def test_more_searchers_than_gpus_allow(gsm8k, tmp_path, capsys, monkeypatch):

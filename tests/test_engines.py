@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import arguments
 
 import tba
@@ -61,19 +60,18 @@ def transfer(model, engine, config, recompute=False):
     """Send a model's weights to an engine over a real link: two ends in two threads."""
     state = tba.checkpoint_state(model)
     shapes = {name: tensor.shape for name, tensor in state.items()}
-    store, port = tba.serve_store()
+    board = tba.Blackboard()  # threads share it without a Manager
 
-    def link(rank, store):
-        cpu = torch.device("cpu")
-        prefix = dist.PrefixStore("test", store)
-        return tba.WeightLink(config, shapes, "gloo", cpu, prefix, rank)
+    def link(rank):
+        membership = tba.Membership("test", rank, 2, "gloo")
+        return tba.WeightLink(config, shapes, membership, torch.device("cpu"), board, lambda: None)
 
-    sender = threading.Thread(target=lambda: link(0, store).send(state))
+    sender = threading.Thread(target=lambda: link(0).send(state))
     sender.start()
-    client = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
-    engine.load_weights(link(1, client).receive(), recompute)
+    receiver = link(1)
+    engine.load_weights(receiver.receive(), recompute)
     sender.join(30)
-    assert not sender.is_alive()
+    assert not sender.is_alive() and receiver.lost is None
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -231,3 +229,17 @@ def test_checkpoint_names_are_those_of_the_saved_file(architecture, model_of, tm
         for parameter in model.parameters():
             parameter.zero_()
     assert all(not tensor.any() for tensor in state.values())
+
+
+def test_a_flipped_bit_changes_the_fingerprint():
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.randn(7, 5, dtype=dtype)
+        whole = int(tba.fingerprint(tensor, dtype))
+        assert whole == int(tba.fingerprint(tensor.t(), dtype))  # a sum: the layout is no matter
+        bits = tensor.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
+        for bit in range(8 * dtype.itemsize - 1):
+            bits[3, 2] ^= 1 << bit
+            assert int(tba.fingerprint(tensor, dtype)) != whole
+            bits[3, 2] ^= 1 << bit
+        assert int(tba.fingerprint(tensor, dtype)) == whole

@@ -1,6 +1,8 @@
 """Replay sampling: frequencies by chi-square, and the buffer's rules by brute force."""
 
+import io
 import itertools
+import json
 import math
 
 import numpy as np
@@ -228,3 +230,38 @@ def test_references_are_never_mixed_in_a_group():
     assert {t.reference for t in buffer.trajectories[0]} == {10}
     assert {t.reference for t in buffer.trajectories[1]} == {0}
     assert buffer.state()["references"].tolist() == [10, 10, 0, 0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4),
+                  min_size=1, max_size=4), st.booleans(), st.booleans()), max_size=12,
+    ),
+    st.integers(0, 9),
+)  # fmt: skip
+@settings(deadline=None, max_examples=100)
+def test_a_restored_buffer_goes_on_as_the_first(history, draws):
+    """Through an npz file: every trajectory, its order, the windows, and the next random draws."""
+    config = tba.Config(kept_per_prompt=5, trained_per_prompt=2)
+    first, again = tba.ReplayBuffer(config), tba.ReplayBuffer(config)
+    for version, (prompt_id, responses, sync, draw) in enumerate(history):
+        rewards = [len(r) / 3 for r in responses]
+        first.add(group(prompt_id, responses, rewards, version=version, reference=version // 4))
+        if sync:
+            first.begin_window()
+        if draw:
+            first.sample(2, 2, 0.5, 1.0)
+    file = io.BytesIO()
+    np.savez(file, **first.state())
+    file.seek(0)
+    rng = json.loads(json.dumps(first.rng.bit_generator.state))
+    with np.load(file, allow_pickle=False) as arrays:
+        again.restore(arrays, rng)
+    for name, array in first.state().items():
+        np.testing.assert_array_equal(array, again.state()[name])
+        assert array.dtype == again.state()[name].dtype
+    key = lambda groups: [[(t.prompt_id, t.tokens.tolist(), t.version) for t in g] for g in groups]
+    for _ in range(draws if history else 0):
+        (a, share_a), (b, share_b) = (x.sample(2, 2, 0.5, 1.0) for x in (first, again))
+        assert key(a) == key(b) and share_a == share_b
+        assert all(t.tokens.base is None for g in b for t in g)  # evicting one frees it

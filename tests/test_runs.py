@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import arguments, read_lines, run_tba, start_tba
+from harness import processes_of, wait_until
 
 METRICS = (
     "step episode seconds reward loss log_z kl beta lr grad_norm entropy response_length "
@@ -21,26 +21,6 @@ TIMING = {"seconds", "queue_depth"} | {
     name for name in METRICS if "busy" in name or "second" in name
 }
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
-
-
-def processes_of(group: int) -> list[int]:
-    """Live processes of a session; a run's children are all in it."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, session = (path / "stat").read_text().rsplit(")", 1)[1].split()[:4]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(session) == group and state != "Z":
-            found.append(int(path.name))
-    return found
-
-
-def wait_until(condition, seconds, what):
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -248,42 +228,12 @@ def test_ctrl_c_checkpoints_and_leaves_no_process(gsm8k, tmp_path):
     assert step == read_lines(out / "metrics.jsonl")[-1]["step"]
     assert str(checkpoint) in err
     state = json.loads((checkpoint / "trainer.json").read_text())
-    assert state["step"] == step and sum(state["prompts_begun"]) > 0
+    assert state["step"] == step and sum(begun for begun, _ in state["prompts_begun"]) > 0
     buffer = np.load(checkpoint / "buffer.npz")  # allow_pickle is off
     assert buffer["lengths"].sum() == len(buffer["tokens"]) == len(buffer["logprobs"])
-    assert len(buffer["rewards"]) == read_lines(out / "metrics.jsonl")[-1]["buffer_trajectories"]
+    at_step = read_lines(out / "metrics.jsonl")[-1]["buffer_trajectories"]
+    assert len(buffer["rewards"]) >= at_step  # and what was on the queue
     assert not list(checkpoint.rglob("*.bin")) and not list(checkpoint.rglob("*.pt"))
-
-
-def test_searchers_vanish_when_the_trainer_is_killed(gsm8k, tmp_path):
-    out = tmp_path / "run"
-    process = start_tba(arguments(gsm8k, out, steps=100_000, num_searchers=2, eval_every=0))
-    wait_until(lambda: (out / "metrics.jsonl").exists(), 90, "training")
-    assert len(processes_of(process.pid)) >= 4  # Trainer, Manager, two Searchers
-    os.kill(process.pid, signal.SIGKILL)
-    wait_until(lambda: processes_of(process.pid) == [], 10, "every process gone")
-    process.communicate()
-
-
-def searcher_pids(trainer: int) -> list[int]:
-    pids = []
-    for pid in processes_of(trainer):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"spawn_main" in command and b"resource_tracker" not in command:
-            pids.append(pid)
-    return pids
-
-
-def test_a_killed_searcher_ends_the_run_with_a_checkpoint(gsm8k, tmp_path):
-    out = tmp_path / "run"
-    process = start_tba(arguments(gsm8k, out, steps=100_000, eval_every=0))
-    wait_until(lambda: (out / "metrics.jsonl").exists(), 90, "training")
-    (searcher,) = searcher_pids(process.pid)
-    os.kill(searcher, signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "Searcher 0 ended with exit code -9" in err and list(out.glob("checkpoint-*"))
-    wait_until(lambda: processes_of(process.pid) == [], 10, "every process gone")
 
 
 def test_a_failing_searcher_shows_its_traceback(gsm8k, tmp_path):
@@ -303,12 +253,12 @@ def test_a_failing_searcher_shows_its_traceback(gsm8k, tmp_path):
     import subprocess
     import sys
 
-    args = arguments(gsm8k, tmp_path / "run")
+    args = arguments(gsm8k, tmp_path / "run", max_restarts=0)
     process = subprocess.run(
         [sys.executable, str(broken), *args], capture_output=True, text=True, timeout=120
     )
     assert process.returncode == 1
-    assert "Searcher 0 failed" in process.stderr
+    assert "Searcher 0 ended with exit code 1" in process.stderr
     assert "ArithmeticError: reward of " in process.stderr and "in rewards" in process.stderr
     assert list((tmp_path / "run").glob("checkpoint-0"))
 
@@ -322,7 +272,7 @@ def test_a_reward_that_is_no_number_ends_the_run(gsm8k, tmp_path):
         "tba.TASKS['broken'] = Broken\n"
     )
     task = {"task": "broken", "task_file": tmp_path / "broken_task.py"}
-    _, err = run_tba(arguments(gsm8k, tmp_path / "run", **task), code=1)
+    _, err = run_tba(arguments(gsm8k, tmp_path / "run", max_restarts=0, **task), code=1)
     assert "rewards must be 8 finite numbers" in err
 
 

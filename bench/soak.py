@@ -1,0 +1,179 @@
+"""Hours in minutes: tiny training under random faults, with every process's memory watched.
+
+    python bench/soak.py --minutes 30 --every 30        # make the model first: run_gsm8k.sh --tiny
+
+Every --every seconds one Searcher (of three) is killed, killed in the midst of a weight transfer,
+stopped so that it hangs, fails with an exception or for want of memory, or strangers talk to the
+run's ports. Prints what was injected and survived, the slopes of memory, and the accuracies; exits
+with 1 if something was lost, leaked or forgotten.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import tiny
+from harness import Run, processes_of, steps_of
+from test_peers import attacks, listening, talk
+
+FAULTS = ("kill", "die-receiving", "die-loading", "die-joining", "hang", "raise", "out-of-memory",
+          "strangers")  # fmt: skip
+
+
+def flags(files: Path, out: Path, faults: bool) -> list[str]:
+    settings = {
+        "task": "gsm8k", "model": files / "model", "dataset": out.parent / "data.jsonl",
+        "output_dir": out, "engine": "transformers", "num_searchers": 3,
+        "steps": 10_000_000 if faults else 300, "prompts_per_step": 4, "trained_per_prompt": 8,
+        "searched_per_prompt": 8, "initial_trajectories": 256, "beta": 0.05,
+        "learning_rate": 1e-4, "max_grad_norm": 1, "temperature": 1.0, "max_response_tokens": 32,
+        "sequences_in_flight": 64, "kept_per_prompt": 32, "eval_every": 100, "eval_samples": 100,
+        "save_every": 200, "max_restarts": 10_000, "searcher_timeout": 20, "transfer_timeout": 5,
+        "recent_probability": 0.9,
+    }  # fmt: skip
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+def inject(run: Run, fault: str, rng: random.Random) -> None:
+    """Have one fault befall the run."""
+    if fault == "kill":
+        os.kill(rng.choice(run.searchers()), signal.SIGKILL)
+    elif fault == "hang":
+        os.kill(rng.choice(run.searchers()), signal.SIGSTOP)
+    elif fault == "strangers":
+        for pid in processes_of(run.process.pid):
+            for address in listening(pid):
+                for messages in [[secrets.token_bytes(50)], *attacks("/nowhere/at/all").values()]:
+                    with contextlib.suppress(OSError):  # the port may be gone by now
+                        talk(address, *messages, patience=0.1)
+    else:
+        run.want(fault)
+
+
+def sample(run: Run, start: float, samples: dict[int, list]) -> None:
+    """Note memory (MiB), open files and threads of each process of the run."""
+    for pid in processes_of(run.process.pid):
+        try:
+            process = psutil.Process(pid)
+            row = process.memory_info().rss / 2**20, process.num_fds(), process.num_threads()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        samples.setdefault(pid, []).append((time.monotonic() - start, *row))
+
+
+def slope(rows: np.ndarray, column: int) -> float:
+    """Growth per minute by least squares."""
+    return float(np.polyfit(rows[:, 0] / 60, rows[:, column], 1)[0])
+
+
+def accuracies(out: Path) -> list[float]:
+    return [json.loads(line)["accuracy"] for line in (out / "eval.jsonl").open()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--every", type=float, default=30, help="seconds between faults")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    files = Path(os.environ.get("TBA_CACHE", ROOT / ".cache")) / "tiny-gsm8k"
+    tiny.make("gsm8k", files)
+    rng, folder = random.Random(args.seed), Path(tempfile.mkdtemp(prefix="tba-soak-"))
+    train = sorted((files / "data").glob("train*"))[0].read_text().splitlines()
+    (folder / "data.jsonl").write_text("\n".join(train[:700]) + "\n")  # the buffer fills early
+    shared = set(os.listdir("/dev/shm"))
+
+    calm = Run(folder / "calm", flags(files, folder / "calm", faults=False))
+    calm.ends(0, 600)
+    run = Run(folder / "run", flags(files, folder / "run", faults=True))
+    run.reaches(1)
+    start, due, injected, order = time.monotonic(), args.every / 2, Counter(), []
+    samples: dict[int, list] = {}
+    while (now := time.monotonic() - start) < 60 * args.minutes:
+        if run.process.poll() is not None:
+            print(run.text())
+            return 1
+        sample(run, start, samples)
+        if now > due and run.searchers():
+            order = order or rng.sample(FAULTS, len(FAULTS))  # each kind as often as the others
+            fault = order.pop()
+            inject(run, fault, rng)
+            injected[fault] += 1
+            due += args.every
+        time.sleep(1)
+    steps, text = steps_of(folder / "run"), run.text()
+    pending = [fault for fault in FAULTS if (run.faults / fault).exists()]
+    run.process.send_signal(signal.SIGTERM)
+    run.ends(143)
+
+    rows = {pid: np.array(rows) for pid, rows in samples.items()}
+    skip = min(120, 0.4 * 60 * args.minutes)  # libraries are loaded, the buffer fills
+    lasting = {pid: r[r[:, 0] > skip] for pid, r in rows.items() if r[0, 0] < 5}
+    lasting = {pid: r for pid, r in lasting.items() if len(r) and r[-1, 0] > 59 * args.minutes}
+    names = {run.process.pid: "Trainer"}
+    print(f"{args.minutes:g} minutes, {steps} optimizer steps")
+    leaks = False
+    for pid, r in lasting.items():
+        memory, handles, threads = (slope(r, column) for column in (1, 2, 3))
+        name = names.get(pid, "Manager, tracker")
+        print(
+            f"{name:16s} {r[-1, 1]:7.1f} MiB {memory:+.3f} MiB/min, "
+            f"{r[-1, 2]:.0f} files {handles:+.2f}/min, {r[-1, 3]:.0f} threads {threads:+.2f}/min"
+        )
+        growth = memory * (r[-1, 0] - r[0, 0]) / 60
+        leaks |= growth > max(8, 0.02 * r[-1, 1]) or handles > 1
+    own = [r[r[:, 0] > r[0, 0] + 60] for pid, r in rows.items() if pid not in lasting]
+    slopes = [slope(r, 1) for r in own if len(r) > 45]
+    if slopes:
+        print(
+            f"Searchers: median {np.median(slopes):+.3f} MiB/min over {len(slopes)} lives of two "
+            "minutes and more, their first minute apart"
+        )
+    lost = "warning: Searcher"
+    print("injected: " + ", ".join(f"{n} x {fault}" for fault, n in sorted(injected.items())))
+    print(f"Searchers lost and restarted: {text.count(lost)}; transfers cut off: "
+          f"{text.count('was cut off')}; faults that nobody met yet: {pending}")  # fmt: skip
+    log = lambda name: [tuple(map(int, line.split())) for line in (run.faults / name).open()]
+    sent, stored = log("sent"), log("stored")
+    unstored, twice = set(sent) - set(stored), len(stored) - len(set(stored))
+    print(f"groups sent {len(sent)}, lost {len(unstored)}, stored twice {twice}")
+    late = accuracies(folder / "run")[-8:]
+    print(f"accuracy {np.mean(late):.3f} (last {len(late)} evaluations); without faults "
+          f"{accuracies(folder / 'calm')[-1]:.3f}")  # fmt: skip
+    waits = [
+        record["sync_seconds"] + record["sync_wait_seconds"]
+        for record in map(json.loads, (folder / "run" / "metrics.jsonl").open())
+    ]
+    print(f"longest halt of the Trainer at a transfer: {max(waits):.1f} s")
+    left = set(os.listdir("/dev/shm")) - shared
+    print(
+        f"left in shared memory: {sorted(left) or 'nothing'}; leaks: {'yes' if leaks else 'none'}"
+    )
+    worse = np.mean(late) < accuracies(folder / "calm")[-1] - 0.1
+    return int(bool(leaks or unstored or twice or left or worse or len(pending) > 1))
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    finally:
+        for run in Run.under_way:
+            for pid in processes_of(run.process.pid):
+                os.kill(pid, signal.SIGKILL)
+    sys.exit(code)

@@ -1,0 +1,100 @@
+"""Faults on demand, in a run's own processes: `--task_file tests/faults.py`, env TBA_FAULTS=FOLDER.
+
+A file in FOLDER that bears a fault's name makes the first process that comes to the fault's place
+remove the file and suffer the fault. Nothing of this is known to tba.py.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import tba
+
+FOLDER = Path(os.environ["TBA_FAULTS"])
+tba.WeightLink.BUCKET_BYTES = 100_000  # several buckets even for a tiny model
+tba.RunManager.PATIENCE = 10
+
+
+def claim(fault: str) -> bool:
+    """Whether this process is the one to suffer the fault."""
+    with contextlib.suppress(FileNotFoundError):
+        (FOLDER / fault).unlink()
+        return True
+    return False
+
+
+def strike(place: str) -> None:
+    """Die or hang here, if that is wanted."""
+    if claim(f"die-{place}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if claim(f"hang-{place}"):
+        (FOLDER / "hanging").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def log(name: str, *values: object) -> None:
+    with open(FOLDER / name, "a") as file:
+        file.write(" ".join(map(str, values)) + "\n")
+
+
+def wrap(owner: type, name: str):
+    """Decorator: the function replaces the method, which it is given first."""
+    original = getattr(owner, name)
+    return lambda function: setattr(
+        owner, name, lambda self, *args, **kwargs: function(original, self, *args, **kwargs)
+    )
+
+
+@wrap(tba.Rendezvous, "set")
+def joining(original, self, key, value):
+    original(self, key, value)
+    if key != "0/0":  # not the Trainer
+        strike("joining")
+
+
+@wrap(tba.WeightLink, "receive")
+def receive(original, self):
+    strike("receiving")
+    for i, (name, tensor) in enumerate(original(self)):
+        if i == 5:
+            strike("loading")
+        if (FOLDER / "corrupt").exists() and name == (FOLDER / "corrupt").read_text():
+            (FOLDER / "corrupt").unlink()
+            tensor.view(-1)[7] += 3.0
+        yield name, tensor
+
+
+@wrap(tba.Searcher, "advance")
+def advance(original, self):
+    if claim("raise"):
+        raise ArithmeticError("a fault on demand")
+    if claim("out-of-memory"):
+        tba.torch.empty(2**60)
+    strike("generating")
+    original(self)
+
+
+@wrap(tba.Searcher, "deliver")
+def deliver(original, self):
+    waiting = list(self.outbox)
+    original(self)
+    for group in waiting[: len(waiting) - len(self.outbox)]:
+        log("sent", group.searcher, group.number)
+
+
+@wrap(tba.ReplayBuffer, "add")
+def add(original, self, group):
+    log("stored", group.searcher, group.number)
+    log("weights", group.searcher, group.version, group.reference)
+    original(self, group)
+
+
+@wrap(tba.Trainer, "train_step")
+def train_step(original, self):
+    if (FOLDER / "slow-trainer").exists():
+        time.sleep(float((FOLDER / "slow-trainer").read_text()))
+    if (FOLDER / "log-steps").exists():
+        log("steps", self.step)
+    original(self)

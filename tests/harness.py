@@ -1,0 +1,109 @@
+"""Runs of tba.py under faults: for the tests, and for bench/soak.py."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+ROOT = Path(__file__).resolve().parents[1]
+HOOKS = ROOT / "tests" / "faults.py"
+
+
+def processes_of(group: int) -> list[int]:
+    """Live processes of a session; a run's children are all in it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (path / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(session) == group and state != "Z":
+            found.append(int(path.name))
+    return found
+
+
+def wait_until(condition, seconds, what):
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.1)
+
+
+def searcher_pids(trainer: int) -> list[int]:
+    pids = []
+    for pid in processes_of(trainer):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"spawn_main" in command and b"resource_tracker" not in command:
+            pids.append(pid)
+    return pids
+
+
+def steps_of(out: Path) -> int:
+    """Optimizer steps that a run has logged so far."""
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+class Run:
+    """A run of tba.py under faults."""
+
+    under_way: ClassVar[list] = []
+
+    def __init__(
+        self, out: Path, args: list[str], hooks: bool = True, notes: Path | None = None
+    ) -> None:
+        notes = notes or out.parent
+        self.out, self.faults = out, notes / f"{out.name}-faults"
+        self.faults.mkdir(exist_ok=True)
+        os.environ["TBA_FAULTS"] = str(self.faults)
+        more = ["--task_file", str(HOOKS)] if hooks else []
+        self.log = open(notes / f"{out.name}.log", "a+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tba.py"), *args, *more],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.under_way.append(self)
+
+    def text(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def reaches(self, step: int, seconds: float = 120) -> None:
+        """Wait for the run to come to an optimizer step."""
+
+        def there() -> bool:
+            assert self.process.poll() is None, self.text()
+            return steps_of(self.out) >= step
+
+        wait_until(there, seconds, f"step {step}\n{self.text()}")
+
+    def says(self, text: str, seconds: float = 120, times: int = 1) -> None:
+        """Wait until its output has this text so often."""
+        start = time.monotonic()
+        while self.text().count(text) < times:
+            assert time.monotonic() - start < seconds, f"{text!r} is not in\n{self.text()}"
+            time.sleep(0.1)
+
+    def ends(self, code: int, seconds: float = 120) -> str:
+        """Wait for its end, check its exit code and that nothing is left; returns its output."""
+        assert self.process.wait(seconds) == code, self.text()
+        wait_until(lambda: not processes_of(self.process.pid), 10, "every process gone")
+        return self.text()
+
+    def searchers(self) -> list[int]:
+        return searcher_pids(self.process.pid)
+
+    def want(self, fault: str, text: str = "") -> None:
+        (self.faults / fault).write_text(text)
+
+    def suffered(self, fault: str, seconds: float = 60) -> None:
+        """Wait until a process has met a fault that was wanted."""
+        start = time.monotonic()
+        while (self.faults / fault).exists():
+            waited = time.monotonic() - start
+            assert waited < seconds and self.process.poll() is None, f"{fault}\n{self.text()}"
+            time.sleep(0.1)
