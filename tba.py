@@ -2411,7 +2411,7 @@ class Trainer:
     ) -> None:
         """`saved` is a checkpoint to go on from. Starts nothing."""
         self.config, self.problem, self.folder, self.saved = config, problem, folder, saved
-        self.past = json.loads((saved / "trainer.json").read_text()) if saved else {}
+        self.past = folder.past
         self.seats = [Seat(i) for i in range(config.seats)]
         for seat in self.seats[config.num_searchers :]:
             seat.restart_at = math.inf  # empty until someone joins
@@ -2424,6 +2424,7 @@ class Trainer:
             seat.until = seat.begun
         self.accelerator = self.manager = self.manager_process = self.link = None
         self.stop_signal, self.loaded = 0, False
+        self.queue_depth = 0
 
     def load(self) -> None:
         """Load the policy and set up everything that training needs, Searchers apart."""
@@ -2704,8 +2705,9 @@ class Trainer:
         self.look_after_searchers()
 
     def take_news(self, block: float = 0.0) -> None:
-        self.queue_depth = self.groups.qsize()
-        arrived = [self.groups.get() for _ in range(self.queue_depth)]
+        depth = self.groups.qsize()
+        self.queue_depth = max(self.queue_depth, depth)
+        arrived = [self.groups.get() for _ in range(depth)]
         # a Searcher reports on new weights before it sends what it made with them: having taken
         # the groups first, the report is checked before they enter the buffer
         self.take_events(block)
@@ -3111,7 +3113,7 @@ class Trainer:
             "recent_fraction": recent_fraction,
             "buffer_prompts": len(self.buffer.trajectories),
             "buffer_trajectories": len(self.buffer),
-            "queue_depth": self.queue_depth,
+            "queue_depth": self.queue_depth,  # the most that was found there since the last step
             "version": self.version,
             "trainer_busy": train_seconds / wall,
             "searcher_busy": searcher_busy,
@@ -3134,7 +3136,7 @@ class Trainer:
                 "reward": float(shown.rewards[0]),
             }
             self.folder.append("completions.jsonl", record)
-        self.news = []
+        self.news, self.queue_depth = [], 0
         if self.skipped >= self.MAX_SKIPPED:
             raise FloatingPointError(
                 f"the loss or gradient was not finite in {self.skipped} steps in a row "
@@ -3212,24 +3214,28 @@ class Trainer:
         """
         path = self.folder.path / f"checkpoint-{self.step}"
         partial, old = path.with_name(f".{path.name}"), path.with_name(f".{path.name}.old")
+        saved = False
         try:
-            for leftover in (partial, old):
-                shutil.rmtree(leftover, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             self.write_checkpoint(partial)
             seal(partial)
-            if path.exists():
+            if path.exists():  # of this step, but with less in its buffer
                 path.rename(old)
             partial.rename(path)
             fsync(path.parent)
-            self.folder.draw_curves()
+            saved = True
         except (OSError, SafetensorError) as error:
             self.folder.say(f"warning: {path} could not be saved: {first_line(error)}")
-            path = None
-        for leftover in (partial, old):
+            if old.exists() and not path.exists():
+                old.rename(path)
+        for leftover in self.folder.path.glob(".checkpoint-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if path and self.config.keep_checkpoints:
-            for old in checkpoints(self.folder.path)[self.config.keep_checkpoints :]:
-                shutil.rmtree(old, ignore_errors=True)
+        if not saved:
+            return None
+        if keep := self.config.keep_checkpoints:
+            for surplus in checkpoints(self.folder.path)[keep:]:
+                shutil.rmtree(surplus, ignore_errors=True)
+        self.folder.draw_curves()
         return path
 
     def save_at_the_end(self) -> None:
@@ -3351,14 +3357,22 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: -int(path.name[11:]))
 
 
-def newest_checkpoint(folder: Path) -> Path:
-    """The newest checkpoint that is whole; damaged ones are set aside with a warning."""
+def newest_checkpoint(folder: Path, tidy: bool) -> Path:
+    """The newest checkpoint that is whole, with a warning of each that is damaged.
+
+    To `tidy` is to move damaged ones out of the way, and to name one that was whole, but not yet
+    in its place, when the run was killed. Raises ValueError where there is none.
+    """
+    for path in folder.glob(".checkpoint-*"):
+        place = path.with_name(path.name[1:])
+        if tidy and place.name[11:].isdigit() and not place.exists() and is_sealed(path):
+            path.rename(place)
     for path in checkpoints(folder):
         if is_sealed(path):
             return path
-        aside = path.with_name(f"damaged-{path.name}-{secrets.token_hex(2)}")
-        print(f"warning: {path} is damaged and not used; it is now {aside.name}", file=sys.stderr)
-        path.rename(aside)
+        print(f"warning: {path} is damaged and not used", file=sys.stderr)
+        if tidy:
+            path.rename(path.with_name(f"damaged-{path.name}-{secrets.token_hex(2)}"))
     raise ValueError(f"--resume {folder}: has no whole checkpoint; begin anew in another folder")
 
 
@@ -3414,16 +3428,19 @@ class RunFolder:
         self.evaluations: list[dict] = []
         self.skipped = 0
         self.unwritten: dict[str, bytes] = {}  # what a full disk did not take
+        self.past: dict[str, Any] = {}  # the Trainer's state in `saved`
         if saved:
             record["resumed_from"] = saved.name
-            self.rewind(json.loads((saved / "trainer.json").read_text()))
+            self.past = json.loads((saved / "trainer.json").read_text())
+            self.rewind()
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         self.bar = tqdm(total=config.steps, desc="filling the buffer", disable=None)
 
-    def rewind(self, past: dict) -> None:
-        """Forget what happened after a checkpoint."""
-        last = {"metrics.jsonl": past["step"], "completions.jsonl": past["step"]}
-        last["eval.jsonl"] = -1 if past["evaluated"] is None else past["evaluated"]
+    def rewind(self) -> None:
+        """Forget what happened after the checkpoint."""
+        step, evaluated = self.past["step"], self.past["evaluated"]
+        last = {"metrics.jsonl": step, "completions.jsonl": step}
+        last["eval.jsonl"] = -1 if evaluated is None else evaluated
         for name, step in last.items():
             if not (self.path / name).exists():
                 continue
@@ -3437,7 +3454,7 @@ class RunFolder:
             temporary.rename(self.path / name)
             if name == "eval.jsonl":
                 self.evaluations = kept
-        self.start -= past["seconds"]
+        self.start -= self.past["seconds"]
 
     def seconds(self) -> float:
         """Time that the run has taken."""
@@ -3539,7 +3556,10 @@ class RunFolder:
             axes.set_xlabel("optimizer step", fontsize=8)
             axes.grid(alpha=0.3)
             axes.set_visible(bool(axes.lines))
-        figure.savefig(self.path / "curves.png", dpi=110)
+        try:
+            figure.savefig(self.path / "curves.png", dpi=110)
+        except OSError as error:  # nothing that a run should end for
+            self.say(f"warning: curves.png: {error}")
         figure.clear()
         gc.collect()  # a figure is full of cycles; drawn often, they pile up
 
@@ -3664,7 +3684,7 @@ def main(argv: list[str] | None = None) -> int:
         problem = load_problem(config)
         sft_pairs = []
         if config.resume:
-            saved = newest_checkpoint(Path(config.resume))
+            saved = newest_checkpoint(Path(config.resume), tidy=not config.dry_run)
         elif config.sft_data:
             sft_pairs = read_sft_data(config, problem)
     except ValueError as error:

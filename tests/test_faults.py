@@ -1,6 +1,7 @@
 """The promises of the README under faults, with real processes."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ import pytest
 from conftest import ROOT, arguments, read_lines, run_tba
 from harness import Run, processes_of, steps_of, wait_until
 from test_runs import TIMING
+
+import tba
 
 
 def stable(out: Path, *files: str) -> list[list[dict]]:
@@ -45,6 +48,9 @@ def test_a_resumed_lockstep_run_is_the_uninterrupted_one(gsm8k, tmp_path):
     content[len(content) // 2] ^= 1
     saved.write_bytes(content)
     (out / ".checkpoint-9").mkdir()  # as an interrupted one leaves it
+    (out / "checkpoint-4").rename(out / ".checkpoint-4")  # and one that was whole, but not named
+    _, err = run_tba(["--resume", str(out), "--dry_run"], code=2)
+    assert "checkpoint-8 is damaged" in err and (out / "checkpoint-8").exists()  # looks only
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"step": 10, "rew')  # a line that was cut off
     run = Run(out, ["--resume", str(out)], hooks=False)
@@ -139,6 +145,48 @@ def test_resume_keeps_the_buffer_and_the_prompt_order(gsm8k, tmp_path):
         assert all(n > max(numbers) - 60 for n in gaps)  # those under way at the end
     trained = read_lines(out / "metrics.jsonl")
     assert trained[-1]["buffer_trajectories"] > len(before["lengths"])
+
+
+class Small(tba.Trainer):
+    """A Trainer whose checkpoints have one small file, and fail at a given operation."""
+
+    def write_checkpoint(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "content").write_text(self.content)
+        self.may_fail()
+
+    def may_fail(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("failing", range(1, 6))
+def test_a_checkpoint_of_the_same_step_replaces_it_whole_or_not_at_all(
+    failing, tmp_path, monkeypatch
+):
+    """Whichever of its operations a full disk fails: write, seal, move, name, sync."""
+    config = tba.Config(task="gsm8k", model="m", output_dir=str(tmp_path / "run"), steps=1)
+    trainer = Small(config, None, tba.RunFolder(config))
+    trainer.step, trainer.left, trainer.content = 7, 0, "old"
+    path = trainer.save_checkpoint()
+    for owner, name in ((tba, "seal"), (Path, "rename"), (tba, "fsync")):
+        act = getattr(owner, name)
+
+        def acting(*args, act=act, name=name):
+            if name != "fsync" or args[0] == trainer.folder.path:
+                trainer.may_fail()
+            return act(*args)
+
+        monkeypatch.setattr(owner, name, acting)
+    trainer.left, trainer.content = failing, "new"
+    assert trainer.save_checkpoint() is None
+    assert trainer.left <= 0  # it came there
+    assert tba.newest_checkpoint(trainer.folder.path, tidy=False) == path
+    assert (path / "content").read_text() == ("new" if failing == 5 else "old")
+    assert [p.name for p in trainer.folder.path.glob("*checkpoint-*")] == [path.name]
+    trainer.left, trainer.content = 0, "newer"
+    assert trainer.save_checkpoint() == path and (path / "content").read_text() == "newer"
 
 
 def test_a_searcher_that_dies_is_restarted_and_no_other(gsm8k, tmp_path):
