@@ -36,6 +36,9 @@ FAULTS = ("kill", "die-receiving", "die-loading", "die-joining", "hang", "raise"
           "strangers")  # fmt: skip
 
 
+SETTLING = 45  # seconds
+
+
 def flags(files: Path, out: Path, faults: bool) -> list[str]:
     settings = {
         "task": "gsm8k", "model": files / "model", "dataset": out.parent / "data.jsonl",
@@ -117,6 +120,9 @@ def main() -> int:
             injected[fault] += 1
             due += args.every
         time.sleep(1)
+    for _ in range(SETTLING):  # a weight group that was given up may hold its sockets for a while
+        sample(run, start, samples)
+        time.sleep(1)
     steps, text = steps_of(folder / "run"), run.text()
     pending = [fault for fault in FAULTS if (run.faults / fault).exists()]
     run.process.send_signal(signal.SIGTERM)
@@ -125,19 +131,21 @@ def main() -> int:
     rows = {pid: np.array(rows) for pid, rows in samples.items()}
     skip = min(120, 0.4 * 60 * args.minutes)  # libraries are loaded, the buffer fills
     lasting = {pid: r[r[:, 0] > skip] for pid, r in rows.items() if r[0, 0] < 5}
-    lasting = {pid: r for pid, r in lasting.items() if len(r) and r[-1, 0] > 59 * args.minutes}
+    end = max(r[-1, 0] for r in rows.values())
+    lasting = {pid: r for pid, r in lasting.items() if len(r) and r[-1, 0] > end - 5}
     names = {run.process.pid: "Trainer"}
     print(f"{args.minutes:g} minutes, {steps} optimizer steps")
     leaks = False
     for pid, r in lasting.items():
-        memory, handles, threads = (slope(r, column) for column in (1, 2, 3))
+        memory = slope(r, 1)
+        first, last = r[:SETTLING, 2:].min(0), r[-SETTLING:, 2:].min(0)
         name = names.get(pid, "Manager, tracker")
         print(
-            f"{name:16s} {r[-1, 1]:7.1f} MiB {memory:+.3f} MiB/min, "
-            f"{r[-1, 2]:.0f} files {handles:+.2f}/min, {r[-1, 3]:.0f} threads {threads:+.2f}/min"
+            f"{name:16s} {r[-1, 1]:7.1f} MiB {memory:+.3f} MiB/min; files {first[0]:.0f} at first, "
+            f"{last[0]:.0f} at last; threads {first[1]:.0f}, {last[1]:.0f}"
         )
         growth = memory * (r[-1, 0] - r[0, 0]) / 60
-        leaks |= growth > max(8, 0.02 * r[-1, 1]) or handles > 1
+        leaks |= growth > max(8, 0.02 * r[-1, 1]) or any(last - first > (4, 2))
     own = [r[r[:, 0] > r[0, 0] + 60] for pid, r in rows.items() if pid not in lasting]
     slopes = [slope(r, 1) for r in own if len(r) > 45]
     if slopes:
