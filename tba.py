@@ -2375,24 +2375,27 @@ class Elsewhere:
 
     exitcode = None
 
+    def __init__(self, inbox: Any) -> None:
+        self.inbox = inbox
+
     def is_alive(self) -> bool:
         return True
 
     def kill(self) -> None:
-        pass
+        """Have it end, should it still be there."""
+        with contextlib.suppress(OSError, EOFError):  # without a Manager it ends by itself
+            self.inbox.put(("stop",))
 
     def join(self, timeout: float | None = None) -> None:
         pass
 
-    close = kill
-
 
 def end(processes: list) -> None:
-    """Kill processes, all at once, and wait until they are gone."""
+    """Kill processes, all at once, and wait until they are gone, or stuck in the kernel."""
     for process in processes:
         process.kill()
     for process in processes:
-        process.join()
+        process.join(10)
 
 
 class Trainer:
@@ -2541,7 +2544,8 @@ class Trainer:
         if not self.loaded:  # nothing to save
             raise KeyboardInterrupt(number)
         name = signal.Signals(number).name
-        self.folder.say(f"{name}: saving a checkpoint (Ctrl-C again: exit at once)")
+        # not through Python's buffers: the signal may have come in the midst of a write to them
+        os.write(2, f"\n{name}: saving a checkpoint (Ctrl-C again: exit at once)\n".encode())
 
     def check_stop(self) -> None:
         if self.stop_signal:
@@ -2589,7 +2593,7 @@ class Trainer:
             inbox.put(("refused", "no seat is free (--remote_searchers)"))
             return
         inbox.put(("welcome", *self.prepare(seat, inbox)))
-        seat.process, seat.restart_at = Elsewhere(), 0.0
+        seat.process, seat.restart_at = Elsewhere(inbox), 0.0
         seat.command("generate", seat.until)
         self.folder.say(f"Searcher {seat.index} joined from {description}")
 
@@ -2635,9 +2639,7 @@ class Trainer:
 
     def lose(self, seat: Seat, how: str) -> None:
         """A Searcher is no more: see to its work, and to its successor."""
-        seat.process.kill()
-        seat.process.join()
-        seat.process.close()
+        end([seat.process])
         seat.process, seat.mailbox, words = None, None, seat.last_words.strip()
         seat.ready = seat.late = False
         seat.version, seat.reference = None, 0
@@ -2733,6 +2735,8 @@ class Trainer:
         """Put the groups that arrived into the buffer."""
         for group in sorted(self.arrived, key=lambda g: (g.searcher, g.number)):
             seat = self.seats[group.searcher]
+            if group.number < seat.begun or group.number in seat.done:
+                continue  # also made by a remote Searcher that was given up, but lived on
             seat.failures = 0
             seat.done.add(group.number)
             while seat.begun in seat.done:

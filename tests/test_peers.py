@@ -219,9 +219,10 @@ def test_remote_searchers_join_with_the_key_and_no_one_without(gsm8k, tmp_path, 
     surplus = join(key)
     _, err = surplus.communicate(timeout=60)
     assert surplus.returncode == 1 and "no seat is free" in err
-    friend.kill()  # found out by its silence, or at the next transfer
+    friend.send_signal(signal.SIGSTOP)  # found out by its silence
     run.says("its seat is free for another")
-    friend.wait()
+    friend.send_signal(signal.SIGCONT)
+    assert friend.wait(60) == 0  # it learns that it is not wanted any more
     friend = join(key)
     run.says("joined from", times=2)
     before = stored(run).count("1 ")
