@@ -43,7 +43,7 @@ def flags(files: Path, out: Path, faults: bool) -> list[str]:
     settings = {
         "task": "gsm8k", "model": files / "model", "dataset": out.parent / "data.jsonl",
         "output_dir": out, "engine": "transformers", "num_searchers": 3,
-        "steps": 10_000_000 if faults else 300, "prompts_per_step": 4, "trained_per_prompt": 8,
+        "steps": 10_000_000 if faults else 200, "prompts_per_step": 4, "trained_per_prompt": 8,
         "searched_per_prompt": 8, "initial_trajectories": 256, "beta": 0.05,
         "learning_rate": 1e-4, "max_grad_norm": 1, "temperature": 1.0, "max_response_tokens": 32,
         "sequences_in_flight": 64, "kept_per_prompt": 32, "eval_every": 100, "eval_samples": 100,

@@ -232,7 +232,7 @@ def test_a_searcher_that_hangs_is_killed_and_restarted(gsm8k, tmp_path):
     limits = {"searcher_timeout": 25, "transfer_timeout": 3, "max_restarts": 20}
     run = Run(out, arguments(gsm8k, out, num_searchers=2, steps=100_000, eval_every=0, **limits))
     run.reaches(5)
-    for place in ("generating", "receiving", "joining"):
+    for place in ("receiving", "joining"):  # while it generates: bench/soak.py
         if place == "joining":  # a group is formed only when its members change
             os.kill(run.searchers()[0], signal.SIGKILL)
         run.want(f"hang-{place}")
