@@ -954,9 +954,11 @@ class ReplayBuffer:
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the most recent ones."""
         ends = np.cumsum(group.lengths)[:-1]
+        # copies: a view that is kept would keep its whole group
+        parts = lambda array: [part.copy() for part in np.split(array, ends)]
         columns = (
-            np.split(group.tokens, ends),
-            np.split(group.logprobs, ends),
+            parts(group.tokens),
+            parts(group.logprobs),
             group.ended.tolist(),
             group.rewards.tolist(),
             group.ref_logprobs.tolist(),
@@ -3532,8 +3534,9 @@ class RunFolder:
         wanted = ["step", *(key for _, keys in panels for key in keys)]
         number = lambda value: math.nan if value is None else value
         with open(self.path / "metrics.jsonl", encoding="utf-8") as file:  # a line at a time:
-            lines = (json.loads(line) for line in file)  # a long run has many
-            table = np.array([[number(line[key]) for key in wanted] for line in lines])
+            lines = map(json.loads, file)  # a long run has many
+            numbers = (number(line[key]) for line in lines for key in wanted)
+            table = np.fromiter(numbers, np.float64).reshape(-1, len(wanted))
         column = lambda key: table[:, wanted.index(key)]
         names = list(self.evaluations[0])[4:] if self.evaluations else []
         columns = 4 if names else 3

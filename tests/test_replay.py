@@ -153,6 +153,13 @@ def test_duplicates_and_eviction_against_brute_force(groups, kept):
     assert len(buffer) == sum(map(len, expected.values()))
 
 
+def test_a_trajectory_keeps_nothing_but_itself():
+    """Where most responses are duplicates, one that is kept must not hold its whole group."""
+    buffer = filled(20, S=24)
+    for stored in buffer.trajectories.values():
+        assert all(t.tokens.base is None and t.logprobs.base is None for t in stored)
+
+
 def test_same_seed_same_draws():
     ids = lambda b: [
         [(t.prompt_id, *t.tokens) for g in b.sample(3, 2, 0.5, 1.0)[0] for t in g]
