@@ -5,10 +5,12 @@ remove the file and suffer the fault. Nothing of this is known to tba.py.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import tba
 
@@ -37,6 +39,21 @@ def strike(place: str) -> None:
 def log(name: str, *values: object) -> None:
     with open(FOLDER / name, "a") as file:
         file.write(" ".join(map(str, values)) + "\n")
+
+
+class MallocInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in NAMES.split()]
+
+
+def heap_in_use() -> float:
+    """MiB that this process has allocated and not freed: its RSS less what the heap holds free."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = MallocInfo
+    info = libc.mallinfo2()
+    return (info.uordblks + info.hblkhd) / 2**20
 
 
 def wrap(owner: type, name: str):
@@ -97,4 +114,6 @@ def train_step(original, self):
         time.sleep(float((FOLDER / "slow-trainer").read_text()))
     if (FOLDER / "log-steps").exists():
         log("steps", self.step)
+    if self.step % 50 == 0:
+        log("heap", time.monotonic(), heap_in_use())
     original(self)
