@@ -138,10 +138,9 @@ def test_the_reference_is_reset_on_both_sides(gsm8k, tmp_path):
     assert max(last[1]) < 1e-3 < 0.05 < max(last[0])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_eval_only(engine, gsm8k, tmp_path):
+def test_eval_only(gsm8k, tmp_path):
     out = tmp_path / "run"
-    stdout, _ = run_tba([*arguments(gsm8k, out, engine=engine, num_searchers=2), "--eval_only"])
+    stdout, _ = run_tba([*arguments(gsm8k, out, num_searchers=2), "--eval_only"])
     (record,) = read_lines(out / "eval.jsonl")
     assert record["n"] == 40 and f"accuracy: {record['accuracy']:.4g}" in stdout
     assert {p.name for p in out.iterdir()} == {"config.json", "eval.jsonl"}

@@ -46,9 +46,8 @@ def test_tldr(tmp_path):
     assert f"{after['win_rate']:.4g}" in done.stdout and picture.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_redteam(engine, tmp_path):
-    before, after = run_script("run_redteam.sh", tmp_path / "run", "--engine", engine)
+def test_redteam(tmp_path):
+    before, after = run_script("run_redteam.sh", tmp_path / "run", "--engine", "transformers")
     assert after["attack_success_rate"] >= before["attack_success_rate"] + 0.3
     assert after["cosine_distance"] >= 0.8 * before["cosine_distance"]
 
