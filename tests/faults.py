@@ -77,9 +77,10 @@ def receive(original, self):
     for i, (name, tensor) in enumerate(original(self)):
         if i == 5:
             strike("loading")
-        if (FOLDER / "corrupt").exists() and name == (FOLDER / "corrupt").read_text():
-            (FOLDER / "corrupt").unlink()
-            tensor.view(-1)[7] += 3.0
+        with contextlib.suppress(FileNotFoundError):  # two Searchers may be here at once
+            if name == (FOLDER / "corrupt").read_text():
+                (FOLDER / "corrupt").unlink()
+                tensor.view(-1)[7] += 3.0
         yield name, tensor
 
 

@@ -72,25 +72,28 @@ class Run:
         self.log.seek(0)
         return self.log.read()
 
+    def until(self, done, seconds: float, what: str, alive: bool = True) -> None:
+        """Wait; its output is shown if that takes too long, or if the run ends meanwhile."""
+        start = time.monotonic()
+        while not done():
+            late = time.monotonic() - start > seconds
+            assert not late, f"not within {seconds} s: {what}\n{self.text()}"
+            assert not alive or self.process.poll() is None, f"{what}\n{self.text()}"
+            time.sleep(0.1)
+
     def reaches(self, step: int, seconds: float = 120) -> None:
         """Wait for the run to come to an optimizer step."""
-
-        def there() -> bool:
-            assert self.process.poll() is None, self.text()
-            return steps_of(self.out) >= step
-
-        wait_until(there, seconds, f"step {step}\n{self.text()}")
+        self.until(lambda: steps_of(self.out) >= step, seconds, f"step {step}")
 
     def says(self, text: str, seconds: float = 120, times: int = 1) -> None:
         """Wait until its output has this text so often."""
-        start = time.monotonic()
-        while self.text().count(text) < times:
-            assert time.monotonic() - start < seconds, f"{text!r} is not in\n{self.text()}"
-            time.sleep(0.1)
+        said = lambda: self.text().count(text) >= times
+        self.until(said, seconds, f"{text!r} said", alive=False)
 
     def ends(self, code: int, seconds: float = 120) -> str:
         """Wait for its end, check its exit code and that nothing is left; returns its output."""
-        assert self.process.wait(seconds) == code, self.text()
+        self.until(lambda: self.process.poll() is not None, seconds, "its end", alive=False)
+        assert self.process.returncode == code, self.text()
         wait_until(lambda: not processes_of(self.process.pid), 10, "every process gone")
         return self.text()
 
@@ -102,8 +105,4 @@ class Run:
 
     def suffered(self, fault: str, seconds: float = 60) -> None:
         """Wait until a process has met a fault that was wanted."""
-        start = time.monotonic()
-        while (self.faults / fault).exists():
-            waited = time.monotonic() - start
-            assert waited < seconds and self.process.poll() is None, f"{fault}\n{self.text()}"
-            time.sleep(0.1)
+        self.until(lambda: not (self.faults / fault).exists(), seconds, f"{fault} suffered")
