@@ -2278,7 +2278,11 @@ def searcher_main(mailbox: Mailbox, *place: Any) -> None:
             load_task_file(config.task_file)
         Searcher(config, problem, mailbox, *place).run()
     except BaseException:
-        mailbox.report("error", traceback.format_exc())
+        words = traceback.format_exc()
+        try:
+            mailbox.report("error", words)
+        except (OSError, EOFError):
+            sys.exit("tba.py: the run that this Searcher was of has ended, or is out of reach")
         sys.exit(1)
 
 
@@ -2355,6 +2359,7 @@ class Seat:
     reference: int = 0  # version of its reference
     expected: tuple = ()  # what it must report on them
     rows: set[int] = field(default_factory=set)  # held-out prompts that it owes an answer
+    trusted: bool = True  # its weights were the Trainer's whenever it reported on them
     beats: deque = field(default_factory=lambda: deque(maxlen=2))
 
     @property
@@ -2373,23 +2378,27 @@ def names(seats: list[Seat]) -> str:
 
 
 class Elsewhere:
-    """A remote Searcher's process, of which only its signs of life are known."""
-
-    exitcode = None
+    """A remote Searcher's process, of which only what it says is known."""
 
     def __init__(self, inbox: Any) -> None:
-        self.inbox = inbox
+        self.inbox, self.killed = inbox, False
+        self.exitcode: int | None = None  # where it has said its last words
 
     def is_alive(self) -> bool:
-        return True
+        return self.exitcode is None
 
     def kill(self) -> None:
         """Have it end, should it still be there."""
+        self.killed = True
         with contextlib.suppress(OSError, EOFError):  # without a Manager it ends by itself
             self.inbox.put(("stop",))
 
-    def join(self, timeout: float | None = None) -> None:
-        pass
+    def join(self, timeout: float) -> None:
+        """Wait until it has read that it is to stop; not for one that was given up."""
+        deadline = time.monotonic() + timeout
+        with contextlib.suppress(OSError, EOFError):
+            while not self.killed and not self.inbox.empty() and time.monotonic() < deadline:
+                time.sleep(0.02)
 
 
 def end(processes: list) -> None:
@@ -2711,12 +2720,11 @@ class Trainer:
     def take_news(self, block: float = 0.0) -> None:
         depth = self.groups.qsize()
         self.queue_depth = max(self.queue_depth, depth)
-        arrived = [self.groups.get() for _ in range(depth)]
+        self.arrived += [self.groups.get() for _ in range(depth)]
         # a Searcher reports on new weights before it sends what it made with them: having taken
         # the groups first, the report is checked before they enter the buffer
         self.take_events(block)
-        self.arrived += arrived
-        if arrived:
+        if depth:
             self.last_news = time.monotonic()
         if not self.config.synchronous:  # lockstep files whole batches, in an order that repeats
             self.file_arrivals()
@@ -2739,6 +2747,8 @@ class Trainer:
             seat = self.seats[group.searcher]
             if group.number < seat.begun or group.number in seat.done:
                 continue  # also made by a remote Searcher that was given up, but lived on
+            if not seat.trusted:  # made with wrong weights, perhaps: a resumed run makes it again
+                continue
             seat.failures = 0
             seat.done.add(group.number)
             while seat.begun in seat.done:
@@ -2772,6 +2782,8 @@ class Trainer:
 
     def on_error(self, seat: Seat, text: str) -> None:
         seat.last_words = text
+        if isinstance(seat.process, Elsewhere):
+            seat.process.exitcode = 1
 
     def on_failed(self, seat: Seat, why: str) -> None:
         """The weights did not all reach it: it stands, and is welcomed again."""
@@ -2805,6 +2817,7 @@ class Trainer:
                 f"all {len(tensors)} tensors arrived as they were sent, so the "
                 f"{self.config.engine} engine is at fault"
             )
+        seat.trusted = False
         raise WrongWeights(
             f"after the transfer of step {version}'s weights, Searcher {seat.index}'s "
             f"log-probabilities differ from the Trainer's by {gap:.3g} "

@@ -109,6 +109,13 @@ def add(original, self, group):
     original(self, group)
 
 
+@wrap(tba.Trainer, "save_at_the_end")
+def save_at_the_end(original, self):
+    if claim("late-end"):
+        time.sleep(2)  # Searchers go on meanwhile
+    original(self)
+
+
 @wrap(tba.Trainer, "train_step")
 def train_step(original, self):
     if (FOLDER / "slow-trainer").exists():

@@ -253,14 +253,18 @@ def test_wrong_weights_are_noticed_and_named(gsm8k, tmp_path):
     run = Run(out, arguments(gsm8k, out, steps=100_000, num_searchers=2, eval_every=0))
     run.reaches(4)
     name = "model.layers.0.mlp.up_proj.weight"
+    run.want("late-end")
     run.want("corrupt", name)
     text = run.ends(1)
     assert f"arrived corrupted: {name}" in text and "logprob" in text
     version = int(text.split("after the transfer of step ")[1].split("'")[0])
+    culprit = int(text.split("weights, Searcher ")[1].split("'")[0])
     (checkpoint,) = out.glob("checkpoint-*")
-    # the culprit's data are in no batch: not even in the buffer
     step = json.loads((checkpoint / "trainer.json").read_text())["step"]
     assert step - version <= 1
+    # what the culprit made with them is in no batch, nor in the buffer; what others made is
+    stored = [tuple(map(int, line.split())) for line in (run.faults / "weights").open()]
+    assert {s for s, v, _ in stored if v >= version} == {1 - culprit}
 
 
 @pytest.mark.slow
