@@ -174,7 +174,9 @@ class Config:
     transfer_timeout: float = flag(
         30.0, "seconds without progress that end a weight transfer, or an offer of one"
     )
-    searcher_timeout: float = flag(900.0, "seconds without a sign of life before a wait gives up")
+    searcher_timeout: float = flag(
+        900.0, "seconds without a sign of life before a wait gives up; 900 or more during loading"
+    )
     max_restarts: int = flag(5, "times that a Searcher which died or hangs is started again")
     bind: str = flag("", "HOST:PORT on which Searchers of other machines may join (README)")
     remote_searchers: int = flag(0, "how many of them at most")
@@ -2366,6 +2368,11 @@ class Seat:
     def given_up(self) -> bool:
         return self.restart_at == math.inf
 
+    @property
+    def loading(self) -> bool:
+        """Its process has not come so far as to stand ready."""
+        return bool(self.process) and self.version is None and not self.ready
+
     def command(self, name: str, *arguments: Any) -> None:
         """Have the Searcher carry out its method `on_NAME`; in vain if it has no process."""
         if self.process:
@@ -2417,6 +2424,7 @@ class Trainer:
     is lost is started again, and is given the current weights when it stands ready.
     """
 
+    LOADING = 900  # seconds at least that a Searcher has for loading: it gives no sign of life then
     MAX_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
     MAX_LOST_LINKS = 20  # weight transfers in a row that may fail
 
@@ -2633,7 +2641,7 @@ class Trainer:
         """Start Searchers anew that died or hang. Raises SearcherDied when none is left."""
         while self.config.bind and not self.lobby.empty():
             self.let_in(*self.lobby.get())
-        now, limit = time.monotonic(), self.config.searcher_timeout
+        now = time.monotonic()
         for seat in self.seats:
             if seat.process is None:
                 if now >= seat.restart_at:
@@ -2641,12 +2649,17 @@ class Trainer:
             elif not seat.process.is_alive():
                 self.take_events()  # its last words, if it had any, came before its end
                 self.lose(seat, f"ended with exit code {seat.process.exitcode}")
-            elif now - seat.seen > limit:
+            elif now - seat.seen > self.limit(seat):
                 self.lose(
                     seat,
                     f"has given no sign of life since {clock(now - seat.seen)} "
-                    f"(--searcher_timeout {limit:g}) and was killed",
+                    f"(--searcher_timeout {self.config.searcher_timeout:g}) and was killed",
                 )
+
+    def limit(self, *seats: Seat) -> float:
+        """Seconds without a sign of life of these Searchers that are too many."""
+        loading = any(seat.loading for seat in seats)
+        return max(self.config.searcher_timeout, self.LOADING if loading else 0)
 
     def lose(self, seat: Seat, how: str) -> None:
         """A Searcher is no more: see to its work, and to its successor."""
@@ -2764,11 +2777,11 @@ class Trainer:
         while not done():
             self.listen(block=0.01)
             self.welcome()
-            now = time.monotonic()
-            if now - max(start, self.last_news) > self.config.searcher_timeout:
+            now, limit = time.monotonic(), self.limit(*self.seats)
+            if now - max(start, self.last_news) > limit:
                 raise TimeoutError(
                     f"the Trainer has waited for {what()} since {clock(now - start)}; nothing has "
-                    f"happened for {self.config.searcher_timeout:g} s (--searcher_timeout)"
+                    f"happened for {limit:g} s (--searcher_timeout)"
                 )
 
     def on_started(self, seat: Seat) -> None:
@@ -2778,6 +2791,8 @@ class Trainer:
         seat.ready, seat.late = True, False
 
     def on_beat(self, seat: Seat, *beat: float) -> None:
+        if seat.beats and beat[1] > seat.beats[-1][1]:  # it has worked: a long evaluation, perhaps
+            self.last_news = seat.seen
         seat.beats.append(beat)
 
     def on_error(self, seat: Seat, text: str) -> None:

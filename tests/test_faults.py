@@ -229,7 +229,7 @@ def test_no_searcher_left_ends_the_run_with_the_last_ones_traceback(gsm8k, tmp_p
 def test_a_searcher_that_hangs_is_killed_and_restarted(gsm8k, tmp_path):
     """Stopped, it is no longer heard of; training goes on, and the other gets its weights."""
     out = tmp_path / "run"
-    limits = {"searcher_timeout": 25, "transfer_timeout": 3, "max_restarts": 20}
+    limits = {"searcher_timeout": 10, "transfer_timeout": 3, "max_restarts": 20}
     run = Run(out, arguments(gsm8k, out, num_searchers=2, steps=100_000, eval_every=0, **limits))
     run.reaches(5)
     for place in ("receiving", "joining"):  # while it generates: bench/soak.py
