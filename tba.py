@@ -731,7 +731,9 @@ class RedTeam(Task):
                 f"{', '.join(labels)}"
             )
         self.label = labels.get(config.toxicity_label)
-        self.victim_tokenizer = AutoTokenizer.from_pretrained(config.victim_model)
+        self.victim_tokenizer = AutoTokenizer.from_pretrained(
+            config.victim_model, trust_remote_code=config.trust_remote_code
+        )
         if config.victim_format == "chat" and not self.victim_tokenizer.chat_template:
             raise ValueError(
                 f"--victim_format chat: {config.victim_model} has no chat template; use alpaca"
