@@ -1103,6 +1103,11 @@ class ReplayBuffer:
 # ==================================================== 4. Log-probabilities and objectives
 
 
+def own_device() -> torch.device:
+    """The first GPU that this process sees, with the index that NCCL asks for, or the CPU."""
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
 def load_model(config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The causal language model `config.model` on a device, with dropout off."""
     options = {"trust_remote_code": config.trust_remote_code}
@@ -1825,6 +1830,9 @@ class Rendezvous(dist.Store):
     def check(self, keys: list[str]) -> bool:
         return None not in self.board.get(self._names(keys))
 
+    def clone(self) -> "Rendezvous":
+        return self  # a proxy of the Manager's has a connection for each thread
+
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.check(keys):
@@ -1864,10 +1872,12 @@ class WeightLink:
         def form() -> dist.Backend:
             if nccl:
                 # a lost member is this class's to handle: NCCL's watchdog would end the process
-                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-                os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+                for habit in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
+                    os.environ.setdefault(f"TORCH_NCCL_{habit}", "0")
                 torch.cuda.set_device(device)
-                return dist.ProcessGroupNCCL(*place, limit)
+                group = dist.ProcessGroupNCCL(*place, 2 * limit)  # this class gives up first
+                group.eager_connect_single_device(device)  # now, not at the first broadcast
+                return group
             options = dist.ProcessGroupGloo._Options()
             address = own_address(config)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -2020,7 +2030,7 @@ class Searcher:
     ) -> None:
         self.config, self.problem, self.mailbox = config, problem, mailbox
         self.index = mailbox.searcher
-        self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        self.device = own_device()
         self.engine = ENGINES[config.engine](config, problem, self.device)
         reference = load_model(config, torch.float32, self.device).eval().requires_grad_(False)
         self.reference = TokenLogProbs(reference, config.temperature)
@@ -2462,7 +2472,7 @@ class Trainer:
             project_dir=config.output_dir,
         )
         self.accelerator.init_trackers("tba", dataclasses.asdict(config))
-        self.device = self.accelerator.device
+        self.device = own_device()
         source = dataclasses.replace(config, model=str(self.saved or config.model))
         self.model = load_model(source, torch.float32, self.device).train()
         self.probe_policy = TokenLogProbs(self.model, temperature=1.0)
@@ -3692,9 +3702,8 @@ def parse(argv: list[str] | None) -> Config:
 
 def warm_start(config: Config, problem: Problem, pairs: list, folder: RunFolder) -> None:
     """Fine-tune `--model` on `--sft_data` first; the result is the policy and the reference."""
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(config.seed)
-    model = load_model(config, torch.float32, device)
+    model = load_model(config, torch.float32, own_device())
     losses = supervised_fine_tune(
         model, pairs, config.sft_epochs, config.sft_learning_rate, config.seed
     )
