@@ -2052,10 +2052,12 @@ class Searcher:
     def run(self) -> None:
         """Search until told to stop."""
         self.mailbox.report("started")
-        while self.running:
+        while True:
             if not self.standing:
                 self.begin_prompts()
             self.obey(block=0.0 if self.engine.unfinished and not self.standing else 0.02)
+            if not self.running:
+                return  # the Manager may be gone already
             self.stand_ready()
             if self.engine.unfinished and not self.standing:
                 self.advance()
