@@ -2298,7 +2298,7 @@ def searcher_main(mailbox: Mailbox, *place: Any) -> None:
         try:
             mailbox.report("error", words)
         except (OSError, EOFError):
-            sys.exit("tba.py: the run that this Searcher was of has ended, or is out of reach")
+            sys.exit("tba.py: this Searcher's run has ended, or is out of reach")
         sys.exit(1)
 
 
