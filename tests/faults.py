@@ -112,7 +112,7 @@ def add(original, self, group):
 @wrap(tba.Trainer, "save_at_the_end")
 def save_at_the_end(original, self):
     if claim("late-end"):
-        time.sleep(2)  # Searchers go on meanwhile
+        time.sleep(3)  # Searchers go on meanwhile
     original(self)
 
 
