@@ -130,4 +130,5 @@ def run_tba(args: list[str], code: int = 0, timeout: float = 240) -> tuple[str, 
 
 
 def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The records of a .jsonl file; of a run under way, those that are there as a whole."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
