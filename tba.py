@@ -2325,6 +2325,17 @@ def join_run(config: Config) -> int:
     if verdict == "refused":
         print(f"tba.py: error: --join {config.join}: {content[0]}", file=sys.stderr)
         return 1
+
+    def leave(number: int, _: Any) -> None:
+        """Give the seat back; the Trainer then says that this Searcher is to stop."""
+        for name in STOP_SIGNALS:
+            signal.signal(name, signal.SIG_DFL)  # a second one ends it at once
+        words = "error", f"{signal.Signals(number).name} on its machine", 128 + number
+        # in a thread, which has a connection of its own: the signal may have come during a call
+        threading.Thread(target=content[0].report, args=words, daemon=True).start()
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, leave)
     searcher_main(*content)
     return 0
 
@@ -2809,10 +2820,10 @@ class Trainer:
             self.last_news = seat.seen
         seat.beats.append(beat)
 
-    def on_error(self, seat: Seat, text: str) -> None:
+    def on_error(self, seat: Seat, text: str, code: int = 1) -> None:
         seat.last_words = text
         if isinstance(seat.process, Elsewhere):
-            seat.process.exitcode = 1
+            seat.process.exitcode = code
 
     def on_failed(self, seat: Seat, why: str) -> None:
         """The weights did not all reach it: it stands, and is welcomed again."""
