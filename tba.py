@@ -1851,6 +1851,7 @@ class WeightLink:
     """
 
     BUCKET_BYTES = 256 * 2**20
+    THREAD = "weight group"  # that forms or ends one, and may be stuck
 
     def __init__(
         self,
@@ -1905,7 +1906,7 @@ class WeightLink:
             except Exception as error:  # of torch.distributed, or of the Manager
                 made.append(error)
 
-        threading.Thread(target=run, daemon=True).start()
+        threading.Thread(target=run, name=self.THREAD, daemon=True).start()
         deadline = time.monotonic() + self.patience
         try:
             while not made:
@@ -1925,7 +1926,8 @@ class WeightLink:
         """Give the group up, without waiting for what it may be stuck in."""
         box, self.group = [self.group], None
         # the last reference goes there: the destructor waits for operations that are under way
-        threading.Thread(target=lambda: box.pop().abort(), daemon=True).start()
+        abort = lambda: box.pop().abort()
+        threading.Thread(target=abort, name=self.THREAD, daemon=True).start()
 
     def _flat(self, bucket: list[str]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         """A new flat tensor for a bucket, and a view of it for each name."""
@@ -2283,8 +2285,8 @@ class Searcher:
         self.running = False
 
 
-def searcher_main(mailbox: Mailbox, *place: Any) -> None:
-    """A Searcher from start to end; its last words on an error go to the Trainer."""
+def searcher_main(mailbox: Mailbox, *place: Any) -> int:
+    """A Searcher from start to end; returns the exit code. Its last words go to the Trainer."""
     quiet_libraries()
     try:
         config, problem = pickle.loads(*mailbox.board.get(["problem"]))  # from the Trainer
@@ -2293,19 +2295,32 @@ def searcher_main(mailbox: Mailbox, *place: Any) -> None:
         if config.task_file:  # also where it enters something other than the task
             load_task_file(config.task_file)
         Searcher(config, problem, mailbox, *place).run()
+        return 0
     except BaseException:
         words = traceback.format_exc()
         try:
             mailbox.report("error", words)
         except (OSError, EOFError):
-            sys.exit("tba.py: this Searcher's run has ended, or is out of reach")
-        sys.exit(1)
+            print("tba.py: this Searcher's run has ended, or is out of reach", file=sys.stderr)
+        return 1
 
 
 def searcher_process(mailbox: Mailbox, *place: Any) -> None:
     """A Searcher that the Trainer started."""
     die_with_parent()
-    searcher_main(mailbox, *place)
+    leave(searcher_main(mailbox, *place))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process; at once, if a thread is stuck in a weight group that was lost.
+
+    Should that thread come back during the interpreter's own end, it would abort the process.
+    """
+    if any(thread.name == WeightLink.THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def join_run(config: Config) -> int:
@@ -2326,7 +2341,7 @@ def join_run(config: Config) -> int:
         print(f"tba.py: error: --join {config.join}: {content[0]}", file=sys.stderr)
         return 1
 
-    def leave(number: int, _: Any) -> None:
+    def give_back(number: int, _: Any) -> None:
         """Give the seat back; the Trainer then says that this Searcher is to stop."""
         for name in STOP_SIGNALS:
             signal.signal(name, signal.SIG_DFL)  # a second one ends it at once
@@ -2335,9 +2350,8 @@ def join_run(config: Config) -> int:
         threading.Thread(target=content[0].report, args=words, daemon=True).start()
 
     for number in STOP_SIGNALS:
-        signal.signal(number, leave)
-    searcher_main(*content)
-    return 0
+        signal.signal(number, give_back)
+    return searcher_main(*content)
 
 
 def threads_per_process(config: Config) -> int:
@@ -3788,4 +3802,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

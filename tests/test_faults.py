@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.multiprocessing as mp
 from conftest import ROOT, arguments, read_lines, run_tba
 from harness import Run, processes_of, steps_of, wait_until
 from test_runs import TIMING
@@ -374,6 +376,27 @@ def test_a_signal_while_models_load_ends_the_run(gsm8k, tmp_path):
     wait_until(lambda: run.searchers(), 60, "a Searcher's start")
     run.process.terminate()
     assert "Traceback" not in run.ends(143, 60)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_stuck_weight_group_does_not_abort_the_end(stuck, capfd):
+    """The interpreter's last rites are left out, for they would, should its thread come back."""
+    child = mp.get_context("fork").Process(target=ending, args=(stuck,))
+    child.start()
+    child.join(20)
+    said = capfd.readouterr().out
+    assert child.exitcode == 3 and "all is said" in said and ("last rites" in said) != stuck
+
+
+def ending(stuck: bool) -> None:
+    print("all is said", end="")  # not flushed
+    if stuck:
+        wait = threading.Event().wait
+        threading.Thread(target=wait, name=tba.WeightLink.THREAD, daemon=True).start()
+    try:
+        tba.leave(3)
+    finally:
+        print("last rites", flush=True)
 
 
 @pytest.mark.slow
