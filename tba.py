@@ -2730,6 +2730,8 @@ class Trainer:
 
     def manager_trouble(self, error: Exception) -> str:
         """What an error of the operating system's means."""
+        if self.manager_process and isinstance(error, ConnectionError | EOFError):
+            self.manager_process.join(1)  # its sockets close a little before it has ended
         if self.manager_process and not self.manager_process.is_alive():
             return f"the Manager ended with exit code {self.manager_process.exitcode}"
         if isinstance(error, BlockingIOError):
