@@ -2343,8 +2343,8 @@ def join_run(config: Config) -> int:
 
     def give_back(number: int, _: Any) -> None:
         """Give the seat back; the Trainer then says that this Searcher is to stop."""
-        for name in STOP_SIGNALS:
-            signal.signal(name, signal.SIG_DFL)  # a second one ends it at once
+        for other in STOP_SIGNALS:
+            signal.signal(other, signal.SIG_DFL)  # a second one ends it at once
         words = "error", f"{signal.Signals(number).name} on its machine", 128 + number
         # in a thread, which has a connection of its own: the signal may have come during a call
         threading.Thread(target=content[0].report, args=words, daemon=True).start()
@@ -2682,17 +2682,18 @@ class Trainer:
             self.let_in(*self.lobby.get())
         now = time.monotonic()
         for seat in self.seats:
+            limit = self.limit(seat)
             if seat.process is None:
                 if now >= seat.restart_at:
                     self.start_searcher(seat)
             elif not seat.process.is_alive():
                 self.take_events()  # its last words, if it had any, came before its end
                 self.lose(seat, f"ended with exit code {seat.process.exitcode}")
-            elif now - seat.seen > self.limit(seat):
+            elif now - seat.seen > limit:
                 self.lose(
                     seat,
                     f"has given no sign of life since {clock(now - seat.seen)} "
-                    f"(--searcher_timeout {self.config.searcher_timeout:g}) and was killed",
+                    f"(--searcher_timeout {limit:g}) and was killed",
                 )
 
     def limit(self, *seats: Seat) -> float:

@@ -85,12 +85,12 @@ def slope(rows: np.ndarray, column: int) -> float:
     return float(np.polyfit(rows[:, 0] / 60, rows[:, column], 1)[0])
 
 
-def last_line(path: Path) -> str:
-    return path.read_text().splitlines()[-1]
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def accuracies(out: Path) -> list[float]:
-    return [json.loads(line)["accuracy"] for line in (out / "eval.jsonl").open()]
+    return [record["accuracy"] for record in records(out / "eval.jsonl")]
 
 
 def main() -> int:
@@ -154,7 +154,8 @@ def main() -> int:
         leaks |= growth > bound or any(last - first > (4, 2))
     heap = np.loadtxt(run.faults / "heap") - (start, 0)
     heap = heap[heap[:, 0] > skip]
-    held = json.loads(last_line(folder / "run" / "metrics.jsonl"))["buffer_trajectories"]
+    metrics = records(folder / "run" / "metrics.jsonl")
+    held = metrics[-1]["buffer_trajectories"]
     print(
         f"of the Trainer's heap in use: {heap[-1, 1]:.1f} MiB {slope(heap, 1):+.3f} MiB/min, with "
         f"{held} trajectories in the buffer at last"
@@ -171,17 +172,13 @@ def main() -> int:
     print("injected: " + ", ".join(f"{n} x {fault}" for fault, n in sorted(injected.items())))
     print(f"Searchers lost and restarted: {text.count(lost)}; transfers cut off: "
           f"{text.count('was cut off')}; faults that nobody met yet: {pending}")  # fmt: skip
-    log = lambda name: [tuple(map(int, line.split())) for line in (run.faults / name).open()]
-    sent, stored = log("sent"), log("stored")
+    sent, stored = run.noted("sent"), run.noted("stored")
     unstored, twice = set(sent) - set(stored), len(stored) - len(set(stored))
     print(f"groups sent {len(sent)}, lost {len(unstored)}, stored twice {twice}")
     late = accuracies(folder / "run")[-8:]
     print(f"accuracy {np.mean(late):.3f} (last {len(late)} evaluations); without faults "
           f"{accuracies(folder / 'calm')[-1]:.3f}")  # fmt: skip
-    waits = [
-        record["sync_seconds"] + record["sync_wait_seconds"]
-        for record in map(json.loads, (folder / "run" / "metrics.jsonl").open())
-    ]
+    waits = [m["sync_seconds"] + m["sync_wait_seconds"] for m in metrics]
     print(f"longest halt of the Trainer at a transfer: {max(waits):.1f} s")
     left = set(os.listdir("/dev/shm")) - shared
     print(

@@ -120,8 +120,6 @@ def save_at_the_end(original, self):
 def train_step(original, self):
     if (FOLDER / "slow-trainer").exists():
         time.sleep(float((FOLDER / "slow-trainer").read_text()))
-    if (FOLDER / "log-steps").exists():
-        log("steps", self.step)
     if self.step % 50 == 0:
         log("heap", time.monotonic(), heap_in_use())
     original(self)

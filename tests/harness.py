@@ -24,10 +24,10 @@ def processes_of(group: int) -> list[int]:
     return found
 
 
-def wait_until(condition, seconds, what):
+def wait_until(condition, seconds, what, log=lambda: ""):
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() - start < seconds, f"not within {seconds} s: {what}"
+        assert time.monotonic() - start < seconds, f"not within {seconds} s: {what}\n{log()}"
         time.sleep(0.1)
 
 
@@ -74,12 +74,14 @@ class Run:
 
     def until(self, done, seconds: float, what: str, alive: bool = True) -> None:
         """Wait; its output is shown if that takes too long, or if the run ends meanwhile."""
-        start = time.monotonic()
-        while not done():
-            late = time.monotonic() - start > seconds
-            assert not late, f"not within {seconds} s: {what}\n{self.text()}"
+
+        def there() -> bool:
+            if done():
+                return True
             assert not alive or self.process.poll() is None, f"{what}\n{self.text()}"
-            time.sleep(0.1)
+            return False
+
+        wait_until(there, seconds, what, self.text)
 
     def reaches(self, step: int, seconds: float = 120) -> None:
         """Wait for the run to come to an optimizer step."""
@@ -99,6 +101,11 @@ class Run:
 
     def searchers(self) -> list[int]:
         return searcher_pids(self.process.pid)
+
+    def noted(self, name: str) -> list[tuple[int, ...]]:
+        """The lines of whole numbers that the hooks wrote under a name."""
+        with open(self.faults / name) as file:
+            return [tuple(map(int, line.split())) for line in file]
 
     def want(self, fault: str, text: str = "") -> None:
         (self.faults / fault).write_text(text)

@@ -132,14 +132,13 @@ def test_resume_keeps_the_buffer_and_the_prompt_order(gsm8k, tmp_path):
     run.ends(138)
     (checkpoint,) = out.glob("checkpoint-*")
     before = dict(np.load(checkpoint / "buffer.npz"))
-    log = lambda name: [tuple(map(int, x.split())) for x in (run.faults / name).open()]
-    sent, stored = log("sent"), log("stored")
+    sent, stored = run.noted("sent"), run.noted("stored")
     assert len(stored) == len(set(stored))
     assert set(sent) <= set(stored)  # what was on the queue is in the buffer
     (run.faults / "stored").unlink()
     run = Run(out, ["--resume", str(out), "--steps", str(int(checkpoint.name[11:]) + 10)])
     run.ends(0)
-    after = log("stored")
+    after = run.noted("stored")
     assert not set(after) & set(stored)
     for searcher in (0, 1):
         numbers = {n for s, n in stored + after if s == searcher}
@@ -265,8 +264,7 @@ def test_wrong_weights_are_noticed_and_named(gsm8k, tmp_path):
     step = json.loads((checkpoint / "trainer.json").read_text())["step"]
     assert step - version <= 1
     # what the culprit made with them is in no batch, nor in the buffer; what others made is
-    stored = [tuple(map(int, line.split())) for line in (run.faults / "weights").open()]
-    assert {s for s, v, _ in stored if v >= version} == {1 - culprit}
+    assert {s for s, v, _ in run.noted("weights") if v >= version} == {1 - culprit}
 
 
 @pytest.mark.slow
@@ -280,10 +278,11 @@ def test_a_late_searcher_is_left_behind_and_catches_up(gsm8k, tmp_path):
     (late, _) = run.searchers()
     os.kill(late, signal.SIGSTOP)
     run.reaches(reset + 8)
-    seen = lambda: [tuple(map(int, x.split())) for x in (run.faults / "weights").open()]
-    before = len(seen())
+    before = len(run.noted("weights"))
     os.kill(late, signal.SIGCONT)
-    new = lambda: {s for s, version, r in seen()[before:] if version > reset and r == reset}
+    new = lambda: {
+        s for s, version, r in run.noted("weights")[before:] if version > reset and r == reset
+    }
     wait_until(lambda: new() == {0, 1}, 60, "both Searchers' data with the new reference")
     assert steps_of(out) < 2 * reset, "too slow to tell"
     run.process.send_signal(signal.SIGINT)
@@ -314,8 +313,7 @@ def test_twenty_kills_lose_nothing(gsm8k, tmp_path):
     run.process.send_signal(signal.SIGINT)
     text = run.ends(130)
     assert text.count("exit code -9") == 20 and "Traceback" not in text
-    log = lambda name: [tuple(map(int, x.split())) for x in (run.faults / name).open()]
-    sent, stored = log("sent"), log("stored")
+    sent, stored = run.noted("sent"), run.noted("stored")
     assert set(sent) <= set(stored)  # all that was on the queue was taken
     assert len(stored) == len(set(stored))  # and nothing twice
     for searcher in range(3):
@@ -470,9 +468,8 @@ def test_a_full_queue_slows_searchers_and_drops_nothing(gsm8k, tmp_path):
     run.reaches(steps_of(out) + 30)
     run.process.send_signal(signal.SIGINT)
     run.ends(130)
-    log = lambda name: [tuple(map(int, x.split())) for x in (run.faults / name).open()]
-    assert set(log("sent")) <= set(log("stored"))
-    numbers = sorted(n for _, n in log("stored"))
+    assert set(run.noted("sent")) <= set(run.noted("stored"))
+    numbers = sorted(n for _, n in run.noted("stored"))
     assert len(set(range(numbers[-1])) - set(numbers)) <= 8  # but for what was in flight
 
 
@@ -507,7 +504,7 @@ def test_vllm_survives_transfers_that_are_cut_off(gsm8k, tmp_path):
         wait_until(lambda: alive() == 2, 60, "the restart")  # noqa: B023
         run.says("was cut off", times=kill + 1)
         run.reaches(at + 30)
-    newcomer = lambda: max(int(x.split()[1]) for x in (run.faults / "sent").open())
+    newcomer = lambda: max(number for _, number in run.noted("sent"))
     wait_until(lambda: newcomer() > 20, 120, "more data")
     run.process.send_signal(signal.SIGINT)
     text = run.ends(130)
