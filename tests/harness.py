@@ -12,14 +12,18 @@ HOOKS = ROOT / "tests" / "faults.py"
 
 
 def processes_of(group: int) -> list[int]:
-    """Live processes of a session; a run's children are all in it."""
+    """Live processes of a session; a run's children are all in it.
+
+    One whose first thread has ended counts as live, with all it has open, until its last has.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             state, _, _, session = (path / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            ended = state == "Z" and len(os.listdir(path / "task")) <= 1
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(session) == group and state != "Z":
+        if int(session) == group and not ended:
             found.append(int(path.name))
     return found
 
@@ -34,7 +38,10 @@ def wait_until(condition, seconds, what, log=lambda: ""):
 def searcher_pids(trainer: int) -> list[int]:
     pids = []
     for pid in processes_of(trainer):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
         if b"spawn_main" in command and b"resource_tracker" not in command:
             pids.append(pid)
     return pids

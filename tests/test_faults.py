@@ -346,10 +346,13 @@ def test_nothing_is_left_when_the_trainer_is_killed(gsm8k, tmp_path):
     assert len(processes_of(run.process.pid)) >= 4  # Trainer, Manager, two Searchers
     os.kill(run.searchers()[0], signal.SIGSTOP)
     run.process.kill()
-    run.ends(-9)  # which waits at most ten seconds for everything to be gone
-    assert unix_sockets() == sockets and set(os.listdir("/dev/shm")) == shared
-    left = {name for name in set(os.listdir("/tmp")) - temporary if name.startswith("pymp")}
-    assert not left
+    run.ends(-9)  # which waits at most ten seconds for every process to be gone
+
+    def left() -> set[str]:
+        files = {name for name in set(os.listdir("/tmp")) - temporary if name.startswith("pymp")}
+        return (unix_sockets() - sockets) | (set(os.listdir("/dev/shm")) - shared) | files
+
+    wait_until(lambda: not left(), 10, "nothing left", lambda: str(left()))
 
 
 @pytest.mark.slow
