@@ -198,16 +198,15 @@ def test_a_searcher_that_dies_is_restarted_and_no_other(gsm8k, tmp_path):
     os.kill(victim, signal.SIGKILL)
     run.says("ended with exit code -9")
     at = steps_of(out)
-    wait_until(lambda: len(run.searchers()) == 3, 60, "restarted")
+    alive = lambda since: {m["searchers_alive"] for m in read_lines(out / "metrics.jsonl")[since:]}
+    run.until(lambda: alive(at) == {2, 3}, 60, "restarted")
     run.reaches(at + 20)  # training went on
-    assert {m["searchers_alive"] for m in read_lines(out / "metrics.jsonl")[at - 2 :]} == {2, 3}
     assert set(others) < set(run.searchers())
     run.want("raise")
     run.says("ArithmeticError: a fault on demand")
     run.want("out-of-memory")
     run.says("can't allocate memory")
-    wait_until(lambda: len(run.searchers()) == 3, 60, "restarted")
-    wait_until(lambda: read_lines(out / "metrics.jsonl")[-1]["searchers_alive"] == 3, 20, "three")
+    run.until(lambda: len(run.searchers()) == 3 and alive(-1) == {3}, 60, "restarted")
     run.process.send_signal(signal.SIGINT)
     assert "restart 1 of 5" in run.ends(130)
 
@@ -279,6 +278,7 @@ def test_a_late_searcher_is_left_behind_and_catches_up(gsm8k, tmp_path):
     os.kill(late, signal.SIGSTOP)
     run.reaches(reset + 8)
     before = len(run.noted("weights"))
+    run.want("slow-trainer", "0.1")  # or the next reset may come first
     os.kill(late, signal.SIGCONT)
     new = lambda: {
         s for s, version, r in run.noted("weights")[before:] if version > reset and r == reset

@@ -171,6 +171,8 @@ def test_a_run_listens_on_loopback_only_and_its_key_is_nowhere(gsm8k, tmp_path):
     out = tmp_path / "run"
     run = Run(out, arguments(gsm8k, out, num_searchers=2, steps=100_000, eval_every=0))
     run.reaches(5)
+    sent_weights = lambda: {s for s, version, _ in run.noted("weights") if version > 0}
+    run.until(lambda: sent_weights() == {0, 1}, 60, "both Searchers in the weight group")
     everyone = processes_of(run.process.pid)
     addresses = [address for pid in everyone for address in listening(pid)]
     assert addresses and all(host == "127.0.0.1" for host, _ in addresses)  # the weight group's
