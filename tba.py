@@ -1004,6 +1004,10 @@ class ReplayBuffer:
         """Weights were synced: what arrives from now on is the most recent."""
         self.previous, self.window = self.window or self.previous, {}
 
+    def end_windows(self) -> None:
+        """Nobody generates: nothing is recent until more arrives, lest a few prompts be overfit."""
+        self.previous, self.window = {}, {}
+
     def sample(
         self, B: int, K: int, m: float, inverse_temperature: float
     ) -> tuple[list[list[Trajectory]], float]:
@@ -2581,6 +2585,8 @@ class Trainer:
             else:
                 self.listen()
                 self.welcome()
+                if not self.searching():
+                    self.buffer.end_windows()
             self.train_step()
             if config.save_every and self.step % config.save_every == 0:
                 self.save_checkpoint()
@@ -2695,6 +2701,11 @@ class Trainer:
                     f"has given no sign of life since {clock(now - seat.seen)} "
                     f"(--searcher_timeout {limit:g}) and was killed",
                 )
+
+    def searching(self) -> bool:
+        """Whether any Searcher has weights to search with, and has been heard of lately."""
+        lately = time.monotonic() - self.config.transfer_timeout
+        return any(s.process and s.version is not None and s.seen > lately for s in self.seats)
 
     def limit(self, *seats: Seat) -> float:
         """Seconds without a sign of life of these Searchers that are too many."""

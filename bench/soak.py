@@ -155,7 +155,8 @@ def main() -> int:
         growth = memory * (r[-1, 0] - r[0, 0]) / 60
         # the heap of the Trainer holds more and more free for a while; what is in use tells leaks
         bound = 0.05 * r[-1, 1] if name == "Trainer" else max(8, 0.02 * r[-1, 1])
-        leaks |= growth > bound or any(last - first > (4, 2))
+        # of what is open some is there only while all three Searchers are
+        leaks |= growth > bound or any(last - first > (10, 6))
     heap = np.loadtxt(run.faults / "heap") - (start, 0)
     heap = heap[heap[:, 0] > skip]
     metrics = records(folder / "run" / "metrics.jsonl")

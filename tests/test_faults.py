@@ -223,6 +223,10 @@ def test_no_searcher_left_ends_the_run_with_the_last_ones_traceback(gsm8k, tmp_p
     assert "ArithmeticError: a fault on demand" in text
     assert "no Searcher is left" in text and "given up after 1 restarts" in text
     assert list(out.glob("checkpoint-*")) and "go on with --resume" in text
+    metrics = read_lines(out / "metrics.jsonl")
+    alone = [m["recent_fraction"] for m in metrics if not m["searchers_alive"]]
+    assert alone and not any(alone)  # it learned from all of the buffer, not from the last few
+    assert metrics[2]["searchers_alive"] and metrics[2]["recent_fraction"]
 
 
 @pytest.mark.slow

@@ -79,6 +79,11 @@ def test_the_window_widens_only_while_it_is_small():
     buffer.begin_window()
     buffer.begin_window()  # nothing arrived in between: what was recent stays so
     assert buffer.sample(2, 2, 1.0, 0.0)[1] == 1.0
+    buffer.end_windows()
+    groups, fraction = buffer.sample(8, 2, 1.0, 0.0)  # as many as there are: all of them
+    assert len({g[0].prompt_id for g in groups}) == 8 and fraction == 0
+    buffer.add(group(3, [[3, 0], [3, 1]]))
+    assert buffer.sample(2, 2, 1.0, 0.0)[1] == 1 / 2
 
 
 def test_recent_draws_take_the_newest_trajectories():
