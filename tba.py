@@ -2705,7 +2705,7 @@ class Trainer:
     def searching(self) -> bool:
         """Whether any Searcher has weights to search with, and has been heard of lately."""
         lately = time.monotonic() - self.config.transfer_timeout
-        return any(s.process and s.version is not None and s.seen > lately for s in self.seats)
+        return any(s.version is not None and s.seen > lately for s in self.seats)
 
     def limit(self, *seats: Seat) -> float:
         """Seconds without a sign of life of these Searchers that are too many."""
