@@ -1098,9 +1098,10 @@ class TokenLogProbs(nn.Module):
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
 
-def collate(
-    sequences: list[tuple[np.ndarray, np.ndarray]], device: torch.device
-) -> dict[str, Tensor]:
+Pairs = list[tuple[np.ndarray, np.ndarray]]  # tokens of (prompt, response), each (T,) int32
+
+
+def collate(sequences: Pairs, device: torch.device) -> dict[str, Tensor]:
     """R (prompt, response) pairs as right-padded input for `TokenLogProbs`.
 
     `where` are the N flat positions whose output predicts a response token, `targets` the tokens.
@@ -1143,9 +1144,7 @@ def plan_microbatches(lengths: list[int], rows: int, budget: int) -> list[list[i
 
 
 @torch.no_grad()
-def token_logprobs(
-    policy: nn.Module, sequences: list[tuple[np.ndarray, np.ndarray]], config: Config
-) -> list[Tensor]:
+def token_logprobs(policy: nn.Module, sequences: Pairs, config: Config) -> list[Tensor]:
     """Log-probabilities (T,) of the response tokens of each (prompt, response) pair."""
     device = next(policy.parameters()).device
     lengths = [len(prompt) + len(response) for prompt, response in sequences]
@@ -1249,7 +1248,7 @@ OBJECTIVES: dict[str, Callable[[Batch, float, float], tuple[Tensor, Tensor]]] = 
 
 
 def supervised_fine_tune(
-    model: nn.Module, pairs: list, epochs: int, learning_rate: float, seed: int
+    model: nn.Module, pairs: Pairs, epochs: int, learning_rate: float, seed: int
 ) -> list[float]:
     """Warm start: maximise the log-probability of responses; pairs are (prompt, response) tokens.
 
@@ -1275,7 +1274,7 @@ def supervised_fine_tune(
     return losses
 
 
-def read_sft_data(config: Config, problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
+def read_sft_data(config: Config, problem: Problem) -> Pairs:
     """`--sft_data` as (prompt, response + EOS) tokens.
 
     A row has `prompt` and `response`, or `instruction`, which answers the task's own prompts.
@@ -1287,9 +1286,9 @@ def read_sft_data(config: Config, problem: Problem) -> list[tuple[np.ndarray, np
         prompt, response = record.get("prompt"), record.get("response")
         if record.get("instruction") is not None:
             prompt, response = task.prompt(task.train[row % len(task.train)]), record["instruction"]
-        if problem := not_text({"prompt": prompt, "response": response}, "prompt", "response"):
+        if wrong := not_text({"prompt": prompt, "response": response}, "prompt", "response"):
             fix = "a row needs prompt and response, or instruction"
-            raise ValueError(f"--sft_data {name}: row {row}: {problem} ({fix})")
+            raise ValueError(f"--sft_data {name}: row {row}: {wrong} ({fix})")
         tokens = tokenizer(prompt, add_special_tokens=task.special_tokens)["input_ids"]
         answer = tokenizer(response, add_special_tokens=False)["input_ids"]
         answer = [*answer[: config.max_response_tokens - 1], tokenizer.eos_token_id]
@@ -1605,9 +1604,15 @@ class WeightGroup:
     BUCKET_BYTES = 256 * 2**20
 
     def __init__(
-        self, config: Config, shapes: dict[str, torch.Size], store: dist.Store,
-        rank: int, size: int, device: torch.device, check: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        shapes: dict[str, torch.Size],
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        check: Callable[[], None],
+    ) -> None:
         self.dtype, self.shapes, self.timeout = config.torch_dtype, shapes, config.transfer_timeout
         self.device, self.check, self.group = device, check, None
         ends = itertools.accumulate(
@@ -1620,9 +1625,12 @@ class WeightGroup:
         formed = Future()
         place = config, store, rank, size, formed
         threading.Thread(target=self._form, args=place, daemon=True).start()
-        self._wait_until(formed.done, "form")
-        if error := formed.exception():
-            raise TransferError(first_line(error))
+        try:
+            self._wait_until(formed.done, "form")
+            formed.result()
+        except Exception as error:
+            self.abort()
+            raise TransferError(first_line(error)) from None
 
     def _form(
         self, config: Config, store: dist.Store, rank: int, size: int, formed: Future
@@ -2384,6 +2392,8 @@ class SearcherPool:
         except TransferError as error:
             self.folder.say(f"warning: the transfer of step {self.step}'s weights failed: {error}")
             self.members = []
+            if self.weight_group:
+                self.weight_group.abort()  # nothing else ends a stuck NCCL kernel
             for s in members:
                 s.process.kill()
             return False
@@ -3052,7 +3062,7 @@ def lock(folder: Path) -> None:
         raise ValueError(f"--resume {folder}: this run is under way") from None
 
 
-def warm_start(config: Config, problem: Problem, pairs: list, folder: RunFolder) -> None:
+def warm_start(config: Config, problem: Problem, pairs: Pairs, folder: RunFolder) -> None:
     """Fine-tune `--model` on `--sft_data` first; the result is the policy and the reference."""
     torch.manual_seed(config.seed)
     model = load_model(config, torch.float32, own_device())
