@@ -235,7 +235,9 @@ class Config:
         need(not (self.resume and self.eval_only), "resume", "leave out --eval_only")
         tracked = self.report_to == "none" or any(metadata.distributions(name=self.report_to))
         need(tracked, "report_to", f"is not installed; pip install {self.report_to}")
-        need(self.bind or not self.remote_searchers, "remote_searchers", "needs --bind")
+        remote = self.remote_searchers
+        need(self.bind or not remote, "remote_searchers", "needs --bind")
+        need(not (self.synchronous and remote), "remote_searchers", "leave out --synchronous")
         if self.bind:
             try:
                 socket.create_server(peer_address("bind", self.bind)[0]).close()
@@ -1909,7 +1911,7 @@ class Searcher:
                 for key, tensor in weights:
                     state[key].copy_(tensor)
                 self.reference_version = version
-        self.paused = False
+        self.paused = self.pause_requested = False  # as if it had been asked only once
         self.queues.report("loaded", self.engine.prompt_logprobs(self.problem.probes()))
         self.idle += time.perf_counter() - start
 
@@ -2009,6 +2011,7 @@ def remote_searcher_process(address: tuple[str, int]) -> NoReturn:
 def join_run(config: Config) -> int:
     """Search for a run elsewhere with a process per GPU of this machine until that run ends."""
     address, mp.current_process().authkey = peer_address("join", config.join)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process, and so its Searchers
     processes: list = [None] * max(1, torch.cuda.device_count())
     while True:
         try:
@@ -2345,7 +2348,8 @@ class SearcherPool:
         if any(s.generating for s in self.searchers):
             return False
         for s in self.searchers if not self.pausing else ():
-            s.command("pause")
+            if s.version is not None:  # a newcomer is paused until its first weights
+                s.command("pause")
         self.pausing, start = True, time.monotonic()
 
         def missing() -> bool:
@@ -2758,7 +2762,8 @@ class Trainer:
         """Take up `state`, with the learning rate and decay that are set now."""
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": self.saved["optimizer"], "param_groups": groups})
-        self.scheduler.last_epoch = self.step - 1  # its other state is the flags that are set now
+        place = {"last_epoch": self.step - 1, "_step_count": self.step + 1}
+        self.scheduler.load_state_dict(self.scheduler.state_dict() | place)
         self.scheduler.step()
         self.buffer.restore(self.saved["buffer"])
         torch.set_rng_state(self.saved["random"])
@@ -2793,8 +2798,8 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
             if damaged := zipfile.ZipFile(path / "trainer.pt").testzip():
                 raise OSError(f"its {damaged} is damaged")
             saved = torch.load(path / "trainer.pt", "cpu", weights_only=True)
-            for file in path.glob("*.safetensors"):
-                safe_open(file, "pt")
+            if not [safe_open(file, "pt") for file in path.glob("*.safetensors")]:
+                raise OSError("it has no model")
             break
         except Exception as error:  # of zip, torch, safetensors or the disk
             warn(f"{path} is not used: {first_line(error)}")
@@ -2802,11 +2807,9 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
         raise ValueError(
             f"--resume {folder}: has no checkpoint that loads; begin in another folder"
         )
-    if saved["checksum"] != problem.checksum():
-        raise ValueError(
-            f"--dataset {config.dataset}: its training prompts are not those of the run, whose "
-            "replay buffer has responses to them; begin in another folder"
-        )
+    name = "dataset" if config.dataset else "attacker_prompt"
+    fix = "its prompts are not those of the run, to which its replay buffer has responses"
+    config.need(saved["checksum"] == problem.checksum(), name, f"{fix}; begin in another folder")
     done = saved["pool"]["step"]
     config.need(config.steps >= done, "steps", f"{path} has taken {done} already")
     return saved | {"model": str(path), "path": path}
@@ -2840,30 +2843,37 @@ class RunFolder:
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         # without a terminal, a line every 30 seconds
         lines = {} if sys.stderr.isatty() else {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
-        self.bar = tqdm(total=config.steps, **lines)
+        done = saved["pool"]["step"] if saved else 0
+        self.bar = tqdm(total=config.steps, initial=done, **lines)
 
     def cut_back(self, past: dict[str, Any]) -> None:
         """Forget what was written after the checkpoint."""
         for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
             last = past["step"] if name != "eval.jsonl" else past["evaluated"]
-            kept = []
+            kept = [r for r in self.records(name) if last is not None and r["step"] <= last]
             if (self.path / name).exists():
-                for line in (self.path / name).read_text(encoding="utf-8").splitlines():
-                    with contextlib.suppress(ValueError):  # a line that was cut off
-                        record = json.loads(line)
-                        kept += [record] if last is not None and record["step"] <= last else []
                 temporary = self.path / f".{name}"
                 temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
                 temporary.rename(self.path / name)
         self.evaluations = kept
+
+    def records(self, name: str) -> list[dict]:
+        """Those of a .jsonl file, but for lines that a full disk or a kill cut off."""
+        records = []
+        if (self.path / name).exists():
+            for line in (self.path / name).read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):
+                    records.append(json.loads(line))
+        return records
 
     def seconds(self) -> float:
         """Time that the run has taken."""
         return time.perf_counter() - self.start
 
     def say(self, text: str) -> None:
-        """Print a line above the progress bar."""
-        self.bar.write(text, file=sys.stderr)
+        """Print a line, above the progress bar where there is a terminal."""
+        write = self.bar.write if sys.stderr.isatty() else print
+        write(text, file=sys.stderr)
 
     def progress(self, text: str, step: int = 0) -> None:
         """Show how far the run is."""
@@ -2899,10 +2909,8 @@ class RunFolder:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl and eval.jsonl."""
         from matplotlib.figure import Figure  # no global state, no display
-        from matplotlib.ticker import LogLocator, NullFormatter
+        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-        if not (self.path / "metrics.jsonl").exists():
-            return
         keys = {
             "reward": ["reward"],
             "loss": ["loss"],
@@ -2912,8 +2920,9 @@ class RunFolder:
             "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
         }
         flat = ["step", *itertools.chain(*keys.values())]
-        with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
-            rows = [[line[key] for key in flat] for line in map(json.loads, file)]
+        rows = [[record[key] for key in flat] for record in self.records("metrics.jsonl")]
+        if not rows:
+            return
         column = dict(zip(flat, np.array(rows, np.float64).T, strict=True))  # null becomes nan
         steps, held_out = column["step"], [e for e in self.evaluations if e["split"] == "held_out"]
         panels = {title: [(steps, column[k], k) for k in names] for title, names in keys.items()}
@@ -2926,14 +2935,17 @@ class RunFolder:
             axes = figure.add_subplot(2, columns, place)
             for x, y, label in lines:
                 axes.plot(x, y, "o-" if title.startswith("held out") else "-", lw=1, label=label)
-            if title == "loss" and np.nanmin(column["loss"]) > 0:  # not of every objective
+            if title == "loss" and not (column["loss"] <= 0).any():  # not of every objective
                 axes.set_yscale("log")
                 axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axes.yaxis.set_major_formatter("{x:g}")
                 axes.yaxis.set_minor_formatter(NullFormatter())
             if len(lines) > 1:
-                axes.legend(fontsize=8)
-            axes.set_title(title, fontsize=10)
+                top = axes.get_ylim()[1]
+                axes.set_ylim(-0.03 * top, 1.25 * top)  # from 0, with room for the legend
+                axes.legend(fontsize=8, loc="upper left")
+            axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10), integer=True))
+            axes.set_title(title.replace("_", " "), fontsize=10)
             axes.set_xlabel("optimizer step", fontsize=8)
             axes.grid(alpha=0.3)
         with contextlib.suppress(OSError):  # a full disk, perhaps

@@ -26,6 +26,7 @@ def train(flags: list[str], out: Path, steps: int) -> tuple[float, float]:
     subprocess.run(command, check=True, env={**os.environ, "PYTHON": sys.executable})
     lines = (out / "metrics.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["seconds"] for line in lines]
+    # with --eval_samples the last record is that of the whole held-out set
     accuracy = json.loads((out / "eval.jsonl").read_text().splitlines()[-1])["accuracy"]
     return (seconds[-1] - seconds[0]) / (len(seconds) - 1), accuracy
 

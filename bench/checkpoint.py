@@ -5,13 +5,14 @@ python bench/checkpoint.py [--trajectories 1000000] [--tokens 250] [--folder DIR
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,14 +24,12 @@ def fill(buffer: tba.ReplayBuffer, trajectories: int, tokens: int) -> None:
     """Groups of 20 responses, `tokens` long on average, 100 a prompt."""
     rng, S = np.random.default_rng(0), 20
     for number in range(trajectories // S):
-        lengths = rng.integers(tokens // 2, tokens + tokens // 2 + 1, S).astype(np.int32)
-        N = int(lengths.sum())
-        group = tba.Group(
-            number // 5, rng.integers(0, 32_000, N, np.int32), rng.standard_normal(N, np.float32),
-            lengths, rng.random(S) < 0.9, rng.random(S, np.float32), -rng.random(S, np.float32),
-            number, 0, 0, number,
-        )  # fmt: skip
-        buffer.add(group)
+        rows = []
+        for T in rng.integers(tokens // 2, tokens + tokens // 2 + 1, S):
+            arrays = rng.integers(0, 32_000, T, np.int32), rng.standard_normal(T, np.float32)
+            ended, reward, ref_logprob = rng.random() < 0.9, rng.random(), -rng.random()
+            rows.append(tba.Trajectory(*arrays, ended, reward, ref_logprob, number // 5, number, 0))
+        buffer.add(tba.Group(number // 5, rows, searcher=0, number=number))
 
 
 def main() -> None:
@@ -39,32 +38,33 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=250, help="of a response, on average")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder if not set")
     args = parser.parse_args()
-    buffer = tba.ReplayBuffer(tba.Config(kept_per_prompt=100))
+    buffer, again = (tba.ReplayBuffer(tba.Config(kept_per_prompt=100)) for _ in range(2))
     fill(buffer, args.trajectories, args.tokens)
-    folder = Path(tempfile.mkdtemp(prefix="tba-checkpoint-", dir=args.folder))
-    try:
-        seconds = {}
-        for name, work in (
-            ("write", lambda: np.savez(folder / "buffer.npz", **buffer.state())),
-            ("checksums and fsync", lambda: tba.seal(folder)),
-            ("verify", lambda: tba.is_sealed(folder)),
-        ):
-            start = time.perf_counter()
-            work()
-            seconds[name] = time.perf_counter() - start
-        again = tba.ReplayBuffer(buffer.config)
+    seconds: dict[str, float] = {}
+
+    def timed(what: str, work):
         start = time.perf_counter()
-        with np.load(folder / "buffer.npz", allow_pickle=False) as arrays:
-            again.restore(arrays, buffer.rng.bit_generator.state)
-        seconds["load"] = time.perf_counter() - start
-        size = (folder / "buffer.npz").stat().st_size
-        for name, before in buffer.state().items():
-            assert np.array_equal(before, again.state()[name]), name
-    finally:
-        shutil.rmtree(folder)
+        result = work()
+        seconds[what] = time.perf_counter() - start
+        return result
+
+    with tempfile.TemporaryDirectory(prefix="tba-checkpoint-", dir=args.folder) as folder:
+        path = Path(folder) / "trainer.pt"
+        state = timed("ReplayBuffer.state", buffer.state)
+        timed("torch.save", lambda: torch.save(state, path))
+        with open(path) as file:
+            timed("fsync", lambda: os.fsync(file.fileno()))
+        with zipfile.ZipFile(path) as archive:
+            assert timed("checksums", archive.testzip) is None
+        loaded = timed("torch.load", lambda: torch.load(path, "cpu", weights_only=True))
+        timed("ReplayBuffer.restore", lambda: again.restore(loaded))
+        size = path.stat().st_size
+    for name, value in again.state().items():
+        same = torch.equal(value, state[name]) if torch.is_tensor(value) else value == state[name]
+        assert same, name
     print(f"{len(buffer):,} trajectories of {args.tokens} tokens on average: {size / 1e9:.2f} GB")
-    for name, value in seconds.items():
-        print(f"  {name:20s} {value:6.1f} s  ({size / value / 1e9:.2f} GB/s)")
+    for what, value in seconds.items():
+        print(f"  {what:20s} {value:6.1f} s  ({size / value / 1e9:.2f} GB/s)")
 
 
 if __name__ == "__main__":

@@ -1,53 +1,130 @@
-"""Draw the trade-off of several runs, one point each, from their final evaluations.
+"""Draw the trade-off of several runs, one point each, from their last evaluations.
 
     python bench/pareto.py runs/a runs/b ... [--x perplexity --y win_rate] [--out pareto.png]
 
 The axes are perplexity and win rate (tldr) or cosine distance and attack success rate (redteam)
-unless named. Each run's evaluations along the way are drawn as a thin line.
+unless named. A run's earlier evaluations are drawn as a thin line that leads to its point. Drawn
+are the evaluations on the prompts that are used while training (split "held_out"); the one on the
+whole held-out set at the end of a run (split "held_out_whole") is printed, not drawn.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from typing import NoReturn
 
+import numpy as np
 from matplotlib.figure import Figure
 
+HEAD = ("step", "version", "split", "n")
 AXES = [("perplexity", "win_rate"), ("cosine_distance", "attack_success_rate")]
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line and exit code 2."""
+    print(f"pareto.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def labels(runs: list[Path]) -> list[str]:
+    """For each run as much of the end of its path as no other run shares.
+
+    >>> labels([Path("/a/x/run"), Path("/b/x/run"), Path("/b/other")])
+    ['a/x/run', 'b/x/run', 'other']
+    """
+
+    def label(run: Path) -> str:
+        for n in range(1, len(run.parts)):
+            end = run.parts[-n:]
+            if all(other is run or other.parts[-n:] != end for other in runs):
+                return "/".join(end)
+        return str(run)
+
+    return [label(run) for run in runs]
+
+
+def read_evaluations(run: Path) -> list[dict]:
+    """The records of a run's eval.jsonl; a last line that was cut off is left out."""
+    if not run.is_dir():
+        fail(f"{run}: no such folder")
+    try:
+        lines = (run / "eval.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+        records = [json.loads(line) for line in lines]
+        splits = {record["split"] for record in records}
+    except FileNotFoundError:
+        fail(f"{run}: has no eval.jsonl; name the folder of a run")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        fail(f"{run}: its eval.jsonl cannot be read: {error}")
+    if "held_out" not in splits:
+        fail(f"{run}: its eval.jsonl has no evaluation yet")
+    return records
+
+
+def metrics_of(record: dict) -> dict[str, float | None]:
+    """A record's metrics, without what says which evaluation it is."""
+    return {key: value for key, value in record.items() if key not in HEAD}
+
+
+def choose_axes(x: str | None, y: str | None, names: list[str]) -> tuple[str, str]:
+    """The axes that were named, and for those that were not a pair that is among `names`."""
+    pair = next((pair for pair in AXES if set(pair) <= set(names)), (None, None))
+    x, y = x or pair[0], y or pair[1]
+    if not x or not y:
+        fail(f"choose the axes by --x and --y; the evaluations have {', '.join(names)}")
+    return x, y
+
+
+def draw(curves: dict[str, list[tuple[float, float]]], x: str, y: str) -> Figure:
+    """Each curve's points (x, y), the last of which is the run's."""
+    figure = Figure(figsize=(7, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for label, points in curves.items():
+        columns = np.array(points, np.float64).T  # null becomes nan
+        (line,) = axes.plot(*columns, ".-", linewidth=1, markersize=4, alpha=0.4)
+        style = {"markersize": 9, "markeredgecolor": "white", "zorder": 3}
+        axes.plot(*points[-1], "o", color=line.get_color(), label=label, **style)
+    axes.set_xlabel(x.replace("_", " "))
+    axes.set_ylabel(y.replace("_", " "))
+    axes.margins(0.08)
+    axes.grid(alpha=0.3)
+    # outside: inside it would cover points
+    figure.legend(loc="outside lower center", ncols=min(3, len(curves)), fontsize=8)
+    return figure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
+    parser.error = fail
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--x", help="metric of the horizontal axis")
     parser.add_argument("--y", help="metric of the vertical axis")
     parser.add_argument("--out", type=Path, default=Path("pareto.png"), help="picture to write")
     args = parser.parse_args()
-    curves = {}
-    for run in args.runs:
-        if not (run / "eval.jsonl").is_file():
-            parser.error(f"{run}: no eval.jsonl; name the folder of a run")
-        lines = (run / "eval.jsonl").read_text().splitlines()
-        curves[run.name] = [json.loads(line) for line in lines]
-    last = next(iter(curves.values()))[-1]
-    x, y = next(((x, y) for x, y in AXES if x in last and y in last), (args.x, args.y))
-    x, y = args.x or x, args.y or y
-    for name, curve in curves.items():
-        if missing := {x, y} - set(curve[-1]):
-            parser.error(f"{name}: its evaluations have no {missing}; name the axes by --x and --y")
+    runs = list(dict.fromkeys(run.resolve() for run in args.runs))
+    records = dict(zip(labels(runs), map(read_evaluations, runs), strict=True))
+    names = list(metrics_of(next(iter(records.values()))[0]))
+    x, y = choose_axes(args.x, args.y, names)
 
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, curve in curves.items():
-        (line,) = axes.plot([e[x] for e in curve], [e[y] for e in curve], linewidth=0.8, alpha=0.5)
-        final = curve[-1]
-        axes.plot(final[x], final[y], "o", color=line.get_color(), label=name)
-        values = ", ".join(f"{k} {v:.4g}" for k, v in list(final.items())[4:])
-        print(f"{name}: step {final['step']}: {values}")
-    axes.set_xlabel(x.replace("_", " "))
-    axes.set_ylabel(y.replace("_", " "))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(args.out, dpi=120)
+    curves = {}
+    for label, evaluations in records.items():
+        drawn = [metrics_of(e) for e in evaluations if e["split"] == "held_out"]
+        if missing := ", ".join(name for name in (x, y) if name not in drawn[-1]):
+            has = ", ".join(drawn[-1])
+            fail(f"{label}: its evaluations have no {missing} (they have {has})")
+        if not all(isinstance(drawn[-1][name], int | float) for name in (x, y)):
+            fail(f"{label}: {x} or {y} of its last evaluation is not a number")
+        curves[label] = [(m[x], m[y]) for m in drawn]  # null, for want of a number: a gap
+    try:
+        draw(curves, x, y).savefig(args.out, dpi=120)
+    except (OSError, ValueError) as error:
+        fail(f"--out {args.out}: {error}")
+    for label, evaluations in records.items():
+        last = [e for e in evaluations if e["split"] == "held_out"][-1]
+        for e in [last, *(e for e in evaluations if e["split"] == "held_out_whole")]:
+            numbers = {k: v for k, v in metrics_of(e).items() if isinstance(v, int | float)}
+            values = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+            print(f"{label}: step {e['step']}, {e['n']} held-out prompts: {values}")
     print(f"picture: {args.out}")
 
 

@@ -1,0 +1,103 @@
+"""bench/pareto.py, on evaluations that are written by hand."""
+
+import json
+import runpy
+import sys
+
+import pytest
+from conftest import ROOT
+
+
+def make_run(folder, *points, split="held_out", **metrics):
+    """A run's folder whose eval.jsonl has an evaluation (perplexity, win rate) per point."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "eval.jsonl", "a") as file:
+        for step, (perplexity, win_rate) in enumerate(points):
+            record = {"step": step, "version": step, "split": split, "n": 40}
+            record |= metrics or {"win_rate": win_rate, "perplexity": perplexity, "kl": 0.5}
+            file.write(json.dumps(record) + "\n")
+    return folder
+
+
+@pytest.fixture
+def pareto(monkeypatch, capsys):
+    """Function: run bench/pareto.py with these arguments; returns (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["pareto.py", *map(str, arguments)])
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "bench" / "pareto.py"), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_folders_of_equal_names_are_told_apart_by_their_paths(pareto, tmp_path):
+    runs = [make_run(tmp_path / name, (1.1, 0.5), (1.2, 0.75)) for name in ("a/x/r", "b/x/r", "r2")]
+    code, out, err = pareto(*runs, "--out", tmp_path / "pareto.svg")
+    assert (code, err) == (0, "")
+    numbers = "step 1, 40 held-out prompts: win_rate 0.75, perplexity 1.2, kl 0.5"
+    assert out.splitlines()[:-1] == [f"{label}: {numbers}" for label in ("a/x/r", "b/x/r", "r2")]
+    picture = (tmp_path / "pareto.svg").read_text()
+    for drawn in ("a/x/r", "b/x/r", "r2", "perplexity", "win rate"):
+        assert f"<!-- {drawn} -->" in picture
+
+
+def test_an_evaluation_on_the_whole_held_out_set_is_printed_but_not_drawn(pareto, tmp_path):
+    pictures = []
+    for extra in ([], [("held_out_whole", 1.3, 0.25)], [("held_out", 1.3, 0.25)]):
+        run = make_run(tmp_path / str(len(pictures)) / "run", (1.1, 0.5), (1.2, 0.75))
+        for split, *point in extra:
+            make_run(run, point, split=split)
+        code, out, err = pareto(run, "--out", tmp_path / "pareto.png")
+        assert (code, err) == (0, "")
+        assert ("win_rate 0.25, perplexity 1.3" in out) == bool(extra)
+        pictures.append((tmp_path / "pareto.png").read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]
+
+
+def test_a_line_that_is_being_written_and_a_metric_of_0_do_not_matter(pareto, tmp_path):
+    run = make_run(tmp_path / "run", (1.1, 0.0))
+    with open(run / "eval.jsonl", "a") as file:
+        file.write('{"step": 5, "vers')
+    code, out, err = pareto(run, "--out", tmp_path / "pareto.png")
+    assert (code, err) == (0, "") and "win_rate 0, perplexity 1.1" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", "missing: no such folder"),
+        ("no-evaluations", "no-evaluations: has no eval.jsonl; name the folder of a run"),
+        ("empty", "empty: its eval.jsonl has no evaluation yet"),
+        ("broken", "broken: its eval.jsonl cannot be read"),
+        ("gsm8k", "gsm8k: its evaluations have no perplexity, win_rate (they have accuracy)"),
+        ("null", "null: perplexity or win_rate of its last evaluation is not a number"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_in_one_line(name, message, pareto, tmp_path):
+    good = make_run(tmp_path / "good", (1.1, 0.5))
+    for folder in ("no-evaluations", "empty", "broken"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "empty" / "eval.jsonl").touch()
+    (tmp_path / "broken" / "eval.jsonl").write_text("not JSON\n")
+    make_run(tmp_path / "gsm8k", (1, 1), accuracy=0.5)
+    make_run(tmp_path / "null", (None, None))
+    code, out, err = pareto(good, tmp_path / name, "--out", tmp_path / "pareto.png")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("pareto.py: error: ") and message in err
+    assert not (tmp_path / "pareto.png").exists()
+
+
+def test_axes_that_are_not_known_must_be_named(pareto, tmp_path):
+    run = make_run(tmp_path / "run", (1, 1), accuracy=0.5, length=7)
+    code, _, err = pareto(run, "--out", tmp_path / "pareto.svg")
+    assert code == 2 and "choose the axes by --x and --y" in err and "accuracy, length" in err
+    code, _, err = pareto(run, "--x", "length", "--y", "accuracy", "--out", tmp_path / "pareto.svg")
+    assert (code, err) == (0, "")
+    assert "<!-- length -->" in (tmp_path / "pareto.svg").read_text()
+    code, _, err = pareto(run, "--x", "length", "--y", "accuracy", "--out", tmp_path / "pareto.xyz")
+    assert code == 2 and err.count("\n") == 1 and "--out" in err and "xyz" in err
