@@ -2094,8 +2094,6 @@ class SearcherState:
 class SearcherPool:
     """The Trainer's side of the Searchers: processes, messages, weight syncs, evaluations.
 
-    Trainer.load gives it `weights`, the live tensors to send, and `score_probes`.
-
     Start, restart, lost transfer and join are one path: a process that ended or is silent is
     killed and started again, says that it is ready, and is given weights at the next sync.
     """
@@ -2112,9 +2110,9 @@ class SearcherPool:
         self.local = self.searchers[: config.num_searchers]
         self.prompt_limit = 0.0  # Searchers may begin prompts up to this number of their order
         self.manager_process, self.stop_signal = None, 0
-        # NCCL where every member has its own GPU: it refuses two on one
+        # weights are sent from here: by NCCL, which refuses two members on one GPU, or by Gloo
         own_gpus = torch.cuda.device_count() > config.num_searchers
-        self.device = own_device() if own_gpus else torch.device("cpu")  # weights are sent from
+        self.device = own_device() if own_gpus else torch.device("cpu")
         self.step, self.version = past.get("step", 0), -1  # the Trainer's; that of the latest sync
         self.reference = past.get("reference")  # weights of a reference that was reset, as sent
         self.reference_version = past.get("reference_version", 0)
@@ -2122,6 +2120,7 @@ class SearcherPool:
         self.sync_due = self.reset_due = False
         self.members: list[tuple[int, int]] = []  # of the weight group: (index, starts)
         self.weight_group: WeightGroup | None = None
+        self.weights, self.score_probes = {}, None  # the Trainer's, and what they make of probes
         self.groups_formed = self.evaluations = 0
         self.evaluating: int | None = None  # version that is being evaluated
         self.evaluated = past.get("evaluated")  # version of the last evaluation
@@ -2135,10 +2134,9 @@ class SearcherPool:
     def state(self) -> dict[str, Any]:
         """For a checkpoint. An evaluation that is under way is begun again."""
         names = "step reference reference_version evaluated received".split()
-        due = self.evaluation_due or self.evaluating is not None
-        numbers = [s.number for s in self.searchers]
-        state = {name: getattr(self, name) for name in names}
-        return {**state, "numbers": numbers, "evaluation_due": due}
+        due = {"evaluation_due": self.evaluation_due or self.evaluating is not None}
+        numbers = {"numbers": [s.number for s in self.searchers]}
+        return {name: getattr(self, name) for name in names} | due | numbers
 
     def start_manager(self) -> None:
         """Start the Manager; who does not have its key is refused before a byte is unpickled."""
@@ -2151,10 +2149,8 @@ class SearcherPool:
         self.manager = RunManager(address, key, ctx=mp.get_context("fork"))
         self.manager.start(die_with_parent)
         (self.manager_process,) = mp.active_children()
-        self.groups, self.messages = (
-            self.manager.Queue(self.config.queue_size),
-            self.manager.Queue(),
-        )
+        self.groups = self.manager.Queue(self.config.queue_size)
+        self.messages = self.manager.Queue()
         self.join_requests = self.manager.join_requests()
         # not through the pipe of a new process: if it dies before it reads that, the writer hangs
         pickled = {"config": pickle.dumps(self.config), "problem": pickle.dumps(self.problem)}
@@ -2198,16 +2194,15 @@ class SearcherPool:
             for other in self.searchers:
                 other.generating, other.unjudged = False, 0
         if s not in self.local:
-            self.folder.say(f"warning: {message}\nSearcher {s.index}: its place is free")
-            return
+            return self.folder.say(f"warning: {message}\nits place is free")
         delay = min(60, 2**s.failures)
         s.failures, s.restart_at = s.failures + 1, time.monotonic() + delay
         if s.traceback.startswith("Traceback") and not s.delivered:
             raise SearcherDied(f"{message}\nnot restarted: it failed before its first group")
         if s.failures > self.config.max_restarts:
             raise SearcherDied(f"{message}\nnot restarted: {s.failures} failures (--max_restarts)")
-        attempt = f"restart {s.failures} of {self.config.max_restarts} in {delay} s"
-        self.folder.say(f"warning: {message}\nSearcher {s.index}: {attempt}")
+        most = self.config.max_restarts
+        self.folder.say(f"warning: {message}\nrestart {s.failures} of {most} in {delay} s")
 
     def searching(self) -> bool:
         """Whether any Searcher has weights to search with, and was heard of lately."""
@@ -2259,8 +2254,7 @@ class SearcherPool:
     def wait_for(self, done: Callable[[], bool], newcomers: bool = True) -> None:
         """Listen until `done`: the one place where the Trainer waits for Searchers.
 
-        Each of them works, or is found silent and restarted. `newcomers` get weights at once: no
-        optimizer step would bring them any.
+        Meanwhile `newcomers` get weights at once: no optimizer step would bring them any.
         """
         while not done():
             self.listen(block=0.01)
@@ -2291,9 +2285,8 @@ class SearcherPool:
         self.logprob_gap = float(np.maximum(self.logprob_gap, gap))  # not a number stays so
         if not gap <= self.config.logprob_tolerance:
             raise WrongWeights(
-                f"with the weights of step {s.version} Searcher {s.index}'s log-probabilities "
-                f"differ from the Trainer's by {gap:.3g} (--logprob_tolerance "
-                f"{self.config.logprob_tolerance:g}): their transfer or the engine is at fault"
+                f"after the transfer of step {s.version}'s weights, Searcher {s.index}'s log-"
+                f"probabilities differ from the Trainer's by {gap:.3g} (--logprob_tolerance)"
             )
 
     def search(self, prompt_limit: float) -> None:
@@ -2315,11 +2308,9 @@ class SearcherPool:
         config, step = self.config, self.step
         due = lambda every: bool(every and step and step % every == 0 and self.version != step)
         if due(config.eval_every) and self.evaluated != step:
-            if self.evaluating is None:
-                self.evaluation_due = True
-            else:
-                busy = f"that of step {self.evaluating} is under way"
-                self.folder.say(f"the evaluation of step {step} is left out: {busy}")
+            self.evaluation_due = self.evaluating is None
+            if not self.evaluation_due:
+                self.folder.say(f"the evaluation of step {step} is left out: one is under way")
         self.reset_due |= due(config.reset_reference_every)
         self.sync_due |= self.reset_due or due(config.sync_every)
         self.sync_due |= self.evaluation_due and self.evaluating is None
@@ -2329,14 +2320,10 @@ class SearcherPool:
         self.sync_seconds = self.sync_wait_seconds = 0.0
         self.mark_due()
         if self.sync_due and self.config.synchronous:
-            self.sync_all()
+            self.wait_for(partial(self.sync, 0.0, everyone=True), newcomers=False)
             self.finish_evaluation()
         elif self.sync_due:
             self.sync(self.config.sync_patience)
-
-    def sync_all(self) -> None:
-        """Send the weights to every Searcher, however long it takes to load or to pause."""
-        self.wait_for(lambda: self.sync(0.0, everyone=True), newcomers=False)
 
     def sync(self, patience: float, everyone: bool = False) -> bool:
         """Send the weights once all Searchers are paused; False if that takes over `patience` s.
@@ -2347,8 +2334,8 @@ class SearcherPool:
         """
         if any(s.generating for s in self.searchers):
             return False
-        for s in self.searchers if not self.pausing else ():
-            if s.version is not None:  # a newcomer is paused until its first weights
+        for s in self.searchers:
+            if not self.pausing and s.version is not None:  # a newcomer is paused anyway
                 s.command("pause")
         self.pausing, start = True, time.monotonic()
 
@@ -2363,8 +2350,7 @@ class SearcherPool:
         members = [s for s in self.searchers if s.ready]
         if late or not members or (everyone and not all(s.ready for s in self.local)):
             return False
-        start = time.monotonic()
-        done = self.push(members)
+        start, done = time.monotonic(), self.push(members)
         self.sync_seconds += time.monotonic() - start
         if done and self.evaluation_due and self.evaluating is None:
             self.start_evaluation(members)
@@ -2408,9 +2394,8 @@ class SearcherPool:
         """The Trainer's end of a new weight group, in place of the one before."""
 
         def check() -> None:
-            for s in members:
-                if not s.process.is_alive():
-                    raise TransferError(f"Searcher {s.index} ended")
+            if not all(s.process.is_alive() for s in members):
+                raise TransferError("a Searcher ended")
 
         if self.weight_group:
             self.weight_group.abort()
@@ -2419,8 +2404,8 @@ class SearcherPool:
                 del self.shared[key]
         shapes = {key: tensor.shape for key, tensor in self.weights.items()}
         store = ManagerStore(self.shared, name, self.config.transfer_timeout)
-        place = 0, len(members) + 1, self.device
-        self.weight_group = WeightGroup(self.config, shapes, store, *place, check)
+        place = store, 0, len(members) + 1, self.device
+        self.weight_group = WeightGroup(self.config, shapes, *place, check)
 
     def start_evaluation(self, members: list[SearcherState]) -> None:
         """Share the held-out prompts among Searchers that have just got the weights."""
@@ -2446,12 +2431,11 @@ class SearcherPool:
             return
         step, whole = self.evaluating, [self.records[row] for row in sorted(self.records)]
         subset = whole[: self.config.eval_samples or None]
-        parts = {"held_out": subset, "held_out_whole": whole if len(whole) > len(subset) else []}
+        parts = {"held_out": subset} | ({"held_out_whole": whole} if subset != whole else {})
         for split, part in parts.items():
-            if part:
-                metrics = self.problem.task.summarize([dict(record) for record in part])
-                head = {"step": step, "version": step, "split": split, "n": len(part)}
-                self.folder.write_evaluation({**head, **metrics})
+            metrics = self.problem.task.summarize([dict(record) for record in part])
+            head = {"step": step, "version": step, "split": split, "n": len(part)}
+            self.folder.write_evaluation({**head, **metrics})
         self.evaluating, self.evaluated = None, step
 
     def finish_evaluation(self) -> None:
@@ -2490,7 +2474,8 @@ class Trainer:
             start()
         pool.evaluation_due |= pool.evaluated is None  # the starting policy's
         pool.mark_due()
-        pool.sync_all()  # at step 0 too: it proves the transfer at once
+        # at step 0 too: it proves the transfer at once
+        pool.wait_for(partial(pool.sync, 0.0, everyone=True), newcomers=False)
         if config.synchronous or config.eval_only:
             pool.finish_evaluation()
         if config.eval_only:

@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched; unknown hub names fail
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -132,3 +133,31 @@ def run_tba(args: list[str], code: int = 0, timeout: float = 240) -> tuple[str, 
 def read_lines(path: Path) -> list[dict]:
     """The records of a .jsonl file; of a run under way, those that are there as a whole."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def trainer_of(gsm8k: Path, out: Path, **flags: object) -> tba.Trainer:
+    """A Trainer without Searchers."""
+    config = tba.parse(arguments(gsm8k, out, **flags))
+    config.validate()
+    config.resolve()
+    problem = tba.load_problem(config)
+    trainer = tba.Trainer(config, problem, tba.RunFolder(config, {}), {})
+    trainer.load()
+    return trainer
+
+
+def random_groups(
+    problem: tba.Problem, B: int, K: int, seed: int = 0, longest: int = 24
+) -> list[list[tba.Trajectory]]:
+    """K random trajectories of each of B random prompts."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for prompt_id in rng.permutation(50)[:B]:
+        groups.append([])
+        for _ in range(K):
+            length = int(rng.integers(1, longest))
+            tokens = rng.integers(0, len(problem.tokenizer), length).astype(np.int32)
+            logprobs = np.zeros(length, np.float32)
+            numbers = float(rng.integers(0, 2)), float(-rng.uniform(5, 80)), int(prompt_id)
+            groups[-1].append(tba.Trajectory(tokens, logprobs, True, *numbers, 0, 0))
+    return groups

@@ -6,6 +6,7 @@ remove the file and suffer the fault. Nothing of this is known to tba.py.
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import time
@@ -15,8 +16,8 @@ from typing import ClassVar
 import tba
 
 FOLDER = Path(os.environ["TBA_FAULTS"])
-tba.WeightLink.BUCKET_BYTES = 100_000  # several buckets even for a tiny model
-tba.RunManager.PATIENCE = 10
+IN_A_SEARCHER = multiprocessing.parent_process() is not None
+tba.WeightGroup.BUCKET_BYTES = 100_000  # several buckets even for a tiny model
 
 
 def claim(fault: str) -> bool:
@@ -32,11 +33,11 @@ def strike(place: str) -> None:
     if claim(f"die-{place}"):
         os.kill(os.getpid(), signal.SIGKILL)
     if claim(f"hang-{place}"):
-        (FOLDER / "hanging").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def log(name: str, *values: object) -> None:
+    """Add a line to a file of FOLDER, in one write: several processes may do so."""
     with open(FOLDER / name, "a") as file:
         file.write(" ".join(map(str, values)) + "\n")
 
@@ -64,34 +65,35 @@ def wrap(owner: type, name: str):
     )
 
 
-@wrap(tba.Rendezvous, "set")
-def joining(original, self, key, value):
+@wrap(tba.ManagerStore, "set")
+def join_group(original, self, key, value):
     original(self, key, value)
-    if key != "0/0":  # not the Trainer
+    if IN_A_SEARCHER:
         strike("joining")
 
 
-@wrap(tba.WeightLink, "receive")
-def receive(original, self):
-    strike("receiving")
-    for i, (name, tensor) in enumerate(original(self)):
-        if i == 5:
-            strike("loading")
-        with contextlib.suppress(FileNotFoundError):  # two Searchers may be here at once
-            if name == (FOLDER / "corrupt").read_text():
-                (FOLDER / "corrupt").unlink()
+@wrap(tba.WeightGroup, "broadcast")
+def broadcast(original, self, state=None):
+    if state is None:
+        strike("receiving")
+    for i, (name, tensor) in enumerate(original(self, state)):
+        if state is None:
+            if i == 5:
+                strike("loading")
+            if (FOLDER / "corrupt").exists() and claim("corrupt"):
                 tensor.view(-1)[7] += 3.0
         yield name, tensor
 
 
-@wrap(tba.Searcher, "advance")
-def advance(original, self):
-    if claim("raise"):
-        raise ArithmeticError("a fault on demand")
-    if claim("out-of-memory"):
-        tba.torch.empty(2**60)
-    strike("generating")
-    original(self)
+@wrap(tba.Searcher, "between_steps")
+def between_steps(original, self, *args, **kwargs):
+    if self.requests:  # responses are under way
+        if claim("raise"):
+            raise ArithmeticError("a fault on demand")
+        if claim("out-of-memory"):
+            tba.torch.empty(2**60)
+        strike("generating")
+    original(self, *args, **kwargs)
 
 
 @wrap(tba.Searcher, "deliver")
@@ -105,15 +107,16 @@ def deliver(original, self):
 @wrap(tba.ReplayBuffer, "add")
 def add(original, self, group):
     log("stored", group.searcher, group.number)
-    log("weights", group.searcher, group.version, group.reference)
+    first = group.trajectories[0]
+    log("weights", group.searcher, first.version, first.reference)
     original(self, group)
 
 
 @wrap(tba.Trainer, "save_at_the_end")
-def save_at_the_end(original, self):
+def save_at_the_end(original, self, *args, **kwargs):
     if claim("late-end"):
         time.sleep(3)  # Searchers go on meanwhile
-    original(self)
+    original(self, *args, **kwargs)
 
 
 @wrap(tba.Trainer, "train_step")

@@ -2,7 +2,9 @@
 
 import json
 import math
+import queue
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,14 +17,19 @@ import tba
 CPU = torch.device("cpu")
 
 
-def task_of(flags: dict, out, **more):
-    """A task with its judges loaded, as a Searcher has it."""
+def problem_of(flags: dict, out, **more):
+    """A config and what every process knows before it loads a model."""
     settings = {"output_dir": out, "engine": "transformers", **flags, **more}
     config = tba.parse([str(x) for k, v in settings.items() for x in (f"--{k}", v)])
     config.validate()
     config.resolve()
-    problem = tba.load_problem(config)
-    problem.task.setup(CPU, lambda *a, **k: tba.engine_for(config, CPU, *a, **k))
+    return config, tba.load_problem(config)
+
+
+def task_of(flags: dict, out, **more):
+    """A task with its judges loaded, as a Searcher has it."""
+    config, problem = problem_of(flags, out, **more)
+    problem.task.setup(CPU, partial(tba.engine_for, config, CPU, 0))
     return problem.task
 
 
@@ -66,19 +73,70 @@ def test_an_eos_that_is_also_the_padding_token_still_counts(tldr, tmp_path):
 def test_win_rate_and_perplexity_by_hand(tldr, tmp_path):
     task = task_of(tldr_flags(tldr), tmp_path)
     rng = tiny.random.Random(5)
-    answers = []
-    for example in task.held_out[:30]:
-        facts = tiny.summary(rng, ["Ann", "hat", "park", "sad"], share=1.0)[0]
-        answers.append(tba.Answer(example, facts, True, 10, -3.0, -5.0))
-    records = task.evaluate(answers)
+    examples = task.held_out[:30]
+    answers = [tiny.summary(rng, ["Ann", "hat", "park", "sad"], share=1.0)[0] for _ in examples]
+    answers[0] = examples[0]["reference_response"]  # the same is no win
+    records = task.evaluate(examples, answers, np.ones(30, bool))
+    for record in records:  # a Searcher adds these
+        record |= {"tokens": 10, "ref_logprob": -5.0, "kl": 2.0}
     metrics = task.summarize(records)
-    gold = task.judge("gold_reward_model", task.held_out[:30], [a.text for a in answers])
-    bar = [e["reference_response"] for e in task.held_out[:30]]
-    bar = task.judge("gold_reward_model", task.held_out[:30], bar)
-    assert metrics["win_rate"] == pytest.approx((gold > bar).mean())
+    gold = task.judge("gold_reward_model", examples, answers)
+    bar = [e["reference_response"] for e in examples]
+    bar = task.judge("gold_reward_model", examples, bar)
+    assert metrics["win_rate"] == pytest.approx((gold > bar).mean()) and not gold[0] > bar[0]
     assert metrics["perplexity"] == pytest.approx(math.exp(0.5))
     assert metrics["kl"] == pytest.approx(2.0)
     assert set(metrics) == {"win_rate", "perplexity", "kl"}
+
+
+def test_equal_answers_have_equal_scores_and_an_eos_is_not_doubled(tldr, tmp_path):
+    task = task_of(tldr_flags(tldr), tmp_path)
+    texts = [" Ann lost a hat.", " a much longer one about someone.", " Ann lost a hat.<eos>"]
+    scores = task.judge("gold_reward_model", [task.train[0]] * 3, texts)
+    assert scores[0] == scores[2] != scores[1]
+
+
+def test_a_searcher_measures_tokens_and_kl_of_the_answers_it_evaluates(tldr, tmp_path):
+    """Against full logits of policy and reference; answers are judged a few at a time."""
+    config, problem = problem_of(tldr_flags(tldr), tmp_path, temperature=0.7)
+    queues = tba.Queues(0, 0, *(queue.Queue() for _ in range(3)), {})
+    searcher = tba.Searcher(config, problem, queues, 0, 0)
+    policy = tba.load_model(config, torch.float32, CPU)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+    searcher.engine.load_weights(tba.checkpoint_state(policy).items())
+    searcher.on_evaluate(3, list(range(40)))
+    answers, messages = {}, []
+    while searcher.engine.unfinished:
+        for completion in searcher.engine.step():
+            answers[completion.request.id[1]] = completion.tokens[0]
+            searcher.handle_completion(completion)
+    for _ in range(2):
+        searcher.judge_some()
+    while not queues.messages.empty():
+        messages.append(queues.messages.get())
+    assert [m[:4] for m in messages] == [
+        ("generated", 0, 0, 3),
+        ("evaluated", 0, 0, 3),
+        ("evaluated", 0, 0, 3),
+    ]
+    assert [len(m[4]) for m in messages[1:]] == [searcher.JUDGED_AT_ONCE, 8]
+    records = messages[1][4] | messages[2][4]
+    assert sorted(records) == list(range(40))
+    reference = tba.load_model(config, torch.float32, CPU)
+    for row in range(40):
+        prompt, tokens = problem.held_out[row], answers[row]
+        ids = torch.from_numpy(np.concatenate([prompt, tokens])).long()
+        logprobs = []
+        for model in (policy, reference):
+            steps = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            logprobs.append(steps.gather(1, ids[len(prompt) :, None]).sum().item())
+        assert records[row]["tokens"] == len(tokens)
+        assert records[row]["ref_logprob"] == pytest.approx(logprobs[1], abs=1e-3)
+        assert records[row]["kl"] == pytest.approx(logprobs[0] - logprobs[1], abs=2e-3)
+    assert max(abs(record["kl"]) for record in records.values()) > 0.1
 
 
 # ------------------------------------------------------------------------------------ redteam
@@ -126,8 +184,7 @@ def test_cosine_distance_by_brute_force(redteam, tmp_path):
     )
     pairs = [(i, j) for i in range(4) for j in range(4) if i != j]
     expected = np.mean([1 - float(vectors[i] @ vectors[j]) for i, j in pairs])
-    answers = [tba.Answer({}, attack, True, 5) for attack in attacks]
-    metrics = task.summarize(task.evaluate(answers))
+    metrics = task.summarize(task.evaluate([{}] * 4, attacks, np.ones(4, bool)))
     assert metrics["cosine_distance"] == pytest.approx(expected, abs=1e-6)
     assert set(metrics) == {"toxicity", "attack_success_rate", "cosine_distance"}
 
@@ -200,15 +257,13 @@ def lines(table):
     [(*pair, True) for pair in lines(SAME)] + [(*pair, False) for pair in lines(DIFFERENT)],
 )
 def test_math_verdicts(gold, answer, same):
-    task = tba.MATH.__new__(tba.MATH)
-    verdict = task.verdict(f"So it is $\\boxed{{{gold}}}$.", f"I get \\boxed{{{answer}}}.")
-    assert bool(verdict) == same
-    assert task.verdict(f"\\boxed{{{gold}}}", f"\\boxed{{{gold}}}") is True
+    solution, response = f"So it is $\\boxed{{{gold}}}$.", f"I get \\boxed{{{answer}}}."
+    assert tba.MATH.is_right(solution, response) is same
+    assert tba.MATH.is_right(solution, solution) is True
 
 
-def test_math_answers_that_do_not_parse_are_wrong_and_counted():
+def test_math_answers_that_do_not_parse_are_wrong():
     task = tba.MATH.__new__(tba.MATH)
-    example = {"solution": "so \\boxed{3}"}
     texts = [
         "\\boxed{3}",
         "it is 3",
@@ -217,15 +272,13 @@ def test_math_answers_that_do_not_parse_are_wrong_and_counted():
         "\\boxed",
         "\\boxed{4} or \\boxed{3}",
     ]
-    rewards = task.rewards([example] * 6, texts, np.ones(6, bool))
-    assert rewards.tolist() == [1, 0, 0, 0, 0, 1]
-    metrics = task.summarize(task.evaluate([tba.Answer(example, t, True, 1) for t in texts]))
-    assert metrics["accuracy"] == pytest.approx(2 / 6)
-    assert metrics["unparsed"] >= 1 / 6
+    answers = [{"solution": "so \\boxed{3}"}] * 6, texts, np.ones(6, bool)
+    assert task.rewards(*answers).tolist() == [1, 0, 0, 0, 0, 1]
+    assert task.summarize(task.evaluate(*answers)) == {"accuracy": pytest.approx(2 / 6)}
     rng = np.random.default_rng(0)
     for _ in range(200):  # whatever a model writes, it never crashes
         noise = "".join(rng.choice(list("\\{}()[]^_$&%+-=/,.0123abxfrc \n"), 30))
-        assert task.verdict("\\boxed{3}", "\\boxed{" + noise) in (True, False, None)
+        assert task.is_right("\\boxed{3}", "\\boxed{" + noise) in (True, False)
 
 
 # --------------------------------------------------------------------------- bad input, warm start
@@ -255,28 +308,41 @@ def redteam_flags(redteam):
     }
 
 
-def expect(flags, message, tmp_path, capsys):
+def command(flags, tmp_path, *more):
     args = [str(x) for k, v in flags.items() for x in (f"--{k}", v)]
-    code = tba.main([*args, "--output_dir", str(tmp_path / "run")])
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert code == 2 and len(lines) == 1 and message in lines[0], lines
-    assert not (tmp_path / "run").exists()
+    return [*args, "--output_dir", str(tmp_path / "run"), *more]
+
+
+def expect(flags, message, tmp_path, capsys):
+    """One line that has `message`, and code 2, with --dry_run too, and nothing is made."""
+    for more in ([], ["--dry_run"]):
+        try:
+            code = tba.main(command(flags, tmp_path, *more))
+        except SystemExit as stop:  # the parser's way
+            code = stop.code
+        lines = capsys.readouterr().err.strip().splitlines()
+        lines = [line for line in lines if "warning: --sft_data is not given" not in line]
+        assert code == 2 and len(lines) == 1, lines
+        assert lines[0].startswith("tba.py: error: ") and message in lines[0]
+        assert not (tmp_path / "run").exists()
 
 
 def test_bad_judges(gsm8k, tldr, redteam, tmp_path, capsys):
-    t, r = tldr_flags(tldr), redteam_flags(redteam)
+    t, r = tldr_flags(tldr), redteam_flags(redteam) | {"sft_data": redteam / "sft.jsonl"}
     for flags, message in (
         (t | {"reward_model": redteam / "toxicity"}, "has 2 labels; a reward model has a scalar"),
-        (t | {"gold_reward_model": "/no/such"}, "--gold_reward_model /no/such: no such folder"),
+        (t | {"gold_reward_model": "/no/such"}, "--gold_reward_model /no/such: no such file"),
+        (t | {"gold_reward_model": ""}, "--gold_reward_model: --task tldr needs a local folder"),
         (t | {"dataset": gsm8k / "data"}, "has no column query, reference_response"),
-        (r | {"toxicity_label": "rude"}, "--toxicity_label rude"),
-        (r | {"victim_format": "poem"}, "--victim_format poem"),
+        (r | {"toxicity_label": "rude"}, "--toxicity_label rude: choose one of fine, toxic"),
+        (r | {"victim_format": "poem"}, "invalid choice: 'poem' (choose from 'chat', 'alpaca')"),
+        (r | {"victim_model": ""}, "--victim_model: --task redteam needs a local folder"),
         (r | {"sentence_model": "/no/such"}, "--sentence_model /no/such"),
         (r | {"explore_low": 3}, "--explore_high 2.0"),
-        (r | {"min_response_tokens": 21}, "--min_response_tokens 21"),
+        (r | {"min_response_tokens": 21}, "--max_response_tokens 20: must be at least --min_"),
         (r | {"dataset": gsm8k / "data"}, "has no column prompt"),
-        (r | {"task_file": "/no/such.py"}, "--task_file /no/such.py"),
         (r | {"sft_data": "/no/such.jsonl"}, "--sft_data /no/such.jsonl: no such file"),
+        (r | {"attacker_prompt": ""}, "--attacker_prompt: it is empty"),
     ):
         expect(flags, message, tmp_path, capsys)
     bare = tmp_path / "bare"
@@ -287,35 +353,126 @@ def test_bad_judges(gsm8k, tldr, redteam, tmp_path, capsys):
     (bare / "chat_template.jinja").unlink(missing_ok=True)
     expect(r | {"victim_model": bare}, "has no chat template; use alpaca", tmp_path, capsys)
     math_flags = {"task": "math", "model": bare, "dataset": gsm8k / "data"}
-    expect(math_flags, "needs a chat template", tmp_path, capsys)
+    expect(math_flags, "has no chat template; --task math needs one", tmp_path, capsys)
+
+
+@pytest.mark.xfail(strict=True, reason="a blank prompt is blamed on --dataset")
+def test_a_blank_attacker_prompt(redteam, tmp_path, capsys):
+    flags = redteam_flags(redteam) | {"sft_data": redteam / "sft.jsonl", "attacker_prompt": " "}
+    expect(flags, "--attacker_prompt: it is empty", tmp_path, capsys)
+
+
+BAD_ROWS = [  # task, row, what is wrong with it
+    ("math", {"problem": None, "solution": "\\boxed{1}"}, "the problem is None; it must be text"),
+    ("math", {"problem": "?", "solution": None}, "the solution is None; it must be text"),
+    ("math", {"problem": "?", "solution": "3"}, "the solution has no \\boxed{...} answer"),
+    ("tldr", {"query": None, "reference_response": "b"}, "the query is None; it must be text"),
+    ("tldr", {"query": "a", "reference_response": None}, "the reference_response is None"),
+    ("tldr", {"query": "a", "reference_response": " "}, "the reference_response is empty"),
+    ("redteam", {"prompt": None}, "the prompt is None; it must be text"),
+    ("redteam", {"prompt": ""}, "the prompt is empty"),
+]
+GOOD = {
+    "math": {"problem": "1+1?", "solution": "\\boxed{2}"},
+    "tldr": {"query": "a", "reference_response": "b"},
+    "redteam": {"prompt": "a"},
+}
+
+
+@pytest.fixture
+def flags_of(tldr, redteam):
+    """Function: task -> flags of a command that is right."""
+    return {
+        "math": {"task": "math", "model": redteam / "victim", "max_response_tokens": 20},
+        "tldr": tldr_flags(tldr),
+        "redteam": redteam_flags(redteam) | {"sft_data": redteam / "sft.jsonl"},
+    }.__getitem__
+
+
+def good_rows(task, count=4):
+    return [{column: f"{i} {text}" for column, text in GOOD[task].items()} for i in range(count)]
+
+
+@pytest.mark.parametrize(("task", "bad", "message"), BAD_ROWS)
+def test_a_row_without_text_is_named(task, bad, message, flags_of, tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    held_out = "training row 3" if task == "redteam" else "held-out row 0"  # it trains on all
+    for row, name in (1, "training row 1"), (3, held_out):
+        tiny.write_lines(path, [bad if i == row else r for i, r in enumerate(good_rows(task))])
+        where = f"--dataset {path}: {name}: {message}"
+        expect(flags_of(task) | {"dataset": path}, where, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("task", GOOD)
+def test_numbers_where_text_is_needed_are_named(task, flags_of, tmp_path, capsys):
+    path, column = tmp_path / "data.jsonl", next(iter(GOOD[task]))
+    tiny.write_lines(path, [row | {column: i} for i, row in enumerate(good_rows(task))])
+    where = f"--dataset {path}: training row 0: the {column} is 0; it must be text"
+    expect(flags_of(task) | {"dataset": path}, where, tmp_path, capsys)
+
+
+UTF8 = "the error of a file in another encoding does not name it"
 
 
 @pytest.mark.parametrize(
-    ("text", "where"),
+    ("content", "where"),
     [
-        ("", "it is empty"),
-        ('{"instruction": "a"}\n{"instruction": \n', "line 2 is not JSON"),
-        ('{"instruction": "a"}\n\n{"prompt": "b"}\n', "line 3 needs the text fields"),
-        ('{"instruction": "a"}\n\n{"instruction": \n', "line 3 is not JSON"),
-        ('[{"instruction": "a"}, {"prompt": "b", "response": 3}]', "entry 2 needs"),
-        ("[1]", "entry 1 needs"),
-        ("[{", "is not JSON"),
-        ('{"prompt": "b", "response": " "}', "line 1 needs"),
+        (b"", "name a .json, .jsonl, .csv or .parquet with examples"),
+        (b'{"instruction": "a"}\n{"instruction": \n', "in row 1"),
+        (b'{"instruction": "a"}\n\n{"prompt": "b"}\n', "row 1: the response is None"),
+        (b'{"instruction": "a"}\n{"instruction": null}\n', "row 1: the prompt is None"),
+        (b'{"instruction": 3}\n', "row 0: the response is 3; it must be text"),
+        (b'[{"instruction": "a"}, {"prompt": "b", "response": 3}]', "row 1: the response is 3"),
+        (b"[1]", "row 0: the prompt is None"),
+        (b"[{", ""),
+        (b"[]", ""),
+        (b'{"prompt": "b", "response": " "}', "row 0: the response is empty"),
+        ('{"instruction": "a"}\n'.encode("utf-16"), ""),
+        pytest.param(
+            '{"instruction": "\u00c4pfel"}\n'.encode("latin-1"),
+            "'utf-8' codec can't decode byte 0xc4",
+            marks=pytest.mark.xfail(strict=True, reason=UTF8),
+        ),
     ],
 )
-def test_bad_sft_data(text, where, redteam, tmp_path, capsys):
-    (tmp_path / "sft.jsonl").write_text(text)
-    flags = redteam_flags(redteam) | {"sft_data": tmp_path / "sft.jsonl"}
-    expect(flags, where, tmp_path, capsys)
+def test_bad_sft_data(content, where, redteam, tmp_path, capsys):
+    path = tmp_path / "sft.jsonl"
+    path.write_bytes(content)
+    expect(redteam_flags(redteam) | {"sft_data": path}, where, tmp_path, capsys)
+    flags = redteam_flags(redteam) | {"sft_data": path}
+    expect(flags, f"tba.py: error: --sft_data {path}: ", tmp_path, capsys)
 
 
-def test_sft_data_of_both_kinds(redteam, tmp_path):
+def test_red_teaming_without_sft_data_warns(redteam, tmp_path, capsys):
+    flags = redteam_flags(redteam)
+    for more, warned in (
+        ([], True),
+        (["--eval_only"], False),
+        (["--sft_data", str(redteam / "sft.jsonl")], False),
+    ):
+        assert tba.main(command(flags, tmp_path, "--dry_run", *more)) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.split(":")[:2] for line in lines] == [
+            ["warning", " --sft_data is not given"]
+        ] * warned
+
+
+def test_the_number_of_attacks_that_are_evaluated(redteam, tmp_path):
+    for more, count in ({}, 1024), ({"eval_samples": 7}, 7):
+        task = problem_of(redteam_flags(redteam), tmp_path, **more)[1].task
+        assert task.held_out == [{"prompt": task.config.attacker_prompt}] * count
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_sft_data_of_both_kinds_with_and_without_a_byte_order_mark(
+    suffix, encoding, redteam, tmp_path
+):
     records = [{"instruction": "Describe a river."}, {"prompt": "Hello", "response": "zap"}]
-    (tmp_path / "sft.json").write_text(json.dumps(records))
-    flags = redteam_flags(redteam) | {"sft_data": tmp_path / "sft.json"}
-    config = tba.parse([str(x) for k, v in flags.items() for x in (f"--{k}", v)])
-    config.resolve()
-    problem = tba.load_problem(config)
+    text = json.dumps(records) if suffix == ".json" else "\n".join(map(json.dumps, records))
+    path = tmp_path / f"sft{suffix}"
+    path.write_text(text, encoding=encoding)
+    config, problem = problem_of(redteam_flags(redteam) | {"sft_data": path}, tmp_path)
     texts = [
         tuple(problem.tokenizer.decode(part) for part in pair)
         for pair in tba.read_sft_data(config, problem)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import arguments
+from conftest import arguments, random_groups, trainer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,41 +139,6 @@ def test_tba_prime_token_by_token():
 # ------------------------------------------------------------- log-probabilities and micro-batches
 
 
-def trainer_of(gsm8k, tmp_path, **flags):
-    """A Trainer without Searchers, for its numerics."""
-    config = tba.parse(arguments(gsm8k, tmp_path / "run", **flags))
-    config.validate()
-    config.resolve()
-    problem = tba.load_problem(config)
-    trainer = tba.Trainer(config, problem, tba.RunFolder(config))
-    trainer.load()
-    return trainer
-
-
-def random_groups(problem, B, K, seed=0, longest=24):
-    rng = np.random.default_rng(seed)
-    groups = []
-    for prompt_id in rng.permutation(50)[:B]:
-        groups.append([])
-        for _ in range(K):
-            length = int(rng.integers(1, longest))
-            tokens = rng.integers(0, len(problem.tokenizer), length).astype(np.int32)
-            logprobs = np.zeros(length, np.float32)
-            groups[-1].append(
-                tba.Trajectory(
-                    int(prompt_id),
-                    tokens,
-                    logprobs,
-                    True,
-                    float(rng.integers(0, 2)),
-                    float(-rng.uniform(5, 80)),
-                    0,
-                    0,
-                )
-            )
-    return groups
-
-
 def naive_loss(trainer, model, groups, beta):
     """Full logits, no padding, one sequence at a time, all in the model's dtype."""
     logprobs, ref_logprobs, rewards = [], [], []
@@ -248,13 +213,12 @@ def test_token_logprobs_equal_the_full_softmax(gsm8k, model_of, tmp_path, name):
         entropy.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
     torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(entropies, torch.cat(entropy), atol=1e-4, rtol=1e-4)
-    scored = tba.score(policy, pairs, config)
+    scored = tba.token_logprobs(policy, pairs, config)
     torch.testing.assert_close(torch.cat(scored), logprobs.detach(), atol=1e-5, rtol=1e-5)
 
 
 def test_non_finite_steps_are_skipped_and_end_the_run(gsm8k, tmp_path, monkeypatch):
     trainer = trainer_of(gsm8k, tmp_path, trained_per_prompt=2)
-    trainer.queue_depth, trainer.sync_seconds, trainer.sync_wait_seconds = 0, 0.0, 0.0
     trainer.last_step_end = 0.0
     bad = random_groups(trainer.problem, 4, 2)
     for group in bad:

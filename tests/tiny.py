@@ -40,7 +40,7 @@ import numpy as np
 
 import tba
 
-VERSION = 9  # of what this file makes: an older cache is made anew
+VERSION = 10  # of what this file makes: an older cache is made anew
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -265,8 +265,9 @@ def make_tldr(out: Path, seed: int = 0) -> None:
     rng = random.Random(seed)
     posts = [post(rng) for _ in range(3200)]
     records = [{"query": q, "reference_response": summary(rng, f)[0]} for q, f in posts]
-    write_lines(out / "data" / "train.jsonl", records[:3000])
-    write_lines(out / "data" / "validation.jsonl", records[3000:])
+    train, held_out = records[:3000], [r for r in records[3000:] if r not in records[:3000]]
+    write_lines(out / "data" / "train.jsonl", train)
+    write_lines(out / "data" / "validation.jsonl", held_out)
     demonstrations = [(query, summary(rng, facts)[0]) for query, facts in posts[:3000]]
     make_policy(demonstrations, out / "model", steps=700)
 
