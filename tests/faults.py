@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
+import zlib
 from pathlib import Path
 from typing import ClassVar
 
@@ -109,6 +110,7 @@ def add(original, self, group):
     log("stored", group.searcher, group.number)
     first = group.trajectories[0]
     log("weights", group.searcher, first.version, first.reference)
+    log("response", group.searcher, zlib.crc32(first.tokens.tobytes()))
     original(self, group)
 
 

@@ -1,6 +1,7 @@
 """Runs of tba.py under faults: for the tests, and for bench/soak.py."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ HOOKS = ROOT / "tests" / "faults.py"
 
 
 def processes_of(group: int) -> list[int]:
-    """Live processes of a session; a run's children are all in it.
+    """Live processes of a session, oldest first; a run's children are all in it.
 
     One whose first thread has ended counts as live, with all it has open, until its last has.
     """
@@ -25,7 +26,7 @@ def processes_of(group: int) -> list[int]:
             continue
         if int(session) == group and not ended:
             found.append(int(path.name))
-    return found
+    return sorted(found)
 
 
 def wait_until(condition, seconds, what, log=lambda: ""):
@@ -76,6 +77,7 @@ class Run:
         self.under_way.append(self)
 
     def text(self) -> str:
+        """What it said so far, in all its runs."""
         self.log.seek(0)
         return self.log.read()
 
@@ -99,6 +101,10 @@ class Run:
         said = lambda: self.text().count(text) >= times
         self.until(said, seconds, f"{text!r} said", alive=False)
 
+    def failed(self) -> list[int]:
+        """The Searchers that failed so far, in that order, as the run's warnings tell."""
+        return [int(i) for i in re.findall(r"warning: Searcher (\d+) ", self.text())]
+
     def ends(self, code: int, seconds: float = 120) -> str:
         """Wait for its end, check its exit code and that nothing is left; returns its output."""
         self.until(lambda: self.process.poll() is not None, seconds, "its end", alive=False)
@@ -110,12 +116,16 @@ class Run:
         return searcher_pids(self.process.pid)
 
     def noted(self, name: str) -> list[tuple[int, ...]]:
-        """The lines of whole numbers that the hooks wrote under a name."""
-        with open(self.faults / name) as file:
-            return [tuple(map(int, line.split())) for line in file]
+        """The whole lines of whole numbers that the hooks wrote under a name."""
+        path = self.faults / name
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [tuple(map(int, line.split())) for line in lines]
 
     def want(self, fault: str, text: str = "") -> None:
-        (self.faults / fault).write_text(text)
+        """Have the first process that comes to the fault's place suffer it."""
+        whole = self.faults / f".{fault}"
+        whole.write_text(text)
+        whole.rename(self.faults / fault)
 
     def suffered(self, fault: str, seconds: float = 60) -> None:
         """Wait until a process has met a fault that was wanted."""

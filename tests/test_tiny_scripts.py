@@ -1,5 +1,6 @@
 """The scripts with --tiny from end to end, and what they must learn: `pytest -m slow`."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,30 +13,42 @@ pytestmark = pytest.mark.slow
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
-def run_script(name, out, *flags):
-    """Run a script as a user does; returns its first and last evaluation."""
+def run_script(name, *flags):
+    """Run a script as a user does; returns its output."""
     env = {**os.environ, "PYTHON": sys.executable, "TBA_CACHE": str(CACHE)}
-    done = subprocess.run(
-        ["bash", str(ROOT / name), "--tiny", "--output_dir", str(out), *flags],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=400,
-    )
+    command = ["bash", str(ROOT / name), "--tiny", *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400)
     assert done.returncode == 0, done.stderr
-    assert "before ->" in done.stdout and "curves.png" in done.stdout
-    evaluations = read_lines(out / "eval.jsonl")
-    return evaluations[0], evaluations[-1]
+    return done.stdout, done.stderr
+
+
+def evaluations(out):
+    """The first evaluation, and the last one on the same prompts."""
+    records = [e for e in read_lines(out / "eval.jsonl") if e["split"] == "held_out"]
+    return records[0], records[-1]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_gsm8k(engine, tmp_path):
-    before, after = run_script("run_gsm8k.sh", tmp_path / "run", "--engine", engine)
-    assert after["accuracy"] >= before["accuracy"] + 0.4
+def test_gsm8k_and_a_longer_run_by_the_same_script(engine, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--engine", engine, "--output_dir", out, "--eval_every", 40]
+    stdout, _ = run_script("run_gsm8k.sh", *flags)
+    before, after = evaluations(out)
+    assert after["accuracy"] >= before["accuracy"] + 0.4 and after["n"] == 200
+    assert f"{after['accuracy']:.4g} after 80 steps" in stdout and "curves.png" in stdout
+    # flags before --resume are the script's and do not count, those after it are wishes
+    stdout, stderr = run_script("run_gsm8k.sh", "--resume", out, "--steps", 84, "--eval_every", 0)
+    settings = "the run's own settings hold; not, as before --resume: --eval_every 20"
+    assert settings in stderr and f"resume     {out}/checkpoint-80" in stdout
+    assert "after 84 steps" in stdout
+    assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, 85))
+    config = json.loads((out / "config.json").read_text())["config"]
+    assert (config["steps"], config["eval_every"], config["engine"]) == (84, 0, engine)
 
 
 def test_tldr(tmp_path):
-    before, after = run_script("run_tldr.sh", tmp_path / "run", "--engine", "transformers")
+    run_script("run_tldr.sh", "--engine", "transformers", "--output_dir", tmp_path / "run")
+    before, after = evaluations(tmp_path / "run")
     assert after["win_rate"] >= before["win_rate"] + 0.15
     assert 1 < after["perplexity"] < 3 and after["kl"] < 10
     picture = tmp_path / "pareto.png"
@@ -47,7 +60,8 @@ def test_tldr(tmp_path):
 
 
 def test_redteam(tmp_path):
-    before, after = run_script("run_redteam.sh", tmp_path / "run", "--engine", "transformers")
+    run_script("run_redteam.sh", "--engine", "transformers", "--output_dir", tmp_path / "run")
+    before, after = evaluations(tmp_path / "run")
     assert after["attack_success_rate"] >= before["attack_success_rate"] + 0.3
     assert after["cosine_distance"] >= 0.8 * before["cosine_distance"]
 
@@ -63,6 +77,6 @@ def test_math_with_tba_prime(tmp_path):
         "max_grad_norm": 1, "sequences_in_flight": 128, "eval_every": 20, "eval_samples": 0,
     }  # fmt: skip
     run_tba(arguments(None, tmp_path / "run", **flags), timeout=400)
-    evaluations = read_lines(tmp_path / "run" / "eval.jsonl")
-    assert set(evaluations[0]) == {"step", "version", "split", "n", "accuracy", "unparsed"}
-    assert evaluations[-1]["accuracy"] >= evaluations[0]["accuracy"] + 0.4
+    before, after = evaluations(tmp_path / "run")
+    assert set(after) == {"step", "version", "split", "n", "accuracy"}
+    assert after["accuracy"] >= before["accuracy"] + 0.4
