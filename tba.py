@@ -316,12 +316,13 @@ def load_task_file(path: str) -> None:
     if not os.path.isfile(path) or spec is None:
         raise ValueError(f"--task_file {path}: no such Python file")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # for what it imports itself
+    sys.path.append(str(Path(path).resolve().parent))  # for what it imports itself
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        where = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-        line = error.lineno if isinstance(error, SyntaxError) else where[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == spec.origin]
+        line = lines[-1] if lines else getattr(error, "lineno", 0)  # a SyntaxError has no frame
         error = f"line {line}: {type(error).__name__}: {first_line(error)}"
         raise ValueError(f"--task_file {path}: {error}") from None
 
@@ -404,9 +405,10 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
         if missing := ", ".join(sorted(set(columns) - set(split.column_names))):
             has = ", ".join(split.column_names)
             raise ValueError(f"{name}: has no column {missing} (it has {has})")
-    train = training.to_list()
+    rows = partial(loading, "dataset", config.dataset)  # here the text is decoded
+    train = rows(training.to_list)
     last = len(train) - max(1, len(train) // 10)
-    train, held_out = (train, others[0].to_list()) if others else (train[:last], train[last:])
+    train, held_out = (train, rows(others[0].to_list)) if others else (train[:last], train[last:])
     if not train or not held_out:
         raise ValueError(f"{name}: it is empty; it needs at least two examples")
     content = lambda example: repr([example[column] for column in columns])
@@ -711,7 +713,7 @@ class RedTeam(Task):
         if self.config.dataset:
             splits = load_examples(self.config, ("prompt",), self.held_out_splits)
             prompts = splits[0] + splits[1]
-        elif not self.config.attacker_prompt:
+        elif not self.config.attacker_prompt.strip():
             raise ValueError("--attacker_prompt: it is empty; write one, or name a --dataset")
         count = self.config.eval_samples or 1024
         return prompts, [prompts[i % len(prompts)] for i in range(count)]
@@ -1284,7 +1286,8 @@ def read_sft_data(config: Config, problem: Problem) -> Pairs:
     """
     name, task, tokenizer, pairs = config.sft_data, problem.task, problem.tokenizer, []
     splits = read_dataset("sft_data", name, config)
-    for row, record in enumerate(next(iter(splits.values()))):
+    records = loading("sft_data", name, next(iter(splits.values())).to_list)
+    for row, record in enumerate(records):
         prompt, response = record.get("prompt"), record.get("response")
         if record.get("instruction") is not None:
             prompt, response = task.prompt(task.train[row % len(task.train)]), record["instruction"]
@@ -1651,7 +1654,7 @@ class WeightGroup:
                 device = dist.ProcessGroupGloo.create_device(hostname=own_address(config))
                 options._devices, options._timeout = [device], limit
                 self.group = dist.ProcessGroupGloo(store, rank, size, options)
-            self._finish(self.group.broadcast(torch.zeros(1, device=self.device), 0))
+            self._send(torch.zeros(1, device=self.device))
             formed.set_result(None)
         except Exception as error:  # of torch.distributed, of the store, or of the Manager
             formed.set_exception(error)
@@ -1664,9 +1667,10 @@ class WeightGroup:
                 raise TransferError(f"it took over {self.timeout:g} s to {what}")
             time.sleep(0.0005)
 
-    def _finish(self, work: Any) -> None:
-        """Wait for a broadcast: by asking, for NCCL's own `wait` would never give up."""
+    def _send(self, tensor: Tensor) -> None:
+        """Broadcast; wait for it by asking, for NCCL's own `wait` would never give up."""
         try:
+            work = self.group.broadcast(tensor, 0)
             self._wait_until(work.is_completed, "broadcast")
             work.wait()
         except RuntimeError as error:  # dist.DistBackendError is one
@@ -1687,7 +1691,7 @@ class WeightGroup:
             views = dict(zip(bucket, flat.split(sizes), strict=True))
             for name, view in views.items() if state is not None else ():
                 view.copy_(state[name].to(self.dtype).flatten())  # cast first: fewer bytes move
-            self._finish(self.group.broadcast(flat, 0))
+            self._send(flat)
             yield from ((name, view.view(self.shapes[name])) for name, view in views.items())
 
 
@@ -2713,7 +2717,8 @@ class Trainer:
             new.rename(path)
             self.folder.say(f"checkpoint: {path} (go on with --resume {self.folder.path})")
             if keep := self.config.keep_checkpoints:
-                for surplus in checkpoints(self.folder.path)[keep:]:
+                found = checkpoints(self.folder.path)
+                for surplus in found[found.index(path) + keep :]:
                     shutil.rmtree(surplus, ignore_errors=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             self.folder.say(f"warning: {path} could not be saved: {first_line(error)}")
@@ -2995,7 +3000,8 @@ def make_parser() -> HfArgumentParser:
     for f in dataclasses.fields(Config):
         if f.name in GROUPS_OF_HELP:
             groups.append((GROUPS_OF_HELP[f.name], []))
-        shown = "" if f.default in ("", None, False) else f" (default: {f.default})"
+        unset = f.default in ("", None) or f.default is False
+        shown = "" if unset else f" (default: {f.default})"
         text = (f.metadata["help"] + shown).replace("%", "%%")
         groups[-1][1].append((f.name, f.type, field(default=f.default, metadata={"help": text})))
     parts = [
@@ -3034,19 +3040,22 @@ def parse(argv: list[str] | None = None) -> Config:
         )
     try:
         saved = json.loads((folder / "config.json").read_text())["config"]
-    except (OSError, ValueError, KeyError):
+        evaluation, model = saved["eval_only"], saved["model"]
+    except (OSError, ValueError, KeyError, TypeError):
         error(f"--resume {config.resume}: holds no run (its config.json cannot be read)")
-    if saved["eval_only"]:
+    if evaluation:
         error(f"--resume {config.resume}: holds an evaluation (--eval_only): nothing to continue")
     place = next(i for i, part in enumerate(argv) if part.split("=")[0] == "--resume")
     names = {f.name for f in dataclasses.fields(Config)}
-    before = vars(parser.parse_args(argv[:place]))
+    before = Config(**vars(parser.parse_args(argv[:place])))
+    before.resolve()
     parser.set_defaults(**{name: value for name, value in saved.items() if name in names})
     config = Config(**vars(parser.parse_args(argv[place:])))
-    if os.path.abspath(config.model) != saved["model"] and config.model != saved["model"]:
-        error(f"--model {config.model}: the run in {folder} trains {saved['model']}")
-    if ignored := [n for n, v in before.items() if f"--{n}" in argv[:place] and v != saved.get(n)]:
-        flags = ", ".join(f"--{name} {before[name]}" for name in ignored)
+    if model not in (config.model, os.path.abspath(config.model)):
+        error(f"--model {config.model}: the run in {folder} trains {model}")
+    given = [(n, value) for n, value in vars(before).items() if f"--{n}" in argv[:place]]
+    if ignored := [(n, value) for n, value in given if value != saved.get(n)]:
+        flags = ", ".join(f"--{name} {value}" for name, value in ignored)
         warn(f"the run's own settings hold; not, as before --resume: {flags}")
     return dataclasses.replace(config, output_dir=str(folder), resume=str(folder))
 

@@ -364,14 +364,14 @@ def test_checkpoint_names_are_those_of_the_saved_file(architecture, model_of, tm
 @pytest.fixture
 def config(gsm8k, tmp_path):
     """Its --transfer_timeout is long enough for whatever works."""
-    yield tba.parse(arguments(gsm8k, tmp_path, transfer_timeout=30, dtype="float32"))
-    for thread in threading.enumerate():  # one in a store at the interpreter's end would abort it
-        if "_form" in thread.name:
-            thread.join(10)
+    before = set(threading.enumerate())
+    yield tba.parse(arguments(gsm8k, tmp_path, transfer_timeout=4, dtype="float32"))
+    for thread in set(threading.enumerate()) - before:  # one that is stuck in Gloo when the
+        thread.join(10)  # interpreter ends would abort it
 
 
 def impatient(config):
-    return dataclasses.replace(config, transfer_timeout=1.5)
+    return dataclasses.replace(config, transfer_timeout=1)
 
 
 STATE = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
@@ -400,7 +400,7 @@ def works(sender, receiver):
 def test_a_member_that_never_comes(rank, config):
     """The other member's wait ends; a group of another name forms in the same store after it."""
     shared, checked = {}, []
-    with fails_within(1.5):
+    with fails_within(1):
         weight_group(impatient(config), SHAPES, shared, rank, check=lambda: checked.append(None))
     assert len(checked) > 10  # signs of life were sent meanwhile
     assert works(*both_ends(config, STATE, shared, "weights-2"))
@@ -421,7 +421,7 @@ def test_a_member_that_comes_and_then_does_nothing(config):
 
     thread = threading.Thread(target=come)
     thread.start()
-    with fails_within(1.5):
+    with fails_within(1):
         weight_group(impatient(config), SHAPES, shared, 1)
     thread.join(30)
     assert silent  # it had connected
@@ -473,31 +473,28 @@ class BrokenBroadcast:
         self.fail()
 
 
-BEGUN = "an error at a broadcast's very beginning is not yet turned into TransferError"
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "when",
-    ["waited for", pytest.param("begun", marks=pytest.mark.xfail(strict=True, reason=BEGUN))],
+    ["waited for", "begun"],
 )
 def test_a_broken_backend_is_a_lost_transfer_on_both_sides(when, rank, config):
     ends = both_ends(config, STATE, {})
-    for group in ends:
-        group.timeout = 3
 
     def take_part():
         with contextlib.suppress(tba.TransferError):
             list(ends[1 - rank].broadcast(STATE if rank else None))
 
-    other = threading.Thread(target=take_part)
-    other.start()
+    others = [threading.Thread(target=take_part)] if when == "waited for" else []
+    for thread in others:
+        thread.start()
     ends[rank].group = BrokenBroadcast(ends[rank].group, when)
     try:
-        with fails_within(3) as caught:
+        with fails_within(4) as caught:
             list(ends[rank].broadcast(None if rank else STATE))
         assert str(caught.value) == "NCCL error: remote process exited"
     finally:
-        other.join(10)
+        for thread in others:
+            thread.join(10)
         for group in ends:
             group.abort()

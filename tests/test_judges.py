@@ -356,7 +356,6 @@ def test_bad_judges(gsm8k, tldr, redteam, tmp_path, capsys):
     expect(math_flags, "has no chat template; --task math needs one", tmp_path, capsys)
 
 
-@pytest.mark.xfail(strict=True, reason="a blank prompt is blamed on --dataset")
 def test_a_blank_attacker_prompt(redteam, tmp_path, capsys):
     flags = redteam_flags(redteam) | {"sft_data": redteam / "sft.jsonl", "attacker_prompt": " "}
     expect(flags, "--attacker_prompt: it is empty", tmp_path, capsys)
@@ -411,9 +410,6 @@ def test_numbers_where_text_is_needed_are_named(task, flags_of, tmp_path, capsys
     expect(flags_of(task) | {"dataset": path}, where, tmp_path, capsys)
 
 
-UTF8 = "the error of a file in another encoding does not name it"
-
-
 @pytest.mark.parametrize(
     ("content", "where"),
     [
@@ -428,11 +424,7 @@ UTF8 = "the error of a file in another encoding does not name it"
         (b"[]", ""),
         (b'{"prompt": "b", "response": " "}', "row 0: the response is empty"),
         ('{"instruction": "a"}\n'.encode("utf-16"), ""),
-        pytest.param(
-            '{"instruction": "\u00c4pfel"}\n'.encode("latin-1"),
-            "'utf-8' codec can't decode byte 0xc4",
-            marks=pytest.mark.xfail(strict=True, reason=UTF8),
-        ),
+        ('{"instruction": "\u00c4pfel"}\n'.encode("latin-1"), "codec can't decode byte 0xc4"),
     ],
 )
 def test_bad_sft_data(content, where, redteam, tmp_path, capsys):

@@ -195,7 +195,6 @@ def test_a_task_file_of_any_name(name, tasks, gsm8k, tmp_path, capsys):
     assert again.rewards([{"answer": 3}] * 2, ["so 3", "4"], None) == [1.0, 0.0]
 
 
-@pytest.mark.xfail(strict=True, reason="the task file's folder comes first in the search path")
 @pytest.mark.parametrize("name", ["json", "numpy", "datasets", "tba"])
 def test_a_task_file_hides_no_module_from_the_searchers(name, tasks, gsm8k, tmp_path):
     """They inherit the search path, and import what this process has imported long ago."""
@@ -229,7 +228,6 @@ def test_an_error_in_a_task_file_shows_its_line(text, message, tasks, gsm8k, tmp
         assert line.startswith(f"tba.py: error: {where}{message}")
 
 
-@pytest.mark.xfail(strict=True, reason="the line is looked for under the path as it was given")
 def test_an_error_in_a_task_file_of_a_relative_path_shows_its_line(
     tasks, gsm8k, tmp_path, capsys, monkeypatch
 ):
@@ -240,7 +238,6 @@ def test_an_error_in_a_task_file_of_a_relative_path_shows_its_line(
     assert line.startswith("tba.py: error: --task_file mine.py: line 2: NameError: ")
 
 
-@pytest.mark.xfail(strict=True, reason="the line is that of the helper")
 def test_an_error_in_a_task_files_helper_shows_the_line_that_imports_it(tasks, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "helper_of_mine.py").write_text("\n\n\n\nWORD = (\n")
