@@ -1619,7 +1619,7 @@ class WeightGroup:
         check: Callable[[], None],
     ) -> None:
         self.dtype, self.shapes, self.timeout = config.torch_dtype, shapes, config.transfer_timeout
-        self.device, self.check, self.group = device, check, None
+        self.device, self.check, self.group, self.aborted = device, check, None, False
         ends = itertools.accumulate(
             shape.numel() * self.dtype.itemsize for shape in shapes.values()
         )
@@ -1654,6 +1654,8 @@ class WeightGroup:
                 device = dist.ProcessGroupGloo.create_device(hostname=own_address(config))
                 options._devices, options._timeout = [device], limit
                 self.group = dist.ProcessGroupGloo(store, rank, size, options)
+            if self.aborted:  # while it was being made
+                self.abort()
             self._send(torch.zeros(1, device=self.device))
             formed.set_result(None)
         except Exception as error:  # of torch.distributed, of the store, or of the Manager
@@ -1678,7 +1680,7 @@ class WeightGroup:
 
     def abort(self) -> None:
         """Give the group up, without waiting for what it may be stuck in."""
-        box, self.group = [self.group], None
+        box, self.group, self.aborted = [self.group], None, True
         # the last reference goes there: the destructor waits for operations that are under way
         threading.Thread(target=lambda: box[0] and box.pop().abort(), daemon=True).start()
 
@@ -1769,7 +1771,8 @@ class Searcher:
         """Search until told to stop."""
         self.queues.report("ready")
         while True:
-            self.begin_prompts()
+            if not self.paused:  # for a prompt is counted to the weights that begin it
+                self.begin_prompts()
             if self.engine.unfinished and not self.paused:
                 for completion in self.engine.step(self.between_steps):
                     self.handle_completion(completion)
@@ -2703,6 +2706,8 @@ class Trainer:
 
         It is written beside its place, brought to the disk and renamed: what has its name is whole.
         """
+        if self.skipped:  # for weights that are broken, the checkpoint before is better
+            return self.folder.say(f"step {self.step}: not finite, so no checkpoint is written")
         path = self.folder.path / f"checkpoint-{self.step}"
         new, old = path.with_name(f".{path.name}"), path.with_name(f".{path.name}-old")
         try:
@@ -3034,7 +3039,7 @@ def parse(argv: list[str] | None = None) -> Config:
     if not config.resume:
         return config
     folder = Path(config.resume).absolute()
-    if folder.name.startswith("checkpoint-"):
+    if re.fullmatch(r"checkpoint-\d+", folder.name):
         error(
             f"--resume {config.resume}: name the run that it belongs to: --resume {folder.parent}"
         )

@@ -72,7 +72,7 @@ def test_searchers_that_die_are_restarted_and_nothing_is_left_of_a_killed_run(gs
     assert min(version for _, version, _ in run.noted("weights")) >= 0
 
     run.want("die-receiving")
-    run.says("'s weights failed: Searcher")
+    run.says("'s weights failed: ")  # a Searcher ended, or Gloo noticed it first
     run.says("restart 1 of 5 in 1 s", times=3)  # both were members
     at, steps = len(run.noted("weights")), steps_of(out)
     run.until(lambda: set(later()) == {0, 1}, 90, "groups of both, restarted")
@@ -139,7 +139,7 @@ def test_wrong_weights_end_the_run_and_their_data_stay_out(gsm8k, tmp_path):
     run.want("late-end")
     run.want("corrupt")
     text = run.ends(1)
-    told = re.search(r"weights of step (\d+) Searcher (\d)'s log-probabilities differ", text)
+    told = re.search(r"step (\d+)'s weights, Searcher (\d)'s log-probabilities differ", text)
     assert told and "--logprob_tolerance" in text, text
     version, culprit = map(int, told.groups())
     (checkpoint,) = out.glob("checkpoint-*")

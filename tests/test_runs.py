@@ -131,7 +131,7 @@ def test_resume_refuses_what_does_not_fit_and_changes_nothing(finished, gsm8k, t
     (tmp_path / "others.jsonl").write_text("\n".join(reversed(rows)))
     (tmp_path / "fewer.jsonl").write_text("\n".join(rows[:1000]))
     shutil.copytree(gsm8k / "model", tmp_path / "model")
-    responses = "the run, whose replay buffer has responses to them"
+    responses = "to which its replay buffer has responses"
     refused = [  # flags after --resume DIR, and what the message must name
         (["--dataset", tmp_path / "others.jsonl"], responses),
         (["--dataset", tmp_path / "fewer.jsonl"], responses),
@@ -322,9 +322,9 @@ def test_a_slow_judge_holds_up_neither_syncs_nor_searching(gsm8k, tmp_path):
         "import time\n"
         "import my_task, tba\n"
         "class SlowJudge(my_task.Shouting):\n"
-        "    def evaluate(self, answers):\n"
+        "    def evaluate(self, *answers):\n"
         "        time.sleep(1)\n"
-        "        return super().evaluate(answers)\n"
+        "        return super().evaluate(*answers)\n"
         "tba.TASKS['slow'] = SlowJudge\n"
     )
     names = "Ann has", "Ben buys", "Cleo loses", "Dan finds"
