@@ -144,7 +144,8 @@ def main() -> int:
     leaks = False
     for pid, r in lasting.items():
         memory = slope(r, 1)
-        first, last = r[:SETTLING, 2:].min(0), r[-SETTLING:, 2:].min(0)
+        # while Searchers are away less is open: the most at first, beside the least at last
+        first, last = r[:SETTLING, 2:].max(0), r[-SETTLING:, 2:].min(0)
         name = names.get(pid, "Manager, tracker")
         print(
             f"{name:16s} {r[-1, 1]:7.1f} MiB {memory:+.3f} MiB/min; files {first[0]:.0f} at first, "
@@ -153,8 +154,7 @@ def main() -> int:
         growth = memory * (r[-1, 0] - r[0, 0]) / 60
         # the heap of the Trainer holds more and more free for a while; what is in use tells leaks
         bound = 0.05 * r[-1, 1] if name == "Trainer" else max(8, 0.02 * r[-1, 1])
-        # of what is open some is there only while all three Searchers are
-        leaks |= growth > bound or any(last - first > (10, 6))
+        leaks |= growth > bound or any(last - first > (4, 2))
     heap = np.loadtxt(run.faults / "heap") - (start, 0)
     heap = heap[heap[:, 0] > skip]
     metrics = read_lines(folder / "run" / "metrics.jsonl")
