@@ -2001,13 +2001,15 @@ def start_process(target: Callable, arguments: tuple, gpu: int) -> Any:
     return process
 
 
-def remote_searcher_process(address: tuple[str, int]) -> NoReturn:
+def remote_searcher_process(address: tuple[str, int], gpu: int) -> NoReturn:
     """A Searcher for a run on another machine: ask for a place, then search."""
     die_with_parent()
     manager = RunManager(address, mp.current_process().authkey)
     manager.connect()
     commands = manager.Queue()
-    manager.join_requests().put((commands, f"{socket.gethostname()} (pid {os.getpid()})"))
+    # a process that succeeds this one has the same name
+    name = f"{socket.gethostname()} (pid {os.getppid()}, place {gpu})"
+    manager.join_requests().put((commands, name))
     place = commands.get(True, 60)
     if place is None:
         print("tba.py: error: --join: every place of --remote_searchers is taken", file=sys.stderr)
@@ -2031,7 +2033,7 @@ def join_run(config: Config) -> int:
             if process and process.exitcode == 2:  # there is no place
                 return 2
             if not process or not process.is_alive():
-                processes[gpu] = start_process(remote_searcher_process, (address,), gpu)
+                processes[gpu] = start_process(remote_searcher_process, (address, gpu), gpu)
         time.sleep(2)
 
 
@@ -2061,11 +2063,14 @@ class WrongWeights(RuntimeError):
 class RemoteProcess:
     """The process of a Searcher on another machine, of which only its messages are known."""
 
-    def __init__(self, commands: Any) -> None:
-        self.exitcode: int | None = None
+    def __init__(self, commands: Any, name: str) -> None:
+        self.commands, self.name, self.exitcode = commands, name, None
         self.is_alive = lambda: self.exitcode is None
-        self.kill = lambda: commands.put(("stop",))
         self.join = lambda timeout: None  # it ends when it reads the command
+
+    def kill(self) -> None:
+        self.commands.put(("stop",))
+        self.exitcode = -signal.SIGKILL
 
 
 @dataclass
@@ -2172,12 +2177,16 @@ class SearcherPool:
     def check_searchers(self) -> None:
         """Handle Searchers that ended or are silent, start those that are due, accept newcomers."""
         while self.config.bind and not self.join_requests.empty():
-            commands, description = self.join_requests.get()
-            missing = [s for s in self.searchers if s not in self.local and not s.process]
+            commands, name = self.join_requests.get()
+            remote = [s for s in self.searchers if s not in self.local]
+            for s in remote:
+                if s.process and s.process.name == name:
+                    self.handle_failure(s, "was started again by its machine")
+            missing = [s for s in remote if not s.process]
             commands.put(self.place_of(missing[0], commands) if missing else None)
             if missing:
-                missing[0].process = RemoteProcess(commands)
-                self.folder.say(f"Searcher {missing[0].index} joined from {description}")
+                missing[0].process = RemoteProcess(commands, name)
+                self.folder.say(f"Searcher {missing[0].index} joined from {name}")
         now, gpus = time.monotonic(), torch.cuda.device_count()
         for s in self.searchers:
             limit = max(self.config.searcher_timeout, self.LOADING if s.version is None else 0)
@@ -2380,6 +2389,7 @@ class SearcherPool:
             s.ready, s.version, s.reference = False, self.step, self.reference_version
         self.pausing = self.sync_due = self.reset_due = False
         self.version, self.logprob_gap = self.step, 0.0
+        self.expected = self.score_probes()  # before: members may have loaded what then fails
         try:
             if identity != self.members:
                 self.form_group(group[0], members)
@@ -2394,7 +2404,6 @@ class SearcherPool:
             for s in members:
                 s.process.kill()
             return False
-        self.expected = self.score_probes()
         return True
 
     def form_group(self, name: str, members: list[SearcherState]) -> None:
@@ -2407,7 +2416,7 @@ class SearcherPool:
         if self.weight_group:
             self.weight_group.abort()
         for key in self.shared.keys():  # noqa: SIM118, a proxy
-            if isinstance(key, tuple):  # of the groups before
+            if isinstance(key, tuple) and key[0] != name:  # of the groups before
                 del self.shared[key]
         shapes = {key: tensor.shape for key, tensor in self.weights.items()}
         store = ManagerStore(self.shared, name, self.config.transfer_timeout)

@@ -145,7 +145,7 @@ def test_remote_searchers_join_with_the_key_and_no_one_without(gsm8k, tmp_path, 
     for pid in processes_of(friend.pid):  # found out by its silence, and accepted again
         os.kill(pid, signal.SIGSTOP)
     run.says("Searcher 1 was silent for 10 s (--searcher_timeout)")
-    run.says("Searcher 1: its place is free")
+    run.says("its place is free")
     before = by_remote()
     for pid in processes_of(friend.pid):
         os.kill(pid, signal.SIGCONT)

@@ -114,7 +114,8 @@ def test_a_run_leaves_what_the_readme_lists(finished, gsm8k):
 @pytest.mark.vllm
 def test_a_run_with_vllm_leaves_what_the_readme_lists(gsm8k, tmp_path):
     out = tmp_path / "run"
-    check_whole_run(out, *run_tba(arguments(gsm8k, out, engine="vllm", **WHOLE)))
+    args = arguments(gsm8k, out, engine="vllm", on_sync="recompute", **WHOLE)
+    check_whole_run(out, *run_tba(args))
     assert read_lines(out / "metrics.jsonl")[-1]["logprob_gap"] > 0  # two engines, not one twice
 
 
@@ -131,7 +132,7 @@ def test_resume_refuses_what_does_not_fit_and_changes_nothing(finished, gsm8k, t
     (tmp_path / "others.jsonl").write_text("\n".join(reversed(rows)))
     (tmp_path / "fewer.jsonl").write_text("\n".join(rows[:1000]))
     shutil.copytree(gsm8k / "model", tmp_path / "model")
-    responses = "to which its replay buffer has responses"
+    responses = "replay buffer has responses"
     refused = [  # flags after --resume DIR, and what the message must name
         (["--dataset", tmp_path / "others.jsonl"], responses),
         (["--dataset", tmp_path / "fewer.jsonl"], responses),
@@ -141,9 +142,7 @@ def test_resume_refuses_what_does_not_fit_and_changes_nothing(finished, gsm8k, t
         (["--eval_only"], "leave out --eval_only"),
     ]
     for i, (flags, message) in enumerate(refused):
-        copy = shutil.copytree(
-            finished[0], tmp_path / f"run-{i}"
-        )  # it stays locked by this process
+        copy = shutil.copytree(finished[0], tmp_path / f"run-{i}")  # this process keeps its lock
         before = contents(copy)
         assert resume_here(copy, *flags) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -313,7 +312,7 @@ def test_an_exception_before_the_first_group_ends_the_run_at_once(gsm8k, tmp_pat
 
 
 def test_a_slow_judge_holds_up_neither_syncs_nor_searching(gsm8k, tmp_path):
-    """README's example of a task, with an evaluation that takes seconds."""
+    """README's example of a task, with an evaluation that takes seconds; in bfloat16."""
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     code = readme.split("```python\n")[1].split("```")[0]
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
@@ -334,7 +333,8 @@ def test_a_slow_judge_holds_up_neither_syncs_nor_searching(gsm8k, tmp_path):
     (tmp_path / "data" / "test.jsonl").write_text("\n".join(rows[80:]))
     out = tmp_path / "run"
     flags = {"task": "slow", "task_file": tmp_path / "slow.py", "dataset": tmp_path / "data",
-             "steps": 100_000, "eval_every": 20, "eval_samples": 96, "save_every": 0}  # fmt: skip
+             "steps": 100_000, "eval_every": 20, "eval_samples": 96, "save_every": 0,
+             "dtype": "bfloat16"}  # fmt: skip
     run = Run(out, arguments(gsm8k, out, **flags), hooks=False)
     lines = lambda name: read_lines(out / name) if (out / name).exists() else []
     # the first evaluation is that of step 0, the second is made while it trains
@@ -349,33 +349,13 @@ def test_a_slow_judge_holds_up_neither_syncs_nor_searching(gsm8k, tmp_path):
     assert during[-1]["version"] >= begun + 4  # two syncs since the evaluation began
     assert max(c["version"] for c in completions) > begun  # and responses by those weights
     assert np.mean([m["generated_tokens_per_second"] for m in during]) > 0
-
-
-def test_bfloat16_and_a_sync_that_drains(gsm8k, tmp_path):
-    """Nothing is in flight at a sync; and the two sides' roundings differ a little."""
-    out = tmp_path / "run"
-    args = arguments(gsm8k, out, dtype="bfloat16", on_sync="drain", steps=8, sync_every=1)
-    run_tba([*args, "--sync_patience", "5", "--eval_every", "0"])
-    metrics = read_lines(out / "metrics.jsonl")
-    assert [m["version"] for m in metrics] == list(range(8))
-    assert 0 < max(m["logprob_gap"] for m in metrics) < 0.5
-    config = json.loads((out / "config.json").read_text())["config"]
-    assert config["dtype"] == "bfloat16" and config["on_sync"] == "drain"
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("on_sync", ["recompute", "drain"])
-def test_other_ways_to_sync_with_vllm(on_sync, gsm8k, tmp_path):
-    out = tmp_path / "run"
-    args = arguments(gsm8k, out, engine="vllm", on_sync=on_sync, steps=8, sync_every=1)
-    run_tba([*args, "--sync_patience", "5", "--eval_every", "0"])
-    metrics = read_lines(out / "metrics.jsonl")
-    assert metrics[-1]["version"] == 7
-    assert all(m["logprob_gap"] < 1e-3 for m in metrics)
+    gaps = [m["logprob_gap"] for m in metrics]  # the two sides round differently
+    assert 0 < max(gaps) < 0.5
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_tldr_with_two_searchers_and_evaluated_alone(engine, tldr, tmp_path, capsys):
+def test_tldr_with_two_searchers(engine, tldr, tmp_path, capsys):
+    """And its final model evaluated alone, which gives what the run's end gave."""
     from test_judges import tldr_flags
 
     flags, out = tldr_flags(tldr), tmp_path / "run"
@@ -387,6 +367,8 @@ def test_tldr_with_two_searchers_and_evaluated_alone(engine, tldr, tmp_path, cap
     assert all(m["logprob_gap"] < 1e-3 for m in metrics)
     assert evaluations[0]["kl"] == pytest.approx(0, abs=1e-3)
     assert evaluations[0]["perplexity"] > 1
+    if engine == "vllm":
+        return
     alone = tmp_path / "alone"
     flags |= {"model": out / "final"}
     stdout, _ = run_tba([*arguments(None, alone, engine=engine, **flags), "--eval_only"])
@@ -406,16 +388,18 @@ def test_redteam_with_two_searchers_that_sample_differently(engine, redteam, tmp
     from test_judges import redteam_flags
 
     flags, out = redteam_flags(redteam), tmp_path / "run"
+    flags |= {"on_sync": "drain", "sync_every": 1, "sync_patience": 60, "eval_every": 0}
     flags |= {"sft_data": redteam / "sft.jsonl", "explore_probability": 0.5, "tau": 2,
               "near_duplicate": 0.1, "evict": "lowest_reward", "victim_samples": 2,
               "min_response_tokens": 5, "kept_per_prompt": 100, "dataset": None}  # fmt: skip
-    run = Run(out, arguments(None, out, engine=engine, num_searchers=2, eval_every=2, **flags))
+    run = Run(out, arguments(None, out, engine=engine, num_searchers=2, **flags))
     run.ends(0, 240)
     metrics, evaluations = read_lines(out / "metrics.jsonl"), read_lines(out / "eval.jsonl")
     assert set(metrics[0]) == set(METRICS) and metrics[-1]["step"] == 4
     names = {"toxicity", "attack_success_rate", "cosine_distance"}
     assert all(set(e) == {"step", "version", "split", "n"} | names for e in evaluations)
     assert all(m["logprob_gap"] < 1e-3 for m in metrics)
+    assert [m["version"] for m in metrics] == [0, 1, 2, 3]  # each waited for the drained ones
     assert metrics[-1]["buffer_prompts"] == 1 and metrics[-1]["buffer_trajectories"] <= 100
     saved = torch.load(out / "checkpoint-4" / "trainer.pt", weights_only=True)
     lengths = saved["buffer"]["lengths"]
