@@ -2178,11 +2178,10 @@ class SearcherPool:
         """Handle Searchers that ended or are silent, start those that are due, accept newcomers."""
         while self.config.bind and not self.join_requests.empty():
             commands, name = self.join_requests.get()
-            remote = [s for s in self.searchers if s not in self.local]
-            for s in remote:
+            for s in self.searchers:
                 if s.process and s.process.name == name:
                     self.handle_failure(s, "was started again by its machine")
-            missing = [s for s in remote if not s.process]
+            missing = [s for s in self.searchers if s not in self.local and not s.process]
             commands.put(self.place_of(missing[0], commands) if missing else None)
             if missing:
                 missing[0].process = RemoteProcess(commands, name)
@@ -2237,10 +2236,7 @@ class SearcherPool:
                 process.kill()
 
     def listen(self, block: float = 0.0) -> None:
-        """Take in what the Searchers sent, waiting up to `block` s, and restart who failed.
-
-        Raises KeyboardInterrupt after a signal, SearcherDied, or WrongWeights.
-        """
+        """Take in what Searchers sent, for up to `block` s; restart who failed; heed a signal."""
         if self.stop_signal:
             raise KeyboardInterrupt(self.stop_signal)
         self.drain(block)
@@ -2268,10 +2264,7 @@ class SearcherPool:
         self.queue_depth = max(self.queue_depth, depth)
 
     def wait_for(self, done: Callable[[], bool], newcomers: bool = True) -> None:
-        """Listen until `done`: the one place where the Trainer waits for Searchers.
-
-        Meanwhile `newcomers` get weights at once: no optimizer step would bring them any.
-        """
+        """Listen until `done`. `newcomers` get weights at once: no step would bring them any."""
         while not done():
             self.listen(block=0.01)
             if newcomers:
