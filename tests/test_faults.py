@@ -271,7 +271,8 @@ def test_a_full_disk_costs_a_checkpoint_at_most(gsm8k, tmp_path):
         before = sorted(out.glob("checkpoint-*"))
         at = steps_of(out)
         more = disk / "more"
-        while "will try again" not in run.text():  # to the last byte: not even metrics can be
+        deadline = time.monotonic() + 60  # to the last byte: not even metrics can be written
+        while "will try again" not in run.text() and time.monotonic() < deadline:
             with contextlib.suppress(OSError), open(more, "ab", buffering=0) as file:
                 file.write(b"x" * 4096)
         resumable = sorted(out.glob("checkpoint-*"))
