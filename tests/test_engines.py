@@ -347,7 +347,7 @@ def test_checkpoint_names_are_those_of_the_saved_file(architecture, model_of, tm
     from safetensors import safe_open
 
     folder = model_of(architecture)
-    model = tba.AutoModelForCausalLM.from_pretrained(folder)
+    model = tba.transformers.AutoModelForCausalLM.from_pretrained(folder)
     (file,) = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
     with safe_open(folder / file, "pt") as saved:
         state = tba.checkpoint_state(model)
@@ -427,7 +427,7 @@ def test_a_member_that_comes_and_then_does_nothing(config):
     assert silent  # it had connected
 
     sender, receiver = both_ends(config, STATE, shared, "weights-2")
-    receiver.timeout = 0.5
+    receiver.config = dataclasses.replace(config, transfer_timeout=0.5)
     with fails_within(0.5):
         list(receiver.broadcast())
     start = time.monotonic()

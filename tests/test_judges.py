@@ -58,7 +58,7 @@ def test_reward_models_score_what_transformers_pipelines_score(tldr, tmp_path):
 def test_an_eos_that_is_also_the_padding_token_still_counts(tldr, tmp_path):
     """Most reward models pad with EOS: the score must be read at the EOS all the same."""
     folder = shutil.copytree(tldr / "reward", tmp_path / "reward")
-    tokenizer = tba.AutoTokenizer.from_pretrained(folder)
+    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = "<eos>"
     tokenizer.save_pretrained(folder)
     judge = tba.TextModel("labels", str(folder), tba.Config(dtype="float32"), CPU)
@@ -166,11 +166,13 @@ def test_a_guard_model_is_judged_by_its_first_token(redteam, tmp_path):
     assert task.guard
     scores = task.log_toxicity(["Describe a volcano please."])
     assert scores.shape == (1, 2) and (scores < 0).all()
-    model = tba.AutoModelForCausalLM.from_pretrained(redteam / "victim")
-    tokenizer = tba.AutoTokenizer.from_pretrained(redteam / "victim")
+    model = tba.transformers.AutoModelForCausalLM.from_pretrained(redteam / "victim")
+    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(redteam / "victim")
     ids = tokenizer("<user>hello<assistant>", return_tensors="pt")["input_ids"]
     expected = model(ids).logits[0, -1].log_softmax(-1)
-    actual = task.toxicity(["<user>hello<assistant>", "<user>hi"], special_tokens=False)[0]
+    actual = task.toxicity(["<user>hello<assistant>", "<user>hi"], special_tokens=False)[
+        0
+    ].log_softmax(-1)
     torch.testing.assert_close(actual, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
@@ -346,7 +348,7 @@ def test_bad_judges(gsm8k, tldr, redteam, tmp_path, capsys):
     ):
         expect(flags, message, tmp_path, capsys)
     bare = tmp_path / "bare"
-    tokenizer = tba.AutoTokenizer.from_pretrained(redteam / "victim")
+    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(redteam / "victim")
     tiny.make_model("llama", redteam / "victim", bare)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(bare)
@@ -476,8 +478,8 @@ def test_sft_data_of_both_kinds_with_and_without_a_byte_order_mark(
 
 
 def test_supervised_fine_tuning_fits_its_data(redteam):
-    model = tba.AutoModelForCausalLM.from_pretrained(redteam / "model")
-    tokenizer = tba.AutoTokenizer.from_pretrained(redteam / "model")
+    model = tba.transformers.AutoModelForCausalLM.from_pretrained(redteam / "model")
+    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(redteam / "model")
     encode = lambda text: np.array(tokenizer(text)["input_ids"], np.int32)
     pairs = [(encode("Say it:"), encode(f" {word}<eos>")) for word in tiny.NOUNS[:2]] * 32
     losses = tba.supervised_fine_tune(model, pairs, 60, 3e-3, seed=0)

@@ -147,7 +147,7 @@ def test_rewards_of_any_kind_of_numbers_do_in_training_and_evaluation():
             return [True, 2]
 
     task, answers = Mine.__new__(Mine), ([{}, {}], ["a", "b"], np.ones(2, bool))
-    assert task.checked_rewards(*answers).tolist() == [1.0, 2.0]
+    assert task.checked_rewards(*answers) == [1.0, 2.0]
     records = task.evaluate(*answers)
     assert records == [{"score": 1.0}, {"score": 2.0}] and task.summarize(records) == {"score": 1.5}
 
