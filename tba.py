@@ -68,6 +68,8 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
 
+# PyTorch's flight recorder is not thread-safe: process groups that begin at once would crash it
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 # `import tba` in a task file is this module, however it was started
 sys.modules.setdefault("tba", sys.modules[__name__])
 
@@ -790,13 +792,15 @@ def load_problem(config: Config) -> Problem:
     model_config = read_config("model", name, config)
     load = partial(transformers.AutoTokenizer.from_pretrained, name, **options)
     tokenizer = loading("model", name, load)
+    options["attn_implementation"] = "sdpa"  # packed rows need an attention that takes a mask
     with torch.device("meta"):  # shapes alone: nothing is allocated or downloaded
         load = partial(transformers.AutoModelForCausalLM.from_config, model_config, **options)
         parameters = sum(p.numel() for p in loading("model", name, load).parameters())
     ends = end_tokens(model_config, tokenizer)
     config.need(ends, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    context = getattr(model_config, "max_position_embeddings", None) or math.inf
+    limits = ("max_position_embeddings", "sliding_window")  # a packed row's mask has no window
+    context = min(getattr(model_config, name, None) or math.inf for name in limits)
     splits = []
     for split, examples in (("training", task.train), ("held-out", task.held_out)):
         texts = [task.prompt(example) for example in examples]
@@ -990,7 +994,8 @@ class ReplayBuffer:
 
 # ==================================================== 4. Log-probabilities and objectives
 
-Pairs = list[tuple[np.ndarray, np.ndarray]]  # tokens of (prompt, response), each (T,) int32
+Groups = list[tuple[np.ndarray, list[np.ndarray]]]  # tokens of a prompt, of responses to it
+Pairs = list[tuple[np.ndarray, np.ndarray]]  # tokens of (prompt, response): (P,), (T,) int32
 
 
 def own_device() -> torch.device:
@@ -1006,7 +1011,8 @@ def load_model(config: Config, dtype: torch.dtype, device: torch.device) -> nn.M
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             setattr(model_config, name, 0.0)  # pi_theta is a function, not a random variable
     options |= {"config": model_config, "dtype": dtype, "use_safetensors": True}
-    return transformers.AutoModelForCausalLM.from_pretrained(config.model, **options).to(device)
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="sdpa")
+    return load(config.model, **options).to(device)
 
 
 class TokenLogProbs(nn.Module):
@@ -1023,16 +1029,14 @@ class TokenLogProbs(nn.Module):
         self.model, self.temperature = model, temperature
 
     def forward(
-        self, input_ids: Tensor, where: Tensor, targets: Tensor, entropy: bool = False
+        self, inputs: dict[str, Tensor], where: Tensor, targets: Tensor, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """From `collate`: input_ids (R, L), where (N,), targets (N,).
+        """From `pack`: the model's inputs (R, L), where (N,), targets (N,).
 
         Returns log-probabilities (N,) and, if asked for, the entropies (N,) of the same
         predictions, without gradient.
         """
-        # prompts and responses are padded on the right and attention is causal, so no real token
-        # sees padding: without a mask the fastest attention kernel applies
-        hidden = self.model.base_model(input_ids, use_cache=False).last_hidden_state  # (R, L, H)
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # (R, L, H)
         hidden = hidden.flatten(0, 1).index_select(0, where)  # (N, H)
         head, entropies = self.model.get_output_embeddings(), []
 
@@ -1053,59 +1057,116 @@ class TokenLogProbs(nn.Module):
         return logprobs, torch.cat(entropies) if entropy else None
 
 
-def collate(sequences: Pairs, device: torch.device) -> dict[str, Tensor]:
-    """R (prompt, response) pairs as right-padded input for `TokenLogProbs`.
+def reach(model: nn.Module) -> float:
+    """The number of tokens whose attention costs as much as one token's matrix products."""
+    return 6.0 * model.config.hidden_size  # 24 H^2 operations a layer over 4 H for each token seen
 
-    `where` are the N flat positions whose output predicts a response token, `targets` the tokens.
 
-    Example: the pairs ([5, 6], [7, 8, 2]) and ([5], [2]) give input_ids [[5, 6, 7, 8, 2],
-    [5, 2, 0, 0, 0]], where [1, 2, 3, 5] and targets [7, 8, 2, 2]: position 1, the prompt's last
-    token 6, predicts 7, and position 5, the first of row 1, predicts its 2.
+def plan_rows(groups: Groups, reach: float, budget: int) -> tuple[Pairs, list[list[list[int]]]]:
+    """Share each group's responses out among packed rows, evenly and so that the work is least.
+
+    A row computes its prompt of P tokens once, but its attention grows with the square of its
+    length L. The work of a row is reach L + L^2, where `reach` is the number of tokens whose
+    attention costs as much as one token's matrix products; the work per response is least when the
+    responses of a row have sqrt(P (P + reach)) tokens together. No row should exceed `budget`.
+
+    Returns the responses of all groups, end to end, and each group's rows of indices into them.
+    Example: a prompt of 4 tokens, responses of 5, 3, 4 and 2, and reach 12 give sqrt(4 x 16) = 8
+    tokens a row, so two rows: [[0, 3], [2, 1]].
     """
-    rows = [torch.from_numpy(np.concatenate(pair)) for pair in sequences]
-    input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).long()
-    starts = [i * input_ids.shape[1] + len(p) - 1 for i, (p, _) in enumerate(sequences)]
-    spans = zip(starts, [len(response) for _, response in sequences], strict=True)
-    where = torch.cat([torch.arange(start, start + length) for start, length in spans])
-    targets = torch.from_numpy(np.concatenate([response for _, response in sequences])).long()
-    batch = {"input_ids": input_ids, "where": where, "targets": targets}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    pairs, plan = [], []
+    for prompt, responses in groups:
+        P, lengths = len(prompt), [len(response) for response in responses]
+        room = max(1, min(budget - P, math.sqrt(P * (P + reach))))
+        n = min(len(responses), math.ceil(sum(lengths) / room))
+        rows, filled = [[] for _ in range(n)], [0] * n
+        for j in sorted(range(len(responses)), key=lambda j: -lengths[j]):
+            shortest = filled.index(min(filled))
+            rows[shortest].append(len(pairs) + j)
+            filled[shortest] += lengths[j]
+        pairs += [(prompt, response) for response in responses]
+        plan.append(rows)
+    return pairs, plan
 
 
-def plan_microbatches(lengths: list[int], rows: int, budget: int) -> list[list[int]]:
+def row_length(pairs: Pairs, row: list[int]) -> int:
+    """Tokens of a packed row: the prompt once, and the responses."""
+    return len(pairs[row[0]][0]) + sum(len(pairs[i][1]) for i in row)
+
+
+def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str, Any]:
+    """R rows of responses to a common prompt as input for `TokenLogProbs`.
+
+    A row is the prompt and the responses side by side, padded on the right. Every response's
+    positions go on from the prompt's, and the mask shows it the prompt and itself. `where` are the
+    N flat positions whose output predicts a response token, `targets` the tokens, row by row.
+
+    Example: the pairs ([5, 6], [7, 8, 2]) and ([5, 6], [9, 2]) in one row give input_ids
+    [[5, 6, 7, 8, 2, 9, 2]], position_ids [[0, 1, 2, 3, 4, 2, 3]], where [1, 2, 3, 1, 5] and targets
+    [7, 8, 2, 9, 2]: position 1, the prompt's last token 6, predicts both 7 and 9.
+    """
+    L = max(row_length(pairs, row) for row in rows)
+    ids, positions, owner = np.zeros((3, len(rows), L), np.int64)  # owner 0: padding
+    where = []
+    for r, row in enumerate(rows):
+        prompt = pairs[row[0]][0]
+        P = end = len(prompt)
+        ids[r, :P], positions[r, :P], owner[r, :P] = prompt, np.arange(P), 1
+        for j, response in enumerate((pairs[i][1] for i in row), 2):
+            start, end = end, end + len(response)
+            ids[r, start:end], owner[r, start:end] = response, j
+            positions[r, start:end] = np.arange(P, P + len(response))
+            where += [[r * L + P - 1], np.arange(r * L + start, r * L + end - 1)]
+    targets = np.concatenate([pairs[i][1] for row in rows for i in row]).astype(np.int64)
+    load = lambda array: torch.from_numpy(array).to(device, non_blocking=True)
+    inputs = {"input_ids": load(ids), "position_ids": load(positions)}
+    # rows of one response need no mask: attention is causal, and padding comes last
+    if any(len(row) > 1 for row in rows):
+        owner = load(owner)
+        seen = (owner[:, None, :] == 1) | (owner[:, None, :] == owner[:, :, None])
+        inputs["attention_mask"] = seen.tril()[:, None]  # (R, 1, L, L)
+    return {"inputs": inputs, "where": load(np.concatenate(where)), "targets": load(targets)}
+
+
+def plan_microbatches(shapes: list[tuple[int, int]], budget: int) -> list[list[int]]:
     """Split units into micro-batches of at most `budget` tokens, padding included.
 
-    A unit has `rows` sequences padded to its length; similar lengths go together. A unit over
-    the budget is a micro-batch by itself. Example: lengths [30, 10, 12] of 2 rows with a budget
-    of 50 tokens give [[1, 2], [0]]: 2 x 2 x 12 = 48 tokens, then 1 x 2 x 30 = 60, too many.
+    A unit has a number of rows and a length, to which they are padded; similar lengths go together.
+    A unit over the budget is a micro-batch by itself. Example: the shapes (2, 30), (2, 10), (2, 12)
+    with a budget of 50 tokens give [[1, 2], [0]]: 4 x 12 = 48 tokens, then 2 x 30 = 60, too many.
     """
-    plan: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        # ascending, so that lengths[i] is what the micro-batch is padded to
-        if plan and (len(plan[-1]) + 1) * rows * lengths[i] <= budget:
+    plan, rows = [], 0
+    for i in sorted(range(len(shapes)), key=lambda i: shapes[i][1]):
+        more, length = shapes[i]  # ascending, so that the micro-batch is padded to this one's
+        if plan and (rows + more) * length <= budget:
             plan[-1].append(i)
+            rows += more
         else:
             plan.append([i])
+            rows = more
     return plan
 
 
 @torch.no_grad()
-def token_logprobs(policy: nn.Module, sequences: Pairs, config: Config) -> list[Tensor]:
-    """Log-probabilities (T,) of the response tokens of each (prompt, response) pair."""
+def token_logprobs(policy: TokenLogProbs, groups: Groups, config: Config) -> list[Tensor]:
+    """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
     device, scored = next(policy.parameters()).device, {}
-    lengths = [len(prompt) + len(response) for prompt, response in sequences]
-    for rows in plan_microbatches(lengths, 1, config.tokens_per_microbatch):
+    pairs, units = plan_rows(groups, reach(policy.model), config.tokens_per_microbatch)
+    rows = [row for unit in units for row in unit]
+    shapes = [(1, row_length(pairs, row)) for row in rows]
+    for micro in plan_microbatches(shapes, config.tokens_per_microbatch):
+        part = [rows[i] for i in micro]
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-            logprobs, _ = policy(**collate([sequences[i] for i in rows], device))
-        parts = logprobs.split([len(sequences[i][1]) for i in rows])
-        scored |= zip(rows, parts, strict=True)
-    return [scored[i] for i in range(len(sequences))]
+            logprobs, _ = policy(**pack(pairs, part, device))
+        order = [i for row in part for i in row]
+        scored |= zip(order, logprobs.split([len(pairs[i][1]) for i in order]), strict=True)
+    return [scored[i] for i in range(len(pairs))]
 
 
 def score_probes(model: nn.Module, probes: list[np.ndarray], config: Config) -> list[np.ndarray]:
     """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
-    pairs = [(tokens[:1], tokens[1:]) for tokens in probes]
-    scored = token_logprobs(TokenLogProbs(model, temperature=1.0), pairs, config)
+    groups = [(tokens[:1], [tokens[1:]]) for tokens in probes]
+    scored = token_logprobs(TokenLogProbs(model, temperature=1.0), groups, config)
     return [logprobs.cpu().numpy() for logprobs in scored]
 
 
@@ -1209,7 +1270,7 @@ def supervised_fine_tune(
     steps, losses = len(batches), []
     schedule = transformers.get_scheduler("cosine", optimizer, steps // 10, steps)
     for batch in batches:
-        logprobs, _ = policy(**collate([pairs[i] for i in batch], own_device()))
+        logprobs, _ = policy(**pack(pairs, [[i] for i in batch], own_device()))
         loss = -logprobs.mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -1750,8 +1811,8 @@ class Searcher:
         prompt_id, version = self.requests.pop(number)
         texts = [self.problem.text(tokens) for tokens in completion.tokens]
         rewards = task.checked_rewards([task.train[prompt_id]] * len(texts), texts, ended)
-        pairs = [(completion.request.prompt, tokens) for tokens in completion.tokens]
-        logprobs = token_logprobs(self.reference, pairs, self.config)
+        group = completion.request.prompt, completion.tokens
+        logprobs = token_logprobs(self.reference, [group], self.config)
         by_reference = torch.stack([part.sum() for part in logprobs]).tolist()
         self.tokens += sum(map(len, completion.tokens))
         columns = completion.tokens, completion.logprobs, ended.tolist(), rewards, by_reference
@@ -1772,9 +1833,9 @@ class Searcher:
         ended = np.array([completion.ended[0] for completion in done])
         records = task.evaluate([task.held_out[row] for row in rows], texts, ended)
         if task.wants_logprobs:
-            pairs = [(completion.request.prompt, completion.tokens[0]) for completion in done]
+            groups = [(completion.request.prompt, completion.tokens) for completion in done]
             plain = TokenLogProbs(self.reference.model, temperature=1.0)
-            by_reference = token_logprobs(plain, pairs, self.config)
+            by_reference = token_logprobs(plain, groups, self.config)
             for record, completion, logprobs in zip(records, done, by_reference, strict=True):
                 by_policy, ref_logprob = float(completion.logprobs[0].sum()), float(logprobs.sum())
                 record |= {"kl": by_policy - ref_logprob, "ref_logprob": ref_logprob}
@@ -2567,35 +2628,34 @@ class Trainer:
         Returns (loss, log_z, entropy) and the number of response tokens.
         """
         objective, K = OBJECTIVES[self.config.objective], len(groups[0])
-        rows = [trajectory for group in groups for trajectory in group]
-        pairs = [(self.problem.prompts[t.prompt_id], t.tokens) for t in rows]
-        lengths = [len(prompt) + len(response) for prompt, response in pairs]
-        longest = [max(lengths[i : i + K]) for i in range(0, len(rows), K)]
-        budget = self.config.tokens_per_microbatch
-        one_pass = K * max(longest) <= budget
+        budget, flat = self.config.tokens_per_microbatch, [t for group in groups for t in group]
+        prompts = [self.problem.prompts[group[0].prompt_id] for group in groups]
+        responses = [[t.tokens for t in group] for group in groups]
+        sequences = list(zip(prompts, responses, strict=True))
+        pairs, units = plan_rows(sequences, reach(self.model), budget)
+        shape = lambda unit: (len(unit), max(row_length(pairs, row) for row in unit))
+        one_pass = all(rows * length <= budget for rows, length in map(shape, units))
         sums = torch.zeros(3, device=self.device)  # loss, log_z, entropy
 
         def evaluate(logprobs: Tensor, rows: list[Trajectory]) -> Tensor:
             loss, log_z = objective(Batch.of(logprobs, rows, K), beta, tau)
-            share = len(rows) / len(pairs)
+            share = len(rows) / len(flat)
             sums[:2] += share * torch.stack([loss.detach(), log_z.mean()])
             return loss * share
 
-        if one_pass:
-            plan = plan_microbatches(longest, K, budget)
-            plan = [[i * K + j for i in unit for j in range(K)] for unit in plan]
-        else:
-            plan = plan_microbatches(lengths, 1, budget)
-            leaf = torch.cat(token_logprobs(self.policy, pairs, self.config)).requires_grad_()
-            (derivative,) = torch.autograd.grad(evaluate(leaf, rows), leaf)
-            derivatives = derivative.split([len(response) for _, response in pairs])
-        for micro in plan:
-            inputs = collate([pairs[i] for i in micro], self.device)
-            logprobs, entropies = self.policy(**inputs, entropy=True)
+        if not one_pass:
+            units = [[row] for unit in units for row in unit]
+            leaf = torch.cat(token_logprobs(self.policy, sequences, self.config)).requires_grad_()
+            (derivative,) = torch.autograd.grad(evaluate(leaf, flat), leaf)
+            derivatives = derivative.split([len(t.tokens) for t in flat])
+        for micro in plan_microbatches(list(map(shape, units)), budget):
+            rows = [row for i in micro for row in units[i]]
+            order = [i for row in rows for i in row]  # of whole groups, if in one pass
+            logprobs, entropies = self.policy(**pack(pairs, rows, self.device), entropy=True)
             if one_pass:
-                loss = evaluate(logprobs, [rows[i] for i in micro])
+                loss = evaluate(logprobs, [flat[i] for i in order])
             else:
-                loss = (logprobs * torch.cat([derivatives[i] for i in micro])).sum()
+                loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
             self.accelerator.backward(loss)
             sums[2] += entropies.sum()
         tokens = sum(len(response) for _, response in pairs)

@@ -185,25 +185,49 @@ def test_gradient_is_exact_for_any_micro_batches(
 def test_plan_microbatches_covers_all_within_budget():
     rng = np.random.default_rng(0)
     for _ in range(50):
-        lengths = rng.integers(1, 100, rng.integers(1, 40)).tolist()
-        rows, budget = int(rng.integers(1, 5)), int(rng.integers(1, 800))
-        plan = tba.plan_microbatches(lengths, rows, budget)
-        assert sorted(i for micro in plan for i in micro) == list(range(len(lengths)))
+        shapes = [tuple(map(int, rng.integers(1, (6, 100)))) for _ in range(rng.integers(1, 40))]
+        budget = int(rng.integers(1, 800))
+        plan = tba.plan_microbatches(shapes, budget)
+        assert sorted(i for micro in plan for i in micro) == list(range(len(shapes)))
         for micro in plan:
-            padded = len(micro) * rows * max(lengths[i] for i in micro)
-            assert padded <= budget or len(micro) == 1
+            rows, lengths = zip(*(shapes[i] for i in micro), strict=True)
+            assert sum(rows) * max(lengths) <= budget or len(micro) == 1
+
+
+def test_plan_rows_covers_all_evenly_within_budget():
+    rng = np.random.default_rng(0)
+    tokens = lambda most: rng.integers(0, 9, int(rng.integers(1, most))).astype(np.int32)
+    for _ in range(50):
+        groups = [(tokens(60), [tokens(40) for _ in range(rng.integers(1, 30))]) for _ in range(4)]
+        reach, budget = float(rng.integers(1, 3000)), int(rng.integers(100, 1000))
+        pairs, plan = tba.plan_rows(groups, reach, budget)
+        assert [r.tolist() for _, r in pairs] == [r.tolist() for _, rs in groups for r in rs]
+        assert sorted(i for unit in plan for row in unit for i in row) == list(range(len(pairs)))
+        for (prompt, responses), unit in zip(groups, plan, strict=True):
+            assert all(pairs[i][0] is prompt for row in unit for i in row)
+            lengths, longest = [tba.row_length(pairs, r) for r in unit], max(map(len, responses))
+            assert max(lengths) - min(lengths) <= longest
+            most = min(budget, len(prompt) + math.sqrt(len(prompt) * (len(prompt) + reach)))
+            assert max(lengths) <= most + longest
+    example = (np.zeros(4, np.int32), [np.zeros(n, np.int32) for n in (5, 3, 4, 2)])
+    assert tba.plan_rows([example], 12.0, 100)[1] == [[[0, 3], [2, 1]]]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "qwen2"])
-def test_token_logprobs_equal_the_full_softmax(gsm8k, model_of, tmp_path, name):
+@pytest.mark.parametrize("rows", [[[0, 1, 2], [3], [5, 4]], [[0], [3], [4]]])
+def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, rows):
+    """Rows of several responses and of one, padded, and what `token_logprobs` makes of them."""
     config = tba.parse(arguments(gsm8k, tmp_path, model=model_of(name), dtype="float32"))
     model = tba.load_model(config, torch.float32, torch.device("cpu"))
     policy = tba.TokenLogProbs(model, 0.7)
     policy.CHUNK = 5
     rng = np.random.default_rng(0)
     draw = lambda n: rng.integers(0, 300, n).astype(np.int32)
-    pairs = [(draw(p), draw(r)) for p, r in ((9, 4), (3, 12), (1, 1), (20, 7))]
-    logprobs, entropies = policy(**tba.collate(pairs, torch.device("cpu")), entropy=True)
+    groups = [
+        (draw(p), [draw(n) for n in ns]) for p, ns in ((9, (4, 12, 1)), (1, (7,)), (20, (3, 5)))
+    ]
+    pairs = [(prompt, response) for prompt, responses in groups for response in responses]
+    logprobs, entropies = policy(**tba.pack(pairs, rows, torch.device("cpu")), entropy=True)
     assert logprobs.requires_grad and not entropies.requires_grad
     expected, entropy = [], []
     for prompt, response in pairs:
@@ -211,10 +235,14 @@ def test_token_logprobs_equal_the_full_softmax(gsm8k, model_of, tmp_path, name):
         all_logprobs = (model(ids[None]).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
         expected.append(all_logprobs.gather(1, ids[len(prompt) :, None])[:, 0])
         entropy.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
-    torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(entropies, torch.cat(entropy), atol=1e-4, rtol=1e-4)
-    scored = tba.token_logprobs(policy, pairs, config)
-    torch.testing.assert_close(torch.cat(scored), logprobs.detach(), atol=1e-5, rtol=1e-5)
+    order = [i for row in rows for i in row]
+    in_order = lambda parts: torch.cat([parts[i] for i in order])
+    torch.testing.assert_close(logprobs, in_order(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(entropies, in_order(entropy), atol=1e-4, rtol=1e-4)
+    for budget in (20, 45, 1000):
+        config.tokens_per_microbatch = budget
+        scored = tba.token_logprobs(policy, groups, config)
+        torch.testing.assert_close(torch.cat(scored), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_non_finite_steps_are_skipped_and_end_the_run(gsm8k, tmp_path, monkeypatch):
