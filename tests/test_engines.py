@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ def close(engine):
     if hasattr(engine, "llm"):
         engine.engine.engine_core.shutdown()
         del engine.llm, engine.engine
+        gc.collect()  # here, rather than in a thread of a later test
 
 
 @pytest.fixture
