@@ -62,6 +62,7 @@ import torch.multiprocessing as mp
 import transformers
 from accelerate import Accelerator
 from rapidfuzz.distance import Levenshtein
+from rapidfuzz.process import cdist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -848,12 +849,13 @@ class ReplayBuffer:
         self.config = config
         self.rng = np.random.default_rng([config.seed, 0xB0F])
         self.trajectories: dict[int, list[Trajectory]] = {}
+        self.count = 0  # of all trajectories
         self.window: dict[int, None] = {}  # prompts that arrived since the latest sync, in order
         self.previous: dict[int, None] = {}  # those that arrived between the last two syncs
         self.epoch: list[int] = []  # prompts that this epoch of uniform sampling has left
 
     def __len__(self) -> int:
-        return sum(map(len, self.trajectories.values()))
+        return self.count
 
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the most recent ones.
@@ -873,26 +875,34 @@ class ReplayBuffer:
         if old and old[0].reference > reference:
             return  # scored before the reference was reset, overtaken by groups scored after
         kept = [t for t in old if t.reference == reference and t.tokens.tobytes() not in new]
-        for trajectory in new.values():
-            near = self.config.near_duplicate
-            alike = [t for t in kept if near and self._alike(t, trajectory)]
-            if all(t.reward <= trajectory.reward for t in alike):
-                kept = [t for t in kept if not any(t is other for other in alike)]
-                kept.append(trajectory)
+        kept = self._without_near_duplicates(kept, list(new.values()))
         if self.config.evict == "lowest_reward":  # in place of the oldest
             best = sorted(kept, key=lambda t: t.reward)[-self.config.kept_per_prompt :]
             best = set(map(id, best))
             kept = [t for t in kept if id(t) in best]
-        self.trajectories[group.prompt_id] = kept[-self.config.kept_per_prompt :]
+        kept = kept[-self.config.kept_per_prompt :]
+        self.count += len(kept) - len(old)
+        self.trajectories[group.prompt_id] = kept
         self.window.pop(group.prompt_id, None)
         self.window[group.prompt_id] = None
 
-    def _alike(self, a: Trajectory, b: Trajectory) -> bool:
-        """Whether two responses are near-duplicates by token edit distance."""
-        limit = self.config.near_duplicate * (len(a.tokens) + len(b.tokens))
-        cutoff = math.ceil(limit) - 1  # the largest whole distance below the limit
-        a, b = a.tokens.tolist(), b.tokens.tolist()
-        return Levenshtein.distance(a, b, score_cutoff=cutoff) <= cutoff
+    def _without_near_duplicates(self, stored: list[Trajectory], new: list[Trajectory]) -> list:
+        """All of them but for the worse of two that are alike by token edit distance."""
+        rows, first = stored + new, len(stored)
+        if not self.config.near_duplicate:
+            return rows
+        # a character for each token: rapidfuzz is fastest on strings
+        texts = [t.tokens.tobytes().decode("utf-32-le", "surrogatepass") for t in rows]
+        lengths = np.array(list(map(len, texts)))
+        limits = self.config.near_duplicate * (lengths[first:, None] + lengths)  # (new, rows)
+        options = {"score_cutoff": math.ceil(limits.max()), "dtype": np.int32}
+        distances = cdist(texts[first:], texts, scorer=Levenshtein.distance, **options)
+        gone = set()
+        for i, near in enumerate(distances < limits, first):
+            alike = [j for j in np.flatnonzero(near[:i]) if j not in gone]
+            better = any(rows[j].reward > rows[i].reward for j in alike)
+            gone.update([i] if better else alike)
+        return [t for i, t in enumerate(rows) if i not in gone]
 
     def begin_window(self) -> None:
         """Weights were synced: what arrives from now on is the most recent."""
@@ -922,11 +932,8 @@ class ReplayBuffer:
             recent += [p for p in self.previous if p not in self.window]
         recent = deque(self.rng.permutation(recent).astype(int).tolist())
         few = len(self.trajectories) < B  # prompts must repeat, with other trajectories
-        groups, used, draws = (
-            [],
-            {},
-            0,
-        )  # used: prompt -> ids of the trajectories that the batch has
+        used: dict[int, set[int]] = {}  # prompt -> ids of the trajectories that the batch has
+        groups, draws = [], 0
         for _ in range(B):
             while recent and recent[0] in used and not few:
                 recent.popleft()
@@ -988,6 +995,7 @@ class ReplayBuffer:
         for row in zip(*columns, strict=True):
             trajectory = Trajectory(*row)
             self.trajectories.setdefault(trajectory.prompt_id, []).append(trajectory)
+        self.count = len(state["lengths"])
         self.window, self.previous = (dict.fromkeys(state[n]) for n in ("window", "previous"))
         self.epoch, self.rng.bit_generator.state = list(state["epoch"]), state["rng"]
 
