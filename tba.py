@@ -481,7 +481,7 @@ class Task:
 
     def check(self, example: dict) -> str | None:
         """What is wrong with an example, or None."""
-        return not_text(example, *example)
+        return not_text(example, *re.findall(r"{(\w+)}", self.template))
 
     def prompt(self, example: dict) -> str:
         """The text that the policy continues."""
@@ -605,6 +605,9 @@ class TLDR(Task):
             fix = f"has {n} labels; a reward model has a scalar head (num_labels = 1)"
             config.need(n == 1, name, fix)
         super().__init__(config, tokenizer)
+
+    def check(self, example: dict) -> str | None:
+        return not_text(example, *self.columns)
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         load = lambda name: TextModel("labels", getattr(self.config, name), self.config, device)
@@ -1361,6 +1364,8 @@ class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
 class TransformersEngine:
     """Generation with transformers' `generate`, a batch at a time, wherever PyTorch runs."""
 
+    LOOKAHEAD = 1.0  # responses in flight over `sequences_in_flight`
+
     def __init__(self, config: Config, problem: Problem, device: torch.device, seed: int = 0):
         self.config, self.device, self.end_tokens = config, device, problem.end_tokens
         self.model = load_model(config, config.torch_dtype, device).eval()
@@ -1432,6 +1437,8 @@ class TransformersEngine:
 
 class VLLMEngine:
     """Generation with vLLM inside this process; the interface of `TransformersEngine`."""
+
+    LOOKAHEAD = 4 / 3  # some wait, so that no slot is empty while a group's last response ends
 
     def __init__(self, config: Config, problem: Problem, device: torch.device, seed: int = 0):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core in this very process
@@ -1763,13 +1770,16 @@ class Searcher:
         """Search until told to stop."""
         self.queues.report("ready")
         while True:
-            if not self.paused:  # for a prompt is counted to the weights that begin it
-                self.begin_prompts()
-            if self.engine.unfinished and not self.paused:
-                for completion in self.engine.step(self.between_steps):
-                    self.handle_completion(completion)
-            else:
-                self.between_steps(patience=0.02)
+            self.turn()
+
+    def turn(self) -> None:
+        """Begin prompts, take one decode step, score what it completed."""
+        if not self.paused:  # for a prompt is counted to the weights that begin it
+            self.begin_prompts()
+        if self.engine.unfinished and not self.paused:
+            self.handle_completions(self.engine.step(self.between_steps))
+        else:
+            self.between_steps(patience=0.02)
 
     def between_steps(self, patience: float = 0.0) -> None:
         """Send groups, look for a command, wait while paused, judge a few answers."""
@@ -1790,7 +1800,7 @@ class Searcher:
         draining = self.pause_requested and config.on_sync == "drain"
         while self.number < self.prompt_limit and not self.outbox and not draining:
             under_way = S * len(self.requests) + self.ungenerated
-            if under_way and under_way + S > config.sequences_in_flight:
+            if under_way and under_way + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
                 return
             epoch, place = divmod(self.number * M + index, n)
             prompt_id = int(prompt_order(config.seed, epoch, n)[place])
@@ -1803,30 +1813,39 @@ class Searcher:
             self.requests[self.number] = prompt_id, self.version
             self.number += 1
 
-    def handle_completion(self, completion: Completion) -> None:
-        """Score a group of responses; keep an answer to a held-out prompt until it is judged."""
-        if isinstance(completion.request.id, int):
-            self.outbox.append(self.score_group(completion))
-        elif completion.request.id[0] == self.evaluation:  # not of one that was begun again
-            self.answers.append((completion.request.id[1], completion))
+    def handle_completions(self, completions: list[Completion]) -> None:
+        """Score groups of responses; keep answers to held-out prompts until they are judged."""
+        training = [done for done in completions if isinstance(done.request.id, int)]
+        self.outbox += self.score_groups(training) if training else []
+        for done in completions:
+            if isinstance(done.request.id, int) or done.request.id[0] != self.evaluation:
+                continue  # an answer of an evaluation that was begun again
+            self.answers.append((done.request.id[1], done))
             self.ungenerated -= 1
             if not self.ungenerated:
                 self.queues.report("generated", self.evaluation)
 
-    def score_group(self, completion: Completion) -> Group:
-        """A prompt's responses with their rewards and reference log-probabilities."""
-        number, ended, task = completion.request.id, completion.ended, self.problem.task
-        prompt_id, version = self.requests.pop(number)
-        texts = [self.problem.text(tokens) for tokens in completion.tokens]
-        rewards = task.checked_rewards([task.train[prompt_id]] * len(texts), texts, ended)
-        group = completion.request.prompt, completion.tokens
-        logprobs = token_logprobs(self.reference, [group], self.config)
+    def score_groups(self, completions: list[Completion]) -> list[Group]:
+        """Prompts' responses with their rewards and reference log-probabilities, in one pass."""
+        task, groups = self.problem.task, []
+        origins = [self.requests.pop(done.request.id) for done in completions]
+        texts = [self.problem.text(tokens) for done in completions for tokens in done.tokens]
+        pairs = zip(origins, completions, strict=True)
+        examples = [task.train[prompt_id] for (prompt_id, _), done in pairs for _ in done.tokens]
+        ended = np.concatenate([done.ended for done in completions])
+        rewards = task.checked_rewards(examples, texts, ended)
+        sequences = [(done.request.prompt, done.tokens) for done in completions]
+        logprobs = token_logprobs(self.reference, sequences, self.config)
         by_reference = torch.stack([part.sum() for part in logprobs]).tolist()
-        self.tokens += sum(map(len, completion.tokens))
-        columns = completion.tokens, completion.logprobs, ended.tolist(), rewards, by_reference
-        origin = prompt_id, version, self.reference_version
-        trajectories = [Trajectory(*row, *origin) for row in zip(*columns, strict=True)]
-        return Group(prompt_id, trajectories, self.queues.searcher, number)
+        scores = zip(ended.tolist(), rewards, by_reference, strict=True)
+        for done, (prompt_id, version) in zip(completions, origins, strict=True):
+            origin = prompt_id, version, self.reference_version
+            own = itertools.islice(scores, len(done.tokens))
+            rows = zip(done.tokens, done.logprobs, own, strict=True)
+            group = [Trajectory(tokens, probs, *score, *origin) for tokens, probs, score in rows]
+            groups.append(Group(prompt_id, group, self.queues.searcher, done.request.id))
+            self.tokens += sum(map(len, done.tokens))
+        return groups
 
     def judge_some(self) -> None:
         """Judge a few answers and send their records; beside generation at most half the time."""

@@ -197,8 +197,8 @@ def test_a_late_searcher_catches_up_and_a_lost_manager_ends_the_run(gsm8k, tmp_p
     """It misses the reset of the reference too, and is sent it when it comes back."""
     out, reset = tmp_path / "run", 60
     flags = {"num_searchers": 2, "transfer_timeout": 4, "reset_reference_every": reset}
-    run = Run(out, endless(gsm8k, out, **flags))
-    run.reaches(reset - 15)
+    run = Run(out, endless(gsm8k, out, sync_every=15, **flags))
+    run.reaches(reset - 8)  # between two syncs: to stop it in a transfer is another matter
     late = run.searchers()[0]
     os.kill(late, signal.SIGSTOP)
     run.reaches(reset + 8)

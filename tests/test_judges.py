@@ -112,7 +112,7 @@ def test_a_searcher_measures_tokens_and_kl_of_the_answers_it_evaluates(tldr, tmp
     while searcher.engine.unfinished:
         for completion in searcher.engine.step():
             answers[completion.request.id[1]] = completion.tokens[0]
-            searcher.handle_completion(completion)
+            searcher.handle_completions([completion])
     for _ in range(2):
         searcher.judge_some()
     while not queues.messages.empty():

@@ -114,7 +114,7 @@ def test_remote_searchers_join_with_the_key_and_no_one_without(gsm8k, tmp_path, 
         port = probe.getsockname()[1]
     address, key = f"127.0.0.1:{port}", secrets.token_hex(32)
     flags = {"steps": 100_000, "num_searchers": 1, "eval_every": 0, "searcher_timeout": 10,
-             "bind": address, "remote_searchers": 1}  # fmt: skip
+             "bind": address, "remote_searchers": 1, "sync_every": 50}  # fmt: skip
     monkeypatch.setenv("TBA_AUTHKEY", key)
     run = Run(out, arguments(gsm8k, out, **flags))
     run.reaches(3)
