@@ -166,4 +166,8 @@ def test_remote_searchers_join_with_the_key_and_no_one_without(gsm8k, tmp_path, 
     for path in out.rglob("*.json*"):
         assert key not in path.read_text()
     stored = run.noted("stored")
-    assert len(stored) == len(set(stored)) and set(run.noted("sent")) <= set(stored)
+    assert len(stored) == len(set(stored))
+    # but for what another machine sent after the last look at the queue: made again on --resume
+    last = max(number for searcher, number in stored if searcher == 1)
+    lost = set(run.noted("sent")) - set(stored)
+    assert all(searcher == 1 and number > last for searcher, number in lost)
