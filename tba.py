@@ -2834,13 +2834,13 @@ class RunFolder:
             temporary.rename(self.path / name)
         self.evaluations = kept
 
-    def records(self, name: str) -> list[dict]:
+    def records(self, name: str) -> Iterator[dict]:
         """Those of a .jsonl file, but for lines that a full disk or a kill cut off."""
-        records, path = [], self.path / name
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
-        return records
+        path = self.path / name
+        with open(path if path.exists() else os.devnull, encoding="utf-8") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
 
     def seconds(self) -> float:
         """Time that the run has taken."""
@@ -2904,8 +2904,9 @@ class RunFolder:
             "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
             "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
         }
-        metrics, held_out = self.records("metrics.jsonl"), self.evaluations
-        held_out = [e for e in held_out if e["split"] == "held_out"]
+        drawn = ["step", *itertools.chain(*keys.values())]  # of long runs these alone are held
+        metrics = [{name: r[name] for name in drawn} for r in self.records("metrics.jsonl")]
+        held_out = [e for e in self.evaluations if e["split"] == "held_out"]
         panels = {title: (metrics, names) for title, names in keys.items()}
         for name in list(held_out[0])[4:] if held_out else ():
             panels[f"held out: {name.replace('_', ' ')}"] = held_out, [name]
