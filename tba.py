@@ -257,6 +257,16 @@ class Config:
         self.logprob_tolerance = self.logprob_tolerance or strict
 
     @property
+    def all_searchers(self) -> int:
+        """Those of this machine first, then those of others."""
+        return self.num_searchers + self.remote_searchers
+
+    @property
+    def threads(self) -> int:
+        """CPU threads for each of the Trainer and the Searchers of this machine."""
+        return max(1, len(os.sched_getaffinity(0)) // (1 + self.num_searchers))
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
@@ -1005,7 +1015,7 @@ class ReplayBuffer:
 
 # ==================================================== 4. Log-probabilities and objectives
 
-Groups = list[tuple[np.ndarray, list[np.ndarray]]]  # tokens of a prompt, of responses to it
+PromptGroups = list[tuple[np.ndarray, list[np.ndarray]]]  # tokens of a prompt, of responses to it
 Pairs = list[tuple[np.ndarray, np.ndarray]]  # tokens of (prompt, response): (P,), (T,) int32
 
 
@@ -1068,27 +1078,29 @@ class TokenLogProbs(nn.Module):
         return logprobs, torch.cat(entropies) if entropy else None
 
 
-def reach(model: nn.Module) -> float:
+def break_even_length(model: nn.Module) -> float:
     """The number of tokens whose attention costs as much as one token's matrix products."""
     return 6.0 * model.config.hidden_size  # 24 H^2 operations a layer over 4 H for each token seen
 
 
-def plan_rows(groups: Groups, reach: float, budget: int) -> tuple[Pairs, list[list[list[int]]]]:
+def plan_rows(
+    groups: PromptGroups, break_even: float, budget: int
+) -> tuple[Pairs, list[list[list[int]]]]:
     """Share each group's responses out among packed rows, evenly and so that the work is least.
 
     A row computes its prompt of P tokens once, but its attention grows with the square of its
-    length L. The work of a row is reach L + L^2, where `reach` is the number of tokens whose
-    attention costs as much as one token's matrix products; the work per response is least when the
-    responses of a row have sqrt(P (P + reach)) tokens together. No row should exceed `budget`.
+    length L: the work of a row is break_even L + L^2, with `break_even_length` of the model. The
+    work per response is least when the responses of a row have sqrt(P (P + break_even)) tokens
+    together. No row should exceed `budget`.
 
     Returns the responses of all groups, end to end, and each group's rows of indices into them.
-    Example: a prompt of 4 tokens, responses of 5, 3, 4 and 2, and reach 12 give sqrt(4 x 16) = 8
-    tokens a row, so two rows: [[0, 3], [2, 1]].
+    Example: a prompt of 4 tokens, responses of 5, 3, 4 and 2, and break_even 12 give
+    sqrt(4 x 16) = 8 tokens a row, so two rows: [[0, 3], [2, 1]].
     """
     pairs, plan = [], []
     for prompt, responses in groups:
         P, lengths = len(prompt), [len(response) for response in responses]
-        room = max(1, min(budget - P, math.sqrt(P * (P + reach))))
+        room = max(1, min(budget - P, math.sqrt(P * (P + break_even))))
         n = min(len(responses), math.ceil(sum(lengths) / room))
         rows, filled = [[] for _ in range(n)], [0] * n
         for j in sorted(range(len(responses)), key=lambda j: -lengths[j]):
@@ -1159,10 +1171,10 @@ def plan_microbatches(shapes: list[tuple[int, int]], budget: int) -> list[list[i
 
 
 @torch.no_grad()
-def token_logprobs(policy: TokenLogProbs, groups: Groups, config: Config) -> list[Tensor]:
+def token_logprobs(policy: TokenLogProbs, groups: PromptGroups, config: Config) -> list[Tensor]:
     """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
     device, scored = next(policy.parameters()).device, {}
-    pairs, units = plan_rows(groups, reach(policy.model), config.tokens_per_microbatch)
+    pairs, units = plan_rows(groups, break_even_length(policy.model), config.tokens_per_microbatch)
     rows = [row for unit in units for row in unit]
     shapes = [(1, row_length(pairs, row)) for row in rows]
     for micro in plan_microbatches(shapes, config.tokens_per_microbatch):
@@ -1796,7 +1808,7 @@ class Searcher:
     def begin_prompts(self) -> None:
         """Keep the engine full, held-out prompts counted first; none while the queue is full."""
         config, S, index = self.config, self.config.searched_per_prompt, self.queues.searcher
-        M, n = config.num_searchers + config.remote_searchers, len(self.problem.prompts)
+        M, n = config.all_searchers, len(self.problem.prompts)
         draining = self.pause_requested and config.on_sync == "drain"
         while self.number < self.prompt_limit and not self.outbox and not draining:
             under_way = S * len(self.requests) + self.ungenerated
@@ -1818,12 +1830,12 @@ class Searcher:
         training = [done for done in completions if isinstance(done.request.id, int)]
         self.outbox += self.score_groups(training) if training else []
         for done in completions:
-            if isinstance(done.request.id, int) or done.request.id[0] != self.evaluation:
-                continue  # an answer of an evaluation that was begun again
-            self.answers.append((done.request.id[1], done))
-            self.ungenerated -= 1
-            if not self.ungenerated:
-                self.queues.report("generated", self.evaluation)
+            # a held-out prompt's id is (evaluation, row); of one that was begun again it is dropped
+            if not isinstance(done.request.id, int) and done.request.id[0] == self.evaluation:
+                self.answers.append((done.request.id[1], done))
+                self.ungenerated -= 1
+                if not self.ungenerated:
+                    self.queues.report("generated", self.evaluation)
 
     def score_groups(self, completions: list[Completion]) -> list[Group]:
         """Prompts' responses with their rewards and reference log-probabilities, in one pass."""
@@ -1973,9 +1985,8 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def prepare_process(config: Config) -> None:
-    """CPU threads for one of the Trainer and the Searchers; libraries' errors alone still show."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (1 + config.num_searchers)))
+def quiet_libraries() -> None:
+    """Keep libraries' progress bars and advice off the terminal; errors still show."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -1984,10 +1995,11 @@ def prepare_process(config: Config) -> None:
 def searcher_process(queues: Queues, *place: Any) -> NoReturn:
     """A Searcher's process from start to end; what ended it is told to the Trainer."""
     die_with_parent()
+    quiet_libraries()
     code, text = 1, ""
     try:
         config = pickle.loads(queues.shared["config"])
-        prepare_process(config)
+        torch.set_num_threads(config.threads)
         if config.task_file:  # before the task is unpickled
             load_task_file(config.task_file)
         Searcher(config, pickle.loads(queues.shared["problem"]), queues, *place).run()
@@ -2033,8 +2045,11 @@ def join_run(config: Config) -> int:
                 # a process that succeeds this one has the same name
                 name = f"{socket.gethostname()} (pid {os.getpid()}, place {gpu})"
                 manager.join_requests().put((commands, name))
-                if not (place := commands.get()):
-                    raise OSError("every place of --remote_searchers is taken")
+                place = commands.get()
+                if place is None:
+                    text = "every place of --remote_searchers is taken"
+                    print(f"tba.py: error: --join {config.join}: {text}", file=sys.stderr)
+                    return 2
                 processes[gpu] = start_process(searcher_process, place, gpu)
             time.sleep(2)
         except (OSError, EOFError, AuthenticationError) as error:
@@ -2110,7 +2125,7 @@ class SearcherPool:
     def __init__(self, config: Config, problem: Problem, folder: Any, past: dict[str, Any]) -> None:
         """`past` is `state()` of an interrupted run, or empty; `folder` a RunFolder."""
         self.config, self.problem, self.folder = config, problem, folder
-        M, numbers = config.num_searchers + config.remote_searchers, past.get("numbers", [])
+        M, numbers = config.all_searchers, past.get("numbers", [])
         if len(numbers) != M:  # other Searchers than before share the prompt order from there on
             numbers = [math.ceil(max(numbers, default=0) * len(numbers) / M)] * M
         self.searchers = [SearcherState(i, number) for i, number in enumerate(numbers)]
@@ -2361,7 +2376,8 @@ class SearcherPool:
         if any(s.reference != self.reference_version for s in members):
             parts.insert(0, ("reference", self.reference_version, self.reference))
         self.expected = self.score_probes()  # before: members may have loaded what then fails
-        changed = self.members != (identity := [(s.index, s.starts) for s in members])
+        identity = [(s.index, s.starts) for s in members]
+        changed = identity != self.members
         self.groups_formed += changed
         name, size = f"weights-{self.groups_formed}", len(members) + 1
         for rank, s in enumerate(members, 1):
@@ -2499,7 +2515,7 @@ class Trainer:
     def load(self) -> None:
         """Load the policy and set up everything that training needs, Searchers apart."""
         config, self.device = self.config, own_device()
-        prepare_process(config)
+        torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu",
@@ -2659,7 +2675,7 @@ class Trainer:
         prompts = [self.problem.prompts[group[0].prompt_id] for group in groups]
         responses = [[t.tokens for t in group] for group in groups]
         sequences = list(zip(prompts, responses, strict=True))
-        pairs, units = plan_rows(sequences, reach(self.model), budget)
+        pairs, units = plan_rows(sequences, break_even_length(self.model), budget)
         shape = lambda unit: (len(unit), max(row_length(pairs, row) for row in unit))
         one_pass = all(rows * length <= budget for rows, length in map(shape, units))
         sums = torch.zeros(3, device=self.device)  # loss, log_z, entropy
@@ -2904,27 +2920,36 @@ class RunFolder:
             "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
             "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
         }
-        drawn = ["step", *itertools.chain(*keys.values())]  # of long runs these alone are held
-        metrics = [{name: r[name] for name in drawn} for r in self.records("metrics.jsonl")]
         held_out = [e for e in self.evaluations if e["split"] == "held_out"]
-        panels = {title: (metrics, names) for title, names in keys.items()}
-        for name in list(held_out[0])[4:] if held_out else ():
-            panels[f"held out: {name.replace('_', ' ')}"] = held_out, [name]
+        measured = list(held_out[0])[4:] if held_out else []
+
+        def table(records: Iterable[dict], names: list[str]) -> dict[str, np.ndarray]:
+            """Columns (steps,) of the records; of a long run these alone are held."""
+            rows = [[record[name] for name in names] for record in records]
+            return dict(
+                zip(names, np.array(rows, np.float64).reshape(-1, len(names)).T, strict=True)
+            )
+
+        metrics = table(self.records("metrics.jsonl"), ["step", *itertools.chain(*keys.values())])
+        panels = {title: (metrics, names, "-") for title, names in keys.items()}
+        by_evaluation = table(held_out, ["step", *measured])
+        for name in measured:
+            panels[f"held out: {name.replace('_', ' ')}"] = by_evaluation, [name], "o-"
         columns = math.ceil(len(panels) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        for place, (title, (records, names)) in enumerate(panels.items(), 1):
+        for place, (title, (data, names, style)) in enumerate(panels.items(), 1):
             axes = figure.add_subplot(2, columns, place)
             for name in names:
-                values = np.array([record[name] for record in records], np.float64)  # null: nan
-                style = "o-" if records is held_out else "-"
-                axes.plot([record["step"] for record in records], values, style, lw=1, label=name)
+                axes.plot(data["step"], data[name], style, lw=1, label=name)
             if len(names) > 1:
                 top = axes.get_ylim()[1]
                 axes.set_ylim(-0.03 * top, 1.25 * top)  # from 0, with room for the legend
                 axes.legend(fontsize=8, loc="upper left")
-            if title == "loss" and np.nanmin(values, initial=1) > 0:  # not of every objective
+            if title == "loss" and np.nanmin(data["loss"], initial=1) > 0:  # not of every objective
                 axes.set_yscale("log")
-                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                low, high = axes.get_ylim()
+                subs = (1, 2, 5) if high < 1e3 * low else (1,)
+                axes.yaxis.set_major_locator(LogLocator(subs=subs))
                 axes.yaxis.set_major_formatter("{x:g}")
                 axes.yaxis.set_minor_formatter("")
             axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10), integer=True))
@@ -3058,7 +3083,7 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, folder: RunFolder
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     config = parse(argv)
-    prepare_process(config)
+    quiet_libraries()
     problem, saved, sft_pairs = None, {}, []
     try:
         if config.task_file:

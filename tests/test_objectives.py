@@ -199,15 +199,15 @@ def test_plan_rows_covers_all_evenly_within_budget():
     tokens = lambda most: rng.integers(0, 9, int(rng.integers(1, most))).astype(np.int32)
     for _ in range(50):
         groups = [(tokens(60), [tokens(40) for _ in range(rng.integers(1, 30))]) for _ in range(4)]
-        reach, budget = float(rng.integers(1, 3000)), int(rng.integers(100, 1000))
-        pairs, plan = tba.plan_rows(groups, reach, budget)
+        break_even, budget = float(rng.integers(1, 3000)), int(rng.integers(100, 1000))
+        pairs, plan = tba.plan_rows(groups, break_even, budget)
         assert [r.tolist() for _, r in pairs] == [r.tolist() for _, rs in groups for r in rs]
         assert sorted(i for unit in plan for row in unit for i in row) == list(range(len(pairs)))
         for (prompt, responses), unit in zip(groups, plan, strict=True):
             assert all(pairs[i][0] is prompt for row in unit for i in row)
             lengths, longest = [tba.row_length(pairs, r) for r in unit], max(map(len, responses))
             assert max(lengths) - min(lengths) <= longest
-            most = min(budget, len(prompt) + math.sqrt(len(prompt) * (len(prompt) + reach)))
+            most = min(budget, len(prompt) + math.sqrt(len(prompt) * (len(prompt) + break_even)))
             assert max(lengths) <= most + longest
     example = (np.zeros(4, np.int32), [np.zeros(n, np.int32) for n in (5, 3, 4, 2)])
     assert tba.plan_rows([example], 12.0, 100)[1] == [[[0, 3], [2, 1]]]

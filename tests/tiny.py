@@ -352,7 +352,7 @@ def make(task: str, out: Path) -> None:
     mark = out / f"made-{task}-{VERSION}"
     if mark.exists():
         return
-    tba.prepare_process(tba.Config())
+    tba.quiet_libraries()
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     MAKERS[task](out)
