@@ -29,6 +29,7 @@ import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
 import pickle
 import queue
@@ -51,26 +52,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib import metadata
-from multiprocessing import AuthenticationError, managers
+from multiprocessing import AuthenticationError, forkserver, managers
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
-from accelerate import Accelerator
-from rapidfuzz.distance import Levenshtein
-from rapidfuzz.process import cdist
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
-from transformers.core_model_loading import revert_weight_conversion
 
-# PyTorch's flight recorder is not thread-safe: process groups that begin at once would crash it
-os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 # `import tba` in a task file is this module, however it was started
 sys.modules.setdefault("tba", sys.modules[__name__])
 
@@ -162,7 +149,7 @@ class Config:
     synchronous: bool = flag(False, "lockstep: sync, search a batch, train on it; repeatable")
     sync_every: int = flag(2, "optimizer steps between weight syncs [k]", 1)
     on_sync: Literal["keep", "recompute", "drain"] = flag("keep", "the KV cache; or end first")
-    sync_patience: float = flag(0.2, "seconds that a due sync waits for Searchers before a step")
+    sync_patience: float = flag(0.2, "seconds that a due sync waits for Searchers; or 5% of a step")
     queue_size: int = flag(4096, "groups that the queue holds before Searchers wait", 1)
     logprob_tolerance: float = flag(0.0, "largest logprob_gap allowed; 0: 1e-3, bfloat16 0.5")
     transfer_timeout: float = flag(30.0, "seconds that a weight transfer may be stuck", POSITIVE)
@@ -267,7 +254,7 @@ class Config:
         return max(1, len(os.sched_getaffinity(0)) // (1 + self.num_searchers))
 
     @property
-    def torch_dtype(self) -> torch.dtype:
+    def torch_dtype(self) -> "torch.dtype":
         return getattr(torch, self.dtype)
 
     def annealed(self, name: str, step: int) -> float:
@@ -289,6 +276,97 @@ GROUPS_OF_HELP = {  # the first flag of each
     "synchronous": "asynchrony and faults",
     "eval_every": "evaluation and output",
 }
+
+
+def make_parser() -> transformers.HfArgumentParser:
+    """The command line of Config: its flags in groups, each with its default."""
+    groups, title = {}, ""
+    for f in dataclasses.fields(Config):
+        title = GROUPS_OF_HELP.get(f.name, title)
+        unset = f.default in ("", None) or f.default is False
+        shown = "" if unset else f" (default: {f.default})"
+        text = (f.metadata["help"] + shown).replace("%", "%%")
+        flags = groups.setdefault(title, [])
+        flags.append((f.name, f.type, field(default=f.default, metadata={"help": text})))
+    make = partial(dataclasses.make_dataclass, "Flags")
+    return transformers.HfArgumentParser(
+        [make(flags, namespace={"_argument_group_name": t}) for t, flags in groups.items()],
+        usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.HelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """The command line as a Config; a wrong one ends the program with one line and code 2.
+
+    With `--resume DIR` the settings are those of the run in DIR, but for flags after it: so a
+    script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
+    """
+    parser, argv = make_parser(), sys.argv[1:] if argv is None else argv
+
+    def error(message: str) -> NoReturn:
+        print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
+        sys.exit(2)
+
+    parser.error = error
+    config = Config(**vars(parser.parse_args(argv)))
+    if not config.resume:
+        return config
+    folder, name = Path(config.resume).absolute(), f"--resume {config.resume}"
+    if re.fullmatch(r"checkpoint-\d+", folder.name):
+        error(f"{name}: name the run that it belongs to: --resume {folder.parent}")
+    try:
+        saved = json.loads((folder / "config.json").read_text())["config"]
+        evaluation, model = saved["eval_only"], saved["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        error(f"{name}: holds no run (its config.json cannot be read)")
+    if evaluation:
+        error(f"{name}: holds an evaluation (--eval_only): nothing to continue")
+    place = next(i for i, part in enumerate(argv) if part.split("=")[0] == "--resume")
+    names = {f.name for f in dataclasses.fields(Config)}
+    parser.set_defaults(**{name: value for name, value in saved.items() if name in names})
+    config = Config(**vars(parser.parse_args(argv[place:])))
+    if model not in (config.model, os.path.abspath(config.model)):
+        error(f"--model {config.model}: the run in {folder} trains {model}")
+    return dataclasses.replace(config, output_dir=str(folder), resume=str(folder))
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def stop_signals_ignored() -> Iterator[None]:
+    """Processes that start here ignore them: a terminal or SLURM sends them to all of a run's."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags are answered before what follows, which takes seconds
+    # Searchers are forked from a process that has imported these meanwhile
+    multiprocessing.set_forkserver_preload(["accelerate", "transformers.core_model_loading"])
+    with stop_signals_ignored():
+        forkserver.ensure_running()
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from accelerate import Accelerator
+from rapidfuzz.distance import Levenshtein
+from rapidfuzz.process import cdist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers.core_model_loading import revert_weight_conversion
+
+# PyTorch's flight recorder is not thread-safe: process groups that begin at once would crash it
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 
 def load_task_file(path: str) -> None:
@@ -1964,15 +2042,16 @@ def prompt_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(prompts)
 
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
 def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends, however it ends."""
-    for number in STOP_SIGNALS:  # a terminal or SLURM sends them to all; the Trainer ends the rest
+    """Have the kernel end this process when the one that forked it ends, however it ends."""
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if not mp.parent_process().is_alive():  # it ended before that
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd:  # it ends when all copies are closed: the Trainer's shall count
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    if not mp.parent_process().is_alive():  # the Trainer ended before that
         os._exit(1)
 
 
@@ -1992,9 +2071,11 @@ def quiet_libraries() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def searcher_process(queues: Queues, *place: Any) -> NoReturn:
+def searcher_process(visible_gpu: str | None, queues: Queues, *place: Any) -> NoReturn:
     """A Searcher's process from start to end; what ended it is told to the Trainer."""
     die_with_parent()
+    if visible_gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
     quiet_libraries()
     code, text = 1, ""
     try:
@@ -2014,18 +2095,14 @@ def searcher_process(queues: Queues, *place: Any) -> NoReturn:
     exit_now(code)
 
 
-def start_process(target: Callable, arguments: tuple, gpu: int) -> Any:
-    """Start a process that sees this GPU alone (where there are any), and no signal."""
-    handlers = {n: signal.signal(n, signal.SIG_IGN) for n in STOP_SIGNALS}  # it inherits this
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if torch.cuda.device_count():
-        os.environ["CUDA_VISIBLE_DEVICES"] = before.split(",")[gpu] if before else str(gpu)
-    process = mp.get_context("spawn").Process(target=target, args=arguments)
-    process.start()
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    os.environ |= {"CUDA_VISIBLE_DEVICES": before} if before is not None else {}
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def start_searcher(place: tuple, gpu: int) -> Any:
+    """Start a Searcher's process, which sees this GPU alone (where there are any)."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpu + 1)))
+    visible = gpus.split(",")[gpu] if torch.cuda.device_count() else None
+    context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
+    process = context.Process(target=searcher_process, args=(visible, *place))
+    with stop_signals_ignored():
+        process.start()
     return process
 
 
@@ -2050,7 +2127,7 @@ def join_run(config: Config) -> int:
                     text = "every place of --remote_searchers is taken"
                     print(f"tba.py: error: --join {config.join}: {text}", file=sys.stderr)
                     return 2
-                processes[gpu] = start_process(searcher_process, place, gpu)
+                processes[gpu] = start_searcher(place, gpu)
             time.sleep(2)
         except (OSError, EOFError, AuthenticationError) as error:
             ended = "the run has ended" if any(processes) else ""
@@ -2200,7 +2277,7 @@ class SearcherPool:
             limit = max(self.config.searcher_timeout, self.LOADING if s.version is None else 0)
             if s.process is None and s in self.local and now >= s.restart_at:
                 place, gpu = self.place_of(s, self.manager.Queue()), min(s.index + 1, gpus - 1)
-                s.process = start_process(searcher_process, place, gpu)
+                s.process = start_searcher(place, gpu)
             elif s.process and not s.process.is_alive():
                 self.handle_failure(s, f"ended with exit code {s.process.exitcode}")
             elif s.process and now - s.seen > limit:
@@ -2330,7 +2407,7 @@ class SearcherPool:
         self.sync_due |= self.reset_due or due(config.sync_every)
         self.sync_due |= self.evaluation_due and self.evaluating is None
 
-    def sync_if_due(self) -> None:
+    def sync_if_due(self, patience: float) -> None:
         """Send the weights if they are due and the Searchers ready; in lockstep wait for them."""
         self.sync_seconds = self.sync_wait_seconds = 0.0
         self.mark_due()
@@ -2338,7 +2415,7 @@ class SearcherPool:
             self.wait_for(partial(self.sync, 0.0, everyone=True), newcomers=False)
             self.finish_evaluation()
         elif self.sync_due:
-            self.sync(self.config.sync_patience)
+            self.sync(patience)
 
     def sync(self, patience: float, everyone: bool = False) -> bool:
         """Send the weights once all Searchers are paused; False if that takes over `patience` s.
@@ -2493,9 +2570,10 @@ class Trainer:
         if not config.synchronous:
             pool.search(math.inf)
             self.fill()
-        self.last_step_end = time.perf_counter()
+        self.last_step_end, self.step_seconds = time.perf_counter(), 0.0
         while self.step < config.steps:
-            pool.sync_if_due()
+            # 5% of a step costs less than Searchers that are paused while it is taken
+            pool.sync_if_due(max(config.sync_patience, 0.05 * self.step_seconds))
             if config.synchronous:
                 self.buffer.begin_window()
                 pool.search_batch()
@@ -2612,7 +2690,7 @@ class Trainer:
         stats |= {"beta": beta, "lr": self.scheduler.get_last_lr()[0], "grad_norm": norm}
         self.scheduler.step()
         end = time.perf_counter()
-        wall, self.last_step_end = end - self.last_step_end, end
+        wall, self.last_step_end, self.step_seconds = end - self.last_step_end, end, end - start
         staleness = [self.step - t.version for group in groups for t in group]
         self.step = self.pool.step = self.step + 1
         stats["staleness_mean"], stats["staleness_max"] = float(np.mean(staleness)), max(staleness)
@@ -3005,61 +3083,6 @@ cache come on top"""
 
 
 # ======================================================================================== 11. main
-
-
-def make_parser() -> transformers.HfArgumentParser:
-    """The command line of Config: its flags in groups, each with its default."""
-    groups, title = {}, ""
-    for f in dataclasses.fields(Config):
-        title = GROUPS_OF_HELP.get(f.name, title)
-        unset = f.default in ("", None) or f.default is False
-        shown = "" if unset else f" (default: {f.default})"
-        text = (f.metadata["help"] + shown).replace("%", "%%")
-        flags = groups.setdefault(title, [])
-        flags.append((f.name, f.type, field(default=f.default, metadata={"help": text})))
-    make = partial(dataclasses.make_dataclass, "Flags")
-    return transformers.HfArgumentParser(
-        [make(flags, namespace={"_argument_group_name": t}) for t, flags in groups.items()],
-        usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
-        description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.HelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-def parse(argv: list[str] | None = None) -> Config:
-    """The command line as a Config; a wrong one ends the program with one line and code 2.
-
-    With `--resume DIR` the settings are those of the run in DIR, but for flags after it: so a
-    script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
-    """
-    parser, argv = make_parser(), sys.argv[1:] if argv is None else argv
-
-    def error(message: str) -> NoReturn:
-        print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
-        sys.exit(2)
-
-    parser.error = error
-    config = Config(**vars(parser.parse_args(argv)))
-    if not config.resume:
-        return config
-    folder, name = Path(config.resume).absolute(), f"--resume {config.resume}"
-    if re.fullmatch(r"checkpoint-\d+", folder.name):
-        error(f"{name}: name the run that it belongs to: --resume {folder.parent}")
-    try:
-        saved = json.loads((folder / "config.json").read_text())["config"]
-        evaluation, model = saved["eval_only"], saved["model"]
-    except (OSError, ValueError, KeyError, TypeError):
-        error(f"{name}: holds no run (its config.json cannot be read)")
-    if evaluation:
-        error(f"{name}: holds an evaluation (--eval_only): nothing to continue")
-    place = next(i for i, part in enumerate(argv) if part.split("=")[0] == "--resume")
-    names = {f.name for f in dataclasses.fields(Config)}
-    parser.set_defaults(**{name: value for name, value in saved.items() if name in names})
-    config = Config(**vars(parser.parse_args(argv[place:])))
-    if model not in (config.model, os.path.abspath(config.model)):
-        error(f"--model {config.model}: the run in {folder} trains {model}")
-    return dataclasses.replace(config, output_dir=str(folder), resume=str(folder))
 
 
 def lock(folder: Path) -> None:

@@ -37,15 +37,17 @@ def wait_until(condition, seconds, what, log=lambda: ""):
 
 
 def searcher_pids(trainer: int) -> list[int]:
-    pids = []
+    """The Searchers of a run: what its fork server has forked."""
+    parents = {}
     for pid in processes_of(trainer):
         try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if b"spawn_main" in command and b"resource_tracker" not in command:
-            pids.append(pid)
-    return pids
+        if b"multiprocessing.forkserver" in command:
+            parents[pid] = parent
+    return [pid for pid, parent in parents.items() if parent in parents]
 
 
 def steps_of(out: Path) -> int:
