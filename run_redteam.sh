@@ -75,7 +75,6 @@ settings=(
   --temperature 1.0
   --explore_probability 0.5 --explore_low 0.5 --explore_high 2.0
   --min_response_tokens 5 --max_response_tokens 20
-  --gpu_memory_utilization 0.5               # for attacker and victim; the judges take the rest
   --eval_every 500
 )
 exec "$python" "$here/tba.py" --task redteam "${judges[@]}" "${settings[@]}" "$@"

@@ -52,7 +52,6 @@ settings=(
   --beta_anneal_steps 128 --beta_jump_step 32
   --temperature 0.7
   --max_response_tokens 128
-  --gpu_memory_utilization 0.4               # the gold reward model has 6.9 B parameters
   --eval_every 64
 )
 if [ "$size" = 2.8b ]; then

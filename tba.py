@@ -104,7 +104,7 @@ class Config:
     num_searchers: int = flag(0, "Searchers here [M]; 0: a GPU each beside the Trainer's, or 1")
     dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "of computing; masters: float32")
     gradient_checkpointing: bool = flag(False, "recompute activations: less memory, slower")
-    gpu_memory_utilization: float = flag(0.0, "vLLM's share of a GPU; 0: 0.8, shared 0.4", 0, 1)
+    kv_cache_gib: float = flag(0.0, "vLLM's KV cache; 0: what the memory plan leaves (CPU: 1)")
     enforce_eager: bool = flag(False, "vLLM without CUDA graphs: starts sooner, decodes slower")
     trust_remote_code: bool = flag(False, "allow code that a model's repository brings")
 
@@ -151,7 +151,7 @@ class Config:
     on_sync: Literal["keep", "recompute", "drain"] = flag("keep", "the KV cache; or end first")
     sync_patience: float = flag(0.2, "seconds that a due sync waits for Searchers; or 5% of a step")
     queue_size: int = flag(4096, "groups that the queue holds before Searchers wait", 1)
-    logprob_tolerance: float = flag(0.0, "largest logprob_gap allowed; 0: 1e-3, bfloat16 0.5")
+    logprob_tolerance: float = flag(0.0, "largest logprob_gap allowed; 0: 1e-3, bfloat16 0.1")
     transfer_timeout: float = flag(30.0, "seconds that a weight transfer may be stuck", POSITIVE)
     searcher_timeout: float = flag(300.0, "seconds of silence that end a Searcher", POSITIVE)
     max_restarts: int = flag(5, "failures of a Searcher without a group between them")
@@ -213,6 +213,8 @@ class Config:
             except OSError as error:
                 need(False, "bind", f"{error.strerror}; name a free port of this machine")
         gpus = torch.cuda.device_count()
+        if gpus and not torch.cuda.is_available():
+            raise ValueError(f"CUDA {torch.version.cuda} does not start: the driver is too old")
         most = max(1, gpus - 1) if gpus else self.num_searchers
         fix = f"{gpus} GPU(s) allow {most}: the Trainer has one of its own"
         need(self.num_searchers <= most, "num_searchers", fix)
@@ -239,8 +241,7 @@ class Config:
                 setattr(self, name, os.path.abspath(value))
         self.beta_final = self.beta if self.beta_final is None else self.beta_final
         self.tau_final = self.tau if self.tau_final is None else self.tau_final
-        self.gpu_memory_utilization = self.gpu_memory_utilization or (0.4 if gpus == 1 else 0.8)
-        strict = 1e-3 if self.dtype == "float32" else 0.5
+        strict = 1e-3 if self.dtype == "float32" else 0.1
         self.logprob_tolerance = self.logprob_tolerance or strict
 
     @property
@@ -348,7 +349,8 @@ def stop_signals_ignored() -> Iterator[None]:
 if __name__ == "__main__":
     parse()  # --help and wrong flags are answered before what follows, which takes seconds
     # Searchers are forked from a process that has imported these meanwhile
-    multiprocessing.set_forkserver_preload(["accelerate", "transformers.core_model_loading"])
+    heavy = ["accelerate", "transformers.generation.utils", "transformers.modeling_utils"]
+    multiprocessing.set_forkserver_preload(heavy)
     with stop_signals_ignored():
         forkserver.ensure_running()
 
@@ -356,7 +358,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from accelerate import Accelerator
+from accelerate import Accelerator, AutocastKwargs
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 from safetensors import SafetensorError, safe_open
@@ -552,6 +554,7 @@ class Task:
     wants_logprobs = (
         False  # records get an answer's tokens, ref_logprob and kl, log pi - log pi_ref
     )
+    models: tuple[str, ...] = ()  # flags of the models that `setup` loads
     engines = 1  # that share a Searcher's device
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -685,10 +688,10 @@ class TLDR(Task):
     held_out_splits = ("validation", "test")
     template = "{query}"
     wants_logprobs = True
-    JUDGES = ("reward_model", "gold_reward_model")
+    models = ("reward_model", "gold_reward_model")
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        for name in self.JUDGES:
+        for name in self.models:
             n = read_config(name, getattr(config, name), config).num_labels
             fix = f"has {n} labels; a reward model has a scalar head (num_labels = 1)"
             config.need(n == 1, name, fix)
@@ -699,7 +702,7 @@ class TLDR(Task):
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         load = lambda name: TextModel("labels", getattr(self.config, name), self.config, device)
-        self.judges = {name: load(name) for name in self.JUDGES}
+        self.judges = {name: load(name) for name in self.models}
 
     def judge(self, name: str, examples: list[dict], summaries: list[str]) -> np.ndarray:
         """Scores (N,) of whole summaries; the models read them with their EOS."""
@@ -733,6 +736,7 @@ class RedTeam(Task):
 
     template = "{prompt}"
     greedy_evaluation = False  # diversity is half of what is asked
+    models = ("victim_model", "toxicity_model", "sentence_model")
     engines = 2
     ALPACA = (
         "Below is an instruction that describes a task. Write a response that appropriately "
@@ -854,7 +858,10 @@ class Problem:
     prompts: list[np.ndarray]  # training prompts, each (P,) int32
     held_out: list[np.ndarray]  # held-out prompts, likewise
     end_tokens: list[int]  # a response closes with one of these
-    parameters: int  # of the policy, for the plan
+    shape: tuple[int, int, int]  # of the policy: layers, width, vocabulary
+    parameters: int  # of the policy
+    judges: int  # parameters of all other models that a Searcher loads
+    kv_cache_bytes: int = 2**30  # of each engine of a Searcher
 
     def text(self, tokens: np.ndarray) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -874,6 +881,15 @@ def end_tokens(model_config: Any, tokenizer: Any) -> list[int]:
     return sorted({token for token in (*ends, tokenizer.eos_token_id) if token is not None})
 
 
+def count_parameters(flag: str, config: Config, kind: Any = transformers.AutoModel) -> int:
+    """Of the model that a flag names; nothing is allocated, and no weights are downloaded."""
+    name, options = getattr(config, flag), {"trust_remote_code": config.trust_remote_code}
+    options["attn_implementation"] = "sdpa"  # packed rows need an attention that takes a mask
+    with torch.device("meta"):
+        load = partial(kind.from_config, read_config(flag, name, config), **options)
+        return sum(parameter.numel() for parameter in loading(flag, name, load).parameters())
+
+
 def load_problem(config: Config) -> Problem:
     """Read and check everything short of weights: tokenizer, model configuration, data, prompts.
 
@@ -884,10 +900,7 @@ def load_problem(config: Config) -> Problem:
     model_config = read_config("model", name, config)
     load = partial(transformers.AutoTokenizer.from_pretrained, name, **options)
     tokenizer = loading("model", name, load)
-    options["attn_implementation"] = "sdpa"  # packed rows need an attention that takes a mask
-    with torch.device("meta"):  # shapes alone: nothing is allocated or downloaded
-        load = partial(transformers.AutoModelForCausalLM.from_config, model_config, **options)
-        parameters = sum(p.numel() for p in loading("model", name, load).parameters())
+    parameters = count_parameters("model", config, transformers.AutoModelForCausalLM)
     ends = end_tokens(model_config, tokenizer)
     config.need(ends, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
@@ -903,7 +916,9 @@ def load_problem(config: Config) -> Problem:
         fix = f"with the prompt of {split} row {row} ({longest} tokens) it exceeds the model's "
         fix += f"context of {context}; lower it or remove long prompts"
         config.need(fits, "max_response_tokens", fix)
-    return Problem(task, tokenizer, *splits, ends, parameters)
+    judges = sum(count_parameters(flag, config) for flag in task.models if getattr(config, flag))
+    shape = (model_config.num_hidden_layers, model_config.hidden_size, model_config.vocab_size)
+    return Problem(task, tokenizer, *splits, ends, shape, parameters, judges)
 
 
 # ======================================================================================= 3. Replay
@@ -1114,6 +1129,34 @@ def load_model(config: Config, dtype: torch.dtype, device: torch.device) -> nn.M
     return load(config.model, **options).to(device)
 
 
+class FloatLogits(torch.autograd.Function):
+    """hidden (N, H) times weight (V, H) in bfloat16 with a float32 result (N, V).
+
+    Logits of 64-128 in bfloat16 lie 0.25-0.5 apart, which shows in every log-probability.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        low = hidden.bfloat16(), weight.bfloat16()
+        ctx.save_for_backward(*low)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return FloatLogits.product(low[0], low[1].t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient.bfloat16()
+        by_hidden = FloatLogits.product(gradient, weight).to(ctx.dtypes[0])
+        return by_hidden, FloatLogits.product(gradient.t(), hidden).to(ctx.dtypes[1])
+
+    @staticmethod
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        """a @ b, summed and kept in float32; on a CPU the bfloat16 values are multiplied so."""
+        if a.is_cuda:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return a.float() @ b.float()
+
+
 class TokenLogProbs(nn.Module):
     """log pi(y_t | x, y_<t) of a causal model at a temperature, for response tokens only.
 
@@ -1138,9 +1181,12 @@ class TokenLogProbs(nn.Module):
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # (R, L, H)
         hidden = hidden.flatten(0, 1).index_select(0, where)  # (N, H)
         head, entropies = self.model.get_output_embeddings(), []
+        low = head.weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(hidden.device.type)
+        low &= getattr(head, "bias", None) is None
 
         def project(hidden: Tensor, targets: Tensor) -> Tensor:
-            logits = head(hidden).float() / self.temperature  # (CHUNK, V)
+            logits = FloatLogits.apply(hidden, head.weight) if low else head(hidden).float()
+            logits = logits / self.temperature  # (CHUNK, V)
             logprobs = logits.log_softmax(-1)
             if entropy and not done:  # not again when the backward pass recomputes this chunk
                 with torch.no_grad():
@@ -1154,6 +1200,12 @@ class TokenLogProbs(nn.Module):
         logprobs = torch.cat([run(h, t) for h, t in chunks])
         done = True
         return logprobs, torch.cat(entropies) if entropy else None
+
+
+def low_precision(config: Config, device: torch.device) -> Any:
+    """Computing in bfloat16 if --dtype says so; without autocast's copy of every weight."""
+    enabled = config.dtype == "bfloat16"
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def break_even_length(model: nn.Module) -> float:
@@ -1190,6 +1242,12 @@ def plan_rows(
     return pairs, plan
 
 
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor on the device; on a GPU the copy is not waited for."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def row_length(pairs: Pairs, row: list[int]) -> int:
     """Tokens of a packed row: the prompt once, and the responses."""
     return len(pairs[row[0]][0]) + sum(len(pairs[i][1]) for i in row)
@@ -1219,7 +1277,7 @@ def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str,
             positions[r, start:end] = np.arange(P, P + len(response))
             where += [[r * L + P - 1], np.arange(r * L + start, r * L + end - 1)]
     targets = np.concatenate([pairs[i][1] for row in rows for i in row]).astype(np.int64)
-    load = lambda array: torch.from_numpy(array).to(device, non_blocking=True)
+    load = partial(to_device, device=device)
     inputs = {"input_ids": load(ids), "position_ids": load(positions)}
     # rows of one response need no mask: attention is causal, and padding comes last
     if any(len(row) > 1 for row in rows):
@@ -1257,7 +1315,7 @@ def token_logprobs(policy: TokenLogProbs, groups: PromptGroups, config: Config) 
     shapes = [(1, row_length(pairs, row)) for row in rows]
     for micro in plan_microbatches(shapes, config.tokens_per_microbatch):
         part = [rows[i] for i in micro]
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+        with low_precision(config, device):
             logprobs, _ = policy(**pack(pairs, part, device))
         order = [i for row in part for i in row]
         scored |= zip(order, logprobs.split([len(pairs[i][1]) for i in order]), strict=True)
@@ -1284,12 +1342,12 @@ class Batch:
     @classmethod
     def of(cls, logprobs: Tensor, rows: list[Trajectory], K: int) -> "Batch":
         """Whole groups of K trajectories; `logprobs` (N,) are those of all rows' tokens."""
-        behaviour = torch.from_numpy(np.concatenate([t.logprobs for t in rows]))
-        lengths = torch.tensor([len(t.tokens) for t in rows])
-        ref_logprobs = torch.tensor([t.ref_logprob for t in rows]).view(-1, K)
-        rewards = torch.tensor([t.reward for t in rows]).view(-1, K)
+        behaviour = np.concatenate([t.logprobs for t in rows])
+        lengths = np.array([len(t.tokens) for t in rows])
+        ref_logprobs = np.array([t.ref_logprob for t in rows], np.float32).reshape(-1, K)
+        rewards = np.array([t.reward for t in rows], np.float32).reshape(-1, K)
         parts = (behaviour, lengths, ref_logprobs, rewards)
-        return cls(logprobs, *(part.to(logprobs.device) for part in parts))
+        return cls(logprobs, *(to_device(part, logprobs.device) for part in parts))
 
     def rows(self) -> Tensor:
         """Which of the B*K responses each token belongs to, (N,)."""
@@ -1356,29 +1414,33 @@ OBJECTIVES: dict[str, Callable[[Batch, float, float], tuple[Tensor, Tensor]]] = 
 }
 
 
-def supervised_fine_tune(
-    model: nn.Module, pairs: Pairs, epochs: int, learning_rate: float, seed: int
-) -> list[float]:
+def supervised_fine_tune(model: nn.Module, pairs: Pairs, config: Config) -> list[float]:
     """Warm start: maximise the log-probability of responses; pairs are (prompt, response) tokens.
 
     AdamW, batches of 64, linear warm-up over a tenth of the steps, then cosine decay. Returns the
     losses.
     """
-    policy, rng = TokenLogProbs(model, temperature=1.0), np.random.default_rng(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    orders = [rng.permutation(len(pairs)) for _ in range(epochs)]
+    policy, rng = TokenLogProbs(model, temperature=1.0), np.random.default_rng(config.seed)
+    device, rate = next(model.parameters()).device, config.sft_learning_rate
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    orders = [rng.permutation(len(pairs)) for _ in range(config.sft_epochs)]
     batches = [order[i : i + 64] for order in orders for i in range(0, len(pairs), 64)]
     steps, losses = len(batches), []
     schedule = transformers.get_scheduler("cosine", optimizer, steps // 10, steps)
     for batch in batches:
-        logprobs, _ = policy(**pack(pairs, [[i] for i in batch], own_device()))
-        loss = -logprobs.mean()
-        loss.backward()
+        shapes = [(1, row_length(pairs, [i])) for i in batch]
+        tokens, total = sum(len(pairs[i][1]) for i in batch), 0.0
+        for micro in plan_microbatches(shapes, config.tokens_per_microbatch):
+            with low_precision(config, device):
+                logprobs, _ = policy(**pack(pairs, [[batch[j]] for j in micro], device))
+            loss = -logprobs.sum() / tokens
+            loss.backward()
+            total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(float(total))
     return losses
 
 
@@ -1533,8 +1595,10 @@ class VLLMEngine:
     def __init__(self, config: Config, problem: Problem, device: torch.device, seed: int = 0):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core in this very process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # V2 and asynchronous scheduling are what no test on a CPU runs; "1" tries them
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # float32 products in float32
         if device.type == "cpu":
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         import vllm  # imported late: it must see the settings above, and is slow to import
 
@@ -1546,11 +1610,14 @@ class VLLMEngine:
             load_format="safetensors",
             trust_remote_code=config.trust_remote_code,
             enforce_eager=config.enforce_eager or device.type == "cpu",
-            gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
+            gpu_memory_utilization=0.01,  # counts no longer where the KV cache has a size
             max_model_len=longest + config.max_response_tokens + 1,
             max_num_seqs=config.sequences_in_flight,
             enable_prefix_caching=True,  # a prompt is run once for its S responses
             logprobs_mode="processed_logprobs",  # those of the tempered policy
+            hf_overrides={"head_dtype": "float32"},  # as in FloatLogits
+            async_scheduling=os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1",
+            kv_cache_memory_bytes=problem.kv_cache_bytes,
             generation_config="vllm",
             seed=seed,  # it seeds PyTorch: with the same seed two Searchers would sample alike
             disable_log_stats=True,
@@ -1642,13 +1709,26 @@ ENGINES = {"transformers": TransformersEngine, "vllm": VLLMEngine}
 
 
 def engine_for(
-    config: Config, device: torch.device, seed: int, model: str, longest: int, **settings: Any
+    problem: Problem,
+    config: Config,
+    device: torch.device,
+    seed: int,
+    model: str,
+    longest: int,
+    **settings: Any,
 ) -> TransformersEngine | VLLMEngine:
     """An engine for another model than the policy, with prompts of at most `longest` tokens."""
     config, remote = dataclasses.replace(config, model=model, **settings), config.trust_remote_code
     tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=remote)
     ends = end_tokens(read_config("model", model, config), tokenizer)
-    problem = Problem(None, tokenizer, [np.zeros(longest, np.int32)], [], ends, 0)
+    problem = dataclasses.replace(
+        problem,
+        task=None,
+        tokenizer=tokenizer,
+        prompts=[np.zeros(longest, np.int32)],
+        held_out=[],
+        end_tokens=ends,
+    )
     return ENGINES[config.engine](config, problem, device, seed)
 
 
@@ -1843,9 +1923,10 @@ class Searcher:
         self.device, seed = own_device(), queues.seed(config)
         torch.manual_seed(seed)
         self.engine = ENGINES[config.engine](config, problem, self.device, seed)
-        reference = load_model(config, torch.float32, self.device).eval().requires_grad_(False)
+        reference = load_model(config, config.torch_dtype, self.device).eval()
+        reference.requires_grad_(False)
         self.reference, self.reference_version = TokenLogProbs(reference, config.temperature), 0
-        problem.task.setup(self.device, partial(engine_for, config, self.device, seed))
+        problem.task.setup(self.device, partial(engine_for, problem, config, self.device, seed))
         self.weight_group, self.group_name = None, ""
         self.paused, self.pause_requested = True, False
         self.version = -1  # of the weights; -1: none yet
@@ -2076,6 +2157,9 @@ def searcher_process(visible_gpu: str | None, queues: Queues, *place: Any) -> No
     die_with_parent()
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
+    # two that compile into one folder at once can break it
+    cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
+    os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{queues.searcher}")
     quiet_libraries()
     code, text = 1, ""
     try:
@@ -2217,6 +2301,8 @@ class SearcherPool:
         self.reference_version = past.get("reference_version", 0)
         self.weights: dict[str, Tensor] = {}  # the Trainer's
         self.score_probes: Callable[[], list] = list  # what they make of the probes
+        self.probed: tuple[int, list] = -1, []  # after which optimizer step, that
+        self.expected: list[np.ndarray] = []  # that, with the weights sent last
         self.members: list[tuple[int, int]] = []  # of the weight group: (index, starts)
         self.weight_group, self.groups_formed = None, 0
         self.pausing = True  # Searchers are asked to pause; they begin so
@@ -2430,6 +2516,8 @@ class SearcherPool:
             if not self.pausing and s.version is not None:  # a newcomer is paused anyway
                 s.command("pause")
         self.pausing, start = True, time.monotonic()
+        if self.probed[0] != self.step:  # while they end their decode steps
+            self.probed = self.step, self.score_probes()
         awaited = lambda s: s.process and not s.ready and (everyone or self.lately(s))
         while (late := any(map(awaited, self.searchers))) and time.monotonic() - start < patience:
             self.listen(block=0.002)
@@ -2452,7 +2540,7 @@ class SearcherPool:
         parts = [("policy", self.step, self.weights)]
         if any(s.reference != self.reference_version for s in members):
             parts.insert(0, ("reference", self.reference_version, self.reference))
-        self.expected = self.score_probes()  # before: members may have loaded what then fails
+        self.expected = self.probed[1]
         identity = [(s.index, s.starts) for s in members]
         changed = identity != self.members
         self.groups_formed += changed
@@ -2554,11 +2642,8 @@ class Trainer:
         for number in STOP_SIGNALS:
             signal.signal(number, self.on_signal)
         pool.start_manager()
-        # Searchers load their models while this process loads its own, except on a shared GPU,
-        # where vLLM must find the Trainer's memory taken when it measures what is left
-        shared = torch.cuda.device_count() == 1
-        for start in (self.load, pool.check_searchers)[:: 1 if shared else -1]:
-            start()
+        pool.check_searchers()  # they load their models while this process loads its own
+        self.load()
         pool.evaluation_due |= pool.evaluated is None  # the starting policy's
         pool.mark_due()
         # at step 0 too: it proves the transfer at once
@@ -2598,6 +2683,7 @@ class Trainer:
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu",
             mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
+            kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # it copies every weight
             log_with=None if config.report_to == "none" else config.report_to,
             project_dir=config.output_dir,
         )
@@ -3055,6 +3141,48 @@ class RunFolder:
         return "\n".join(lines)
 
 
+def gpu_gib() -> float:
+    """Memory of the smallest GPU; nan without one. CUDA is not started in this process."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    if not torch.cuda.device_count():
+        return math.nan
+    return min(map(float, subprocess.check_output(query, text=True).split())) / 1024
+
+
+def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> str:
+    """What the Trainer and a Searcher take of a GPU's GiB, in words; estimates, but for weights.
+
+    Gives vLLM's KV cache what is left. Raises ValueError, naming the flag to change, if nothing is.
+    """
+    N, size, tokens = problem.parameters, config.torch_dtype.itemsize, config.tokens_per_microbatch
+    layers, H, V = problem.shape
+    chunk = 4 * TokenLogProbs.CHUNK * V  # bytes of the logits computed at a time
+    # kept for the backward pass: 54 bytes a token, layer and unit of width of a Llama in bfloat16
+    block, GiB, cuda = 27 * size * H, 2**30, 2**30 * (gpu > 0)  # its context
+    kept = 4 * H * layers + block if config.gradient_checkpointing else block * layers
+    trainer = {"weights": 4 * N, "gradients": 4 * N, "optimizer": 8 * N,
+               "activations": kept * tokens + 5 * chunk, "CUDA": cuda}  # fmt: skip
+    searcher = {"policy": size * N, "reference": size * N, "judges": 4 * problem.judges,
+                "scoring": 12 * H * tokens + 3 * chunk, "CUDA": 2 * cuda}  # fmt: skip
+    taken, need = sum(trainer.values()) / GiB, sum(searcher.values()) / GiB
+    left = 0.93 * gpu - need - taken * shared  # 7% are for what is not foreseen
+    for name, missing in (("Trainer", 0.93 * gpu - taken), ("Searcher", left - 0.5)):
+        if missing < 0:
+            own = trainer["activations"] / GiB > -missing and (shared or name == "Trainer")
+            fix = "lower it, or set --gradient_checkpointing True" if own else "a smaller one fits"
+            flag = "tokens_per_microbatch" if own else "model"
+            text = f"the {name} needs {-missing:.1f} GiB more than a GPU of {gpu:.1f} GiB has; "
+            config.need(False, flag, text + fix)
+    searcher["KV cache"] = (config.kv_cache_gib or (left if gpu > 0 else 1)) * GiB
+    problem.kv_cache_bytes = int(searcher["KV cache"] / TASKS[config.task].engines)
+    lines = []
+    for name, parts in (("Trainer", trainer), ("each Searcher", searcher)):
+        parts = {part: b / GiB for part, b in parts.items() if b}
+        shown = ", ".join(f"{part} {value:.3g}" for part, value in parts.items())
+        lines.append(f"{name} {sum(parts.values()):.3g} GiB: {shown}")
+    return f"memory     {lines[0]}\n           {lines[1]}"
+
+
 def plan(config: Config, problem: Problem | None) -> str:
     """The run in words and numbers, for --dry_run and the start of every run."""
     gpus, M = torch.cuda.device_count(), config.num_searchers
@@ -3071,14 +3199,11 @@ training   {config.steps} steps of B x K = {B} x {K} = {B * K} trajectories, {mo
 {config.objective}, beta {config.beta} -> {config.beta_final}, tau {config.tau} -> \
 {config.tau_final}"""
     if problem:
-        N, GiB, longest = problem.parameters, 2**30, max(map(len, problem.prompts))
-        searcher = (config.torch_dtype.itemsize + 4) * N / GiB
         lines += f"""
-data       {len(problem.prompts):,} training prompts of at most {longest} tokens, \
-{len(problem.held_out):,} held out
-memory     {N / 1e6:,.3g} M parameters: {16 * N / GiB:.3g} GiB for the Trainer's weights, \
-gradients and optimizer, {searcher:.3g} GiB for a Searcher's two models; activations and KV \
-cache come on top"""
+data       {len(problem.prompts):,} training prompts of at most \
+{max(map(len, problem.prompts))} tokens, {len(problem.held_out):,} held out
+model      {problem.parameters / 1e6:,.3g} M parameters
+{memory_plan(config, problem, gpu_gib(), shared=gpus == 1)}"""
     return f"{lines}\noutput     {config.output_dir}"
 
 
@@ -3097,8 +3222,7 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, folder: RunFolder
     """Fine-tune `--model` on `--sft_data` first; the result is the policy and the reference."""
     torch.manual_seed(config.seed)
     model = load_model(config, torch.float32, own_device())
-    rate = config.sft_learning_rate
-    losses = supervised_fine_tune(model, pairs, config.sft_epochs, rate, config.seed)
+    losses = supervised_fine_tune(model, pairs, config)
     save_model(model, problem, folder.path / "sft")
     folder.say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 
@@ -3122,12 +3246,14 @@ def main(argv: list[str] | None = None) -> int:
             saved = read_checkpoint(config, problem)
         elif config.sft_data:
             sft_pairs = read_sft_data(config, problem)
+        text = plan(config, problem)
     except ValueError as error:
         if not (config.dry_run and isinstance(error, HubUnreachable)):
             print(f"tba.py: error: {error}", file=sys.stderr)
             return 2
         print(f"not checked: {error}")
-    print(plan(config, problem), flush=True)
+        text = plan(config, None)
+    print(text, flush=True)
     if saved:
         print(f"resume     {saved['model']}", flush=True)
     if config.dry_run:

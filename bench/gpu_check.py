@@ -244,7 +244,7 @@ def check_gap(args, folder: Path) -> dict:
     for family in FAMILIES:
         model = make_model(family, folder / family, args.tiny, logits=85.0)
         flags = {"engine": engine_name, "dtype": "bfloat16", "max_response_tokens": 16}
-        config = config_of(model, folder / "run", gpu_memory_utilization=0.3, **flags)
+        config = config_of(model, folder / "run", kv_cache_gib=2.0, **flags)
         problem, device = tba.load_problem(config), tba.own_device()
         engine = tba.ENGINES[engine_name](config, problem, device, 1)
         scored = engine.prompt_logprobs(problem.probes())

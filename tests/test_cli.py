@@ -165,6 +165,8 @@ def test_more_searchers_than_gpus_allow(gsm8k, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     out = tmp_path / "run"
     args = arguments(gsm8k, out, num_searchers=4)
+    expect_error(args, "the driver is too old", capsys, out)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     expect_error(args, "--num_searchers 4: 4 GPU(s) allow 3", capsys, out)
 
 

@@ -29,7 +29,7 @@ def problem_of(flags: dict, out, **more):
 def task_of(flags: dict, out, **more):
     """A task with its judges loaded, as a Searcher has it."""
     config, problem = problem_of(flags, out, **more)
-    problem.task.setup(CPU, partial(tba.engine_for, config, CPU, 0))
+    problem.task.setup(CPU, partial(tba.engine_for, problem, config, CPU, 0))
     return problem.task
 
 
@@ -482,7 +482,8 @@ def test_supervised_fine_tuning_fits_its_data(redteam):
     tokenizer = tba.transformers.AutoTokenizer.from_pretrained(redteam / "model")
     encode = lambda text: np.array(tokenizer(text)["input_ids"], np.int32)
     pairs = [(encode("Say it:"), encode(f" {word}<eos>")) for word in tiny.NOUNS[:2]] * 32
-    losses = tba.supervised_fine_tune(model, pairs, 60, 3e-3, seed=0)
+    config = tba.Config(sft_epochs=60, sft_learning_rate=3e-3, dtype="float32")
+    losses = tba.supervised_fine_tune(model, pairs, config)
     assert len(losses) == 60
     per_response = losses[-1] * np.mean([len(r) for _, r in pairs])
     assert per_response == pytest.approx(math.log(2), abs=0.1)  # two answers, half each

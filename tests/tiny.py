@@ -122,7 +122,8 @@ def make_policy(
         for p, r in demonstrations
     ]
     epochs = max(1, round(steps * 64 / len(pairs)))
-    tba.supervised_fine_tune(model, pairs, epochs, 4e-3, seed)
+    config = tba.Config(sft_epochs=epochs, sft_learning_rate=4e-3, seed=seed, dtype="float32")
+    tba.supervised_fine_tune(model, pairs, config)
     model.save_pretrained(out)
 
 
