@@ -1152,9 +1152,8 @@ class FloatLogits(torch.autograd.Function):
     @staticmethod
     def product(a: Tensor, b: Tensor) -> Tensor:
         """a @ b, summed and kept in float32; on a CPU the bfloat16 values are multiplied so."""
-        if a.is_cuda:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        return a.float() @ b.float()
+        with torch.autocast(a.device.type, enabled=False):  # it would round the result
+            return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 class TokenLogProbs(nn.Module):

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -199,14 +200,15 @@ def check_vllm(args, folder: Path) -> dict:
     flags = {"engine": "vllm", "max_response_tokens": 64, "sequences_in_flight": 64}
     config = config_of(model, folder / "run", **flags)
     problem = tba.load_problem(config)
+    tba.memory_plan(config, problem, tba.gpu_gib(), shared=True)
     start = time.perf_counter()
     engine = tba.VLLMEngine(config, problem, tba.own_device(), seed=1)
     figures["load, s"] = time.perf_counter() - start
     if CUDA:
-        used = (before - torch.cuda.mem_get_info()[0]) / 2**30
-        total = torch.cuda.mem_get_info()[1] / 2**30
-        figures["GiB"], figures["GiB planned"] = used, config.gpu_memory_utilization * total
-        assert used < 1.05 * figures["GiB planned"] + 1, "it takes more memory than planned"
+        used = figures["GiB"] = (before - torch.cuda.mem_get_info()[0]) / 2**30
+        planned = (2 * problem.parameters + problem.kv_cache_bytes) / 2**30 + 2
+        figures["GiB planned"] = planned
+        assert used < 1.03 * planned + 1, "it takes more memory than planned"
     device_model = tba.load_model(config, torch.float32, tba.own_device())
     state, probes = tba.checkpoint_state(device_model), problem.probes()
     for on_sync in ("keep", "recompute", "drain"):
@@ -309,6 +311,8 @@ def check_llama(args, folder: Path) -> dict:
                 6 * problem.parameters * speed / peak
             )
             figures[f"{task}: peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+            text = tba.memory_plan(config, problem, tba.gpu_gib(), shared=True)
+            figures[f"{task}: GiB planned"] = float(re.search(r"Trainer ([\d.]+) GiB", text)[1])
         trainer.folder.bar.close()
         del trainer
         torch.cuda.empty_cache()

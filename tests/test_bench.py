@@ -108,12 +108,12 @@ def test_axes_that_are_not_known_must_be_named(pareto, tmp_path):
 def test_every_variant_of_a_step_has_the_same_gradient():
     step = runpy.run_path(str(ROOT / "bench" / "step.py"))
     args = argparse.Namespace(width=64, layers=1, prompts=2, responses=4)
-    steps, gradients = step["Steps"](args, (12, 9, 30)), {}
-    for name in ("packed", "repeated", "common"):
+    steps, gradients = step["Steps"](args, (12, 9, 30, 40)), {}
+    for name in ("packed", "repeated", "common", "maximum"):
         getattr(steps, name)()
         gradients[name] = [p.grad.clone() for p in steps.model.parameters()]
         steps.optimizer.zero_grad()
-    for name in ("repeated", "common"):
+    for name in ("repeated", "common", "maximum"):
         for one, other in zip(gradients["packed"], gradients[name], strict=True):
             torch.testing.assert_close(one, other, atol=1e-4 * one.abs().max().item(), rtol=1e-3)
     assert all(steps.take(name) > 0 for name in step["VARIANTS"])

@@ -571,3 +571,47 @@ def test_scripts_refuse_unknown_sizes_victims_and_values():
         assert done.returncode == 2 and "choose" in done.stderr and done.stderr.count("\n") == 1
     bad = run_script(["run_gsm8k.sh", "--beta", "-1"])
     assert bad.returncode == 2 and "--beta -1.0" in bad.stderr and bad.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------- memory of GPUs
+
+SIZES = {  # layers, width, vocabulary, parameters
+    "rho-1b": (22, 2048, 32_000, 1_100_000_000),
+    "Qwen2.5-7B": (28, 3584, 152_064, 7_600_000_000),
+}
+
+
+def memory(name: str, gpu: float, shared: bool, **flags):
+    """The plan's text, and the problem, of a model in bfloat16 on GPUs of so many GiB."""
+    config = tba.Config(model=name, dtype="bfloat16", **flags)
+    *shape, parameters = SIZES[name]
+    problem = tba.Problem(None, None, [], [], [], tuple(shape), parameters, judges=0)
+    return tba.memory_plan(config, problem, gpu, shared), problem
+
+
+@pytest.mark.parametrize(("gpu", "shared"), [(79.6, True), (79.6, False), (139.8, True)])
+def test_gsm8k_fits_and_the_cache_gets_the_rest(gpu, shared):
+    text, problem = memory("rho-1b", gpu, shared)
+    assert "weights 4.1, gradients 4.1, optimizer 8.2, activations" in text
+    taken = [float(line.split(" GiB")[0].split()[-1]) for line in text.splitlines()]
+    used = sum(taken) if shared else max(taken)
+    assert 0.9 * gpu < used < 0.96 * gpu
+    assert problem.kv_cache_bytes > 5 * 2**30
+
+
+def test_memory_of_judges_and_of_two_engines():
+    with_judge = tba.Config(task="redteam", model="rho-1b", dtype="bfloat16", kv_cache_gib=8)
+    problem = tba.Problem(None, None, [], [], [], (22, 2048, 32_000), 10**9, judges=2 * 2**30)
+    assert "judges 8," in tba.memory_plan(with_judge, problem, 79.6, False)
+    assert problem.kv_cache_bytes == 4 * 2**30  # the attacker's and the victim's
+
+
+def test_what_cannot_fit_names_the_flag_to_change():
+    with pytest.raises(ValueError, match=r"--tokens_per_microbatch 65536: .* GiB more than a GPU"):
+        memory("rho-1b", 79.6, True, tokens_per_microbatch=65536)
+    memory("rho-1b", 79.6, True, tokens_per_microbatch=65536, gradient_checkpointing=True)
+    with pytest.raises(ValueError, match=r"--model Qwen2.5-7B: the Trainer needs"):
+        memory("Qwen2.5-7B", 79.6, False, tokens_per_microbatch=1024)
+    with pytest.raises(ValueError, match=r"--model rho-1b: the Searcher needs"):
+        memory("rho-1b", 23.6, True, tokens_per_microbatch=1024, gradient_checkpointing=True)
+    memory("rho-1b", 23.6, False, tokens_per_microbatch=1024, gradient_checkpointing=True)

@@ -487,3 +487,15 @@ def test_supervised_fine_tuning_fits_its_data(redteam):
     assert len(losses) == 60
     per_response = losses[-1] * np.mean([len(r) for _, r in pairs])
     assert per_response == pytest.approx(math.log(2), abs=0.1)  # two answers, half each
+
+
+def test_supervised_fine_tuning_is_the_same_in_any_micro_batches(redteam):
+    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(redteam / "model")
+    encode = lambda text: np.array(tokenizer(text)["input_ids"], np.int32)
+    pairs = [(encode("Say it:"), encode(" " + "zap" * n + "<eos>")) for n in range(1, 20)]
+    losses = []
+    for budget in (100_000, 64):
+        model = tba.transformers.AutoModelForCausalLM.from_pretrained(redteam / "model")
+        config = tba.Config(sft_epochs=3, dtype="float32", tokens_per_microbatch=budget)
+        losses.append(tba.supervised_fine_tune(model, pairs, config))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -182,6 +182,49 @@ def test_gradient_is_exact_for_any_micro_batches(
         )
 
 
+def test_float_logits_are_the_products_of_bfloat16_factors_in_float32():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 64), 4 * torch.randn(50, 64)
+    low = [tensor.bfloat16() for tensor in (hidden, weight)]
+    exact = [tensor.double().requires_grad_() for tensor in low]
+    logits = exact[0] @ exact[1].t()
+    assert logits.abs().max() > 64  # where bfloat16 has steps of 0.5
+    given = [hidden.clone().requires_grad_(), low[1].clone().requires_grad_()]
+    result = tba.FloatLogits.apply(*given)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), logits, atol=1e-4, rtol=1e-5)
+    gradient = torch.randn(7, 50).bfloat16().float()
+    result.backward(gradient)
+    logits.backward(gradient.double())
+    assert [g.grad.dtype for g in given] == [torch.float32, torch.bfloat16]
+    torch.testing.assert_close(given[0].grad.double(), exact[0].grad, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(given[1].grad.double(), exact[1].grad, atol=0.02, rtol=0.01)
+
+
+def test_a_bfloat16_policy_scores_like_float64_with_the_same_weights(gsm8k, tmp_path):
+    """With logits of 85, which bfloat16 would round by up to 0.25."""
+    config = tba.parse(arguments(gsm8k, tmp_path, dtype="bfloat16"))
+    config.resolve()
+    problem = tba.load_problem(config)
+    model = tba.load_model(config, torch.float32, torch.device("cpu"))
+    ids = torch.from_numpy(problem.probes()[0]).long()[None]
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head.mul_(85 / model(ids).logits.abs().max())
+    by_logits = {}
+    for name, dtype in (("float32", None), ("bfloat16", torch.bfloat16)):
+        hidden = model.base_model(ids).last_hidden_state[0].bfloat16().detach()
+        logits = tba.FloatLogits.apply(hidden, head)
+        exact = (hidden.double() @ head.bfloat16().double().t()).log_softmax(-1)
+        logits = logits if dtype is None else logits.to(dtype).float()
+        by_logits[name] = float((logits.log_softmax(-1) - exact).abs().max().detach())
+    assert by_logits["float32"] < 1e-3 < 0.1 < by_logits["bfloat16"]
+    policy, pairs = tba.TokenLogProbs(model, 1.0), [(ids[0, :1].numpy(), ids[0, 1:].numpy())]
+    with tba.low_precision(config, torch.device("cpu")):
+        logprobs, _ = policy(**tba.pack(pairs, [[0]], ids.device))
+    assert logprobs.dtype == torch.float32
+
+
 def test_plan_microbatches_covers_all_within_budget():
     rng = np.random.default_rng(0)
     for _ in range(50):
