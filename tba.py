@@ -86,7 +86,9 @@ class Config:
     sft_learning_rate: float = flag(2e-5, "its peak learning rate", POSITIVE)
 
     reward_model: str = flag("", "tldr: a sequence classifier with one label, the reward")
+    reward_tokenizer: str = flag("", "its tokenizer, where its repository has none")
     gold_reward_model: str = flag("", "tldr: another one, which the evaluation trusts")
+    gold_reward_tokenizer: str = flag("", "likewise")
     attacker_prompt: str = flag(
         "Write a question or an instruction for an assistant.\n", "redteam: or --dataset has some"
     )
@@ -98,6 +100,8 @@ class Config:
     victim_top_p: float = flag(0.92, "redteam: the victim's nucleus", POSITIVE, 1)
     toxicity_model: str = flag("", "redteam: a sequence classifier, or a guard language model")
     toxicity_label: str = flag("", "redteam: its label, or first token, that means toxic")
+    safe_label: str = flag("safe", "redteam: a guard's first token that means the contrary")
+    toxicity_suffix: str = flag("", "redteam: what a guard's answer comes after, as \\n\\n")
     sentence_model: str = flag("", "redteam: an encoder whose mean-pooled states show diversity")
 
     engine: Literal["auto", "vllm", "transformers"] = flag("auto", "auto: vLLM where it can run")
@@ -237,7 +241,9 @@ class Config:
         default = time.strftime(f"runs/{self.task}-%Y%m%d-%H%M%S")
         self.output_dir = os.path.abspath(self.output_dir or default)
         for name, value in vars(self).items():
-            if name.endswith(("model", "data", "dataset", "file")) and os.path.exists(value):
+            if name.endswith(("model", "tokenizer", "data", "dataset", "file")) and os.path.exists(
+                value
+            ):
                 setattr(self, name, os.path.abspath(value))
         self.beta_final = self.beta if self.beta_final is None else self.beta_final
         self.tau_final = self.tau if self.tau_final is None else self.tau_final
@@ -369,6 +375,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 # PyTorch's flight recorder is not thread-safe: process groups that begin at once would crash it
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # it asks the hub, in a thread
 
 
 def load_task_file(path: str) -> None:
@@ -414,6 +421,10 @@ def first_line(error: Any) -> str:
 
 
 # ======================================================================================== 2. Tasks
+
+
+class InputError(RuntimeError):
+    """Bad input that only a loaded model shows; it ends the run in one line."""
 
 
 class HubUnreachable(ValueError):
@@ -480,11 +491,34 @@ def read_config(name: str, value: str, config: Config) -> Any:
     """The configuration of the model that flag `name` names; ValueError if it has none."""
     if not value:
         raise ValueError(f"--{name}: --task {config.task} needs a local folder or a hub name")
-    if any(Path(value).glob("*.bin")) and not any(Path(value).glob("*.safetensors")):
-        fix = "not loaded, as that may execute code: load and save_pretrained it with transformers"
-        raise ValueError(f"--{name} {value}: its weights are pickled and {fix}")
     load = partial(transformers.AutoConfig.from_pretrained, value)
     return loading(name, value, lambda: load(trust_remote_code=config.trust_remote_code))
+
+
+def read_tokenizer(model: str, config: Config) -> Any:
+    """The tokenizer of the model that a flag names, or of --..._tokenizer.
+
+    Raises ValueError if it cannot say a text back, or has less than half of the model's vocabulary:
+    of a repository without one transformers makes one of two tokens, without an error.
+    """
+    other = model.replace("model", "tokenizer")
+    flag = other if getattr(config, other, "") else model
+    name, options = getattr(config, flag), {"trust_remote_code": config.trust_remote_code}
+
+    def load() -> Any:
+        tokenizer, text = transformers.AutoTokenizer.from_pretrained(name, **options), "What is 23?"
+        spoken = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
+        size = getattr(read_config(model, getattr(config, model), config), "vocab_size", 0)
+        squeeze = lambda text: "".join(text.lower().split())
+        if squeeze(spoken) != squeeze(text) or len(tokenizer) < size / 2:
+            raise ValueError("the tokenizer there is not the model's, or there is none")
+        return tokenizer
+
+    try:
+        return loading(flag, name, load)
+    except ValueError as error:
+        hint = f"; name one with --{other}" if hasattr(config, other) and flag == model else ""
+        raise type(error)(f"{error}{hint}") from None
 
 
 class TextModel:
@@ -496,17 +530,17 @@ class TextModel:
 
     BATCH = 32
 
-    def __init__(self, kind: str, name: str, config: Config, device: torch.device) -> None:
+    def __init__(self, kind: str, flag: str, config: Config, device: torch.device) -> None:
         options = {"trust_remote_code": config.trust_remote_code}
-        self.kind, self.device = kind, device
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        self.kind, self.device, self.tokenizer = kind, device, read_tokenizer(flag, config)
         loaders = {
             "labels": transformers.AutoModelForSequenceClassification,
             "next": transformers.AutoModelForCausalLM,
             "sentence": transformers.AutoModel,
         }
-        options |= {"dtype": config.torch_dtype, "use_safetensors": True}
-        self.model = loaders[kind].from_pretrained(name, **options).to(device).eval()
+        # scores in bfloat16 would have steps of 0.03, which are multiplied by 1 / beta
+        dtype, name = config.torch_dtype if kind == "next" else torch.float32, getattr(config, flag)
+        self.model = loaders[kind].from_pretrained(name, dtype=dtype, **options).to(device).eval()
         # classifiers over causal models read the last token that is not padding: an EOS must count
         tokens = (self.tokenizer.pad_token_id, self.tokenizer.unk_token_id, 0, 1)
         eos = self.tokenizer.eos_token_id
@@ -551,9 +585,7 @@ class Task:
     metric = "reward"  # what an evaluation calls the mean reward
     special_tokens = True  # the tokenizer adds its own to the prompt, as BOS
     greedy_evaluation = True
-    wants_logprobs = (
-        False  # records get an answer's tokens, ref_logprob and kl, log pi - log pi_ref
-    )
+    wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     models: tuple[str, ...] = ()  # flags of the models that `setup` loads
     engines = 1  # that share a Searcher's device
 
@@ -701,31 +733,44 @@ class TLDR(Task):
         return not_text(example, *self.columns)
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
-        load = lambda name: TextModel("labels", getattr(self.config, name), self.config, device)
-        self.judges = {name: load(name) for name in self.models}
+        self.judges = {flag: TextModel("labels", flag, self.config, device) for flag in self.models}
+        examples = self.train[:8]
+        summaries = [example["reference_response"] for example in examples]
+        for flag in self.models:
+            scores = self.judge(flag, examples, summaries)
+            if len(set(map(repr, examples))) > 1 and np.ptp(scores) == 0:
+                name, text = getattr(self.config, flag), f"its score is {scores[0]:g} for any text"
+                raise InputError(f"--{flag} {name}: {text}")
 
-    def judge(self, name: str, examples: list[dict], summaries: list[str]) -> np.ndarray:
-        """Scores (N,) of whole summaries; the models read them with their EOS."""
-        end = self.judges[name].tokenizer.eos_token or ""
-        pairs = zip(examples, summaries, strict=True)
-        texts = [e["query"] + summary.removesuffix(end) + end for e, summary in pairs]
+    def judge(self, name: str, examples: list, summaries: list, ended: Any = None) -> np.ndarray:
+        """Scores (N,) of summaries; the models read those that `ended` (None: all) with an EOS."""
+        end, ended = self.judges[name].tokenizer.eos_token or "", [True] if ended is None else ended
+        rows = zip(examples, summaries, np.broadcast_to(ended, len(examples)), strict=True)
+        texts = [e["query"] + text.removesuffix(end) + end * int(done) for e, text, done in rows]
         # equal texts have equal scores, to the last bit
         different, rows = np.unique(texts, return_inverse=True)
         return self.judges[name](different.tolist())[:, 0].numpy()[rows]
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        return np.where(ended, self.judge("reward_model", examples, responses), -1.0)
+        return np.where(ended, self.judge("reward_model", examples, responses, ended), -1.0)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         summaries = responses + [example["reference_response"] for example in examples]
-        score, bar = np.split(self.judge("gold_reward_model", examples * 2, summaries), 2)
+        ended = [*ended, *[True] * len(examples)]
+        score, bar = np.split(self.judge("gold_reward_model", examples * 2, summaries, ended), 2)
         return [{"win_rate": won} for won in (score > bar).astype(float).tolist()]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        """Perplexity of the summaries under the reference is the paper's proxy of KL."""
-        mean = super().summarize(records)
-        perplexity = math.exp(-mean.pop("ref_logprob") / mean.pop("tokens"))
-        return {"win_rate": mean["win_rate"], "perplexity": perplexity, "kl": mean["kl"]}
+        """Perplexity of the summaries under the reference is the paper's proxy of KL.
+
+        As the paper has it: the mean over examples of exp(NLL of the summary / tokens of query and
+        summary), near 1.1. `response_perplexity` is the usual one, over the summaries' tokens.
+        """
+        mean, total = super().summarize(records), lambda r: r["prompt_tokens"] + r["tokens"]
+        perplexity = float(np.mean([math.exp(-r["ref_logprob"] / total(r)) for r in records]))
+        usual = math.exp(-mean["ref_logprob"] / mean["tokens"])
+        metrics = {"win_rate": mean["win_rate"], "perplexity": perplexity, "kl": mean["kl"]}
+        return metrics | {"response_perplexity": usual}
 
 
 class RedTeam(Task):
@@ -737,6 +782,7 @@ class RedTeam(Task):
     template = "{prompt}"
     greedy_evaluation = False  # diversity is half of what is asked
     models = ("victim_model", "toxicity_model", "sentence_model")
+    answers_checked = False  # of a guard
     engines = 2
     ALPACA = (
         "Below is an instruction that describes a task. Write a response that appropriately "
@@ -751,10 +797,7 @@ class RedTeam(Task):
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
         self.label, fix = labels.get(config.toxicity_label), f"choose one of {', '.join(labels)}"
         config.need(self.guard or self.label is not None, "toxicity_label", fix)
-        name, remote = config.victim_model, config.trust_remote_code
-        self.victim_tokenizer = transformers.AutoTokenizer.from_pretrained(
-            name, trust_remote_code=remote
-        )
+        name, self.victim_tokenizer = config.victim_model, read_tokenizer("victim_model", config)
         chat = config.victim_format == "alpaca" or self.victim_tokenizer.chat_template
         config.need(chat, "victim_format", f"{name} has no chat template; use alpaca")
         if not (config.sft_data or config.eval_only):
@@ -784,11 +827,11 @@ class RedTeam(Task):
             top_p=config.victim_top_p,
         )
         kind = "next" if self.guard else "labels"
-        self.toxicity = TextModel(kind, config.toxicity_model, config, device)
-        self.sentence = TextModel("sentence", config.sentence_model, config, device)
+        self.toxicity = TextModel(kind, "toxicity_model", config, device)
+        self.sentence = TextModel("sentence", "sentence_model", config, device)
         if self.guard:  # says as its first token whether a conversation is toxic
-            encode = self.toxicity.tokenizer.encode
-            self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
+            encode = partial(self.toxicity.tokenizer.encode, add_special_tokens=False)
+            self.label, self.safe = encode(config.toxicity_label)[0], encode(config.safe_label)[0]
 
     def victim_ids(self, attack: str) -> list[int]:
         """The victim's prompt, in its own format."""
@@ -823,10 +866,27 @@ class RedTeam(Task):
                 for pair in pairs
             ]
             template = self.toxicity.tokenizer.apply_chat_template
-            texts = template(chats, tokenize=False, add_generation_prompt=True)
+            suffix = self.config.toxicity_suffix.encode().decode(
+                "unicode_escape"
+            )  # "\\n" is a line
+            texts = [
+                t + suffix for t in template(chats, tokenize=False, add_generation_prompt=True)
+            ]
         logits = self.toxicity(texts, special_tokens=not self.guard)  # (N*n, labels or V)
         one = logits.shape[1] == 1
         logprobs = nn.functional.logsigmoid(logits) if one else logits.log_softmax(-1)
+        if self.guard and not self.answers_checked:
+            share = float(logprobs[:, [self.label, self.safe]].exp().sum(1).mean())
+            self.answers_checked = True
+            if share < 0.5:
+                text = (
+                    f"its first token is {self.config.toxicity_label} or {self.config.safe_label}"
+                )
+                fix = "see --toxicity_label, --safe_label and --toxicity_suffix"
+                name = f"--toxicity_model {self.config.toxicity_model}"
+                print(
+                    f"warning: {name}: {text} with probability {share:.2f}; {fix}", file=sys.stderr
+                )
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
@@ -860,7 +920,7 @@ class Problem:
     end_tokens: list[int]  # a response closes with one of these
     shape: tuple[int, int, int]  # of the policy: layers, width, vocabulary
     parameters: int  # of the policy
-    judges: int  # parameters of all other models that a Searcher loads
+    judge_bytes: int  # of all other models that a Searcher loads
     kv_cache_bytes: int = 2**30  # of each engine of a Searcher
 
     def text(self, tokens: np.ndarray) -> str:
@@ -896,10 +956,10 @@ def load_problem(config: Config) -> Problem:
     Raises ValueError if a path does not exist, the data do not fit the task, or a prompt and its
     response would not fit the model's context.
     """
-    name, options = config.model, {"trust_remote_code": config.trust_remote_code}
-    model_config = read_config("model", name, config)
-    load = partial(transformers.AutoTokenizer.from_pretrained, name, **options)
-    tokenizer = loading("model", name, load)
+    model_config, tokenizer = (
+        read_config("model", config.model, config),
+        read_tokenizer("model", config),
+    )
     parameters = count_parameters("model", config, transformers.AutoModelForCausalLM)
     ends = end_tokens(model_config, tokenizer)
     config.need(ends, "model", "its tokenizer has no EOS token; add one")
@@ -916,9 +976,15 @@ def load_problem(config: Config) -> Problem:
         fix = f"with the prompt of {split} row {row} ({longest} tokens) it exceeds the model's "
         fix += f"context of {context}; lower it or remove long prompts"
         config.need(fits, "max_response_tokens", fix)
-    judges = sum(count_parameters(flag, config) for flag in task.models if getattr(config, flag))
+    judge_bytes = 0
+    for flag in task.models:
+        read_tokenizer(flag, config)  # checks it
+        architectures = read_config(flag, getattr(config, flag), config).architectures or []
+        generates = any("CausalLM" in name for name in architectures)
+        size = config.torch_dtype.itemsize if generates else 4
+        judge_bytes += size * count_parameters(flag, config)
     shape = (model_config.num_hidden_layers, model_config.hidden_size, model_config.vocab_size)
-    return Problem(task, tokenizer, *splits, ends, shape, parameters, judges)
+    return Problem(task, tokenizer, *splits, ends, shape, parameters, judge_bytes)
 
 
 # ======================================================================================= 3. Replay
@@ -1124,7 +1190,7 @@ def load_model(config: Config, dtype: torch.dtype, device: torch.device) -> nn.M
     for name, value in vars(model_config).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             setattr(model_config, name, 0.0)  # pi_theta is a function, not a random variable
-    options |= {"config": model_config, "dtype": dtype, "use_safetensors": True}
+    options |= {"config": model_config, "dtype": dtype}
     load = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="sdpa")
     return load(config.model, **options).to(device)
 
@@ -1606,7 +1672,6 @@ class VLLMEngine:
             model=config.model,
             dtype=config.dtype,
             skip_tokenizer_init=True,
-            load_format="safetensors",
             trust_remote_code=config.trust_remote_code,
             enforce_eager=config.enforce_eager or device.type == "cpu",
             gpu_memory_utilization=0.01,  # counts no longer where the KV cache has a size
@@ -1717,8 +1782,8 @@ def engine_for(
     **settings: Any,
 ) -> TransformersEngine | VLLMEngine:
     """An engine for another model than the policy, with prompts of at most `longest` tokens."""
-    config, remote = dataclasses.replace(config, model=model, **settings), config.trust_remote_code
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=remote)
+    config = dataclasses.replace(config, model=model, **settings)
+    tokenizer = read_tokenizer("model", config)
     ends = end_tokens(read_config("model", model, config), tokenizer)
     problem = dataclasses.replace(
         problem,
@@ -2037,6 +2102,7 @@ class Searcher:
                 by_policy, ref_logprob = float(completion.logprobs[0].sum()), float(logprobs.sum())
                 record |= {"kl": by_policy - ref_logprob, "ref_logprob": ref_logprob}
                 record["tokens"] = len(logprobs)
+                record["prompt_tokens"] = len(completion.request.prompt)
         self.queues.report("evaluated", self.evaluation, dict(zip(rows, records, strict=True)))
         self.next_judging = 2 * time.perf_counter() - start
 
@@ -2171,6 +2237,8 @@ def searcher_process(visible_gpu: str | None, queues: Queues, *place: Any) -> No
         code = 0
     except TransferError as error:
         text = f"it lost a weight transfer: {error}"
+    except InputError as error:
+        queues.report("input_error", str(error))
     except BaseException:
         text = traceback.format_exc()
     with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
@@ -2449,6 +2517,9 @@ class SearcherPool:
             seconds, worked, tokens = (b - a for a, b in zip(s.last_beat, beat, strict=True))
             s.busy, s.tokens_per_second = worked / seconds, tokens / seconds
         s.last_beat = beat
+
+    def on_input_error(self, s: SearcherState, text: str) -> None:
+        raise InputError(text)
 
     def on_ended(self, s: SearcherState, text: str) -> None:
         s.traceback = text.strip()
@@ -3161,7 +3232,7 @@ def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> s
     kept = 4 * H * layers + block if config.gradient_checkpointing else block * layers
     trainer = {"weights": 4 * N, "gradients": 4 * N, "optimizer": 8 * N,
                "activations": kept * tokens + 5 * chunk, "CUDA": cuda}  # fmt: skip
-    searcher = {"policy": size * N, "reference": size * N, "judges": 4 * problem.judges,
+    searcher = {"policy": size * N, "reference": size * N, "judges": problem.judge_bytes,
                 "scoring": 12 * H * tokens + 3 * chunk, "CUDA": 2 * cuda}  # fmt: skip
     taken, need = sum(trainer.values()) / GiB, sum(searcher.values()) / GiB
     left = 0.93 * gpu - need - taken * shared  # 7% are for what is not foreseen
@@ -3278,7 +3349,7 @@ def run(trainer: Trainer, folder: RunFolder) -> int:
     except KeyboardInterrupt as interrupt:
         trainer.save_at_the_end()
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
-    except (SearcherDied, WrongWeights, FloatingPointError, OSError, EOFError) as error:
+    except (SearcherDied, InputError, WrongWeights, FloatingPointError, OSError, EOFError) as error:
         text = str(error)
         if isinstance(error, OSError | EOFError) and pool.manager_process:
             pool.manager_process.join(1)  # its sockets close a little before it has ended

@@ -4,10 +4,11 @@
     python bench/trl.py --trl_python /tmp/trl/bin/python [--pairs 5] [--target 0.97]
 
 The same model, prompts, reward, batch (8 prompts x 16 responses) and cores; runs alternate. Time
-counts from the start of the command to the first optimizer step whose weights answer that share of
-the held-out prompts greedily. TRL is evaluated after every step with its clock stopped, tba.py
-every --eval_every steps by its Searcher, beside training. TRL's learning rate is the fastest of a
-sweep (--learning_rates), tba.py's that of run_gsm8k.sh --tiny.
+counts to the first optimizer step whose weights answer that share of the held-out prompts greedily:
+from the start of the command, and again without the imports of libraries. TRL is evaluated after
+every step with its clock stopped, tba.py every --eval_every steps by its Searcher, beside training.
+Both use the learning rate that was fastest in a sweep; else tba.py's settings are those of
+run_gsm8k.sh --tiny, with the first step after 128 trajectories.
 """
 
 import argparse
@@ -25,8 +26,8 @@ sys.path[0] = str(ROOT)  # in place of bench/, where this file would be taken fo
 CORES = len(os.sched_getaffinity(0))
 
 
-def accuracy_by_time_trl(args: argparse.Namespace) -> list[tuple[int, float, float]]:
-    """In TRL's environment: train, return (step, seconds of training so far, accuracy) of each."""
+def train_with_trl(args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
+    """In TRL's environment: (step, seconds, seconds without imports, accuracy) of each step."""
     import torch
     import transformers
     from datasets import Dataset
@@ -35,6 +36,7 @@ def accuracy_by_time_trl(args: argparse.Namespace) -> list[tuple[int, float, flo
     import tba
 
     torch.set_num_threads(CORES)
+    imported = time.time()
     config = tba.Config(model=str(args.files / "model"), dataset=str(args.files / "data"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, padding_side="left")
     task = tba.GSM8K(config, tokenizer)
@@ -60,10 +62,11 @@ def accuracy_by_time_trl(args: argparse.Namespace) -> list[tuple[int, float, flo
             nonlocal paused
             now = time.time()
             model.eval()
-            history.append((state.global_step, now - args.launched - paused, accuracy()))
+            times = now - args.launched - paused, now - imported - paused
+            history.append((state.global_step, *times, accuracy()))
             model.train()
             paused += time.time() - now
-            control.should_training_stop = history[-1][2] >= args.target
+            control.should_training_stop = history[-1][-1] >= args.target
 
     def reward(prompts, completions, answer, **_) -> list[float]:
         return task.rewards([{"answer": a} for a in answer], completions, None).astype(float)
@@ -94,26 +97,34 @@ def run_trl(args: argparse.Namespace, seed: int, rate: float, out: Path) -> list
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def run_tba(args: argparse.Namespace, seed: int, out: Path, more: list[str]) -> list[tuple]:
-    """A run of run_gsm8k.sh --tiny's settings; (step, seconds, accuracy) of each evaluation."""
-    flags = ["--seed", seed, "--output_dir", out, "--eval_every", args.eval_every, *more]
+def run_tba(args: argparse.Namespace, seed: int, rate: float, out: Path) -> list[tuple]:
+    """A run of run_gsm8k.sh --tiny's settings; the same of each evaluation."""
+    flags = {
+        "model": args.files / "model", "dataset": args.files / "data", "steps": 80,
+        "prompts_per_step": 8, "trained_per_prompt": 16, "searched_per_prompt": 16,
+        "recent_probability": 0.9, "beta": 0.05, "learning_rate": rate, "lr_schedule": "linear",
+        "max_grad_norm": 1, "temperature": 1.0, "max_response_tokens": 32,
+        "sequences_in_flight": 128, "sync_every": 2, "initial_trajectories": 128,
+        "eval_every": args.eval_every, "seed": seed, "output_dir": out,
+    }  # fmt: skip
     launched = time.time()
-    command = ["bash", str(ROOT / "run_gsm8k.sh"), "--tiny", *map(str, flags)]
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "tba.py")]
+    command += [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, stdout=-3, stderr=-3, env=environment)
     records = lambda name: map(json.loads, (out / name).read_text().splitlines())
     began = (out / "config.json").stat().st_mtime - launched  # when "seconds" were about 0
-    seconds = {r["step"]: began + r["seconds"] for r in records("metrics.jsonl")}
-    return [
-        (r["step"], seconds.get(r["step"], began), r["accuracy"]) for r in records("eval.jsonl")
-    ]
+    seconds = {r["step"]: r["seconds"] for r in records("metrics.jsonl")} | {0: 0.0}
+    times = lambda step: (began + seconds[step], seconds[step])
+    return [(r["step"], *times(r["step"]), r["accuracy"]) for r in records("eval.jsonl")]
 
 
-def reached(history: list[tuple], target: float) -> tuple[float, int]:
-    """Seconds and step of the first evaluation that reached the target."""
-    return next(
-        ((s, step) for step, s, accuracy in history if accuracy >= target), (float("inf"), 0)
-    )
+def reached(history: list[tuple], target: float) -> dict[str, float]:
+    """When an evaluation first reached the target."""
+    for step, seconds, without_imports, accuracy in history:
+        if accuracy >= target:
+            return {"step": step, "seconds": seconds, "without_imports": without_imports}
+    return {"step": 0, "seconds": float("inf"), "without_imports": float("inf")}
 
 
 def main() -> None:
@@ -124,48 +135,49 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--target", type=float, default=0.97)
     parser.add_argument("--eval_every", type=int, default=5)
-    parser.add_argument(
-        "--learning_rates", type=float, nargs="+", default=[1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3]
-    )
-    parser.add_argument("--most_steps", type=int, default=200)
+    parser.add_argument("--learning_rates", type=float, nargs="+", default=[1e-4, 2e-4, 4e-4, 8e-4])
+    parser.add_argument("--most_steps", type=int, default=80)
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results" / "trl.json")
     for name, kind in (("seed", int), ("learning_rate", float), ("launched", float),
                        ("out", Path), ("files", Path)):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args, more = parser.parse_known_args()
+    args = parser.parse_args()
     if args.child:
-        return print(json.dumps(accuracy_by_time_trl(args)))
+        return print(json.dumps(train_with_trl(args)))
     args.files = Path(os.environ.get("TBA_CACHE", ROOT / ".cache")) / "tiny-gsm8k"
-    subprocess.run(
-        [sys.executable, ROOT / "tests" / "tiny.py", "gsm8k", "--out", args.files], check=True
-    )
+    make = [sys.executable, ROOT / "tests" / "tiny.py", "gsm8k", "--out", args.files]
+    subprocess.run(make, check=True)
+    runs, best = {"TRL": run_trl, "tba.py": run_tba}, {}
     with tempfile.TemporaryDirectory() as folder:
-        sweep = {}
-        for rate in args.learning_rates:
-            history = run_trl(args, 1000, rate, Path(folder) / f"sweep-{rate}")
-            sweep[rate] = reached(history, args.target)
-            print(f"TRL at learning rate {rate:g}: {sweep[rate][0]:.1f} s, {sweep[rate][1]} steps")
-        best = min(sweep, key=lambda rate: sweep[rate][0])
+        for name, run in runs.items():
+            sweep = {}
+            for rate in args.learning_rates:
+                history = run(args, 1000, rate, Path(folder) / f"{name}-{rate}")
+                sweep[rate] = reached(history, args.target)
+                print(f"{name} at learning rate {rate:g}: {shown(sweep[rate])}", flush=True)
+            best[name] = min(sweep, key=lambda rate: sweep[rate]["seconds"])
         pairs = []
         for seed in range(args.pairs):
-            theirs = reached(run_trl(args, seed, best, Path(folder) / f"trl-{seed}"), args.target)
-            history = run_tba(args, seed, Path(folder) / f"tba-{seed}", more)
-            ours = reached(history, args.target)
-            pairs.append({"trl": theirs, "tba": ours, "ratio": ours[0] / theirs[0]})
-            print(f"seed {seed}: TRL {theirs[0]:.1f} s ({theirs[1]} steps), tba.py {ours[0]:.1f} s "
-                  f"({ours[1]} steps), ratio {ours[0] / theirs[0]:.2f}", flush=True)  # fmt: skip
-    ratios = [pair["ratio"] for pair in pairs]
-    print(f"median ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
-    record = {
-        "target": args.target,
-        "cores": CORES,
-        "best_rate": best,
-        "sweep": sweep,
-        "pairs": pairs,
-    }
+            pair = {}
+            for name, run in runs.items():
+                history = run(args, seed, best[name], Path(folder) / f"{name}-{seed}")
+                pair[name] = reached(history, args.target)
+            pairs.append(pair)
+            print(f"seed {seed}: " + "; ".join(f"{n} {shown(r)}" for n, r in pairs[-1].items()),
+                  flush=True)  # fmt: skip
+    record = {"target": args.target, "cores": CORES, "learning_rates": best, "pairs": pairs}
+    for key in ("seconds", "without_imports"):
+        ratios = [pair["tba.py"][key] / pair["TRL"][key] for pair in pairs]
+        record[f"ratio of {key}"] = statistics.median(ratios)
+        print(f"{key}: ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def shown(result: dict[str, float]) -> str:
+    """One run's figures."""
+    return "{seconds:.1f} s ({without_imports:.1f} s without imports, step {step})".format(**result)
 
 
 if __name__ == "__main__":

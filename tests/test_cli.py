@@ -154,13 +154,6 @@ def test_addresses_that_cannot_be_bound(address, gsm8k, tmp_path, capsys, monkey
     expect_error(arguments(gsm8k, out, bind=address), f"--bind {address}: ", capsys, out)
 
 
-def test_pickled_weights_are_refused(gsm8k, tmp_path, capsys):
-    pickled = shutil.copytree(gsm8k / "model", tmp_path / "model")
-    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    out = tmp_path / "run"
-    expect_error(arguments(gsm8k, out, model=pickled), "its weights are pickled", capsys, out)
-
-
 def test_more_searchers_than_gpus_allow(gsm8k, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     out = tmp_path / "run"
@@ -585,7 +578,7 @@ def memory(name: str, gpu: float, shared: bool, **flags):
     """The plan's text, and the problem, of a model in bfloat16 on GPUs of so many GiB."""
     config = tba.Config(model=name, dtype="bfloat16", **flags)
     *shape, parameters = SIZES[name]
-    problem = tba.Problem(None, None, [], [], [], tuple(shape), parameters, judges=0)
+    problem = tba.Problem(None, None, [], [], [], tuple(shape), parameters, judge_bytes=0)
     return tba.memory_plan(config, problem, gpu, shared), problem
 
 
@@ -601,7 +594,7 @@ def test_gsm8k_fits_and_the_cache_gets_the_rest(gpu, shared):
 
 def test_memory_of_judges_and_of_two_engines():
     with_judge = tba.Config(task="redteam", model="rho-1b", dtype="bfloat16", kv_cache_gib=8)
-    problem = tba.Problem(None, None, [], [], [], (22, 2048, 32_000), 10**9, judges=2 * 2**30)
+    problem = tba.Problem(None, None, [], [], [], (22, 2048, 32_000), 10**9, judge_bytes=8 * 2**30)
     assert "judges 8," in tba.memory_plan(with_judge, problem, 79.6, False)
     assert problem.kv_cache_bytes == 4 * 2**30  # the attacker's and the victim's
 

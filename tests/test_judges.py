@@ -4,8 +4,11 @@ import json
 import math
 import queue
 import shutil
+import subprocess
+import sys
 from functools import partial
 
+import harness
 import numpy as np
 import pytest
 import tiny
@@ -50,7 +53,7 @@ def test_reward_models_score_what_transformers_pipelines_score(tldr, tmp_path):
     ended = np.arange(40) % 2 == 0
     rewards = task.rewards(examples, summaries, ended)
     np.testing.assert_allclose(
-        rewards[ended], task.judge("reward_model", examples, summaries)[ended]
+        rewards[ended], task.judge("reward_model", examples, summaries)[ended], rtol=1e-5
     )
     assert (rewards[~ended] == -1).all()
 
@@ -61,7 +64,9 @@ def test_an_eos_that_is_also_the_padding_token_still_counts(tldr, tmp_path):
     tokenizer = tba.transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = "<eos>"
     tokenizer.save_pretrained(folder)
-    judge = tba.TextModel("labels", str(folder), tba.Config(dtype="float32"), CPU)
+    config = tba.Config(reward_model=str(folder), dtype="bfloat16")
+    judge = tba.TextModel("labels", "reward_model", config, CPU)
+    assert judge.model.dtype == torch.float32  # bfloat16 scores would be coarse
     assert judge.tokenizer.pad_token_id == judge.tokenizer.eos_token_id
     texts = ["a longer text about a lost hat<eos>", "short<eos>"]
     one_by_one = torch.cat([judge([text]) for text in texts])
@@ -78,15 +83,18 @@ def test_win_rate_and_perplexity_by_hand(tldr, tmp_path):
     answers[0] = examples[0]["reference_response"]  # the same is no win
     records = task.evaluate(examples, answers, np.ones(30, bool))
     for record in records:  # a Searcher adds these
-        record |= {"tokens": 10, "ref_logprob": -5.0, "kl": 2.0}
+        record |= {"tokens": 10, "prompt_tokens": 90, "ref_logprob": -5.0, "kl": 2.0}
+    records[3]["ref_logprob"] = -200.0
     metrics = task.summarize(records)
     gold = task.judge("gold_reward_model", examples, answers)
     bar = [e["reference_response"] for e in examples]
     bar = task.judge("gold_reward_model", examples, bar)
     assert metrics["win_rate"] == pytest.approx((gold > bar).mean()) and not gold[0] > bar[0]
-    assert metrics["perplexity"] == pytest.approx(math.exp(0.5))
+    # the paper's: over query and summary, and exp before the mean
+    assert metrics["perplexity"] == pytest.approx((29 * math.exp(0.05) + math.exp(2)) / 30)
+    assert metrics["response_perplexity"] == pytest.approx(math.exp((29 * 5 + 200) / 300))
     assert metrics["kl"] == pytest.approx(2.0)
-    assert set(metrics) == {"win_rate", "perplexity", "kl"}
+    assert list(metrics) == ["win_rate", "perplexity", "kl", "response_perplexity"]
 
 
 def test_equal_answers_have_equal_scores_and_an_eos_is_not_doubled(tldr, tmp_path):
@@ -139,6 +147,87 @@ def test_a_searcher_measures_tokens_and_kl_of_the_answers_it_evaluates(tldr, tmp
     assert max(abs(record["kl"]) for record in records.values()) > 0.1
 
 
+def test_a_truncated_summary_is_judged_without_an_eos(tldr, tmp_path):
+    task = task_of(tldr_flags(tldr), tmp_path)
+    seen, judge = [], task.judges["gold_reward_model"]
+    task.judges["gold_reward_model"] = record = lambda texts: seen.extend(texts) or judge(texts)
+    record.tokenizer = judge.tokenizer
+    task.evaluate(task.train[:2], [" whole.", " cut of"], np.array([True, False]))
+    ends = {text.removeprefix(e["query"]) for e in task.train[:2] for text in seen}
+    assert {" whole.<eos>", " cut of"} <= ends and len(seen) == 4
+    assert all(e["query"] + e["reference_response"] + "<eos>" in seen for e in task.train[:2])
+
+
+@pytest.mark.parametrize(
+    ("flag", "kind"), [("reward_model", "llama"), ("gold_reward_model", "gpt_neox")]
+)
+def test_a_judge_without_a_tokenizer_needs_another_ones(flag, kind, tldr, tmp_path, capsys):
+    """As the published gold judge of TL;DR, a GPT-NeoX; its weights are pickled too."""
+    bare, flags = tmp_path / "bare", tldr_flags(tldr)
+    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(flags[flag])
+    model_config = tiny.architecture(kind, tokenizer)
+    model_config.num_labels = 1
+    torch.manual_seed(0)
+    model = tba.transformers.AutoModelForSequenceClassification.from_config(model_config)
+    model.config.save_pretrained(bare)
+    torch.save(model.state_dict(), bare / "pytorch_model.bin")
+    whole, flags[flag] = flags[flag], bare
+    other = flag.replace("model", "tokenizer")
+
+    def error(**more):
+        args = [str(x) for k, v in (flags | more).items() for x in (f"--{k}", v)]
+        assert tba.main([*args, "--dry_run"]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert f"--{flag} {bare}: " in (line := error()) and f"; name one with --{other}" in line
+    small = shutil.copytree(whole, tmp_path / "small")
+    model_config = json.loads((bare / "config.json").read_text())
+    task = task_of(flags, tmp_path / "out", **{other: whole})
+    rows, texts = task.train[:5], [e["reference_response"] for e in task.train[5:10]]
+    ids = [
+        tokenizer(e["query"] + x + "<eos>", return_tensors="pt")
+        for e, x in zip(rows, texts, strict=True)
+    ]
+    expected = [model.eval()(**row).logits.item() for row in ids]
+    np.testing.assert_allclose(task.judge(flag, rows, texts), expected, atol=1e-4)
+    (bare / "config.json").write_text(json.dumps(model_config | {"vocab_size": 50_000}))
+    assert "not the model's" in error(**{other: small})  # it speaks, but another language
+
+
+def test_a_judge_that_cannot_tell_texts_apart_ends_the_run_in_one_line(tldr, tmp_path, capfd):
+    dull = shutil.copytree(tldr / "gold", tmp_path / "dull")
+    model = tba.transformers.AutoModelForSequenceClassification.from_pretrained(dull)
+    torch.nn.init.zeros_(model.score.weight)
+    model.save_pretrained(dull)
+    flags = tldr_flags(tldr) | {"gold_reward_model": dull, "output_dir": tmp_path / "run"}
+    args = [str(x) for k, v in flags.items() for x in (f"--{k}", v)]
+    command = [sys.executable, str(harness.ROOT / "tba.py"), *args]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    error = f"tba.py: error: --gold_reward_model {dull}: its score is 0 for any text"
+    assert error in result.stderr.splitlines()
+
+
+def test_pickled_weights_are_loaded_and_execute_nothing(gsm8k, tmp_path):
+    pickled = shutil.copytree(gsm8k / "model", tmp_path / "model")
+    config = tba.Config(model=str(pickled))
+    expected = tba.load_model(config, torch.float32, CPU).state_dict()
+    (pickled / "model.safetensors").unlink()
+    torch.save(expected, pickled / "pytorch_model.bin")
+    loaded = tba.load_model(config, torch.float32, CPU).state_dict()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(loaded[name], tensor)
+
+    class Trap:
+        def __reduce__(self):
+            return (tmp_path / "sprung").touch, ()
+
+    torch.save(expected | {"trap": Trap()}, pickled / "pytorch_model.bin")
+    with pytest.raises(Exception, match=r"(?i)weights"):
+        tba.load_model(config, torch.float32, CPU)
+    assert not (tmp_path / "sprung").exists()
+
+
 # ------------------------------------------------------------------------------------ redteam
 
 
@@ -174,6 +263,42 @@ def test_a_guard_model_is_judged_by_its_first_token(redteam, tmp_path):
         0
     ].log_softmax(-1)
     torch.testing.assert_close(actual, expected.detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_a_guard_is_read_after_its_suffix_and_warned_about_without(redteam, tmp_path, capsys):
+    """A guard that says "safe" or "unsafe" only after two line breaks, as Llama Guard 3 does."""
+    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(redteam / "victim")
+    model = tba.transformers.AutoModelForCausalLM.from_pretrained(redteam / "victim")
+    encode = lambda text: np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    pairs = []
+    for word, answer in (("zap", "unsafe"), ("lovely", "safe")):
+        for noun in tiny.NOUNS:
+            chat = f"<user>Describe a {noun}<assistant>It is {word}<assistant>"
+            pairs.append((encode(chat + "\n\n"), encode(answer)))
+            pairs.append((encode(chat), encode("\n\n")))
+    config = tba.Config(sft_epochs=40, sft_learning_rate=3e-3, dtype="float32")
+    tba.supervised_fine_tune(model, pairs, config)
+    model.save_pretrained(tmp_path / "guard")
+    tokenizer.save_pretrained(tmp_path / "guard")
+    flags = redteam_flags(redteam) | {
+        "toxicity_model": tmp_path / "guard", "toxicity_label": "unsafe", "victim_samples": 2,
+    }  # fmt: skip
+    attacks, answers = (
+        ["Describe a comet", "Describe a river"],
+        [["It is zap"] * 2, ["It is lovely"] * 2],
+    )
+    found = {}
+    for suffix in ("", "\\n\\n"):
+        task = task_of(flags, tmp_path / "out", toxicity_suffix=suffix)
+        task.victim_answers = lambda attacks: answers
+        capsys.readouterr()
+        found[suffix] = np.exp(task.log_toxicity(attacks))
+        warnings = capsys.readouterr().err
+        task.log_toxicity(attacks)
+        assert not capsys.readouterr().err  # said once
+        assert ("--toxicity_suffix" in warnings) == (suffix == "")
+    assert found[""].max() < 0.1
+    assert found["\\n\\n"][0].min() > 0.6 and found["\\n\\n"][1].max() < 0.1
 
 
 def test_cosine_distance_by_brute_force(redteam, tmp_path):

@@ -362,7 +362,7 @@ def test_tldr_with_two_searchers(engine, tldr, tmp_path, capsys):
     run_tba(arguments(None, out, engine=engine, num_searchers=2, eval_every=2, **flags))
     metrics, evaluations = read_lines(out / "metrics.jsonl"), read_lines(out / "eval.jsonl")
     assert set(metrics[0]) == set(METRICS) and metrics[-1]["step"] == 4
-    names = {"win_rate", "perplexity", "kl"}
+    names = {"win_rate", "perplexity", "kl", "response_perplexity"}
     assert all(set(e) == {"step", "version", "split", "n"} | names for e in evaluations)
     assert all(m["logprob_gap"] < 1e-3 for m in metrics)
     assert evaluations[0]["kl"] == pytest.approx(0, abs=1e-3)
