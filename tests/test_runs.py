@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import arguments, read_lines, run_tba
 from harness import Run
+from safetensors.torch import load_file
 
 import tba
 
@@ -422,3 +423,31 @@ def test_a_run_on_gpus(on_sync, gsm8k, tmp_path):
     assert ("on one GPU" in stdout) == (torch.cuda.device_count() == 1)
     metrics = read_lines(out / "metrics.jsonl")
     assert metrics[-1]["version"] >= 10 and max(m["logprob_gap"] for m in metrics) < 0.5
+
+
+def test_deliveries_at_syncs_only_weights_in_bfloat16_and_warm_up(gsm8k, tmp_path):
+    """As the authors train: data come with the weights, masters are bfloat16."""
+    out = tmp_path / "run"
+    flags = {"steps": 18, "sync_every": 6, "eval_every": 0, "deliver_at_sync": True,
+             "sync_patience": 30, "dtype": "bfloat16", "master_dtype": "bfloat16",
+             "warmup_steps": 4, "lr_schedule": "linear", "learning_rate": 1e-3,
+             "adam_beta2": 0.99, "replay_recent": "exhaust"}  # fmt: skip
+    run_tba(arguments(gsm8k, out, **flags))
+    metrics = read_lines(out / "metrics.jsonl")
+    count = [m["buffer_trajectories"] for m in metrics]
+    grown = {i + 1 for i in range(6, 18) if count[i] > count[i - 1]}
+    # step 7 is the first with weights of version 6; what they make comes at the sync after step 12
+    assert grown <= {7, 8, 13, 14} and grown & {13, 14}, count
+    assert [m["lr"] for m in metrics[:4]] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    assert 0 < metrics[-1]["lr"] < 1e-4
+    assert max(m["logprob_gap"] for m in metrics) < 0.25
+    tensors = load_file(out / "final" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    before = tba.load_model(tba.Config(model=str(gsm8k / "model")), torch.bfloat16, "cpu")
+    before = tba.checkpoint_state(before)
+    assert not all(torch.equal(before[name], tensor) for name, tensor in tensors.items())
+    optimizer = torch.load(out / "checkpoint-18" / "trainer.pt", weights_only=True)["optimizer"]
+    assert optimizer[0]["exp_avg"].dtype == torch.bfloat16
+    fix = "--master_dtype bfloat16: needs --dtype bfloat16"
+    args = arguments(gsm8k, tmp_path / "other", dtype="float32", master_dtype="bfloat16")
+    assert fix in run_tba(args, code=2)[1]
