@@ -1,5 +1,10 @@
 #!/usr/bin/env bash
-# TBA on GSM8K: RhoMath-1B, the paper's setting (4 GPUs: 1 Trainer, 3 Searchers; fewer work too).
+# TBA on GSM8K: RhoMath-1B (4 GPUs: 1 Trainer, 3 Searchers; fewer work too).
+#
+# The paper reports 54.6 % greedy test accuracy after 1.4 hours on 4 A100 80 GB (SFT: 40 %). The authors'
+# code differs in that it trains bfloat16 weights without float32 masters, hands data over at
+# blocking syncs only, and draws recent prompts without replacement. For these three, add
+#   --master_dtype bfloat16 --deliver_at_sync --replay_recent exhaust
 #
 #   bash run_gsm8k.sh [FLAGS OF tba.py...]          e.g. --output_dir runs/mine, or --resume runs/mine
 #   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   the same path on a CPU, offline, in two minutes

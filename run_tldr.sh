@@ -1,5 +1,10 @@
 #!/usr/bin/env bash
-# TBA on TL;DR summarisation: Pythia, the paper's setting (4 GPUs: 1 Trainer, 3 Searchers).
+# TBA on TL;DR summarisation: Pythia (4 GPUs: 1 Trainer, 3 Searchers).
+#
+# The paper reports, for 410m, a win rate of 0.86 at a perplexity of 1.13, from checkpoints after
+# training (4 A100 80 GB). The authors' code differs in that it computes in float32 (--dtype
+# float32), hands data over at blocking syncs only and draws recent prompts without replacement
+# (--deliver_at_sync --replay_recent exhaust).
 #
 #   bash run_tldr.sh [410m|1b|2.8b] [FLAGS OF tba.py...]   e.g. run_tldr.sh 1b --output_dir runs/mine
 #   bash run_tldr.sh --tiny [FLAGS OF tba.py...]           the same path on a CPU, offline, in minutes
@@ -37,6 +42,7 @@ settings=(
   --model "mnoukhov/pythia$size-sft-tldr"    # policy and reference
   --reward_model "mnoukhov/pythia$size-rm-tldr6.9b"
   --gold_reward_model cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
+  --gold_reward_tokenizer EleutherAI/pythia-6.9b-deduped    # that repository has none
   --dataset vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144
   --steps 256
   --prompts_per_step 8                       # B

@@ -83,6 +83,7 @@ class Config:
     output_dir: str = flag("", "the run's folder; runs/TASK-DATE-TIME if empty")
     sft_data: str = flag("", "warm start: a file of prompt + response, or of instruction")
     sft_epochs: int = flag(1, "epochs of that supervised fine-tuning", 1)
+    sft_batch: int = flag(64, "rows in its batches", 1)
     sft_learning_rate: float = flag(2e-5, "its peak learning rate", POSITIVE)
 
     reward_model: str = flag("", "tldr: a sequence classifier with one label, the reward")
@@ -121,7 +122,9 @@ class Config:
     replay_recent: Literal["newest", "exhaust"] = flag("newest", "exhaust: each once (README)")
     reward_inverse_temperature: float = flag(0.0, "replay p ~ softmax(this * reward); 0: uniform")
     kept_per_prompt: int = flag(100, "trajectories kept per prompt", "trained_per_prompt")
-    evict: Literal["oldest", "lowest_reward"] = flag("oldest", "which go first beyond that")
+    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
+        "oldest", "which go first beyond that; total: log pi_ref + reward / beta"
+    )
     near_duplicate: float = flag(0.0, "keep the better of two at an edit distance below this share")
     initial_trajectories: int = flag(500, "trajectories searched before the first step")
 
@@ -134,6 +137,8 @@ class Config:
     tau_final: float | None = flag(None, "tau when annealed; unset: constant tau", POSITIVE)
     tau_anneal_steps: int = flag(500, "steps over which tau goes linearly to tau_final")
     reset_reference_every: int = flag(0, "steps after which the policy becomes pi_ref; 0: never")
+    lora_rank: int = flag(0, "train low-rank adapters of this rank; 0: all weights")
+    lora_alpha: int = flag(16, "their scale, times the rank", 1)
     learning_rate: float = flag(1e-5, "AdamW's peak learning rate", POSITIVE)
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag("constant", "its form")
     warmup_steps: int = flag(0, "steps of linear warm-up")
@@ -1055,8 +1060,10 @@ class ReplayBuffer:
             return  # scored before the reference was reset, overtaken by groups scored after
         kept = [t for t in old if t.reference == reference and t.tokens.tobytes() not in new]
         kept = self._without_near_duplicates(kept, list(new.values()))
-        if self.config.evict == "lowest_reward":  # in place of the oldest
-            best = sorted(kept, key=lambda t: t.reward)[-self.config.kept_per_prompt :]
+        if self.config.evict != "oldest":
+            likelihood = self.config.beta * (self.config.evict == "lowest_total")
+            value = lambda t: t.reward + likelihood * t.ref_logprob
+            best = sorted(kept, key=value)[-self.config.kept_per_prompt :]
             best = set(map(id, best))
             kept = [t for t in kept if id(t) in best]
         kept = kept[-self.config.kept_per_prompt :]
@@ -1496,14 +1503,15 @@ OBJECTIVES: dict[str, Callable[[Batch, float, float], tuple[Tensor, Tensor]]] = 
 def supervised_fine_tune(model: nn.Module, pairs: Pairs, config: Config) -> list[float]:
     """Warm start: maximise the log-probability of responses; pairs are (prompt, response) tokens.
 
-    AdamW, batches of 64, linear warm-up over a tenth of the steps, then cosine decay. Returns the
+    AdamW, linear warm-up over a tenth of the steps, then cosine decay. Returns the
     losses.
     """
     policy, rng = TokenLogProbs(model, temperature=1.0), np.random.default_rng(config.seed)
     device, rate = next(model.parameters()).device, config.sft_learning_rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     orders = [rng.permutation(len(pairs)) for _ in range(config.sft_epochs)]
-    batches = [order[i : i + 64] for order in orders for i in range(0, len(pairs), 64)]
+    size = config.sft_batch
+    batches = [order[i : i + size] for order in orders for i in range(0, len(pairs), size)]
     steps, losses = len(batches), []
     schedule = transformers.get_scheduler("cosine", optimizer, steps // 10, steps)
     for batch in batches:
@@ -1817,13 +1825,31 @@ class TransferError(RuntimeError):
     """A weight group did not form, or a transfer did not end: its members are restarted."""
 
 
-def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
+class MergedWeights(dict):
+    """A model's own tensors by name; reading one adds its low-rank adapter, if it has one."""
+
+    adapters: ClassVar[dict[int, Any]] = {}  # by the address of the tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = super().__getitem__(name)
+        layer = self.adapters.get(tensor.data_ptr())
+        return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self[name]) for name in self)
+
+
+def checkpoint_state(model: nn.Module) -> MergedWeights:
     """The model's own tensors, not copies, under the names of its checkpoint; tied ones once."""
     state = {}
     for name, tensor in model.state_dict().items():  # the embedding comes before a head tied to it
-        state.setdefault(tensor.data_ptr(), (name, tensor))
+        if ".lora_" not in name:
+            state.setdefault(tensor.data_ptr(), (name.replace(".base_layer", ""), tensor))
     # transformers renames some parameters in memory; engines and files have the checkpoint's names
-    return revert_weight_conversion(model, dict(state.values()))
+    merged = MergedWeights(revert_weight_conversion(model, dict(state.values())))
+    adapted = [layer for layer in model.modules() if hasattr(layer, "get_delta_weight")]
+    merged.adapters = {layer.base_layer.weight.data_ptr(): layer for layer in adapted}
+    return merged
 
 
 class ManagerStore(dist.Store):
@@ -2762,7 +2788,7 @@ class Trainer:
         pool.listen()
         self.collect()
         self.save_checkpoint()
-        save_model(self.model, self.problem, self.folder.path / "final")
+        save_model(self.model, self.problem, self.folder.path / "final", config)
 
     def load(self) -> None:
         """Load the policy and set up everything that training needs, Searchers apart."""
@@ -2777,13 +2803,22 @@ class Trainer:
             project_dir=config.output_dir,
         )
         self.accelerator.init_trackers("tba", dataclasses.asdict(config))
-        source = dataclasses.replace(config, model=self.saved.get("model", config.model))
+        # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
+        name = config.model if config.lora_rank else self.saved.get("model", config.model)
+        source = dataclasses.replace(config, model=name)
         self.model = load_model(source, getattr(torch, config.master_dtype), self.device).train()
+        if config.lora_rank:
+            import peft  # imported late: it takes seconds, and only adapters need it
+
+            self.model.requires_grad_(False)
+            adapters = peft.LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha)
+            self.model = peft.inject_adapter_in_model(adapters, self.model)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
         settings["betas"] = config.adam_beta1, config.adam_beta2
-        optimizer = torch.optim.AdamW(self.model.parameters(), **settings, fused=True)
+        trained = [weights for weights in self.model.parameters() if weights.requires_grad]
+        optimizer = torch.optim.AdamW(trained, **settings, fused=True)
         schedule = {"name": config.lr_schedule, "num_warmup_steps": config.warmup_steps}
         if config.lr_schedule == "warmup_stable_decay":
             phases = {
@@ -2973,7 +3008,7 @@ class Trainer:
         path = self.folder.path / f"checkpoint-{self.step}"
         new, old = path.with_name(f".{path.name}"), path.with_name(f".{path.name}-old")
         try:
-            save_model(self.model, self.problem, new)
+            save_model(self.model, self.problem, new, self.config)
             torch.save(self.state(), new / "trainer.pt")
             for file in (*new.iterdir(), new):
                 descriptor = os.open(file, os.O_RDONLY)
@@ -3008,6 +3043,7 @@ class Trainer:
         return {
             "pool": self.pool.state(),
             "optimizer": self.optimizer.state_dict()["state"],
+            "adapters": self.adapters(),
             "buffer": self.buffer.state(),
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state() if cuda else None,
@@ -3015,8 +3051,14 @@ class Trainer:
             "checksum": self.problem.checksum(),
         }
 
+    def adapters(self) -> dict[str, Tensor]:
+        """The weights of low-rank adapters, by name."""
+        return {n: p.detach() for n, p in self.model.named_parameters() if ".lora_" in n}
+
     def restore(self) -> None:
         """Take up `state`, with the learning rate and decay that are set now."""
+        for name, tensor in self.adapters().items():
+            tensor.copy_(self.saved["adapters"][name])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": self.saved["optimizer"], "param_groups": groups})
         self.buffer.restore(self.saved["buffer"])
@@ -3025,8 +3067,13 @@ class Trainer:
             torch.cuda.set_rng_state(self.saved["cuda_random"])
 
 
-def save_model(model: nn.Module, problem: Problem, folder: Path) -> None:
-    """Write the model and its tokenizer as `from_pretrained` reads them."""
+@torch.no_grad()
+def save_model(model: nn.Module, problem: Problem, folder: Path, config: Config) -> None:
+    """Write the model, adapters merged, and its tokenizer as `from_pretrained` reads them."""
+    if config.lora_rank:
+        merged, model = checkpoint_state(model), load_model(config, model.dtype, model.device)
+        for name, tensor in checkpoint_state(model).items():
+            tensor.copy_(merged[name])
     model.save_pretrained(folder)
     problem.tokenizer.save_pretrained(folder)
 
@@ -3252,7 +3299,8 @@ def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> s
     block, GiB, cuda = 27 * size * H, 2**30, 2**30 * (gpu > 0)  # its context
     kept = 4 * H * layers + block if config.gradient_checkpointing else block * layers
     master = N * getattr(torch, config.master_dtype).itemsize
-    trainer = {"weights": master, "gradients": master, "optimizer": 2 * master,
+    trained = 0 if config.lora_rank else master
+    trainer = {"weights": master, "gradients": trained, "optimizer": 2 * trained,
                "activations": kept * tokens + 5 * chunk, "CUDA": cuda}  # fmt: skip
     searcher = {"policy": size * N, "reference": size * N, "judges": problem.judge_bytes,
                 "scoring": 12 * H * tokens + 3 * chunk, "CUDA": 2 * cuda}  # fmt: skip
@@ -3315,7 +3363,7 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, folder: RunFolder
     torch.manual_seed(config.seed)
     model = load_model(config, torch.float32, own_device())
     losses = supervised_fine_tune(model, pairs, config)
-    save_model(model, problem, folder.path / "sft")
+    save_model(model, problem, folder.path / "sft", dataclasses.replace(config, lora_rank=0))
     folder.say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 
 

@@ -284,3 +284,14 @@ def test_a_restored_buffer_goes_on_as_the_first(history, draws):
         (a, share_a), (b, share_b) = (x.sample(2, 2, 0.5, 1.0) for x in (first, again))
         key = lambda groups: [[plain(t) for t in group] for group in groups]
         assert key(a) == key(b) and share_a == share_b
+
+
+def test_lowest_total_counts_the_likelihood():
+    """Total reward is log pi_ref + reward / beta, as GFlowNets have it."""
+    config = tba.Config(kept_per_prompt=2, trained_per_prompt=2, evict="lowest_total", beta=0.5)
+    buffer = tba.ReplayBuffer(config)
+    new = group(0, [[1], [2], [3]], rewards=[1.0, 2.0, 3.0])  # ref_logprob is 0, 1, 2
+    for t, likelihood in zip(new.trajectories, (-1.0, -2.0, -9.0), strict=True):
+        t.ref_logprob = likelihood  # totals 1, 2, -3
+    buffer.add(new)
+    assert [t.tokens[0] for t in buffer.trajectories[0]] == [1, 2]

@@ -451,3 +451,29 @@ def test_deliveries_at_syncs_only_weights_in_bfloat16_and_warm_up(gsm8k, tmp_pat
     fix = "--master_dtype bfloat16: needs --dtype bfloat16"
     args = arguments(gsm8k, tmp_path / "other", dtype="float32", master_dtype="bfloat16")
     assert fix in run_tba(args, code=2)[1]
+
+
+def test_low_rank_adapters_are_trained_pushed_merged_and_resumed(gsm8k, tmp_path):
+    """In lockstep, so that a resumed run must repeat one that was not interrupted."""
+    flags = {"steps": 6, "synchronous": True, "sync_every": 1, "eval_every": 0, "lora_rank": 4,
+             "learning_rate": 1e-2, "save_every": 3, "keep_checkpoints": 0}  # fmt: skip
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    run_tba(arguments(gsm8k, whole, **flags))
+    metrics = read_lines(whole / "metrics.jsonl")
+    assert max(m["logprob_gap"] for m in metrics) < 1e-3  # engines have the merged weights
+    before, after = (load_file(f / "model.safetensors") for f in (gsm8k / "model", whole / "final"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("q_proj" in name or "v_proj" in name for name in changed)
+    for name in changed:
+        assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4) <= 4
+    shutil.copytree(whole, part)
+    shutil.rmtree(part / "checkpoint-6")
+    run_tba(["--resume", str(part)])
+    assert stable(part) == stable(whole)
+    for name, tensor in load_file(part / "final" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, after[name], atol=0, rtol=0)
+    optimizer = torch.load(part / "checkpoint-6" / "trainer.pt", weights_only=True)["optimizer"]
+    assert sum(s["exp_avg"].numel() for s in optimizer.values()) < 0.2 * sum(
+        tensor.numel() for tensor in after.values()
+    )
