@@ -53,6 +53,7 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from importlib import metadata
 from multiprocessing import AuthenticationError, forkserver, managers
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -82,6 +83,7 @@ class Config:
     dataset_config: str = flag("", "the hub dataset's configuration, e.g. main")
     output_dir: str = flag("", "the run's folder; runs/TASK-DATE-TIME if empty")
     sft_data: str = flag("", "warm start: a file of prompt + response, or of instruction")
+    sft_to_buffer: bool = flag(False, "its responses to the task's prompts are scored and replayed")
     sft_epochs: int = flag(1, "epochs of that supervised fine-tuning", 1)
     sft_batch: int = flag(64, "rows in its batches", 1)
     sft_learning_rate: float = flag(2e-5, "its peak learning rate", POSITIVE)
@@ -153,6 +155,7 @@ class Config:
     temperature: float = flag(0.7, "of sampling and of every log-probability", POSITIVE)
     top_p: float = flag(1.0, "nucleus of sampling; 1: the whole distribution", POSITIVE, 1)
     max_response_tokens: int = flag(512, "longest response, in tokens", 1)
+    max_total_tokens: int = flag(0, "most tokens of prompt and response together; 0: any number")
     min_response_tokens: int = flag(0, "shortest response: no EOS before this many tokens")
     explore_probability: float = flag(0.0, "share of prompts at another temperature", 0, 1)
     explore_low: float = flag(0.5, "lowest such temperature", POSITIVE)
@@ -219,6 +222,7 @@ class Config:
         tracked = self.report_to == "none" or any(metadata.distributions(name=self.report_to))
         need(tracked, "report_to", f"is not installed; pip install {self.report_to}")
         need(self.bind or not self.remote_searchers, "remote_searchers", "needs --bind")
+        need(self.sft_data or not self.sft_to_buffer, "sft_to_buffer", "needs --sft_data")
         alone = not (self.synchronous and self.remote_searchers)
         need(alone, "remote_searchers", "leave out --synchronous")
         if self.bind:
@@ -275,6 +279,11 @@ class Config:
     @property
     def torch_dtype(self) -> "torch.dtype":
         return getattr(torch, self.dtype)
+
+    def response_limit(self, prompt: "np.ndarray") -> int:
+        """The most tokens that a response to this prompt may have."""
+        total = self.max_total_tokens or math.inf
+        return int(min(self.max_response_tokens, total - len(prompt)))
 
     def annealed(self, name: str, step: int) -> float:
         """beta or tau after `step` optimizer steps: linear to its final value, then constant."""
@@ -597,6 +606,7 @@ class Task:
     metric = "reward"  # what an evaluation calls the mean reward
     special_tokens = True  # the tokenizer adds its own to the prompt, as BOS
     greedy_evaluation = True
+    closes_responses = False  # those that do not end get the EOS that they lack
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     models: tuple[str, ...] = ()  # flags of the models that `setup` loads
     engines = 1  # that share a Searcher's device
@@ -793,6 +803,7 @@ class RedTeam(Task):
 
     template = "{prompt}"
     greedy_evaluation = False  # diversity is half of what is asked
+    closes_responses = True  # as the GFlowNet baseline
     models = ("victim_model", "toxicity_model", "sentence_model")
     answers_checked = False  # of a guard
     engines = 2
@@ -934,6 +945,7 @@ class Problem:
     parameters: int  # of the policy
     judge_bytes: int  # of all other models that a Searcher loads
     kv_cache_bytes: int = 2**30  # of each engine of a Searcher
+    demonstrations: list = field(default_factory=list)  # --sft_to_buffer: (prompt, response) tokens
 
     def text(self, tokens: np.ndarray) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -988,6 +1000,10 @@ def load_problem(config: Config) -> Problem:
         fix = f"with the prompt of {split} row {row} ({longest} tokens) it exceeds the model's "
         fix += f"context of {context}; lower it or remove long prompts"
         config.need(fits, "max_response_tokens", fix)
+        least = longest + max(1, config.min_response_tokens)
+        fix = f"the prompt of {split} row {row} has {longest} tokens; set at least {least}"
+        fits = config.max_total_tokens == 0 or least <= config.max_total_tokens
+        config.need(fits, "max_total_tokens", fix)
     judge_bytes = 0
     for flag in task.models:
         read_tokenizer(flag, config)  # checks it
@@ -1634,6 +1650,7 @@ class TransformersEngine:
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         usual = 1.0 if greedy else self.config.temperature
         temperature = torch.tensor([[r.temperature or usual] for r in rows], device=self.device)
+        limits = torch.tensor([self.config.response_limit(r.prompt) for r in rows]).to(self.device)
         hook = DecodeHook(temperature, 1.0 if greedy else self.config.top_p, between_steps)
         # what `between_steps` does may generate too, with a seed of its own
         with torch.random.fork_rng():
@@ -1644,15 +1661,16 @@ class TransformersEngine:
                 do_sample=not greedy,
                 top_k=0,
                 min_new_tokens=self.config.min_response_tokens or None,
-                max_new_tokens=self.config.max_response_tokens,
+                max_new_tokens=int(limits.max()),
                 eos_token_id=self.end_tokens,
                 pad_token_id=self.end_tokens[0],
                 logits_processor=[hook],
                 stopping_criteria=[hook],
             )[:, max(map(len, prompts)) :]  # (R, T)
         stop = torch.isin(tokens, torch.tensor(self.end_tokens, device=self.device))
-        ended = stop.any(1).cpu().numpy()
-        lengths = torch.where(stop.any(1), stop.int().argmax(1) + 1, tokens.shape[1]).tolist()
+        lengths = torch.where(stop.any(1), stop.int().argmax(1) + 1, tokens.shape[1])
+        ended = (stop.any(1) & (lengths <= limits)).cpu().numpy()
+        lengths = lengths.minimum(limits).tolist()
         tokens, logprobs = tokens.int().cpu().numpy(), torch.cat(hook.logprobs, 1).cpu().numpy()
         cut = lambda array: [
             row[:length].copy() for row, length in zip(array, lengths, strict=True)
@@ -1734,7 +1752,7 @@ class VLLMEngine:
             temperature=0.0 if request.greedy else request.temperature or self.config.temperature,
             top_p=1.0 if request.greedy else self.config.top_p,
             min_tokens=self.config.min_response_tokens,
-            max_tokens=self.config.max_response_tokens,
+            max_tokens=self.config.response_limit(request.prompt),
             logprobs=0,  # of the sampled token alone
             # a seed per request makes runs repeat, but samples row by row: only in lockstep
             seed=request.seed if self.config.synchronous else None,
@@ -2044,9 +2062,28 @@ class Searcher:
 
     def run(self) -> None:
         """Search until told to stop."""
+        if self.queues.start == 0:
+            self.score_demonstrations()
         self.queues.report("ready")
         while True:
             self.turn()
+
+    def score_demonstrations(self) -> None:
+        """Send this Searcher's share of --sft_data's responses, scored like its own."""
+        ids, S = {p.tobytes(): i for i, p in enumerate(self.problem.prompts)}, 16
+        share = self.problem.demonstrations[self.queues.searcher :: self.config.all_searchers]
+        known = [(ids[p.tobytes()], r) for p, r in share if p.tobytes() in ids]
+        for prompt_id, rows in itertools.groupby(
+            sorted(known, key=lambda row: row[0]), itemgetter(0)
+        ):
+            responses = [response for _, response in rows]
+            for part in (responses[i : i + S] for i in range(0, len(responses), S)):
+                request = Request(-1, self.problem.prompts[prompt_id], len(part))
+                self.requests[-1] = prompt_id, 0
+                certain = [np.zeros(len(response), np.float32) for response in part]
+                done = Completion(request, part, certain, np.ones(len(part), bool))
+                self.outbox += self.score_groups([done])
+                self.deliver()
 
     def turn(self) -> None:
         """Begin prompts, take one decode step, score what it completed."""
@@ -2107,7 +2144,11 @@ class Searcher:
 
     def score_groups(self, completions: list[Completion]) -> list[Group]:
         """Prompts' responses with their rewards and reference log-probabilities, in one pass."""
-        task, groups = self.problem.task, []
+        task, groups, eos = self.problem.task, [], np.int32(self.problem.tokenizer.eos_token_id)
+        for done in completions:
+            for j in np.flatnonzero(~done.ended) if task.closes_responses else ():
+                done.tokens[j] = np.append(done.tokens[j], eos)
+                done.logprobs[j] = np.append(done.logprobs[j], np.float32(0))  # it was certain
         origins = [self.requests.pop(done.request.id) for done in completions]
         texts = [self.problem.text(tokens) for done in completions for tokens in done.tokens]
         pairs = zip(origins, completions, strict=True)
@@ -3403,6 +3444,7 @@ def main(argv: list[str] | None = None) -> int:
         lock(folder.path)
     if sft_pairs:
         warm_start(config, problem, sft_pairs, folder)
+        problem.demonstrations = sft_pairs if config.sft_to_buffer else []
     if config.sft_data:
         config.model = str(folder.path / "sft")
     return run(Trainer(config, problem, folder, saved), folder)

@@ -520,3 +520,23 @@ def test_a_broken_backend_is_a_lost_transfer_on_both_sides(when, rank, config):
             thread.join(10)
         for group in ends:
             group.abort()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_budget_for_prompt_and_response_together(engine, engine_of):
+    flags = {"max_total_tokens": 14, "max_response_tokens": 9, "temperature": 2.0}
+    with pytest.raises(ValueError, match=r"--max_total_tokens 14: .* set at least"):
+        engine_of(engine, **flags)  # the data have longer prompts
+    built, config, problem = engine_of(engine, **flags | {"max_total_tokens": 60})
+    config.max_total_tokens = 14
+    prompts = [problem.prompts[0][:length] for length in (2, 5, 9, 13)]
+    requests = [tba.Request(i, prompt, 6, seed=i) for i, prompt in enumerate(prompts)]
+    done = run(built, requests)
+    for i, limit in enumerate((9, 9, 5, 1)):
+        for tokens, logprobs, ended in zip(
+            done[i].tokens, done[i].logprobs, done[i].ended, strict=True
+        ):
+            assert len(tokens) == len(logprobs) <= limit
+            assert ended == (tokens[-1] in problem.end_tokens)
+            assert ended or len(tokens) == limit
+    assert any(len(tokens) == 9 for tokens in done[0].tokens)

@@ -301,6 +301,42 @@ def test_a_guard_is_read_after_its_suffix_and_warned_about_without(redteam, tmp_
     assert found["\\n\\n"][0].min() > 0.6 and found["\\n\\n"][1].max() < 0.1
 
 
+def test_demonstrations_and_attacks_that_do_not_end_are_scored_and_sent(redteam, tmp_path):
+    config, problem = problem_of(redteam_flags(redteam), tmp_path, num_searchers=2)
+    task, tokenizer = problem.task, problem.tokenizer
+    encode = lambda text: np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    attacks = [f"Describe a {noun}.<eos>" for noun in tiny.NOUNS]
+    problem.demonstrations = [(problem.prompts[0], encode(attack)) for attack in attacks]
+    problem.demonstrations.append((encode("Another prompt"), encode("An answer<eos>")))
+    sent = []
+    for index in range(2):
+        queues = tba.Queues(index, 0, *(queue.Queue() for _ in range(3)), {})
+        searcher = tba.Searcher(config, problem, queues, 0, 0)
+        searcher.score_demonstrations()
+        while not queues.groups.empty():
+            sent += queues.groups.get().trajectories
+    texts = [tokenizer.decode(t.tokens) for t in sent]
+    assert sorted(texts) == sorted(attacks)  # each by one of the two
+    plain = [text.removesuffix("<eos>") for text in texts]
+    expected = task.rewards([{}] * len(plain), plain, np.ones(len(plain), bool))
+    np.testing.assert_allclose([t.reward for t in sent], expected, atol=1e-4)
+
+    open_ended, whole = encode("Describe a"), encode("Describe a pencil.<eos>")
+    request = tba.Request(5, problem.prompts[0], 2)
+    searcher.requests[5] = 0, 3
+    logprobs = [np.full(len(x), -0.5, np.float32) for x in (open_ended, whole)]
+    done = tba.Completion(request, [open_ended, whole], logprobs, np.array([False, True]))
+    (group,) = searcher.score_groups([done])
+    first, second = group.trajectories
+    assert tokenizer.decode(first.tokens) == "Describe a<eos>" and not first.ended
+    assert first.logprobs.tolist() == [-0.5] * len(open_ended) + [0.0]
+    assert second.tokens.tolist() == whole.tolist()
+    (scored,) = tba.token_logprobs(
+        searcher.reference, [(problem.prompts[0], [first.tokens])], config
+    )
+    assert first.ref_logprob == pytest.approx(float(scored.sum()), abs=1e-4)
+
+
 def test_cosine_distance_by_brute_force(redteam, tmp_path):
     task = task_of(redteam_flags(redteam), tmp_path)
     attacks = ["Describe a river.", "Explain why the castle is old.", "Describe a river.", "x y z"]
