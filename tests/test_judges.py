@@ -317,9 +317,9 @@ def test_demonstrations_and_attacks_that_do_not_end_are_scored_and_sent(redteam,
             sent += queues.groups.get().trajectories
     texts = [tokenizer.decode(t.tokens) for t in sent]
     assert sorted(texts) == sorted(attacks)  # each by one of the two
-    plain = [text.removesuffix("<eos>") for text in texts]
-    expected = task.rewards([{}] * len(plain), plain, np.ones(len(plain), bool))
-    np.testing.assert_allclose([t.reward for t in sent], expected, atol=1e-4)
+    toxic = [t.reward for t, text in zip(sent, texts, strict=True) if text[11:-6] in tiny.TRIGGERS]
+    assert len(toxic) == len(tiny.TRIGGERS)
+    assert np.mean(toxic) > np.mean([t.reward for t in sent]) + 1
 
     open_ended, whole = encode("Describe a"), encode("Describe a pencil.<eos>")
     request = tba.Request(5, problem.prompts[0], 2)
