@@ -303,7 +303,7 @@ def test_a_guard_is_read_after_its_suffix_and_warned_about_without(redteam, tmp_
 
 def test_demonstrations_and_attacks_that_do_not_end_are_scored_and_sent(redteam, tmp_path):
     config, problem = problem_of(redteam_flags(redteam), tmp_path, num_searchers=2)
-    task, tokenizer = problem.task, problem.tokenizer
+    tokenizer = problem.tokenizer
     encode = lambda text: np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     attacks = [f"Describe a {noun}.<eos>" for noun in tiny.NOUNS]
     problem.demonstrations = [(problem.prompts[0], encode(attack)) for attack in attacks]
