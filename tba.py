@@ -168,7 +168,7 @@ class Config:
     on_sync: Literal["keep", "recompute", "drain"] = flag("keep", "the KV cache; or end first")
     sync_patience: float = flag(0.2, "seconds that a due sync waits for Searchers; or 5% of a step")
     queue_size: int = flag(4096, "groups that the queue holds before Searchers wait", 1)
-    logprob_tolerance: float = flag(0.0, "largest logprob_gap allowed; 0: 1e-3, bfloat16 0.25")
+    logprob_tolerance: float = flag(0.0, "largest logprob_gap allowed; 0: 1e-3, bfloat16 0.5")
     transfer_timeout: float = flag(30.0, "seconds that a weight transfer may be stuck", POSITIVE)
     searcher_timeout: float = flag(300.0, "seconds of silence that end a Searcher", POSITIVE)
     max_restarts: int = flag(5, "failures of a Searcher without a group between them")
@@ -263,7 +263,9 @@ class Config:
                 setattr(self, name, os.path.abspath(value))
         self.beta_final = self.beta if self.beta_final is None else self.beta_final
         self.tau_final = self.tau if self.tau_final is None else self.tau_final
-        strict = 1e-3 if self.dtype == "float32" else 0.25  # rounding alone has given 0.12
+        strict = (
+            1e-3 if self.dtype == "float32" else 0.5
+        )  # hidden states' rounding alone: bench/README
         self.logprob_tolerance = self.logprob_tolerance or strict
 
     @property
