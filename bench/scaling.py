@@ -318,9 +318,7 @@ def draw(args: argparse.Namespace) -> dict:
         left.plot(counts, [run["searched_per_trained"] for run in runs], "o-", label=f"{mean:,}")
         (line,) = right.plot(counts, [run["trainer_busy"] for run in runs], "o-")
         right.plot(counts, [run["searcher_busy"] for run in runs], "s--", color=line.get_color())
-    left.axhline(1, color="black", lw=0.8)
-    text = "each trajectory is trained on once"
-    left.text(counts[-1], 0.93, text, ha="right", va="top", fontsize=9)
+    left.axhline(1, color="black", lw=0.8, label="each trained on once")
     left.set_yscale("log", base=2)
     left.set_ylabel("trajectories searched per trajectory trained on")
     left.legend(title="tokens per response", fontsize=9)

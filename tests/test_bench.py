@@ -3,11 +3,15 @@
 import argparse
 import json
 import runpy
+import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+
+import tba
 
 
 def make_run(folder, *points, split="held_out", **metrics):
@@ -117,3 +121,44 @@ def test_every_variant_of_a_step_has_the_same_gradient():
         for one, other in zip(gradients["packed"], gradients[name], strict=True):
             torch.testing.assert_close(one, other, atol=1e-4 * one.abs().max().item(), rtol=1e-3)
     assert all(steps.take(name) > 0 for name in step["VARIANTS"])
+
+
+def test_the_scaling_model_of_what_can_be_reckoned_by_hand():
+    scaling = runpy.run_path(str(ROOT / "bench" / "scaling.py"))
+    by_hand = {"lengths": np.array([100]), "decode": 0.01, "step": 1.0, "transfer": 0.1, "B": 2,
+               "K": 4, "S": 4, "slots": 8, "lookahead": 1.0, "sync_every": 2, "initial": 16,
+               "steps": 50}  # fmt: skip
+    for searchers in (1, 3):
+        result = scaling["simulate"](scaling["Setting"](searchers, **by_hand))
+        # 24 syncs, each a transfer of 0.1 s after less than a decode step
+        assert 52.4 <= result["seconds"] <= 52.4 + 24 * 0.011
+        assert result["trainer_busy"] == pytest.approx(50 / result["seconds"])
+        assert result["searcher_busy"] == pytest.approx(1 - 2.4 / 52.4, abs=0.01)
+        # 8 responses of 100 decode steps a second, while it is busy
+        expected = searchers * 8 * result["searcher_busy"] * result["seconds"] / (50 * 2 * 4)
+        assert result["searched_per_trained"] == pytest.approx(expected, rel=0.05)
+    # scoring that takes longer than the patience leaves paused Searchers idle for whole steps
+    slow = by_hand | {"score": 0.5, "transfer": 0.0, "step": 8.0}
+    patient, hasty = (
+        scaling["simulate"](scaling["Setting"](4, **slow, patience=patience)) for patience in (8, 0)
+    )
+    assert hasty["searcher_busy"] < patient["searcher_busy"] - 0.1
+
+
+def test_gpu_check_passes_on_a_cpu_as_far_as_that_can_tell(tmp_path):
+    command = [sys.executable, str(ROOT / "bench" / "gpu_check.py"), "--tiny"]
+    out = tmp_path / "result.json"
+    only = ["--only", "versions", "gap", "llama", "vllm", "--out", str(out)]
+    result = subprocess.run([*command, *only], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+    outcomes = {name: found["outcome"] for name, found in json.loads(out.read_text()).items()}
+    with_vllm = "pass" if tba.vllm_can_run() else "needs vLLM with a device to run on"
+    assert outcomes == {"versions": "pass", "gap": "pass", "llama": "pass", "vllm": with_vllm}
+
+
+@pytest.mark.slow
+def test_gpu_check_of_lost_members_and_faults(tmp_path):
+    command = [sys.executable, str(ROOT / "bench" / "gpu_check.py"), "--tiny"]
+    only = ["--only", "nccl", "sync", "faults", "--out", str(tmp_path / "result.json")]
+    result = subprocess.run([*command, *only], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
