@@ -78,7 +78,7 @@ settings=(
   --kept_per_prompt 1000
   --evict lowest_total                       # log pi_ref + reward / beta
   --near_duplicate 0.25
-  --initial_trajectories 160
+  --initial_trajectories 3168                # those of --sft_data (about 3,003) and 160 samples
   --learning_rate 1e-4 --lr_schedule constant --warmup_steps 100
   --weight_decay 0.01 --max_grad_norm 1
   --beta 0.1

@@ -675,6 +675,8 @@ def not_text(example: dict, *columns: str) -> str | None:
 def extract_number(text: str) -> float | None:
     """GSM8K's answer rule: the last number of the text, commas removed; None if there is none.
 
+    A minus between two numbers is one of subtraction: "5-3" gives 3 (the authors' parser: -3).
+
     >>> extract_number("so 3 * 400 = 1,200 dollars.")
     1200.0
     """
@@ -1054,6 +1056,7 @@ class ReplayBuffer:
         self.count = 0  # of all trajectories
         self.window: dict[int, None] = {}  # prompts that arrived since the latest sync, in order
         self.previous: dict[int, None] = {}  # those that arrived between the last two syncs
+        self.fresh: set[int] = set()  # ids of the trajectories in that window, unless evict=oldest
         self.epoch: list[int] = []  # prompts that this epoch of uniform sampling has left
 
     def __len__(self) -> int:
@@ -1080,7 +1083,9 @@ class ReplayBuffer:
         kept = self._without_near_duplicates(kept, list(new.values()))
         if self.config.evict != "oldest":
             likelihood = self.config.beta * (self.config.evict == "lowest_total")
-            value = lambda t: t.reward + likelihood * t.ref_logprob
+            # what arrived since the latest sync stays, so that it is trained on before it may go
+            self.fresh |= set(map(id, new.values()))
+            value = lambda t: (id(t) in self.fresh, t.reward + likelihood * t.ref_logprob)
             best = sorted(kept, key=value)[-self.config.kept_per_prompt :]
             best = set(map(id, best))
             kept = [t for t in kept if id(t) in best]
@@ -1110,11 +1115,11 @@ class ReplayBuffer:
 
     def begin_window(self) -> None:
         """Weights were synced: what arrives from now on is the most recent."""
-        self.previous, self.window = self.window or self.previous, {}
+        self.previous, self.window, self.fresh = self.window or self.previous, {}, set()
 
     def end_windows(self) -> None:
         """No Searcher works: nothing is recent till more arrives, lest a few prompts be overfit."""
-        self.previous, self.window = {}, {}
+        self.previous, self.window, self.fresh = {}, {}, set()
 
     def sample(
         self, B: int, K: int, m: float, inverse_temperature: float

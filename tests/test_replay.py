@@ -222,8 +222,9 @@ def test_near_duplicates_and_lowest_reward_against_brute_force(responses, share,
             ]
             if all(e[1] <= reward for e in near):
                 expected = [e for e in expected if e not in near] + [(tokens, reward)]
-        while len(expected) > kept:
-            expected.remove(min(expected, key=lambda e: e[1]))
+        while len(expected) > kept:  # those that have just come stay
+            expected.remove(min(expected, key=lambda e: (e[0] in part, e[1])))
+        buffer.begin_window()
     actual = [(tuple(t.tokens.tolist()), t.reward) for t in buffer.trajectories.get(0, [])]
     assert actual == expected
 
@@ -292,6 +293,13 @@ def test_lowest_total_counts_the_likelihood():
     buffer = tba.ReplayBuffer(config)
     new = group(0, [[1], [2], [3]], rewards=[1.0, 2.0, 3.0])  # ref_logprob is 0, 1, 2
     for t, likelihood in zip(new.trajectories, (-1.0, -2.0, -9.0), strict=True):
-        t.ref_logprob = likelihood  # totals 1, 2, -3
+        t.ref_logprob = likelihood  # totals 0.5 x (1, 2, -3)
     buffer.add(new)
     assert [t.tokens[0] for t in buffer.trajectories[0]] == [1, 2]
+    buffer.begin_window()
+    for tokens in ([4], [5]):  # bad, but not yet trained on
+        buffer.add(group(0, [tokens], rewards=[-50.0]))
+    assert [t.tokens[0] for t in buffer.trajectories[0]] == [4, 5]
+    buffer.begin_window()
+    buffer.add(group(0, [[6]], rewards=[0.0]))
+    assert [t.tokens[0] for t in buffer.trajectories[0]] == [5, 6]
