@@ -321,7 +321,8 @@ def draw(args: argparse.Namespace) -> dict:
     left.axhline(1, color="black", lw=0.8, label="each trained on once")
     left.set_yscale("log", base=2)
     left.set_ylabel("trajectories searched per trajectory trained on")
-    left.legend(title="tokens per response", fontsize=9)
+    left.set_ylim(top=8 * left.get_ylim()[1])  # room for the legend
+    left.legend(title="tokens per response", fontsize=8, loc="upper left", ncols=2)
     right.set_ylim(0, 1.05)
     right.set_ylabel("busy fraction: Trainer (dots), Searchers (dashed)")
     for axes in (left, right):
@@ -357,7 +358,7 @@ def main() -> None:
     parser.add_argument("--sync_every", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "scaling.json")
     args = parser.parse_args()
-    results = {}
+    results = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.only != "picture":
         results["check"] = check(args)
     if args.only != "check":
