@@ -1927,6 +1927,9 @@ class WeightGroup:
         ends = zip(self.shapes, itertools.accumulate(sizes), strict=True)
         parts = itertools.groupby(ends, lambda pair: pair[1] // self.BUCKET_BYTES)
         self.buckets = [[name for name, _ in part] for _, part in parts]
+        # the sender's; a receiver's engine may hold what it was given until it has a whole layer
+        largest = max(sum(self.shapes[n].numel() for n in bucket) for bucket in self.buckets)
+        self.kept = self._room(largest) if self.rank == 0 else None
         # in a thread, which is left behind where a lost member keeps it from ever ending
         formed = Future()
         threading.Thread(target=self._form, args=(formed,), daemon=True).start()
@@ -1959,6 +1962,11 @@ class WeightGroup:
         except Exception as error:  # of torch.distributed, of the store, or of the Manager
             formed.set_exception(error)
 
+    def _room(self, size: int) -> Tensor:
+        """Memory for a bucket; on a shared GPU's host it is pinned, so that copies are fast."""
+        pinned = self.device.type == "cpu" and torch.cuda.is_available()
+        return torch.empty(size, dtype=self.dtype, device=self.device, pin_memory=pinned)
+
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.config.transfer_timeout
         while not done():
@@ -1987,7 +1995,7 @@ class WeightGroup:
         """Send `state` (rank 0) or receive (others); yields (name, tensor) as they arrive."""
         for bucket in self.buckets:
             sizes = [self.shapes[name].numel() for name in bucket]
-            flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+            flat = self._room(sum(sizes)) if state is None else self.kept[: sum(sizes)]
             views = dict(zip(bucket, flat.split(sizes), strict=True))
             for name, view in views.items() if state is not None else ():
                 view.copy_(state[name].to(self.dtype).flatten())  # cast first: fewer bytes move

@@ -404,7 +404,7 @@ def test_redteam_with_two_searchers_that_sample_differently(engine, redteam, tmp
     assert metrics[-1]["buffer_prompts"] == 1 and metrics[-1]["buffer_trajectories"] <= 100
     saved = torch.load(out / "checkpoint-4" / "trainer.pt", weights_only=True)
     lengths = saved["buffer"]["lengths"]
-    assert lengths.min() >= 6 and lengths.max() <= 20  # five tokens, then EOS at the earliest
+    assert lengths.min() >= 6 and lengths.max() <= 21  # EOS after 5 to 20 tokens
     attacks = {0: set(), 1: set()}  # the first of each group; the only prompt is theirs both
     for searcher, attack in run.noted("response"):
         attacks[searcher].add(attack)
