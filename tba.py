@@ -1030,10 +1030,15 @@ class Trajectory:
     logprobs: np.ndarray  # (T,) float32, log-probability of each token when it was generated
     ended: bool  # it closed with EOS
     reward: float
-    ref_logprob: float  # log pi_ref(y|x)
+    ref_logprobs: np.ndarray  # (T,) float32, the reference's log-probability of each token
     prompt_id: int
     version: int  # optimizer step of the weights that began it
     reference: int  # optimizer step of the reference's weights
+
+    @property
+    def ref_logprob(self) -> float:
+        """log pi_ref(y|x)."""
+        return float(self.ref_logprobs.sum())
 
 
 @dataclass
@@ -1048,6 +1053,8 @@ class Group:
 
 class ReplayBuffer:
     """Global replay buffer: every prompt's trajectories, oldest first (paper section 4)."""
+
+    BY_TOKEN = ("tokens", "logprobs", "ref_logprobs")  # a trajectory's arrays
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -1192,7 +1199,7 @@ class ReplayBuffer:
         state = {name: [getattr(t, name) for t in rows] for name in Trajectory.__slots__}
         lengths = {"lengths": torch.tensor([len(tokens) for tokens in state["tokens"]])}
         for name, column in state.items():
-            whole = name in ("tokens", "logprobs")
+            whole = name in self.BY_TOKEN
             join = lambda column: torch.from_numpy(np.concatenate(column or [[]]))
             state[name] = join(column) if whole else torch.tensor(column)
         places = {name: list(getattr(self, name)) for name in ("window", "previous", "epoch")}
@@ -1202,7 +1209,7 @@ class ReplayBuffer:
         """Take up what `state` gave."""
         columns, ends = [], np.cumsum(state["lengths"].numpy())[:-1]
         for name in Trajectory.__slots__:
-            if name in ("tokens", "logprobs"):  # copies, so that eviction frees their memory
+            if name in self.BY_TOKEN:  # copies, so that eviction frees their memory
                 parts = np.split(state[name].numpy(), ends) if len(state["lengths"]) else []
                 columns.append([part.copy() for part in parts])
             else:
@@ -1443,28 +1450,29 @@ class Batch:
 
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
     behaviour: Tensor  # (N,) the same when the token was generated
+    ref_logprobs: Tensor  # (N,) log pi_ref of it
     lengths: Tensor  # (B*K,) int64
-    ref_logprobs: Tensor  # (B, K) log pi_ref(y|x)
     rewards: Tensor  # (B, K)
+    mean_length: float  # of all responses of the step, of which a micro-batch has a part
 
     @classmethod
-    def of(cls, logprobs: Tensor, rows: list[Trajectory], K: int) -> "Batch":
+    def of(cls, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float) -> "Batch":
         """Whole groups of K trajectories; `logprobs` (N,) are those of all rows' tokens."""
         behaviour = np.concatenate([t.logprobs for t in rows])
+        ref_logprobs = np.concatenate([t.ref_logprobs for t in rows])
         lengths = np.array([len(t.tokens) for t in rows])
-        ref_logprobs = np.array([t.ref_logprob for t in rows], np.float32).reshape(-1, K)
         rewards = np.array([t.reward for t in rows], np.float32).reshape(-1, K)
-        parts = (behaviour, lengths, ref_logprobs, rewards)
-        return cls(logprobs, *(to_device(part, logprobs.device) for part in parts))
+        parts = (behaviour, ref_logprobs, lengths, rewards)
+        return cls(logprobs, *(to_device(part, logprobs.device) for part in parts), mean_length)
 
     def rows(self) -> Tensor:
         """Which of the B*K responses each token belongs to, (N,)."""
         return torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
 
-    def sequence_logprobs(self) -> Tensor:
-        """log pi_theta(y|x), (B, K): sums over each response's tokens."""
-        zeros = self.logprobs.new_zeros(self.rewards.numel())
-        return zeros.index_add(0, self.rows(), self.logprobs).view_as(self.rewards)
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums (B, K) over each response's tokens of values (N,); of logprobs, log pi(y|x)."""
+        zeros = values.new_zeros(self.rewards.numel())
+        return zeros.index_add(0, self.rows(), values).view_as(self.rewards)
 
 
 def trajectory_balance_loss(
@@ -1488,32 +1496,35 @@ def trajectory_balance_loss(
 
 def tb(batch: Batch, beta: float, tau: float) -> tuple[Tensor, Tensor]:
     """Trajectory Balance on a replay batch."""
-    logprobs = batch.sequence_logprobs()
-    return trajectory_balance_loss(logprobs, batch.ref_logprobs, batch.rewards, beta, tau)
+    logprobs, ref_logprobs = batch.sums(batch.logprobs), batch.sums(batch.ref_logprobs)
+    return trajectory_balance_loss(logprobs, ref_logprobs, batch.rewards, beta, tau)
 
 
 RATIO_CLIP = 8.0  # tokens of a larger ratio have no gradient in tba_prime
+KL_CLAMP = 10.0  # most that a token's log-ratio to the reference counts for or against it there
 
 
 def tba_prime(batch: Batch, beta: float, tau: float) -> tuple[Tensor, Tensor]:
-    """TBA', for large models: TB's gradient in advantage form, with clipped importance ratios.
+    """TBA', for large models: TB's gradient in advantage form, with importance ratios of tokens.
 
-    A_j = (r_j - mean r) - beta (kl_j - mean kl) with kl_j = tau log pi_theta - log pi_ref; each
-    token's log-probability is weighted by A_j pi_theta / behaviour, a constant, or by 0 where that
-    ratio is above 8. At ratio 1 the gradient is beta tau / 2 times TB's. The authors' first code
-    minimised TB's loss times beta / (2 max_tokens) instead.
+    A_j = (r_j - mean r) - beta (kl_j - mean kl), where kl_j sums tau log pi_theta - log pi_ref over
+    the response's tokens, each within +-10. A token's log-probability is weighted by A_j pi_theta /
+    behaviour, a constant, or by 0 where that ratio is above 8; the loss is the mean over all tokens
+    of the step. With no clipping and ratios of 1 the gradient is beta tau / (2 mean length) times
+    TB's. (The authors' first code minimised beta / (2 max_tokens) times TB's loss instead.)
 
     Example: rewards [[1, 0]], kl 0 and ratios 1 give A = [[0.5, -0.5]], the weights of every token
     of the first and of the second response.
     """
-    sequence = batch.sequence_logprobs().detach()
-    total = batch.rewards - beta * (tau * sequence - batch.ref_logprobs)  # (B, K)
+    logprobs = batch.logprobs.detach()
+    kl = (tau * logprobs - batch.ref_logprobs).clamp(-KL_CLAMP, KL_CLAMP)  # (N,)
+    total = batch.rewards - beta * batch.sums(kl)  # (B, K)
     advantage = total - total.mean(1, keepdim=True)
-    ratio = (batch.logprobs.detach() - batch.behaviour).exp()  # (N,)
+    ratio = (logprobs - batch.behaviour).exp()
     weight = advantage.flatten()[batch.rows()] * torch.where(ratio > RATIO_CLIP, 0, ratio)  # (N,)
-    loss = -(weight * batch.logprobs).sum() / sequence.numel()
-    _, log_z = trajectory_balance_loss(sequence, batch.ref_logprobs, batch.rewards, beta, tau)
-    return loss, log_z
+    loss = -(weight * batch.logprobs).sum() / (batch.rewards.numel() * batch.mean_length)
+    sequences = batch.sums(logprobs), batch.sums(batch.ref_logprobs)
+    return loss, trajectory_balance_loss(*sequences, batch.rewards, beta, tau)[1]
 
 
 # name -> function of (Batch, beta, tau) that returns the loss, a mean over prompts, and log Z^ (B,)
@@ -2172,7 +2183,8 @@ class Searcher:
         rewards = task.checked_rewards(examples, texts, ended)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
         logprobs = token_logprobs(self.reference, sequences, self.config)
-        by_reference = torch.stack([part.sum() for part in logprobs]).tolist()
+        ends = np.cumsum([len(part) for part in logprobs])[:-1]
+        by_reference = np.split(torch.cat(logprobs).float().cpu().numpy(), ends)
         scores = zip(ended.tolist(), rewards, by_reference, strict=True)
         for done, (prompt_id, version) in zip(completions, origins, strict=True):
             origin = prompt_id, version, self.reference_version
@@ -3027,10 +3039,11 @@ class Trainer:
         pairs, units = plan_rows(sequences, break_even_length(self.model), budget)
         shape = lambda unit: (len(unit), max(row_length(pairs, row) for row in unit))
         one_pass = all(rows * length <= budget for rows, length in map(shape, units))
+        tokens = sum(len(response) for _, response in pairs)
         sums = torch.zeros(3, device=self.device)  # loss, log_z, entropy
 
         def evaluate(logprobs: Tensor, rows: list[Trajectory]) -> Tensor:
-            loss, log_z = objective(Batch.of(logprobs, rows, K), beta, tau)
+            loss, log_z = objective(Batch.of(logprobs, rows, K, tokens / len(flat)), beta, tau)
             share = len(rows) / len(flat)
             sums[:2] += share * torch.stack([loss.detach(), log_z.mean()])
             return loss * share
@@ -3050,7 +3063,6 @@ class Trainer:
                 loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
             self.accelerator.backward(loss)
             sums[2] += entropies.sum()
-        tokens = sum(len(response) for _, response in pairs)
         loss, log_z, entropy = sums.tolist()  # the step's one wait for the device
         return {"loss": loss, "log_z": log_z, "entropy": entropy / tokens}, tokens
 

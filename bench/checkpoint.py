@@ -27,8 +27,8 @@ def fill(buffer: tba.ReplayBuffer, trajectories: int, tokens: int) -> None:
         rows = []
         for T in rng.integers(tokens // 2, tokens + tokens // 2 + 1, S):
             arrays = rng.integers(0, 32_000, T, np.int32), rng.standard_normal(T, np.float32)
-            ended, reward, ref_logprob = rng.random() < 0.9, rng.random(), -rng.random()
-            rows.append(tba.Trajectory(*arrays, ended, reward, ref_logprob, number // 5, number, 0))
+            numbers = rng.random() < 0.9, rng.random(), rng.standard_normal(T, np.float32)
+            rows.append(tba.Trajectory(*arrays, *numbers, number // 5, number, 0))
         buffer.add(tba.Group(number // 5, rows, searcher=0, number=number))
 
 

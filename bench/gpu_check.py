@@ -332,7 +332,7 @@ def fill_buffer(trainer, rng, prompt_length: int, mean: int, longest: int) -> No
             logprobs = np.full(n, -5.0, np.float32)
             reward = float(rng.random() < 0.5)
             trajectories.append(
-                tba.Trajectory(tokens, logprobs, True, reward, -5.0 * n, prompt_id, 0, 0)
+                tba.Trajectory(tokens, logprobs, True, reward, logprobs, prompt_id, 0, 0)
             )
         trainer.buffer.add(tba.Group(prompt_id, trajectories, 0, prompt_id))
 

@@ -23,7 +23,8 @@ def make_group(rng: np.random.Generator, prompt_id: int, S: int, tokens: range) 
     rows = []
     for T in rng.integers(tokens.start, tokens.stop, S):
         arrays = rng.integers(0, 32_000, T, np.int32), rng.standard_normal(T, np.float32)
-        rows.append(tba.Trajectory(*arrays, True, rng.random(), -rng.random(), prompt_id, 0, 0))
+        ref_logprobs = rng.standard_normal(T, np.float32)
+        rows.append(tba.Trajectory(*arrays, True, rng.random(), ref_logprobs, prompt_id, 0, 0))
     return tba.Group(prompt_id, rows, searcher=0, number=0)
 
 

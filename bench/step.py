@@ -50,7 +50,7 @@ def make_groups(shape: tuple, prompts: int, responses: int) -> tuple[list, list]
     for i in range(prompts):
         lengths = np.clip(rng.lognormal(math.log(mean) - 0.125, 0.5, responses), 2, longest)
         arrays = [(draw(T), -np.ones(int(T), np.float32)) for T in lengths]
-        numbers = [(True, float(rng.random() < 0.5), -len(t)) for t, _ in arrays]
+        numbers = [(True, float(rng.random() < 0.5), logprobs) for _, logprobs in arrays]
         rows = zip(arrays, numbers, strict=True)
         groups.append(
             [tba.Trajectory(*a, *n, prompt_id=i, version=0, reference=0) for a, n in rows]
@@ -86,7 +86,7 @@ class Steps:
 
     def loss(self, logprobs: torch.Tensor, rows: list) -> torch.Tensor:
         """Trajectory Balance of whole groups."""
-        return tba.tb(tba.Batch.of(logprobs, rows, len(self.groups[0])), BETA, 1.0)[0]
+        return tba.tb(tba.Batch.of(logprobs, rows, len(self.groups[0]), 1.0), BETA, 1.0)[0]
 
     def packed(self) -> None:
         tba.Trainer.backward(self.trainer, self.groups, BETA, 1.0)

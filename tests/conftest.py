@@ -158,6 +158,7 @@ def random_groups(
             length = int(rng.integers(1, longest))
             tokens = rng.integers(0, len(problem.tokenizer), length).astype(np.int32)
             logprobs = np.zeros(length, np.float32)
-            numbers = float(rng.integers(0, 2)), float(-rng.uniform(5, 80)), int(prompt_id)
+            reward, ref_logprobs = float(rng.integers(0, 2)), -rng.uniform(0.1, 5, length)
+            numbers = reward, ref_logprobs.astype(np.float32), int(prompt_id)
             groups[-1].append(tba.Trajectory(tokens, logprobs, True, *numbers, 0, 0))
     return groups

@@ -96,13 +96,16 @@ def test_minimiser_is_the_tempered_posterior(tau):
     torch.testing.assert_close(log_z, expected_log_z.expand(40), atol=1e-3, rtol=0)
 
 
-def random_batch(B, K, seed, off_policy):
+def random_batch(B, K, seed, off_policy, far=1.0):
     torch.manual_seed(seed)
     lengths = torch.randint(1, 6, (B * K,))
     logprobs = -torch.rand(int(lengths.sum()), dtype=torch.float64)
     behaviour = logprobs + off_policy * torch.randn_like(logprobs)
     draw = lambda: torch.randn(B, K, dtype=torch.float64)
-    return tba.Batch(logprobs.requires_grad_(), behaviour, lengths, draw() - 3, draw())
+    ref_logprobs = logprobs.detach() + far * torch.randn_like(logprobs)
+    mean_length = float(lengths.double().mean())
+    parts = behaviour, ref_logprobs, lengths, draw(), mean_length
+    return tba.Batch(logprobs.requires_grad_(), *parts)
 
 
 def test_tba_prime_on_policy_is_tb_in_advantage_form():
@@ -110,29 +113,36 @@ def test_tba_prime_on_policy_is_tb_in_advantage_form():
         batch, beta = random_batch(3, 5, 0, off_policy=0.0), 0.4
         (by_tb,) = torch.autograd.grad(tba.tb(batch, beta, tau)[0], batch.logprobs)
         (by_prime,) = torch.autograd.grad(tba.tba_prime(batch, beta, tau)[0], batch.logprobs)
-        torch.testing.assert_close(by_prime, by_tb * beta * tau / 2)
+        by_tb *= beta * tau / (2 * batch.mean_length)
+        torch.testing.assert_close(by_prime, by_tb)
         torch.testing.assert_close(tba.tb(batch, beta, tau)[1], tba.tba_prime(batch, beta, tau)[1])
 
 
 def test_tba_prime_token_by_token():
-    """Off-policy: A_j ratio_t for each token, as constants; none where the ratio is above 8."""
-    batch, beta, K = random_batch(2, 4, 1, off_policy=2.0), 0.3, 4
+    """Off-policy: A_j ratio_t for each token, as constants; none where the ratio is above 8.
+
+    A token's log-ratio to the reference counts within +-10.
+    """
+    batch, beta, K = random_batch(2, 4, 1, off_policy=2.0, far=9.0), 0.3, 4
     loss, _ = tba.tba_prime(batch, beta, 1.0)
     (gradient,) = torch.autograd.grad(loss, batch.logprobs)
     rows = batch.logprobs.detach().split(batch.lengths.tolist())
     old = batch.behaviour.split(batch.lengths.tolist())
-    expected, ratios = [], []
+    reference = batch.ref_logprobs.split(batch.lengths.tolist())
+    expected, ratios, clamped = [], [], 0
     for i in range(2):
-        total = [
-            batch.rewards[i, j] - beta * (rows[i * K + j].sum() - batch.ref_logprobs[i, j])
-            for j in range(K)
-        ]
+        total = []
+        for j in range(K):
+            pairs = zip(rows[i * K + j].tolist(), reference[i * K + j].tolist(), strict=True)
+            kl = [new - ref for new, ref in pairs]
+            clamped += sum(abs(x) > 10 for x in kl)
+            total.append(batch.rewards[i, j] - beta * sum(max(-10, min(10, x)) for x in kl))
         for j in range(K):
             for new, before in zip(rows[i * K + j], old[i * K + j], strict=True):
                 ratios.append(math.exp(new - before))
                 advantage = total[j] - sum(total) / K
-                expected.append(-advantage * ratios[-1] * (ratios[-1] <= 8) / (2 * K))
-    assert max(ratios) > 8  # the clip was needed
+                expected.append(-advantage * ratios[-1] * (ratios[-1] <= 8) / len(batch.logprobs))
+    assert max(ratios) > 8 and clamped  # both limits were needed
     torch.testing.assert_close(gradient, torch.stack(expected))
 
 
@@ -180,6 +190,21 @@ def test_gradient_is_exact_for_any_micro_batches(
         torch.testing.assert_close(
             parameter.grad.double(), named[name].grad, atol=1e-4 * scale, rtol=1e-3
         )
+
+
+def test_tba_primes_gradient_is_the_same_in_any_micro_batches(gsm8k, tmp_path):
+    """Its mean is over the tokens of the step, of which a micro-batch has only some."""
+    gradients = []
+    for i, budget in enumerate((100_000, 500, 130)):
+        flags = {"tokens_per_microbatch": budget, "objective": "tba_prime", "trained_per_prompt": 6}
+        trainer = trainer_of(gsm8k, tmp_path / str(i), **flags)
+        stats, _ = trainer.backward(random_groups(trainer.problem, 3, 6), beta=0.5, tau=1.0)
+        gradients.append([stats["loss"], *(p.grad for p in trainer.model.parameters())])
+    for others in gradients[1:]:
+        assert others[0] == pytest.approx(gradients[0][0], rel=1e-4)
+        for one, other in zip(gradients[0][1:], others[1:], strict=True):
+            scale = float(one.abs().max())
+            torch.testing.assert_close(one, other, atol=1e-4 * scale, rtol=1e-3)
 
 
 def test_float_logits_are_the_products_of_bfloat16_factors_in_float32():

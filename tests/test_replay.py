@@ -19,7 +19,8 @@ def group(prompt_id, responses, rewards=None, version=0, reference=0):
     trajectories = []
     for i, response in enumerate(responses):
         tokens = np.array(response, np.int32)
-        numbers = 0.0 if rewards is None else float(np.float32(rewards[i])), float(i)
+        reward = 0.0 if rewards is None else float(np.float32(rewards[i]))
+        numbers = reward, np.full(len(tokens), i, np.float32)
         row = tokens, tokens.astype(np.float32), i % 2 == 0, *numbers, prompt_id
         trajectories.append(tba.Trajectory(*row, version, reference))
     return tba.Group(prompt_id, trajectories, searcher=0, number=0)
@@ -293,7 +294,7 @@ def test_lowest_total_counts_the_likelihood():
     buffer = tba.ReplayBuffer(config)
     new = group(0, [[1], [2], [3]], rewards=[1.0, 2.0, 3.0])  # ref_logprob is 0, 1, 2
     for t, likelihood in zip(new.trajectories, (-1.0, -2.0, -9.0), strict=True):
-        t.ref_logprob = likelihood  # totals 0.5 x (1, 2, -3)
+        t.ref_logprobs = np.array([likelihood], np.float32)  # totals 0.5 x (1, 2, -3)
     buffer.add(new)
     assert [t.tokens[0] for t in buffer.trajectories[0]] == [1, 2]
     buffer.begin_window()
