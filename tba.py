@@ -125,7 +125,7 @@ class Config:
     reward_inverse_temperature: float = flag(0.0, "replay p ~ softmax(this * reward); 0: uniform")
     kept_per_prompt: int = flag(100, "trajectories kept per prompt", "trained_per_prompt")
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
-        "oldest", "which go first beyond that; total: log pi_ref + reward / beta"
+        "oldest", "which go first beyond that"
     )
     near_duplicate: float = flag(0.0, "keep the better of two at an edit distance below this share")
     initial_trajectories: int = flag(500, "trajectories searched before the first step")
@@ -222,7 +222,6 @@ class Config:
         tracked = self.report_to == "none" or any(metadata.distributions(name=self.report_to))
         need(tracked, "report_to", f"is not installed; pip install {self.report_to}")
         need(self.bind or not self.remote_searchers, "remote_searchers", "needs --bind")
-        need(self.sft_data or not self.sft_to_buffer, "sft_to_buffer", "needs --sft_data")
         alone = not (self.synchronous and self.remote_searchers)
         need(alone, "remote_searchers", "leave out --synchronous")
         if self.bind:
@@ -1074,8 +1073,9 @@ class ReplayBuffer:
 
         A trajectory that equals an older one of the same prompt replaces it. Of near-duplicates, at
         an edit distance below `near_duplicate` of their lengths' sum, the one of higher reward
-        stays. Beyond `kept_per_prompt` the oldest, or the lowest in reward, are evicted. All of a
-        prompt's trajectories are scored by one reference: those of an older one are dropped.
+        stays. Beyond `kept_per_prompt` the oldest are evicted, or the lowest in reward, or in total
+        reward (log pi_ref + reward / beta). All of a prompt's trajectories are scored by one
+        reference: those of an older one are dropped.
 
         Example: prompt 7 has the responses "a", "b", "c", and kept_per_prompt is 4. A group of 7
         with the responses "b", "d", "d", "e" leaves "c", the new "b", "d", "e": the old "b" is
