@@ -440,7 +440,7 @@ def test_deliveries_at_syncs_only_weights_in_bfloat16_and_warm_up(gsm8k, tmp_pat
     assert grown <= {7, 8, 13, 14} and grown & {13, 14}, count
     assert [m["lr"] for m in metrics[:4]] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
     assert 0 < metrics[-1]["lr"] < 1e-4
-    assert max(m["logprob_gap"] for m in metrics) < 0.25
+    assert max(m["logprob_gap"] for m in metrics) < 0.5
     tensors = load_file(out / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     before = tba.load_model(tba.Config(model=str(gsm8k / "model")), torch.bfloat16, "cpu")
