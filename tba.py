@@ -2960,17 +2960,19 @@ class Trainer:
         m = 1.0 if config.synchronous else config.recent_probability
         groups, recent = self.buffer.sample(B, K, m, config.reward_inverse_temperature)
         start = time.perf_counter()
-        stats, tokens = self.backward(groups, beta, tau)
+        sums, tokens = self.backward(groups, beta, tau)
         limit = config.max_grad_norm or math.inf
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
-        finite = math.isfinite(stats["loss"]) and math.isfinite(norm)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        values = torch.cat([sums, norm.reshape(1)]).tolist()  # the step's one wait for the device
+        stats = dict(zip(("loss", "log_z", "entropy", "grad_norm"), values, strict=True))
+        finite = math.isfinite(stats["loss"]) and math.isfinite(stats["grad_norm"])
         if finite:
             self.optimizer.step()
         else:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
         self.skipped = 0 if finite else self.skipped + 1
         self.optimizer.zero_grad()
-        stats |= {"beta": beta, "lr": self.scheduler.get_last_lr()[0], "grad_norm": norm}
+        stats |= {"beta": beta, "lr": self.scheduler.get_last_lr()[0]}
         self.scheduler.step()
         end = time.perf_counter()
         wall, self.last_step_end, self.step_seconds = end - self.last_step_end, end, end - start
@@ -2982,7 +2984,7 @@ class Trainer:
         if self.skipped >= self.MAX_SKIPPED:
             raise FloatingPointError(
                 f"the loss or gradient was not finite in {self.skipped} steps in a row "
-                f"(loss {stats['loss']}, grad_norm {norm}): lower --learning_rate, "
+                f"(loss {stats['loss']}, grad_norm {stats['grad_norm']}): lower --learning_rate, "
                 "raise --beta, or set --max_grad_norm"
             )
 
@@ -3023,13 +3025,15 @@ class Trainer:
         self.accelerator.log(metrics, step=self.step)
         self.new_groups, pool.queue_depth = [], 0
 
-    def backward(self, groups: list[list[Trajectory]], beta: float, tau: float) -> tuple[dict, int]:
+    def backward(
+        self, groups: list[list[Trajectory]], beta: float, tau: float
+    ) -> tuple[Tensor, int]:
         """Gradients of the objective over B groups of K trajectories, by micro-batches.
 
         Where every group fits `tokens_per_microbatch`, micro-batches are whole groups and one pass
         is exact. Otherwise a first pass without gradient gives the loss's derivative by each
         token's log-probability, which the second pass, in any micro-batches, propagates: exact too.
-        Returns (loss, log_z, entropy) and the number of response tokens.
+        Returns loss, log Z and entropy (3,), and the number of response tokens.
         """
         objective, K = OBJECTIVES[self.config.objective], len(groups[0])
         budget, flat = self.config.tokens_per_microbatch, [t for group in groups for t in group]
@@ -3062,9 +3066,8 @@ class Trainer:
             else:
                 loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
             self.accelerator.backward(loss)
-            sums[2] += entropies.sum()
-        loss, log_z, entropy = sums.tolist()  # the step's one wait for the device
-        return {"loss": loss, "log_z": log_z, "entropy": entropy / tokens}, tokens
+            sums[2] += entropies.sum() / tokens
+        return sums, tokens
 
     def save_checkpoint(self) -> None:
         """Write checkpoint-STEP, everything needed to go on; a warning if it cannot be written.
