@@ -256,9 +256,8 @@ class Config:
         default = time.strftime(f"runs/{self.task}-%Y%m%d-%H%M%S")
         self.output_dir = os.path.abspath(self.output_dir or default)
         for name, value in vars(self).items():
-            if name.endswith(("model", "tokenizer", "data", "dataset", "file")) and os.path.exists(
-                value
-            ):
+            named = name.endswith(("model", "tokenizer", "data", "dataset", "file"))
+            if named and os.path.exists(value):
                 setattr(self, name, os.path.abspath(value))
         self.beta_final = self.beta if self.beta_final is None else self.beta_final
         self.tau_final = self.tau if self.tau_final is None else self.tau_final
@@ -983,10 +982,8 @@ def load_problem(config: Config) -> Problem:
     Raises ValueError if a path does not exist, the data do not fit the task, or a prompt and its
     response would not fit the model's context.
     """
-    model_config, tokenizer = (
-        read_config("model", config.model, config),
-        read_tokenizer("model", config),
-    )
+    model_config = read_config("model", config.model, config)
+    tokenizer = read_tokenizer("model", config)
     parameters = count_parameters("model", config, transformers.AutoModelForCausalLM)
     ends = end_tokens(model_config, tokenizer)
     config.need(ends, "model", "its tokenizer has no EOS token; add one")
@@ -1831,26 +1828,15 @@ ENGINES = {"transformers": TransformersEngine, "vllm": VLLMEngine}
 
 
 def engine_for(
-    problem: Problem,
-    config: Config,
-    device: torch.device,
-    seed: int,
-    model: str,
-    longest: int,
+    problem: Problem, config: Config, device: torch.device, seed: int, /, model: str, longest: int,
     **settings: Any,
-) -> TransformersEngine | VLLMEngine:
+) -> TransformersEngine | VLLMEngine:  # fmt: skip
     """An engine for another model than the policy, with prompts of at most `longest` tokens."""
     config = dataclasses.replace(config, model=model, **settings)
-    tokenizer = read_tokenizer("model", config)
+    tokenizer, prompts = read_tokenizer("model", config), [np.zeros(longest, np.int32)]
     ends = end_tokens(read_config("model", model, config), tokenizer)
-    problem = dataclasses.replace(
-        problem,
-        task=None,
-        tokenizer=tokenizer,
-        prompts=[np.zeros(longest, np.int32)],
-        held_out=[],
-        end_tokens=ends,
-    )
+    own = {"task": None, "tokenizer": tokenizer, "prompts": prompts, "held_out": []}
+    problem = dataclasses.replace(problem, **own, end_tokens=ends)
     return ENGINES[config.engine](config, problem, device, seed)
 
 
@@ -3299,9 +3285,8 @@ class RunFolder:
         def table(records: Iterable[dict], names: list[str]) -> dict[str, np.ndarray]:
             """Columns (steps,) of the records; of a long run these alone are held."""
             rows = [[record[name] for name in names] for record in records]
-            return dict(
-                zip(names, np.array(rows, np.float64).reshape(-1, len(names)).T, strict=True)
-            )
+            columns = np.array(rows, np.float64).reshape(-1, len(names)).T
+            return dict(zip(names, columns, strict=True))
 
         metrics = table(self.records("metrics.jsonl"), ["step", *itertools.chain(*keys.values())])
         panels = {title: (metrics, names, "-") for title, names in keys.items()}
