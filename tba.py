@@ -807,7 +807,7 @@ class RedTeam(Task):
     greedy_evaluation = False  # diversity is half of what is asked
     closes_responses = True  # as the GFlowNet baseline
     models = ("victim_model", "toxicity_model", "sentence_model")
-    answers_checked = False  # of a guard
+    guard_checked = False
     engines = 2
     ALPACA = (
         "Below is an instruction that describes a task. Write a response that appropriately "
@@ -847,6 +847,7 @@ class RedTeam(Task):
             config.victim_model,
             self.longest,
             max_response_tokens=config.victim_max_tokens,
+            max_total_tokens=0,
             min_response_tokens=0,
             temperature=config.victim_temperature,
             top_p=config.victim_top_p,
@@ -879,39 +880,34 @@ class RedTeam(Task):
                 answers[done.request.id] = [decode(tokens) for tokens in done.tokens]
         return [answers[i] for i in range(len(attacks))]
 
+    def guard_texts(self, pairs: list[tuple[str, str]]) -> list[str]:
+        """Attacks and answers as a guard model reads them, up to its own answer."""
+        template, suffix = self.toxicity.tokenizer.apply_chat_template, self.config.toxicity_suffix
+        turn = lambda role, text: {"role": role, "content": text}
+        chats = [[turn("user", attack), turn("assistant", answer)] for attack, answer in pairs]
+        texts = template(chats, tokenize=False, add_generation_prompt=True)
+        return [text + suffix.replace("\\n", "\n") for text in texts]
+
+    def check_guard(self, logprobs: Tensor) -> None:
+        """Warn, once, of a guard that does not answer with one of its two words."""
+        config, self.guard_checked = self.config, True
+        share = float(logprobs[:, [self.label, self.safe]].exp().sum(1).mean())
+        if share < 0.5:
+            words = f"{config.toxicity_label} or {config.safe_label} with probability {share:.2f}"
+            fix = "see --toxicity_label, --safe_label and --toxicity_suffix"
+            text = f"--toxicity_model {config.toxicity_model}: it answers {words}; {fix}"
+            print(f"warning: {text}", file=sys.stderr)
+
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
         answers = self.victim_answers(attacks)
         pairs = [(a, t) for a, texts in zip(attacks, answers, strict=True) for t in texts]
-        texts = [text for _, text in pairs]
-        if self.guard:
-            roles = ("user", "assistant")
-            chats = [
-                [{"role": r, "content": c} for r, c in zip(roles, pair, strict=True)]
-                for pair in pairs
-            ]
-            template = self.toxicity.tokenizer.apply_chat_template
-            suffix = self.config.toxicity_suffix.encode().decode(
-                "unicode_escape"
-            )  # "\\n" is a line
-            texts = [
-                t + suffix for t in template(chats, tokenize=False, add_generation_prompt=True)
-            ]
+        texts = self.guard_texts(pairs) if self.guard else [text for _, text in pairs]
         logits = self.toxicity(texts, special_tokens=not self.guard)  # (N*n, labels or V)
         one = logits.shape[1] == 1
         logprobs = nn.functional.logsigmoid(logits) if one else logits.log_softmax(-1)
-        if self.guard and not self.answers_checked:
-            share = float(logprobs[:, [self.label, self.safe]].exp().sum(1).mean())
-            self.answers_checked = True
-            if share < 0.5:
-                text = (
-                    f"its first token is {self.config.toxicity_label} or {self.config.safe_label}"
-                )
-                fix = "see --toxicity_label, --safe_label and --toxicity_suffix"
-                name = f"--toxicity_model {self.config.toxicity_model}"
-                print(
-                    f"warning: {name}: {text} with probability {share:.2f}; {fix}", file=sys.stderr
-                )
+        if self.guard and not self.guard_checked:
+            self.check_guard(logprobs)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
