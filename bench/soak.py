@@ -146,7 +146,7 @@ def main() -> int:
         memory = slope(r, 1)
         # while Searchers are away less is open: the most at first, beside the least at last
         first, last = r[:SETTLING, 2:].max(0), r[-SETTLING:, 2:].min(0)
-        name = names.get(pid, "Manager, tracker")
+        name = names.get(pid, "Manager or helper")
         print(
             f"{name:16s} {r[-1, 1]:7.1f} MiB {memory:+.3f} MiB/min; files {first[0]:.0f} at first, "
             f"{last[0]:.0f} at last; threads {first[1]:.0f}, {last[1]:.0f}"

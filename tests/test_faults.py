@@ -214,7 +214,7 @@ def test_a_late_searcher_catches_up_and_a_lost_manager_ends_the_run(gsm8k, tmp_p
 
     helpers = set(processes_of(run.process.pid)) - {run.process.pid, *run.searchers()}
     name = lambda pid: Path(f"/proc/{pid}/cmdline").read_bytes()
-    (manager,) = [pid for pid in helpers if b"resource_tracker" not in name(pid)]
+    (manager,) = [pid for pid in helpers if b"import main" not in name(pid)]
     os.kill(manager, signal.SIGKILL)
     text = run.ends(1, 60)
     assert "the Manager ended with exit code -9" in text and "Traceback" not in text
