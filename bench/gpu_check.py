@@ -261,13 +261,13 @@ def check_gap(args, folder: Path) -> dict:
     return figures
 
 
-def run_script(args, folder: Path, task: str, more: list[str]) -> dict:
+def run_script(args, folder: Path, task: str) -> dict:
     """A script's tiny run, which must learn; returns its last evaluation and speeds."""
     steps = ["--steps", "4", "--eval_samples", "8"] if args.tiny else []
     command = ["bash", str(ROOT / f"run_{task}.sh"), "--tiny", "--output_dir", str(folder / task)]
     environment = {**os.environ, "PYTHON": sys.executable}
     result = subprocess.run(
-        [*command, *steps, *more], capture_output=True, text=True, check=False, env=environment
+        [*command, *steps], capture_output=True, text=True, check=False, env=environment
     )
     assert result.returncode == 0, result.stderr[-3000:]
     read = lambda name: (folder / task / name).read_text().splitlines()
@@ -404,9 +404,9 @@ CHECKS = {  # name -> (function, limit in seconds)
     "nccl": (check_nccl, 150),
     "vllm": (check_vllm, 180),
     "gap": (check_gap, 240),
-    "gsm8k": (partial(run_script, task="gsm8k", more=[]), 150),
-    "tldr": (partial(run_script, task="tldr", more=[]), 240),
-    "redteam": (partial(run_script, task="redteam", more=[]), 240),
+    "gsm8k": (partial(run_script, task="gsm8k"), 150),
+    "tldr": (partial(run_script, task="tldr"), 240),
+    "redteam": (partial(run_script, task="redteam"), 240),
     "llama": (check_llama, 180),
     "generation": (check_generation, 240),
     "sync": (check_sync, 180),
