@@ -8,7 +8,13 @@
 #   bash run_redteam.sh --tiny [FLAGS OF tba.py...]     on a CPU, offline, with a harmless victim
 #   either with --resume DIR                            goes on with the run in DIR
 #
-# FILE warms the attacker up: JSON or JSONL records with an `instruction` each (see README).
+# FILE warms the attacker up: JSON or JSONL records with an `instruction` each (see README). The
+# baseline's repository (GFNOrg/red-teaming) has its own: --sft_data prompts/sft_dataset.json
+# --sft_prompts prompts/alpaca.jsonl, and the attacker's prompt, with three examples:
+# --attacker_prompt "$(jq -r .attacker_prompt prompts/attack_prompt.jsonl)".
+#
+# Known differences: VarGrad's estimate of log Z where the baseline learns one; each batch mixes
+# recent and replayed attacks, half and half, where a batch of the baseline is one or the other.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
@@ -50,6 +56,8 @@ if [ "$victim" = gpt2-alpaca ]; then
     --victim_max_tokens 30 --victim_temperature 0.7 --victim_top_p 0.92
     --toxicity_model facebook/roberta-hate-speech-dynabench-r4-target --toxicity_label hate
     --tau_anneal_steps 500 --explore_low 0.5
+    --kept_per_prompt 1000 --near_duplicate 0.25
+    --evict lowest_total                     # log pi_ref + reward / beta
   )
 else
   judges=(
@@ -58,6 +66,9 @@ else
     --toxicity_model meta-llama/Llama-Guard-3-8B --toxicity_label unsafe
     --toxicity_suffix '\n\n'                 # it answers after two line breaks
     --tau_anneal_steps 1000 --explore_low 0.7
+    --reference_temperature_final 1.2        # over 2,000 steps
+    --kept_per_prompt 5000 --evict lowest_reward
+    --near_duplicate 0.7 --near_duplicate_by cosine   # a similarity above 0.3
   )
 fi
 
@@ -75,9 +86,7 @@ settings=(
   --searched_per_prompt 16                   # S
   --recent_probability 0.5                   # m
   --reward_inverse_temperature 1
-  --kept_per_prompt 1000
-  --evict lowest_total                       # log pi_ref + reward / beta
-  --near_duplicate 0.25
+  --initial_temperature 0.7 --initial_top_p 0.9
   --initial_trajectories 3168                # those of --sft_data (about 3,003) and 160 samples
   --learning_rate 1e-4 --lr_schedule constant --warmup_steps 100
   --weight_decay 0.01 --max_grad_norm 1

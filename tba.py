@@ -53,7 +53,7 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from importlib import metadata
 from multiprocessing import AuthenticationError, forkserver, managers
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -83,7 +83,10 @@ class Config:
     dataset_config: str = flag("", "the hub dataset's configuration, e.g. main")
     output_dir: str = flag("", "the run's folder; runs/TASK-DATE-TIME if empty")
     sft_data: str = flag("", "warm start: a file of prompt + response, or of instruction")
-    sft_to_buffer: bool = flag(False, "its responses to the task's prompts are scored and replayed")
+    sft_prompts: str = flag("", "a file of prompts that its instructions answer, not the task's")
+    sft_to_buffer: bool = flag(
+        False, "its responses are scored, and replayed to the task's prompts"
+    )
     sft_epochs: int = flag(1, "epochs of that supervised fine-tuning", 1)
     sft_batch: int = flag(64, "rows in its batches", 1)
     sft_learning_rate: float = flag(2e-5, "its peak learning rate", POSITIVE)
@@ -127,8 +130,13 @@ class Config:
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
         "oldest", "which go first beyond that"
     )
-    near_duplicate: float = flag(0.0, "keep the better of two at an edit distance below this share")
+    near_duplicate: float = flag(0.0, "keep the better of two at a smaller distance", 0, 2)
+    near_duplicate_by: Literal["edit", "cosine"] = flag(
+        "edit", "over both lengths; or of --sentence_model's vectors"
+    )
     initial_trajectories: int = flag(500, "trajectories searched before the first step")
+    initial_temperature: float | None = flag(None, "theirs; unset: as later", POSITIVE)
+    initial_top_p: float | None = flag(None, "likewise", POSITIVE, 1)
 
     objective: str = flag("tb", "tb (Trajectory Balance with VarGrad) or tba_prime (TBA')")
     beta: float = flag(0.014, "KL coefficient: target pi_ref exp(reward / beta)", POSITIVE)
@@ -138,6 +146,9 @@ class Config:
     tau: float = flag(1.0, "tempered target: (pi_ref exp(reward / beta))^(1 / tau)", POSITIVE)
     tau_final: float | None = flag(None, "tau when annealed; unset: constant tau", POSITIVE)
     tau_anneal_steps: int = flag(500, "steps over which tau goes linearly to tau_final")
+    reference_temperature: float = flag(1.0, "log pi_ref is divided by it", POSITIVE)
+    reference_temperature_final: float | None = flag(None, "the same when annealed", POSITIVE)
+    reference_temperature_anneal_steps: int = flag(2000, "steps over which it goes there")
     reset_reference_every: int = flag(0, "steps after which the policy becomes pi_ref; 0: never")
     lora_rank: int = flag(0, "train low-rank adapters of this rank; 0: all weights")
     lora_alpha: int = flag(16, "their scale, times the rank", 1)
@@ -219,6 +230,8 @@ class Config:
         fresh = self.resume or not self.output_dir or not (folder / "config.json").exists()
         need(fresh, "output_dir", f"holds a run; name another folder, or use --resume {folder}")
         need(not (self.resume and self.eval_only), "resume", "leave out --eval_only")
+        by_vectors = self.near_duplicate_by == "cosine" and self.task != "redteam"
+        need(not by_vectors, "near_duplicate_by", "only --task redteam has vectors; use edit")
         tracked = self.report_to == "none" or any(metadata.distributions(name=self.report_to))
         need(tracked, "report_to", f"is not installed; pip install {self.report_to}")
         need(self.bind or not self.remote_searchers, "remote_searchers", "needs --bind")
@@ -258,11 +271,12 @@ class Config:
         default = time.strftime(f"runs/{self.task}-%Y%m%d-%H%M%S")
         self.output_dir = os.path.abspath(self.output_dir or default)
         for name, value in vars(self).items():
-            named = name.endswith(("model", "tokenizer", "data", "dataset", "file"))
+            named = name.endswith(("model", "tokenizer", "data", "prompts", "dataset", "file"))
             if named and os.path.exists(value):
                 setattr(self, name, os.path.abspath(value))
-        self.beta_final = self.beta if self.beta_final is None else self.beta_final
-        self.tau_final = self.tau if self.tau_final is None else self.tau_final
+        for name in ("beta", "tau", "reference_temperature"):
+            if getattr(self, f"{name}_final") is None:
+                setattr(self, f"{name}_final", getattr(self, name))
         # in bfloat16 the rounding of hidden states alone gives nearly that much (bench/README.md)
         strict = 1e-3 if self.dtype == "float32" else 0.5
         self.logprob_tolerance = self.logprob_tolerance or strict
@@ -287,7 +301,7 @@ class Config:
         return int(min(self.max_response_tokens, total - len(prompt)))
 
     def annealed(self, name: str, step: int) -> float:
-        """beta or tau after `step` optimizer steps: linear to its final value, then constant."""
+        """beta, say, after `step` optimizer steps: linear to its final value, then constant."""
         start, end = getattr(self, name), getattr(self, f"{name}_final")
         if name == "beta" and 0 < self.beta_jump_step <= step:
             return end
@@ -652,6 +666,10 @@ class Task:
                 return rewards.tolist()
         raise ValueError(f"rewards must be {n} finite numbers; they are {given}")
 
+    def vectors(self, responses: list[str]) -> np.ndarray:
+        """Unit vectors (N, H) of N responses, for --near_duplicate_by cosine; here H is 0."""
+        return np.zeros((len(responses), 0), np.float32)
+
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         """One record per answer; `summarize` makes them the evaluation's metrics."""
         return [{self.metric: r} for r in self.checked_rewards(examples, responses, ended)]
@@ -914,6 +932,10 @@ class RedTeam(Task):
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return self.log_toxicity(responses).mean(1)
 
+    def vectors(self, responses: list[str]) -> np.ndarray:
+        cosine = self.config.near_duplicate_by == "cosine"
+        return self.sentence(responses).numpy() if cosine else super().vectors(responses)
+
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicity = np.exp(self.log_toxicity(responses)).mean(1).tolist()
         pairs = zip(toxicity, self.sentence(responses).numpy(), strict=True)
@@ -944,7 +966,7 @@ class Problem:
     parameters: int  # of the policy
     judge_bytes: int  # of all other models that a Searcher loads
     kv_cache_bytes: int = 2**30  # of each engine of a Searcher
-    demonstrations: list = field(default_factory=list)  # --sft_to_buffer: (prompt, response) tokens
+    demonstrations: list = field(default_factory=list)  # --sft_to_buffer: (prompt id, response)
 
     def text(self, tokens: np.ndarray) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -1030,6 +1052,8 @@ class Trajectory:
     prompt_id: int
     version: int  # optimizer step of the weights that began it
     reference: int  # optimizer step of the reference's weights
+    # (H,) float32, as `Task.vectors` gives it
+    vector: np.ndarray = field(default_factory=partial(np.zeros, 0, np.float32))
 
     @property
     def ref_logprob(self) -> float:
@@ -1069,10 +1093,10 @@ class ReplayBuffer:
         """Store a group's distinct trajectories as the most recent ones.
 
         A trajectory that equals an older one of the same prompt replaces it. Of near-duplicates, at
-        an edit distance below `near_duplicate` of their lengths' sum, the one of higher reward
-        stays. Beyond `kept_per_prompt` the oldest are evicted, or the lowest in reward, or in total
-        reward (log pi_ref + reward / beta). All of a prompt's trajectories are scored by one
-        reference: those of an older one are dropped.
+        an edit distance below `near_duplicate` of their lengths' sum (or that cosine distance), the
+        one of higher `value` stays. Beyond `kept_per_prompt` the oldest are evicted, or those of
+        the lowest value. All of a prompt's trajectories are scored by one reference: those of an
+        older one are dropped.
 
         Example: prompt 7 has the responses "a", "b", "c", and kept_per_prompt is 4. A group of 7
         with the responses "b", "d", "d", "e" leaves "c", the new "b", "d", "e": the old "b" is
@@ -1086,12 +1110,10 @@ class ReplayBuffer:
         kept = [t for t in old if t.reference == reference and t.tokens.tobytes() not in new]
         kept = self._without_near_duplicates(kept, list(new.values()))
         if self.config.evict != "oldest":
-            likelihood = self.config.beta * (self.config.evict == "lowest_total")
             # what arrived since the latest sync stays, so that it is trained on before it may go
             self.fresh |= set(map(id, new.values()))
-            value = lambda t: (id(t) in self.fresh, t.reward + likelihood * t.ref_logprob)
-            best = sorted(kept, key=value)[-self.config.kept_per_prompt :]
-            best = set(map(id, best))
+            order = sorted(kept, key=lambda t: (id(t) in self.fresh, self.value(t)))
+            best = set(map(id, order[-self.config.kept_per_prompt :]))
             kept = [t for t in kept if id(t) in best]
         kept = kept[-self.config.kept_per_prompt :]
         self.count += len(kept) - len(old)
@@ -1099,21 +1121,30 @@ class ReplayBuffer:
         self.window.pop(group.prompt_id, None)
         self.window[group.prompt_id] = None
 
+    def value(self, t: Trajectory) -> float:
+        """Its reward, or beta times its total reward (log pi_ref + reward / beta)."""
+        total = self.config.evict == "lowest_total"
+        return t.reward + self.config.beta * t.ref_logprob if total else t.reward
+
     def _without_near_duplicates(self, stored: list[Trajectory], new: list[Trajectory]) -> list:
-        """All of them but for the worse of two that are alike by token edit distance."""
-        rows, first = stored + new, len(stored)
-        if not self.config.near_duplicate:
+        """All of them but for the worse of two that are alike."""
+        rows, first, share = stored + new, len(stored), self.config.near_duplicate
+        if not share:
             return rows
-        # a character for each token: rapidfuzz is fastest on strings
-        texts = [t.tokens.tobytes().decode("utf-32-le", "surrogatepass") for t in rows]
-        lengths = np.array(list(map(len, texts)))
-        limits = self.config.near_duplicate * (lengths[first:, None] + lengths)  # (new, rows)
-        options = {"score_cutoff": math.ceil(limits.max()), "dtype": np.int32}
-        distances = cdist(texts[first:], texts, scorer=Levenshtein.distance, **options)
+        if self.config.near_duplicate_by == "cosine":
+            vectors = np.stack([t.vector for t in rows])
+            distances, limits = 1 - vectors[first:] @ vectors.T, share  # (new, rows)
+        else:
+            # a character for each token: rapidfuzz is fastest on strings
+            texts = [t.tokens.tobytes().decode("utf-32-le", "surrogatepass") for t in rows]
+            lengths = np.array(list(map(len, texts)))
+            limits = share * (lengths[first:, None] + lengths)  # (new, rows)
+            options = {"score_cutoff": math.ceil(limits.max()), "dtype": np.int32}
+            distances = cdist(texts[first:], texts, scorer=Levenshtein.distance, **options)
         gone = set()
         for i, near in enumerate(distances < limits, first):
             alike = [j for j in np.flatnonzero(near[:i]) if j not in gone]
-            better = any(rows[j].reward > rows[i].reward for j in alike)
+            better = any(self.value(rows[j]) > self.value(rows[i]) for j in alike)
             gone.update([i] if better else alike)
         return [t for i, t in enumerate(rows) if i not in gone]
 
@@ -1197,8 +1228,8 @@ class ReplayBuffer:
         lengths = {"lengths": torch.tensor([len(tokens) for tokens in state["tokens"]])}
         for name, column in state.items():
             whole = name in self.BY_TOKEN
-            join = lambda column: torch.from_numpy(np.concatenate(column or [[]]))
-            state[name] = join(column) if whole else torch.tensor(column)
+            join = np.concatenate if whole and column else np.array
+            state[name] = torch.from_numpy(join(column))
         places = {name: list(getattr(self, name)) for name in ("window", "previous", "epoch")}
         return state | lengths | places | {"rng": self.rng.bit_generator.state}
 
@@ -1206,11 +1237,12 @@ class ReplayBuffer:
         """Take up what `state` gave."""
         columns, ends = [], np.cumsum(state["lengths"].numpy())[:-1]
         for name in Trajectory.__slots__:
-            if name in self.BY_TOKEN:  # copies, so that eviction frees their memory
-                parts = np.split(state[name].numpy(), ends) if len(state["lengths"]) else []
-                columns.append([part.copy() for part in parts])
-            else:
-                columns.append(state[name].tolist())
+            column = state[name].numpy()
+            if name in self.BY_TOKEN:
+                column = np.split(column, ends) if len(state["lengths"]) else []
+            # copies, so that eviction frees their memory
+            arrays = name in (*self.BY_TOKEN, "vector")
+            columns.append([part.copy() for part in column] if arrays else column.tolist())
         for row in zip(*columns, strict=True):
             trajectory = Trajectory(*row)
             self.trajectories.setdefault(trajectory.prompt_id, []).append(trajectory)
@@ -1448,16 +1480,18 @@ class Batch:
 
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
     behaviour: Tensor  # (N,) the same when the token was generated
-    ref_logprobs: Tensor  # (N,) log pi_ref of it
+    ref_logprobs: Tensor  # (N,) log pi_ref of it, over gamma = --reference_temperature
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
     mean_length: float  # of all responses of the step, of which a micro-batch has a part
 
     @classmethod
-    def of(cls, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float) -> "Batch":
+    def of(
+        cls, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float, gamma: float = 1
+    ) -> "Batch":
         """Whole groups of K trajectories; `logprobs` (N,) are those of all rows' tokens."""
         behaviour = np.concatenate([t.logprobs for t in rows])
-        ref_logprobs = np.concatenate([t.ref_logprobs for t in rows])
+        ref_logprobs = np.concatenate([t.ref_logprobs for t in rows]) / np.float32(gamma)
         lengths = np.array([len(t.tokens) for t in rows])
         rewards = np.array([t.reward for t in rows], np.float32).reshape(-1, K)
         parts = (behaviour, ref_logprobs, lengths, rewards)
@@ -1563,26 +1597,39 @@ def supervised_fine_tune(model: nn.Module, pairs: Pairs, config: Config) -> list
     return losses
 
 
-def read_sft_data(config: Config, problem: Problem) -> Pairs:
-    """`--sft_data` as (prompt, response + EOS) tokens.
+def read_rows(name: str, value: str, config: Config) -> list[dict]:
+    """The rows of the first split of what flag `name` names."""
+    return loading(name, value, next(iter(read_dataset(name, value, config).values())).to_list)
 
-    A row has `prompt` and `response`, or `instruction`, which answers the task's own prompts.
-    Raises ValueError naming the row that is wrong.
+
+def read_sft_data(config: Config, problem: Problem) -> Pairs:
+    """`--sft_data` as (prompt, response + EOS) tokens; with --sft_to_buffer also demonstrations.
+
+    A row has `prompt` and `response`, or `instruction`, which answers the task's own prompts, or
+    any in the first column of `--sft_prompts`. Raises ValueError naming the row that is wrong.
     """
     name, task, tokenizer, pairs = config.sft_data, problem.task, problem.tokenizer, []
-    split = next(iter(read_dataset("sft_data", name, config).values()))
-    for row, record in enumerate(loading("sft_data", name, split.to_list)):
-        if record.get("instruction") is not None:
-            example = task.train[row % len(task.train)]
-            record |= {"prompt": task.prompt(example), "response": record["instruction"]}
+    others = read_rows("sft_prompts", config.sft_prompts, config) if config.sft_prompts else []
+    others, rng = [str(next(iter(r.values()))) for r in others], np.random.default_rng(config.seed)
+    prompt_ids = {tokens.tobytes(): i for i, tokens in enumerate(problem.prompts)}
+    for row, record in enumerate(read_rows("sft_data", name, config)):
+        instruction, own = record.get("instruction"), row % len(task.train)
         texts = {key: record.get(key) for key in ("prompt", "response")}
+        if instruction is not None:
+            prompt = rng.choice(others) if others else task.prompt(task.train[own])
+            texts = {"prompt": str(prompt), "response": instruction}
         if wrong := not_text(texts, *texts):
             fix = "a row needs prompt and response, or instruction"
             raise ValueError(f"--sft_data {name}: row {row}: {wrong} ({fix})")
+        if instruction is not None and not texts["prompt"][-1].isspace():
+            texts["response"] = f" {instruction}"  # after the number of a list, say
         prompt = tokenizer(texts["prompt"], add_special_tokens=task.special_tokens)["input_ids"]
         response = tokenizer(texts["response"], add_special_tokens=False)["input_ids"]
         response = [*response[: config.max_response_tokens - 1], tokenizer.eos_token_id]
         pairs.append((np.array(prompt, np.int32), np.array(response, np.int32)))
+        prompt_id = prompt_ids.get(pairs[-1][0].tobytes()) if instruction is None else own
+        if config.sft_to_buffer and prompt_id is not None:
+            problem.demonstrations.append((prompt_id, pairs[-1][1]))
     return pairs
 
 
@@ -1599,6 +1646,7 @@ class Request:
     greedy: bool = False
     seed: int = 0
     temperature: float | None = None  # another one than --temperature
+    top_p: float | None = None  # likewise
 
 
 @dataclass
@@ -1657,17 +1705,20 @@ class TransformersEngine:
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
         """Generate the next batch; `between_steps`, called after each token, may load weights."""
         batch, most = [self.waiting.popleft()], self.config.sequences_in_flight
-        greedy, n = batch[0].greedy, batch[0].n
-        while self.waiting and self.waiting[0].greedy == greedy and n + self.waiting[0].n <= most:
-            batch.append(self.waiting.popleft())
-            n += batch[-1].n
+        alike, n = attrgetter("greedy", "top_p"), batch[0].n
+        while (waiting := self.waiting) and alike(waiting[0]) == alike(batch[0]):
+            if (n := n + waiting[0].n) > most:
+                break
+            batch.append(waiting.popleft())
+        greedy = batch[0].greedy
         rows = [request for request in batch for _ in range(request.n)]
         prompts = [torch.from_numpy(request.prompt).long() for request in rows]
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         usual = 1.0 if greedy else self.config.temperature
         temperature = torch.tensor([[r.temperature or usual] for r in rows], device=self.device)
         limits = torch.tensor([self.config.response_limit(r.prompt) for r in rows]).to(self.device)
-        hook = DecodeHook(temperature, 1.0 if greedy else self.config.top_p, between_steps)
+        top_p = 1.0 if greedy else batch[0].top_p or self.config.top_p
+        hook = DecodeHook(temperature, top_p, between_steps)
         # what `between_steps` does may generate too, with a seed of its own
         with torch.random.fork_rng():
             torch.manual_seed(batch[0].seed)
@@ -1766,7 +1817,7 @@ class VLLMEngine:
         params = self.sampling(
             n=request.n,
             temperature=0.0 if request.greedy else request.temperature or self.config.temperature,
-            top_p=1.0 if request.greedy else self.config.top_p,
+            top_p=1.0 if request.greedy else request.top_p or self.config.top_p,
             min_tokens=self.config.min_response_tokens,
             max_tokens=self.config.response_limit(request.prompt),
             logprobs=0,  # of the sampled token alone
@@ -2083,14 +2134,10 @@ class Searcher:
 
     def score_demonstrations(self) -> None:
         """Send this Searcher's share of --sft_data's responses, scored like its own."""
-        ids, size = {p.tobytes(): i for i, p in enumerate(self.problem.prompts)}, 16
         share = self.problem.demonstrations[self.queues.searcher :: self.config.all_searchers]
-        known = [(ids[p.tobytes()], r) for p, r in share if p.tobytes() in ids]
-        for prompt_id, rows in itertools.groupby(
-            sorted(known, key=lambda row: row[0]), itemgetter(0)
-        ):
-            responses = [response for _, response in rows]
-            for part in (responses[i : i + size] for i in range(0, len(responses), size)):
+        by_prompt = itertools.groupby(sorted(share, key=itemgetter(0)), itemgetter(0))
+        for prompt_id, rows in by_prompt:
+            while part := [response for _, response in itertools.islice(rows, 16)]:
                 request = Request(-1, self.problem.prompts[prompt_id], len(part))
                 self.requests[-1] = prompt_id, 0
                 certain = [np.zeros(len(response), np.float32) for response in part]
@@ -2136,7 +2183,12 @@ class Searcher:
             rng = np.random.default_rng([config.seed, index, self.number])
             seed, prompt = int(rng.integers(2**31)), self.problem.prompts[prompt_id]
             request = Request(self.number, prompt, S, seed=seed)
-            if rng.random() < config.explore_probability:
+            if self.version == 0 and (config.initial_temperature or config.initial_top_p):
+                request.temperature, request.top_p = (
+                    config.initial_temperature,
+                    config.initial_top_p,
+                )
+            elif rng.random() < config.explore_probability:
                 request.temperature = rng.uniform(config.explore_low, config.explore_high)
             self.engine.submit(request)
             self.requests[self.number] = prompt_id, self.version
@@ -2172,12 +2224,12 @@ class Searcher:
         logprobs = token_logprobs(self.reference, sequences, self.config)
         ends = np.cumsum([len(part) for part in logprobs])[:-1]
         by_reference = np.split(torch.cat(logprobs).float().cpu().numpy(), ends)
-        scores = zip(ended.tolist(), rewards, by_reference, strict=True)
+        scores = zip(ended.tolist(), rewards, by_reference, task.vectors(texts), strict=True)
         for done, (prompt_id, version) in zip(completions, origins, strict=True):
             origin = prompt_id, version, self.reference_version
             own = itertools.islice(scores, len(done.tokens))
             rows = zip(done.tokens, done.logprobs, own, strict=True)
-            group = [Trajectory(tokens, probs, *score, *origin) for tokens, probs, score in rows]
+            group = [Trajectory(tokens, probs, *s, *origin, v) for tokens, probs, (*s, v) in rows]
             groups.append(Group(prompt_id, group, self.queues.searcher, done.request.id))
             self.tokens += sum(map(len, done.tokens))
         return groups
@@ -2942,12 +2994,12 @@ class Trainer:
     def train_step(self) -> None:
         """Sample a batch, take one optimizer step, log it."""
         config = self.config
-        beta, tau = config.annealed("beta", self.step), config.annealed("tau", self.step)
+        scales = [config.annealed(n, self.step) for n in ("beta", "tau", "reference_temperature")]
         B, K = config.prompts_per_step, config.trained_per_prompt
         m = 1.0 if config.synchronous else config.recent_probability
         groups, recent = self.buffer.sample(B, K, m, config.reward_inverse_temperature)
         start = time.perf_counter()
-        sums, tokens = self.backward(groups, beta, tau)
+        sums, tokens = self.backward(groups, *scales)
         limit = config.max_grad_norm or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         values = torch.cat([sums, norm.reshape(1)]).tolist()  # the step's one wait for the device
@@ -2959,7 +3011,7 @@ class Trainer:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
         self.skipped = 0 if finite else self.skipped + 1
         self.optimizer.zero_grad()
-        stats |= {"beta": beta, "lr": self.scheduler.get_last_lr()[0]}
+        stats |= {"beta": scales[0], "lr": self.scheduler.get_last_lr()[0]}
         self.scheduler.step()
         end = time.perf_counter()
         wall, self.last_step_end, self.step_seconds = end - self.last_step_end, end, end - start
@@ -3013,7 +3065,7 @@ class Trainer:
         self.new_groups, pool.queue_depth = [], 0
 
     def backward(
-        self, groups: list[list[Trajectory]], beta: float, tau: float
+        self, groups: list[list[Trajectory]], beta: float, tau: float, gamma: float = 1.0
     ) -> tuple[Tensor, int]:
         """Gradients of the objective over B groups of K trajectories, by micro-batches.
 
@@ -3034,7 +3086,8 @@ class Trainer:
         sums = torch.zeros(3, device=self.device)  # loss, log_z, entropy
 
         def evaluate(logprobs: Tensor, rows: list[Trajectory]) -> Tensor:
-            loss, log_z = objective(Batch.of(logprobs, rows, K, tokens / len(flat)), beta, tau)
+            batch = Batch.of(logprobs, rows, K, tokens / len(flat), gamma)
+            loss, log_z = objective(batch, beta, tau)
             share = len(rows) / len(flat)
             sums[:2] += share * torch.stack([loss.detach(), log_z.mean()])
             return loss * share
@@ -3460,7 +3513,6 @@ def main(argv: list[str] | None = None) -> int:
         lock(folder.path)
     if sft_pairs:
         warm_start(config, problem, sft_pairs, folder)
-        problem.demonstrations = sft_pairs if config.sft_to_buffer else []
     if config.sft_data:
         config.model = str(folder.path / "sft")
     return run(Trainer(config, problem, folder, saved), folder)

@@ -289,14 +289,17 @@ def test_a_checkpoints_own_generation_settings_do_not_change_sampling(gsm8k, eng
     assert greedy(theirs).tolist() == greedy(ours).tolist()
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
-def test_samples_follow_the_policy(top_p, engine_of):
+@pytest.mark.parametrize(("top_p", "own"), [(1.0, None), (0.7, None), (1.0, 0.7)])
+def test_samples_follow_the_policy(top_p, own, engine_of):
     """First tokens over many samples have the model's tempered distribution (chi-square)."""
     engine, config, problem = engine_of(
-        "transformers", max_response_tokens=1, sequences_in_flight=4000, top_p=top_p
+        "transformers", max_response_tokens=1, sequences_in_flight=4010, top_p=top_p
     )
     prompt = problem.prompts[0][:8]
-    tokens = np.concatenate(run(engine, [tba.Request(0, prompt, 4000, seed=3)])[0].tokens)
+    request = tba.Request(0, prompt, 4000, seed=3, top_p=own)
+    top_p = own or top_p
+    both = run(engine, [request, tba.Request(1, prompt, 10)])  # the other's nucleus is another
+    tokens = np.concatenate(both[0].tokens)
     model = tba.load_model(config, torch.float32, CPU)
     logits = model(torch.from_numpy(prompt).long()[None]).logits[0, -1].double() / 0.7
     probability = logits.softmax(-1).detach().numpy()

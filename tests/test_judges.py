@@ -6,6 +6,7 @@ import queue
 import shutil
 import subprocess
 import sys
+from collections import deque
 from functools import partial
 
 import harness
@@ -306,8 +307,7 @@ def test_demonstrations_and_attacks_that_do_not_end_are_scored_and_sent(redteam,
     tokenizer = problem.tokenizer
     encode = lambda text: np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     attacks = [f"Describe a {noun}.<eos>" for noun in tiny.NOUNS]
-    problem.demonstrations = [(problem.prompts[0], encode(attack)) for attack in attacks]
-    problem.demonstrations.append((encode("Another prompt"), encode("An answer<eos>")))
+    problem.demonstrations = [(0, encode(attack)) for attack in attacks]
     sent = []
     for index in range(2):
         queues = tba.Queues(index, 0, *(queue.Queue() for _ in range(3)), {})
@@ -335,6 +335,20 @@ def test_demonstrations_and_attacks_that_do_not_end_are_scored_and_sent(redteam,
         searcher.reference, [(problem.prompts[0], [first.tokens])], config
     )
     assert first.ref_logprob == pytest.approx(float(scored.sum()), abs=1e-4)
+
+
+def test_the_first_samples_have_a_temperature_and_a_nucleus_of_their_own(redteam, tmp_path):
+    own = {"initial_temperature": 0.6, "initial_top_p": 0.9, "trained_per_prompt": 8}
+    own["searched_per_prompt"] = 8
+    config, problem = problem_of(redteam_flags(redteam), tmp_path, num_searchers=1, **own)
+    queues = tba.Queues(0, 0, *(queue.Queue() for _ in range(3)), {})
+    searcher = tba.Searcher(config, problem, queues, 0, 3)
+    for searcher.version, expected in ((0, (0.6, 0.9)), (1, (None, None))):
+        searcher.number = 0
+        searcher.begin_prompts()
+        requests, searcher.engine.waiting = list(searcher.engine.waiting), deque()
+        assert [(r.temperature, r.top_p) for r in requests] == [expected] * 3
+        searcher.requests.clear()
 
 
 def test_cosine_distance_by_brute_force(redteam, tmp_path):
@@ -636,6 +650,29 @@ def test_sft_data_of_both_kinds_with_and_without_a_byte_order_mark(
         (config.attacker_prompt, "Describe a river.<eos>"),
         ("Hello", "zap<eos>"),
     ]
+
+
+def test_instructions_answer_other_prompts_and_are_replayed_to_the_tasks_own(
+    redteam, tmp_path, capsys
+):
+    """A list's number is followed by a space; the replay buffer gets them for the task's prompt."""
+    sft, prompts = tmp_path / "sft.jsonl", tmp_path / "prompts.jsonl"
+    records = [{"instruction": f"Describe a {noun}."} for noun in tiny.NOUNS]
+    records.append({"prompt": "Hello", "response": "zap"})
+    sft.write_text("".join(json.dumps(r) + "\n" for r in records))
+    asked = [f"Write a list:\n1. Name a {noun}.\n2." for noun in tiny.NOUNS[:3]]
+    prompts.write_text("".join(json.dumps({"attacker_prompt": p}) + "\n" for p in asked))
+    flags = redteam_flags(redteam) | {"sft_data": sft, "sft_prompts": prompts}
+    config, problem = problem_of(flags, tmp_path, sft_to_buffer=True)
+    decode = problem.tokenizer.decode
+    pairs = [tuple(map(decode, pair)) for pair in tba.read_sft_data(config, problem)]
+    assert pairs[-1] == ("Hello", "zap<eos>")
+    assert {p for p, _ in pairs[:-1]} == set(asked)
+    expected = [f" {r['instruction']}<eos>" for r in records[:-1]]
+    assert [response for _, response in pairs[:-1]] == expected
+    assert [(i, decode(r)) for i, r in problem.demonstrations] == [(0, r) for r in expected]
+    prompts.write_text("[{")
+    expect(flags, f"tba.py: error: --sft_prompts {prompts}: ", tmp_path, capsys)
 
 
 def test_supervised_fine_tuning_fits_its_data(redteam):

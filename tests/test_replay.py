@@ -230,6 +230,30 @@ def test_near_duplicates_and_lowest_reward_against_brute_force(responses, share,
     assert actual == expected
 
 
+def test_near_duplicates_by_cosine_and_by_total_reward():
+    """Of vectors closer than the distance the more valuable stays; a total counts log pi_ref."""
+    turn = lambda angle: np.array([math.cos(angle), math.sin(angle)], np.float32)
+    rng = np.random.default_rng(0)
+    for evict in ("lowest_reward", "lowest_total"):
+        config = tba.Config(near_duplicate=0.02, near_duplicate_by="cosine", evict=evict, beta=0.5)
+        value = lambda t: t.reward + 0.5 * t.ref_logprob * (evict == "lowest_total")  # noqa: B023
+        buffer, expected = tba.ReplayBuffer(config), []
+        for i in range(60):
+            new = group(0, [[i]], [rng.normal()]).trajectories[0]
+            new.ref_logprobs, new.vector = rng.normal(size=1), turn(rng.uniform(0, 6))
+            buffer.add(tba.Group(0, [new], 0, 0))
+            near = [t for t in expected if 1 - t.vector @ new.vector < 0.02]
+            if all(value(t) <= value(new) for t in near):
+                expected = [t for t in expected if not any(t is n for n in near)] + [new]
+        kept = buffer.trajectories[0]
+        assert [t.tokens[0] for t in kept] == [t.tokens[0] for t in expected]
+        assert 5 < len(kept) < 30
+        restored = tba.ReplayBuffer(config)
+        restored.restore(buffer.state())
+        for one, other in zip(kept, restored.trajectories[0], strict=True):
+            np.testing.assert_array_equal(one.vector, other.vector)
+
+
 def test_a_single_prompt_fills_the_batch_with_different_trajectories():
     buffer = filled(1, S=24)
     for m in (0.0, 0.5, 1.0):
