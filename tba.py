@@ -2099,6 +2099,7 @@ class Searcher:
     It is paused from when it says so, at its start or when asked, until it has new weights.
     """
 
+    SCORED_AT_ONCE = 2  # groups, between two looks for a command
     JUDGED_AT_ONCE = 32  # answers of an evaluation, between two decode steps
 
     def __init__(
@@ -2121,11 +2122,13 @@ class Searcher:
         self.held: list[Group] = []  # --deliver_at_sync: until the next one
         self.evaluation, self.ungenerated = -1, 0  # the one under way, its answers still to come
         self.answers: deque[tuple[int, Completion]] = deque()  # (held-out row, answer) to judge
-        self.next_judging = self.last_look = self.last_beat = self.idle = 0.0
+        self.next_judging = self.last_beat = self.idle = 0.0
+        self.commands: queue.Queue = queue.Queue()  # received and not yet carried out
         self.started, self.tokens = time.perf_counter(), 0
 
     def run(self) -> None:
         """Search until told to stop."""
+        threading.Thread(target=self.receive_commands, daemon=True).start()
         if self.queues.start == 0:
             self.score_demonstrations()
         self.queues.report("ready")
@@ -2198,7 +2201,10 @@ class Searcher:
         """Score groups of responses; keep answers to held-out prompts until they are judged."""
         training = [done for done in completions if isinstance(done.request.id, int)]
         hold = self.config.deliver_at_sync and self.version > 0  # not while the buffer is filled
-        (self.held if hold else self.outbox).extend(self.score_groups(training) if training else [])
+        for i in range(0, len(training), self.SCORED_AT_ONCE):
+            part = training[i : i + self.SCORED_AT_ONCE]
+            (self.held if hold else self.outbox).extend(self.score_groups(part))
+            self.between_steps()
         for done in completions:
             # a held-out prompt's id is (evaluation, row); of one that was begun again it is dropped
             if not isinstance(done.request.id, int) and done.request.id[0] == self.evaluation:
@@ -2273,14 +2279,18 @@ class Searcher:
             self.last_beat = now
             self.queues.report("beat", now, now - self.started - self.idle, self.tokens)
 
+    def receive_commands(self) -> None:
+        """Take commands from the Manager, in a thread, so that decode steps never wait for one."""
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                self.commands.put(self.queues.commands.get())
+        self.commands.put(("stop",))  # the Manager is gone
+
     def poll_command(self, patience: float) -> None:
         """Carry out a command if there is one, waiting up to `patience` seconds for it."""
-        now = time.perf_counter()
-        if not patience and now - self.last_look < 0.01:  # a look costs 0.1 ms: not at every step
-            return
-        self.last_look, command = now, None
+        now, command = time.perf_counter(), None
         with contextlib.suppress(queue.Empty):
-            command = self.queues.commands.get(patience > 0, patience or None)
+            command = self.commands.get(patience > 0, patience or None)
         self.idle += time.perf_counter() - now if patience else 0
         if command:
             getattr(self, f"on_{command[0]}")(*command[1:])
@@ -2520,7 +2530,6 @@ class SearcherPool:
         self.reference_version = past.get("reference_version", 0)
         self.weights: dict[str, Tensor] = {}  # the Trainer's
         self.score_probes: Callable[[], list] = list  # what they make of the probes
-        self.probed: tuple[int, list] = -1, []  # after which optimizer step, that
         self.expected: list[np.ndarray] = []  # that, with the weights sent last
         self.members: list[tuple[int, int]] = []  # of the weight group: (index, starts)
         self.weight_group, self.groups_formed = None, 0
@@ -2725,6 +2734,21 @@ class SearcherPool:
         elif self.sync_due:
             self.sync(patience)
 
+    def pause(self) -> None:
+        """Have Searchers pause after their decode step; newcomers are paused anyway."""
+        for s in self.searchers:
+            if not self.pausing and s.version is not None:
+                s.command("pause")
+        self.pausing = True
+
+    def prepare_sync(self) -> None:
+        """In an optimizer step that a sync follows: Searchers end their decode steps meanwhile."""
+        step, config = self.step + 1, self.config
+        saves = config.save_every and step % config.save_every == 0  # this may take long
+        follows = step % config.sync_every == 0 and not (saves or config.synchronous)
+        if follows and not any(s.generating for s in self.searchers):
+            self.pause()
+
     def sync(self, patience: float, everyone: bool = False) -> bool:
         """Send the weights once all Searchers are paused; False if that takes over `patience` s.
 
@@ -2734,12 +2758,8 @@ class SearcherPool:
         """
         if any(s.generating for s in self.searchers):
             return False
-        for s in self.searchers:
-            if not self.pausing and s.version is not None:  # a newcomer is paused anyway
-                s.command("pause")
-        self.pausing, start = True, time.monotonic()
-        if self.probed[0] != self.step:  # while they end their decode steps
-            self.probed = self.step, self.score_probes()
+        self.pause()
+        start = time.monotonic()
         awaited = lambda s: s.process and not s.ready and (everyone or self.lately(s))
         while (late := any(map(awaited, self.searchers))) and time.monotonic() - start < patience:
             self.listen(block=0.002)
@@ -2762,7 +2782,6 @@ class SearcherPool:
         parts = [("policy", self.step, self.weights)]
         if any(s.reference != self.reference_version for s in members):
             parts.insert(0, ("reference", self.reference_version, self.reference))
-        self.expected = self.probed[1]
         identity = [(s.index, s.starts) for s in members]
         changed = identity != self.members
         self.groups_formed += changed
@@ -2785,6 +2804,7 @@ class SearcherPool:
                 self.weight_group.abort()  # nothing else ends a stuck NCCL kernel
             for s in members:
                 s.process.kill()
+        self.expected = self.score_probes()  # beside the Searchers, which go on
         return bool(self.members)
 
     def form_group(self, name: str, members: list[SearcherState]) -> None:
@@ -3000,6 +3020,7 @@ class Trainer:
         groups, recent = self.buffer.sample(B, K, m, config.reward_inverse_temperature)
         start = time.perf_counter()
         sums, tokens = self.backward(groups, *scales)
+        self.pool.prepare_sync()
         limit = config.max_grad_norm or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         values = torch.cat([sums, norm.reshape(1)]).tolist()  # the step's one wait for the device
