@@ -2946,18 +2946,17 @@ class Trainer:
         settings["betas"] = config.adam_beta1, config.adam_beta2
         trained = [weights for weights in self.model.parameters() if weights.requires_grad]
         optimizer = torch.optim.AdamW(trained, **settings, fused=True)
-        schedule = {"name": config.lr_schedule, "num_warmup_steps": config.warmup_steps}
-        if config.lr_schedule == "warmup_stable_decay":
-            phases = {
-                "num_stable_steps": config.stable_steps,
-                "num_decay_steps": config.decay_steps,
-            }
-            schedule["scheduler_specific_kwargs"] = phases
-        elif config.lr_schedule == "constant":
-            schedule["name"] = "constant_with_warmup"
-        else:
-            schedule["num_training_steps"] = config.steps + (config.warmup_steps > 0)
-        self.scheduler = transformers.get_scheduler(optimizer=optimizer, **schedule)
+        name, begun = config.lr_schedule, int(config.warmup_steps > 0)
+        name = "constant_with_warmup" if name == "constant" else name
+        phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
+        phased = name == "warmup_stable_decay"
+        self.scheduler = transformers.get_scheduler(
+            name,
+            optimizer,
+            config.warmup_steps,
+            None if phased else config.steps + begun,
+            phases if phased else None,
+        )
         policy = TokenLogProbs(self.model, config.temperature)
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.buffer, self.window_version = ReplayBuffer(config), 0
@@ -2965,10 +2964,9 @@ class Trainer:
         self.arrivals = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
         self.pool.weights = checkpoint_state(self.model)
         self.pool.score_probes = partial(score_probes, self.model, self.problem.probes(), config)
-        if place := self.step + (config.warmup_steps > 0):  # the first step's rate is above 0
-            done = {"last_epoch": place - 1, "_step_count": place + 1}
-            self.scheduler.load_state_dict(self.scheduler.state_dict() | done)
-            self.scheduler.step()
+        # a warm-up begins above 0; PyTorch warns of a first step that comes before the optimizer's
+        self.scheduler.last_epoch, self.scheduler._step_count = begun + self.step - 1, 2
+        self.scheduler.step()
         if self.saved:
             self.restore()
         self.loaded = True
@@ -3175,7 +3173,7 @@ class Trainer:
         return {
             "pool": self.pool.state(),
             "optimizer": self.optimizer.state_dict()["state"],
-            "adapters": self.adapters(),
+            "adapters": {n: w for n, w in self.model.state_dict().items() if ".lora_" in n},
             "buffer": self.buffer.state(),
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state() if cuda else None,
@@ -3183,14 +3181,9 @@ class Trainer:
             "checksum": self.problem.checksum(),
         }
 
-    def adapters(self) -> dict[str, Tensor]:
-        """The weights of low-rank adapters, by name."""
-        return {n: p.detach() for n, p in self.model.named_parameters() if ".lora_" in n}
-
     def restore(self) -> None:
         """Take up `state`, with the learning rate and decay that are set now."""
-        for name, tensor in self.adapters().items():
-            tensor.copy_(self.saved["adapters"][name])
+        self.model.load_state_dict(self.saved["adapters"], strict=False)
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": self.saved["optimizer"], "param_groups": groups})
         self.buffer.restore(self.saved["buffer"])

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -33,15 +32,7 @@ def make_searcher(args: argparse.Namespace, folder: Path, manager) -> tba.Search
     """A Searcher of the tiny GSM8K's prompts with a model that is a little larger."""
     files = Path(os.environ.get("TBA_CACHE", ROOT / ".cache")) / "tiny-gsm8k"
     tiny.make("gsm8k", files)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(files / "model")
-    heads = max(1, args.width // 64)
-    model_config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=3 * args.width,
-        num_hidden_layers=args.layers, num_attention_heads=heads, num_key_value_heads=heads,
-        max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(model_config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tiny.make_llama(args.width, args.layers, files, folder)
     config = tba.Config(
         model=str(folder), dataset=str(files / "data"), engine="vllm", searched_per_prompt=args.S,
         max_response_tokens=args.tokens, sequences_in_flight=args.in_flight, temperature=1.0,

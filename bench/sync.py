@@ -38,22 +38,6 @@ import tba
 SHAPES = {1: (128, 4), 30: (512, 9), 300: (1280, 15)}  # millions -> width, layers
 
 
-def make_model(millions: int, folder: Path) -> Path:
-    """A Llama of about that size with random weights, and the tiny GSM8K's tokenizer and data."""
-    files = Path(os.environ.get("TBA_CACHE", ROOT / ".cache")) / "tiny-gsm8k"
-    tiny.make("gsm8k", files)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(files / "model")
-    width, layers = SHAPES[millions]
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width,
-        num_hidden_layers=layers, num_attention_heads=width // 64, num_key_value_heads=width // 64,
-        max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return files / "data"
-
-
 def sync_times(config: tba.Config, rounds: int) -> dict:
     """Real Searchers: seconds of each sync, of the Trainer's stall in it, and of a step."""
     problem = tba.load_problem(config)
@@ -146,17 +130,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "sync.json")
     args = parser.parse_args()
+    files = Path(os.environ.get("TBA_CACHE", ROOT / ".cache")) / "tiny-gsm8k"
+    tiny.make("gsm8k", files)
     results = []
     print("parameters  Searchers  sync (quartiles), s     bare, s  ratio  stall, s  of a step")
     for millions in args.millions:
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / "model"
-            data = make_model(millions, model)
+            tiny.make_llama(*SHAPES[millions], files, model)
             for M in args.searchers:
                 config = tba.Config(
-                    model=str(model), dataset=str(data), engine="transformers", num_searchers=M,
-                    searched_per_prompt=2, trained_per_prompt=2, prompts_per_step=2,
-                    max_response_tokens=32, sequences_in_flight=4, temperature=1.0,
+                    model=str(model), dataset=str(files / "data"), engine="transformers",
+                    num_searchers=M, searched_per_prompt=2, trained_per_prompt=2,
+                    prompts_per_step=2, max_response_tokens=32, sequences_in_flight=4, temperature=1.0,
                     output_dir=f"{folder}/run-{M}", transfer_timeout=300.0,
                 )  # fmt: skip
                 config.resolve()

@@ -109,6 +109,19 @@ def make_model(name: str, tokenizer_path: Path, out: Path, seed: int = 0) -> Pat
     return out
 
 
+def make_llama(width: int, layers: int, files: Path, out: Path) -> None:
+    """A Llama of this shape with random weights, and the tokenizer of a tiny task's `files`."""
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    heads = max(1, width // 64)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+        max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
 def make_policy(
     demonstrations: list[tuple[str, str]], out: Path, steps: int = 900, seed: int = 0
 ) -> None:
