@@ -142,8 +142,8 @@ def main() -> None:
                 config = tba.Config(
                     model=str(model), dataset=str(files / "data"), engine="transformers",
                     num_searchers=M, searched_per_prompt=2, trained_per_prompt=2,
-                    prompts_per_step=2, max_response_tokens=32, sequences_in_flight=4, temperature=1.0,
-                    output_dir=f"{folder}/run-{M}", transfer_timeout=300.0,
+                    prompts_per_step=2, max_response_tokens=32, sequences_in_flight=4,
+                    temperature=1.0, output_dir=f"{folder}/run-{M}", transfer_timeout=300.0,
                 )  # fmt: skip
                 config.resolve()
                 ours = sync_times(config, args.rounds)
