@@ -2558,7 +2558,7 @@ class SearcherPool:
         if self.config.bind:
             address, key = peer_address("bind", self.config.bind)
         mp.current_process().authkey = key
-        # forked, before CUDA and threads exist: there at once, where a spawned one imports torch
+        # forked, before threads exist: there at once, where a spawned one imports torch
         self.manager = RunManager(address, key, ctx=mp.get_context("fork"))
         self.manager.start(die_with_parent)
         (self.manager_process,) = mp.active_children()
@@ -2692,11 +2692,11 @@ class SearcherPool:
         gaps = [np.abs(a - b).max() for a, b in zip(probes, self.expected, strict=True)]
         s.logprob_gap = float(np.max(gaps, initial=0.0))
         if not s.logprob_gap <= self.config.logprob_tolerance:  # or it is not a number
-            raise WrongWeights(
-                f"after the transfer of step {s.version}'s weights, Searcher {s.index}'s log-"
-                f"probabilities differ from the Trainer's by {s.logprob_gap:.3g} "
-                "(--logprob_tolerance)"
+            text = (
+                f"Searcher {s.index}'s log-probabilities after the transfer of step {s.version}'s"
             )
+            gap = f"differ from the Trainer's by {s.logprob_gap:.3g} (--logprob_tolerance)"
+            raise WrongWeights(f"{text} weights {gap}")
 
     def search(self, prompt_limit: float) -> None:
         """Have every Searcher begin prompts up to this number of its order."""
