@@ -1963,7 +1963,8 @@ class WeightGroup:
 
     config: Config
     shapes: dict[str, torch.Size]  # of all weights, under the names of the checkpoint
-    store: dist.Store  # where the members find each other
+    shared: Any  # dict of the Manager in which the members find each other
+    name: str  # each group has one of its own
     rank: int
     size: int
     device: torch.device
@@ -1990,7 +1991,9 @@ class WeightGroup:
             raise TransferError(first_line(error)) from None
 
     def _form(self, formed: Future) -> None:
-        limit, place = timedelta(seconds=self.config.transfer_timeout), (self.rank, self.size)
+        limit = timedelta(seconds=self.config.transfer_timeout)
+        store = ManagerStore(self.shared, self.name, self.config.transfer_timeout)
+        place = store, self.rank, self.size
         try:
             if self.device.type == "cuda":
                 # a lost member is this class's to handle: NCCL's watchdog would end the process
@@ -1998,12 +2001,12 @@ class WeightGroup:
                     os.environ.setdefault(f"TORCH_NCCL_{habit}", "0")
                 torch.cuda.set_device(self.device)
                 # known to `abort` before it connects, which it does at its first broadcast
-                self.group = dist.ProcessGroupNCCL(self.store, *place, 2 * limit)
+                self.group = dist.ProcessGroupNCCL(*place, 2 * limit)
             else:
                 options, host = dist.ProcessGroupGloo._Options(), own_address(self.config)
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
                 options._timeout = limit
-                self.group = dist.ProcessGroupGloo(self.store, *place, options)
+                self.group = dist.ProcessGroupGloo(*place, options)
             if self.aborted:  # while it was being made
                 self.abort()
             self._send(torch.zeros(1, device=self.device))
@@ -2313,9 +2316,9 @@ class Searcher:
             if self.weight_group:
                 self.weight_group.abort()
             shapes = {key: tensor.shape for key, tensor in state.items()}
-            store = ManagerStore(self.queues.shared, name, self.config.transfer_timeout)
-            place = rank, size, self.device if device == "cuda" else torch.device("cpu")
-            self.weight_group = WeightGroup(self.config, shapes, store, *place, self.beat)
+            own = self.device if device == "cuda" else torch.device("cpu")
+            place = self.queues.shared, name, rank, size, own
+            self.weight_group = WeightGroup(self.config, shapes, *place, self.beat)
             self.group_name = name
         for purpose, version in parts:
             weights = self.weight_group.broadcast()
@@ -2692,11 +2695,11 @@ class SearcherPool:
         gaps = [np.abs(a - b).max() for a, b in zip(probes, self.expected, strict=True)]
         s.logprob_gap = float(np.max(gaps, initial=0.0))
         if not s.logprob_gap <= self.config.logprob_tolerance:  # or it is not a number
-            text = (
-                f"Searcher {s.index}'s log-probabilities after the transfer of step {s.version}'s"
+            raise WrongWeights(
+                f"after the transfer of step {s.version}'s weights, Searcher {s.index}'s log-"
+                f"probabilities differ from the Trainer's by {s.logprob_gap:.3g} "
+                "(--logprob_tolerance)"
             )
-            gap = f"differ from the Trainer's by {s.logprob_gap:.3g} (--logprob_tolerance)"
-            raise WrongWeights(f"{text} weights {gap}")
 
     def search(self, prompt_limit: float) -> None:
         """Have every Searcher begin prompts up to this number of its order."""
@@ -2820,8 +2823,7 @@ class SearcherPool:
             if isinstance(key, tuple) and key[0] != name:  # of the groups before
                 del self.shared[key]
         shapes = {key: tensor.shape for key, tensor in self.weights.items()}
-        store = ManagerStore(self.shared, name, self.config.transfer_timeout)
-        place = store, 0, len(members) + 1, self.device
+        place = self.shared, name, 0, len(members) + 1, self.device
         self.weight_group = WeightGroup(self.config, shapes, *place, check)
 
     def start_evaluation(self, members: list[SearcherState]) -> None:

@@ -142,8 +142,7 @@ def group_member(shared, name: str, device: torch.device, fate: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     config = tba.Config(dtype="float32", transfer_timeout=60.0)
     shapes = {"weight": torch.Size([2**22])}
-    store = tba.ManagerStore(shared, name, 60.0)
-    group = tba.WeightGroup(config, shapes, store, 1, 2, device, lambda: None)
+    group = tba.WeightGroup(config, shapes, shared, name, 1, 2, device, lambda: None)
     if fate != "lives":
         os.kill(os.getpid(), signal.SIGKILL if fate == "killed in" else signal.SIGSTOP)
     shared["got"] = float(dict(group.broadcast())["weight"].sum())
@@ -166,12 +165,10 @@ def check_nccl(args, folder: Path) -> dict:
             member.start()
             # a member that comes needs time for its imports
             config = short if fate == "killed before" else patient
-            store = tba.ManagerStore(shared, name, config.transfer_timeout)
+            shapes = {"weight": state["weight"].shape}
             start, error, group = time.perf_counter(), "", None
             try:
-                group = tba.WeightGroup(
-                    config, {"weight": state["weight"].shape}, store, 0, 2, device, lambda: None
-                )
+                group = tba.WeightGroup(config, shapes, shared, name, 0, 2, device, lambda: None)
                 group.config, start = short, time.perf_counter()
                 for _ in range(1 if fate == "lives" else 50):  # the first may fit into buffers
                     list(group.broadcast(state))

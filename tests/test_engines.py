@@ -90,8 +90,7 @@ def perturbed(config, seed=1):
 
 def weight_group(config, shapes, shared, rank, name="weights-1", check=lambda: None):
     """One end of a weight group of two; its ends find each other in a dict of this process."""
-    store = tba.ManagerStore(shared, name, config.transfer_timeout)
-    return tba.WeightGroup(config, shapes, store, rank, 2, CPU, check)
+    return tba.WeightGroup(config, shapes, shared, name, rank, 2, CPU, check)
 
 
 def both_ends(config, state, shared, name="weights-1"):
