@@ -2070,6 +2070,19 @@ def own_address(config: Config) -> str:
 class RunManager(managers.SyncManager):
     """The run's Manager: it holds every queue, and serves only who has the run's key."""
 
+    @classmethod
+    def begin(cls, config: Config) -> "RunManager":
+        """Start it; who does not have the key is refused before a byte is unpickled."""
+        # an abstract Unix socket: no port, and no file that could stay behind
+        address, key = f"\0tba-{secrets.token_hex(8)}", secrets.token_bytes(32)
+        if config.bind:
+            address, key = peer_address("bind", config.bind)
+        mp.current_process().authkey = key
+        # forked, before threads exist: there at once, where a spawned one imports torch
+        manager = cls(address, key, ctx=mp.get_context("fork"))
+        manager.start(die_with_parent)
+        return manager
+
 
 JOIN_REQUESTS: queue.Queue = queue.Queue()  # the one in the Manager's process counts
 RunManager.register("join_requests", lambda: JOIN_REQUESTS)
@@ -2555,15 +2568,8 @@ class SearcherPool:
         return {name: getattr(self, name) for name in names} | due | numbers
 
     def start_manager(self) -> None:
-        """Start the Manager; who does not have its key is refused before a byte is unpickled."""
-        # an abstract Unix socket: no port, and no file that could stay behind
-        address, key = f"\0tba-{secrets.token_hex(8)}", secrets.token_bytes(32)
-        if self.config.bind:
-            address, key = peer_address("bind", self.config.bind)
-        mp.current_process().authkey = key
-        # forked, before threads exist: there at once, where a spawned one imports torch
-        self.manager = RunManager(address, key, ctx=mp.get_context("fork"))
-        self.manager.start(die_with_parent)
+        """Start the Manager, with the queues, and with what Searchers read when they start."""
+        self.manager = RunManager.begin(self.config)
         (self.manager_process,) = mp.active_children()
         self.groups = self.manager.Queue(self.config.queue_size)
         self.messages, self.join_requests = self.manager.Queue(), self.manager.join_requests()
