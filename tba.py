@@ -1080,14 +1080,13 @@ class ReplayBuffer:
         self.config = config
         self.rng = np.random.default_rng([config.seed, 0xB0F])
         self.trajectories: dict[int, list[Trajectory]] = {}
-        self.count = 0  # of all trajectories
-        self.window: dict[int, None] = {}  # prompts that arrived since the latest sync, in order
+        self.window: dict[int, None] = {}  # prompts that arrived since the latest sync
         self.previous: dict[int, None] = {}  # those that arrived between the last two syncs
         self.fresh: set[int] = set()  # ids of the trajectories in that window, unless evict=oldest
         self.epoch: list[int] = []  # prompts that this epoch of uniform sampling has left
 
     def __len__(self) -> int:
-        return self.count
+        return sum(map(len, self.trajectories.values()))
 
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the most recent ones.
@@ -1115,10 +1114,7 @@ class ReplayBuffer:
             order = sorted(kept, key=lambda t: (id(t) in self.fresh, self.value(t)))
             best = set(map(id, order[-self.config.kept_per_prompt :]))
             kept = [t for t in kept if id(t) in best]
-        kept = kept[-self.config.kept_per_prompt :]
-        self.count += len(kept) - len(old)
-        self.trajectories[group.prompt_id] = kept
-        self.window.pop(group.prompt_id, None)
+        self.trajectories[group.prompt_id] = kept[-self.config.kept_per_prompt :]
         self.window[group.prompt_id] = None
 
     def value(self, t: Trajectory) -> float:
@@ -1176,36 +1172,34 @@ class ReplayBuffer:
         recent, exhaust = list(self.window), self.config.replay_recent == "exhaust"
         if len(recent) < B and not exhaust:
             recent += [p for p in self.previous if p not in self.window]
-        recent = deque(self.rng.permutation(recent).astype(int).tolist())
-        few = len(self.trajectories) < B  # prompts must repeat, with other trajectories
-        used: dict[int, set[int]] = {}  # prompt -> ids of the trajectories that the batch has
+        self.rng.shuffle(recent)
+        used, taken = set(), set()  # prompts of the batch, and ids of its trajectories
         groups, draws = [], 0
         for _ in range(B):
-            while recent and recent[0] in used and not few:
-                recent.popleft()
-            if newest := bool(recent) and self.rng.random() < m:
-                prompt_id = recent[0]
-                recent.rotate(-1)
-            else:
-                prompt_id = self._next_of_epoch(used)
-            stored, taken = self.trajectories[prompt_id], used.setdefault(prompt_id, set())
+            if len(used) == len(self.trajectories):
+                used.clear()  # prompts must repeat, with other trajectories
+            candidate = next((p for p in recent if p not in used), None)
+            newest = candidate is not None and self.rng.random() < m
+            prompt_id = candidate if newest else self._next_of_epoch(used)
+            stored = self.trajectories[prompt_id]
             unused = [t for t in stored if id(t) not in taken]
             stored = unused if len(unused) >= K else stored
-            weight = 0.0 if newest else inverse_temperature
-            whole = newest and len(stored) >= K
             if newest and exhaust:
-                stored, whole = stored[-self.config.searched_per_prompt :], False
+                stored = stored[-self.config.searched_per_prompt :]
                 recent.remove(prompt_id)
                 del self.window[prompt_id]
-            groups.append(stored[-K:] if whole else self._draw(stored, K, weight))
+            elif newest:
+                stored = stored[-K:]
+            groups.append(self._draw(stored, K, 0.0 if newest else inverse_temperature))
+            used.add(prompt_id)
             taken |= set(map(id, groups[-1]))
             draws += newest
         return groups, draws / B
 
-    def _next_of_epoch(self, used: dict[int, set]) -> int:
-        """The next prompt of the epoch that the batch does not have, while there are others."""
+    def _next_of_epoch(self, used: set[int]) -> int:
+        """The next prompt of the epoch that the batch does not have."""
         for position in reversed(range(len(self.epoch))):
-            if self.epoch[position] not in used or len(used) >= len(self.trajectories):
+            if self.epoch[position] not in used:
                 return self.epoch.pop(position)
         # if some are left, they are in the batch already: begin the next epoch early
         self.epoch = self.rng.permutation(list(self.trajectories)).tolist()
@@ -1224,29 +1218,25 @@ class ReplayBuffer:
     def state(self) -> dict[str, Any]:
         """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
         rows = [t for stored in self.trajectories.values() for t in stored]
-        state = {name: [getattr(t, name) for t in rows] for name in Trajectory.__slots__}
-        lengths = {"lengths": torch.tensor([len(tokens) for tokens in state["tokens"]])}
-        for name, column in state.items():
-            whole = name in self.BY_TOKEN
-            join = np.concatenate if whole and column else np.array
-            state[name] = torch.from_numpy(join(column))
-        places = {name: list(getattr(self, name)) for name in ("window", "previous", "epoch")}
-        return state | lengths | places | {"rng": self.rng.bit_generator.state}
+        state = {name: list(getattr(self, name)) for name in ("window", "previous", "epoch")}
+        state["rng"] = self.rng.bit_generator.state
+        state["lengths"] = torch.tensor([len(t.tokens) for t in rows])
+        for name in Trajectory.__slots__:
+            join = np.concatenate if name in self.BY_TOKEN and rows else np.array
+            state[name] = torch.from_numpy(join([getattr(t, name) for t in rows]))
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
-        columns, ends = [], np.cumsum(state["lengths"].numpy())[:-1]
+        columns, ends = [], np.cumsum(state["lengths"].numpy())
         for name in Trajectory.__slots__:
             column = state[name].numpy()
-            if name in self.BY_TOKEN:
-                column = np.split(column, ends) if len(state["lengths"]) else []
-            # copies, so that eviction frees their memory
-            arrays = name in (*self.BY_TOKEN, "vector")
-            columns.append([part.copy() for part in column] if arrays else column.tolist())
+            columns.append(np.split(column, ends)[:-1] if name in self.BY_TOKEN else column)
         for row in zip(*columns, strict=True):
-            trajectory = Trajectory(*row)
+            # copies, so that eviction frees their memory
+            values = [v.copy() if isinstance(v, np.ndarray) else v.item() for v in row]
+            trajectory = Trajectory(*values)
             self.trajectories.setdefault(trajectory.prompt_id, []).append(trajectory)
-        self.count = len(state["lengths"])
         self.window, self.previous = (dict.fromkeys(state[n]) for n in ("window", "previous"))
         self.epoch, self.rng.bit_generator.state = list(state["epoch"]), state["rng"]
 
