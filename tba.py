@@ -45,7 +45,7 @@ import time
 import traceback
 import zipfile
 import zlib
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -1207,13 +1207,12 @@ class ReplayBuffer:
 
     def _draw(self, stored: list[Trajectory], K: int, inverse_temperature: float) -> list:
         """K of `stored` without replacement; where there are fewer, all of them and repeats."""
+        if len(stored) < K:
+            return stored + self._draw(stored, K - len(stored), inverse_temperature)
         # the K largest of score + Gumbel noise are K softmax draws without replacement
         scores = inverse_temperature * np.array([t.reward for t in stored])
         order = np.argsort(-(scores + self.rng.gumbel(size=len(stored))))
-        drawn = [stored[i] for i in order[:K]]
-        while len(drawn) < K:
-            drawn.append(stored[np.argmax(scores + self.rng.gumbel(size=len(stored)))])
-        return drawn
+        return [stored[i] for i in order[:K]]
 
     def state(self) -> dict[str, Any]:
         """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
@@ -1259,8 +1258,8 @@ def load_model(config: Config, dtype: torch.dtype, device: torch.device) -> nn.M
     for name, value in vars(model_config).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             setattr(model_config, name, 0.0)  # pi_theta is a function, not a random variable
-    options |= {"config": model_config, "dtype": dtype}
-    load = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="sdpa")
+    options |= {"config": model_config, "dtype": dtype, "attn_implementation": "sdpa"}
+    load = transformers.AutoModelForCausalLM.from_pretrained
     return load(config.model, **options).to(device)
 
 
@@ -1274,15 +1273,13 @@ class FloatLogits(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         low = hidden.bfloat16(), weight.bfloat16()
         ctx.save_for_backward(*low)
-        ctx.dtypes = hidden.dtype, weight.dtype
         return FloatLogits.product(low[0], low[1].t())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight = ctx.saved_tensors
-        gradient = gradient.bfloat16()
-        by_hidden = FloatLogits.product(gradient, weight).to(ctx.dtypes[0])
-        return by_hidden, FloatLogits.product(gradient.t(), hidden).to(ctx.dtypes[1])
+        (hidden, weight), gradient = ctx.saved_tensors, gradient.bfloat16()
+        # autograd casts them to the dtypes of what `forward` was given
+        return FloatLogits.product(gradient, weight), FloatLogits.product(gradient.t(), hidden)
 
     @staticmethod
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -1314,33 +1311,24 @@ class TokenLogProbs(nn.Module):
         """
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # (R, L, H)
         hidden = hidden.flatten(0, 1).index_select(0, where)  # (N, H)
-        head, entropies = self.model.get_output_embeddings(), []
+        head = self.model.get_output_embeddings()
         autocast = torch.is_autocast_enabled(hidden.device.type)
         in_bfloat16 = autocast or head.weight.dtype == torch.bfloat16
         exact = in_bfloat16 and getattr(head, "bias", None) is None
 
-        def project(hidden: Tensor, targets: Tensor) -> Tensor:
+        def project(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
             logits = FloatLogits.apply(hidden, head.weight) if exact else head(hidden).float()
             logits = logits / self.temperature  # (CHUNK, V)
             logprobs = logits.log_softmax(-1)
-            if entropy and not done:  # not again when the backward pass recomputes this chunk
-                with torch.no_grad():
-                    entropies.append(-(logprobs.exp() * logprobs).sum(-1))
-            return logprobs.gather(1, targets[:, None])[:, 0]
+            chosen, logprobs = logprobs.gather(1, targets[:, None])[:, 0], logprobs.detach()
+            # the backward pass recomputes a chunk as far as it needs it, which is up to here
+            return chosen, -(logprobs.exp() * logprobs).sum(-1) if entropy else None
 
-        done = False
-        recomputed = partial(checkpoint, project, use_reentrant=False)
-        run = recomputed if torch.is_grad_enabled() else project
+        run = partial(checkpoint, project, use_reentrant=False)
+        run = run if torch.is_grad_enabled() else project
         chunks = zip(hidden.split(self.CHUNK), targets.split(self.CHUNK), strict=True)
-        logprobs = torch.cat([run(h, t) for h, t in chunks])
-        done = True
-        return logprobs, torch.cat(entropies) if entropy else None
-
-
-def low_precision(config: Config, device: torch.device) -> Any:
-    """Computing in bfloat16 if --dtype says so; without autocast's copy of every weight."""
-    enabled = config.dtype == "bfloat16"
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+        logprobs, entropies = zip(*[run(h, t) for h, t in chunks], strict=True)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
 
 def break_even_length(model: nn.Module) -> float:
@@ -1441,20 +1429,30 @@ def plan_microbatches(shapes: list[tuple[int, int]], budget: int) -> list[list[i
     return plan
 
 
+def logprobs_by_microbatch(
+    policy: TokenLogProbs, groups: PromptGroups, config: Config
+) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
+    """Responses, by their places in all groups end to end, and their tokens' log-probabilities."""
+    device, budget = next(policy.parameters()).device, config.tokens_per_microbatch
+    pairs, units = plan_rows(groups, break_even_length(policy.model), budget)
+    rows = [row for unit in units for row in unit]
+    # in bfloat16 if --dtype says so; without autocast's copy of every weight
+    options = {"enabled": config.dtype == "bfloat16", "cache_enabled": False}
+    for micro in plan_microbatches([(1, row_length(pairs, row)) for row in rows], budget):
+        part = [rows[i] for i in micro]
+        with torch.autocast(device.type, torch.bfloat16, **options):
+            logprobs, _ = policy(**pack(pairs, part, device))
+        order = [i for row in part for i in row]
+        yield order, logprobs.split([len(pairs[i][1]) for i in order])
+
+
 @torch.no_grad()
 def token_logprobs(policy: TokenLogProbs, groups: PromptGroups, config: Config) -> list[Tensor]:
     """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
-    device, scored = next(policy.parameters()).device, {}
-    pairs, units = plan_rows(groups, break_even_length(policy.model), config.tokens_per_microbatch)
-    rows = [row for unit in units for row in unit]
-    shapes = [(1, row_length(pairs, row)) for row in rows]
-    for micro in plan_microbatches(shapes, config.tokens_per_microbatch):
-        part = [rows[i] for i in micro]
-        with low_precision(config, device):
-            logprobs, _ = policy(**pack(pairs, part, device))
-        order = [i for row in part for i in row]
-        scored |= zip(order, logprobs.split([len(pairs[i][1]) for i in order]), strict=True)
-    return [scored[i] for i in range(len(pairs))]
+    scored = {}
+    for order, logprobs in logprobs_by_microbatch(policy, groups, config):
+        scored |= zip(order, logprobs, strict=True)
+    return [scored[i] for i in range(len(scored))]
 
 
 def score_probes(model: nn.Module, probes: list[np.ndarray], config: Config) -> list[np.ndarray]:
@@ -1545,8 +1543,7 @@ def tba_prime(batch: Batch, beta: float, tau: float) -> tuple[Tensor, Tensor]:
     ratio = (logprobs - batch.behaviour).exp()
     weight = advantage.flatten()[batch.rows()] * torch.where(ratio > RATIO_CLIP, 0, ratio)  # (N,)
     loss = -(weight * batch.logprobs).sum() / (batch.rewards.numel() * batch.mean_length)
-    sequences = batch.sums(logprobs), batch.sums(batch.ref_logprobs)
-    return loss, trajectory_balance_loss(*sequences, batch.rewards, beta, tau)[1]
+    return loss, tb(batch, beta, tau)[1]
 
 
 # name -> function of (Batch, beta, tau) that returns the loss, a mean over prompts, and log Z^ (B,)
@@ -1563,20 +1560,17 @@ def supervised_fine_tune(model: nn.Module, pairs: Pairs, config: Config) -> list
     losses.
     """
     policy, rng = TokenLogProbs(model, temperature=1.0), np.random.default_rng(config.seed)
-    device, rate = next(model.parameters()).device, config.sft_learning_rate
+    rate, size = config.sft_learning_rate, config.sft_batch
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     orders = [rng.permutation(len(pairs)) for _ in range(config.sft_epochs)]
-    size = config.sft_batch
     batches = [order[i : i + size] for order in orders for i in range(0, len(pairs), size)]
     steps, losses = len(batches), []
     schedule = transformers.get_scheduler("cosine", optimizer, steps // 10, steps)
     for batch in batches:
-        shapes = [(1, row_length(pairs, [i])) for i in batch]
-        tokens, total = sum(len(pairs[i][1]) for i in batch), 0.0
-        for micro in plan_microbatches(shapes, config.tokens_per_microbatch):
-            with low_precision(config, device):
-                logprobs, _ = policy(**pack(pairs, [[batch[j]] for j in micro], device))
-            loss = -logprobs.sum() / tokens
+        groups = [(prompt, [response]) for prompt, response in (pairs[i] for i in batch)]
+        tokens, total = sum(len(response) for _, (response,) in groups), 0.0
+        for _, logprobs in logprobs_by_microbatch(policy, groups, config):
+            loss = -torch.cat(logprobs).sum() / tokens
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -1706,7 +1700,7 @@ class TransformersEngine:
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         usual = 1.0 if greedy else self.config.temperature
         temperature = torch.tensor([[r.temperature or usual] for r in rows], device=self.device)
-        limits = torch.tensor([self.config.response_limit(r.prompt) for r in rows]).to(self.device)
+        limits = np.array([self.config.response_limit(r.prompt) for r in rows])
         top_p = 1.0 if greedy else batch[0].top_p or self.config.top_p
         hook = DecodeHook(temperature, top_p, between_steps)
         # what `between_steps` does may generate too, with a seed of its own
@@ -1724,18 +1718,16 @@ class TransformersEngine:
                 logits_processor=[hook],
                 stopping_criteria=[hook],
             )[:, max(map(len, prompts)) :]  # (R, T)
-        stop = torch.isin(tokens, torch.tensor(self.end_tokens, device=self.device))
-        lengths = torch.where(stop.any(1), stop.int().argmax(1) + 1, tokens.shape[1])
-        ended = (stop.any(1) & (lengths <= limits)).cpu().numpy()
-        lengths = lengths.minimum(limits).tolist()
         tokens, logprobs = tokens.int().cpu().numpy(), torch.cat(hook.logprobs, 1).cpu().numpy()
-        cut = lambda array: [
-            row[:length].copy() for row, length in zip(array, lengths, strict=True)
-        ]
-        tokens, logprobs, starts = cut(tokens), cut(logprobs), np.cumsum([0, *(r.n for r in batch)])
-        parts = [slice(*pair) for pair in itertools.pairwise(starts)]
-        pairs = zip(batch, parts, strict=True)
-        return [Completion(r, tokens[part], logprobs[part], ended[part]) for r, part in pairs]
+        stops = np.isin(tokens, self.end_tokens) & (np.arange(tokens.shape[1]) < limits[:, None])
+        ended = stops.any(1)
+        lengths = np.where(ended, stops.argmax(1) + 1, limits)
+        cut = lambda array: [row[:end].copy() for row, end in zip(array, lengths, strict=True)]
+        completions, responses = [], zip(cut(tokens), cut(logprobs), ended, strict=True)
+        for request in batch:
+            tokens, logprobs, ended = zip(*itertools.islice(responses, request.n), strict=True)
+            completions.append(Completion(request, list(tokens), list(logprobs), np.array(ended)))
+        return completions
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -1831,10 +1823,9 @@ class VLLMEngine:
             if request is None:
                 self.scored[output.request_id] = np.array(output.prompt_logprobs.logprobs)
                 continue
-            responses = sorted(output.outputs, key=lambda o: o.index)
-            tokens = [np.array(o.token_ids, np.int32) for o in responses]
-            logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in responses]
-            ended = np.array([o.finish_reason == "stop" for o in responses])
+            tokens = [np.array(o.token_ids, np.int32) for o in output.outputs]
+            logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in output.outputs]
+            ended = np.array([o.finish_reason == "stop" for o in output.outputs])
             completions.append(Completion(request, tokens, logprobs, ended))
         between_steps()
         return completions
@@ -1889,18 +1880,15 @@ class TransferError(RuntimeError):
     """A weight group did not form, or a transfer did not end: its members are restarted."""
 
 
-class MergedWeights(dict):
+class MergedWeights(UserDict):
     """A model's own tensors by name; reading one adds its low-rank adapter, if it has one."""
 
-    adapters: ClassVar[dict[int, Any]] = {}  # by the address of the tensor
+    adapters: dict[int, Any]  # by the address of the tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = super().__getitem__(name)
+        tensor = self.data[name]
         layer = self.adapters.get(tensor.data_ptr())
         return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self[name]) for name in self)
 
 
 def checkpoint_state(model: nn.Module) -> MergedWeights:
@@ -1921,19 +1909,18 @@ class ManagerStore(dist.Store):
 
     def __init__(self, shared: Any, name: str, timeout: float) -> None:
         super().__init__()
-        self.shared, self.timeout_seconds = shared, timeout
-        self.key = lambda key: (name, key if isinstance(key, str) else key.decode())
+        self.shared, self.name, self.timeout_seconds = shared, name, timeout
 
     def set(self, key: str, value: bytes) -> None:
-        self.shared[self.key(key)] = bytes(value)
+        self.shared[self.name, key] = value
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self.shared[self.key(key)]
+        return self.shared[self.name, key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         deadline = time.monotonic() + self.timeout_seconds
-        while not all(self.key(key) in self.shared for key in keys):
+        while not all((self.name, key) in self.shared for key in keys):
             if time.monotonic() > deadline:
                 raise TransferError("a member of the weight group did not appear")
             time.sleep(0.002)
