@@ -1388,8 +1388,7 @@ def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str,
     [7, 8, 2, 9, 2]: position 1, the prompt's last token 6, predicts both 7 and 9.
     """
     L = max(row_length(pairs, row) for row in rows)
-    ids, positions, owner = np.zeros((3, len(rows), L), np.int64)  # owner 0: padding
-    where = []
+    ids, positions, owner, before = np.zeros((4, len(rows), L), np.int64)  # owner 0: padding
     for r, row in enumerate(rows):
         prompt = pairs[row[0]][0]
         P = end = len(prompt)
@@ -1398,16 +1397,15 @@ def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str,
             start, end = end, end + len(response)
             ids[r, start:end], owner[r, start:end] = response, j
             positions[r, start:end] = np.arange(P, P + len(response))
-            where += [[r * L + P - 1], np.arange(r * L + start, r * L + end - 1)]
-    targets = np.concatenate([pairs[i][1] for row in rows for i in row]).astype(np.int64)
-    load = partial(to_device, device=device)
+            before[r, start:end] = r * L + np.r_[P - 1, start : end - 1]
+    load, answered = partial(to_device, device=device), owner > 1
     inputs = {"input_ids": load(ids), "position_ids": load(positions)}
     # rows of one response need no mask: attention is causal, and padding comes last
     if any(len(row) > 1 for row in rows):
         owner = load(owner)
         seen = (owner[:, None, :] == 1) | (owner[:, None, :] == owner[:, :, None])
         inputs["attention_mask"] = seen.tril()[:, None]  # (R, 1, L, L)
-    return {"inputs": inputs, "where": load(np.concatenate(where)), "targets": load(targets)}
+    return {"inputs": inputs, "where": load(before[answered]), "targets": load(ids[answered])}
 
 
 def plan_microbatches(shapes: list[tuple[int, int]], budget: int) -> list[list[int]]:
@@ -1729,13 +1727,11 @@ class TransformersEngine:
             completions.append(Completion(request, list(tokens), list(logprobs), np.array(ended)))
         return completions
 
-    @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights, given under checkpoint names; the KV cache of a batch is kept."""
         for name, tensor in weights:
             self.state[name].copy_(tensor)
 
-    @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
         return score_probes(self.model, sequences, self.config)
@@ -1773,7 +1769,6 @@ class VLLMEngine:
             kv_cache_memory_bytes=problem.kv_cache_bytes,
             generation_config="vllm",
             seed=seed,  # it seeds PyTorch: with the same seed two Searchers would sample alike
-            disable_log_stats=True,
         )
         self.engine, self.config, self.device = self.llm.llm_engine, config, device
         self.serial = self.version = 0  # of the latest request; of the weights
