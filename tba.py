@@ -1748,8 +1748,7 @@ class VLLMEngine:
         # V2 and asynchronous scheduling are what no test on a CPU runs; "1" tries them
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # float32 products in float32
-        if device.type == "cpu":
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # read on a CPU only
         import vllm  # imported late: it must see the settings above, and is slow to import
 
         longest = max(map(len, problem.prompts + problem.held_out))
@@ -1773,8 +1772,7 @@ class VLLMEngine:
         self.engine, self.config, self.device = self.llm.llm_engine, config, device
         self.serial = self.version = 0  # of the latest request; of the weights
         self.requests: dict[str, Request] = {}
-        self.done: list[Completion] = []  # completed while `prompt_logprobs` stepped the engine
-        self.scored: dict[str, np.ndarray] = {}
+        self.outputs: dict[str, Any] = {}  # ended, and not yet returned
         self.sampling = partial(
             vllm.SamplingParams,
             stop_token_ids=problem.end_tokens,
@@ -1787,7 +1785,7 @@ class VLLMEngine:
     @property
     def unfinished(self) -> int:
         """Requests not yet returned."""
-        return len(self.requests) + len(self.done)
+        return len(self.requests)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its Completion comes from a later `step`."""
@@ -1812,16 +1810,14 @@ class VLLMEngine:
 
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
         """One decode step, then `between_steps`; returns the requests that it completed."""
-        completions, self.done = self.done, []
-        for output in self.engine.step():
-            request = self.requests.pop(output.request_id, None)
-            if request is None:
-                self.scored[output.request_id] = np.array(output.prompt_logprobs.logprobs)
-                continue
+        self.outputs |= {output.request_id: output for output in self.engine.step()}
+        completions = []
+        for number, output in self.outputs.items():
             tokens = [np.array(o.token_ids, np.int32) for o in output.outputs]
             logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in output.outputs]
             ended = np.array([o.finish_reason == "stop" for o in output.outputs])
-            completions.append(Completion(request, tokens, logprobs, ended))
+            completions.append(Completion(self.requests.pop(number), tokens, logprobs, ended))
+        self.outputs.clear()
         between_steps()
         return completions
 
@@ -1846,10 +1842,10 @@ class VLLMEngine:
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
         params = self.sampling(max_tokens=1, prompt_logprobs=0)
-        ids = [self._add(sequence, params) for sequence in sequences]
-        while not all(i in self.scored for i in ids):
-            self.done = self.step()  # with what running requests completed meanwhile
-        return [self.scored.pop(i) for i in ids]
+        numbers = [self._add(sequence, params) for sequence in sequences]
+        while not all(number in self.outputs for number in numbers):  # other requests go on too
+            self.outputs |= {output.request_id: output for output in self.engine.step()}
+        return [np.array(self.outputs.pop(n).prompt_logprobs.logprobs) for n in numbers]
 
 
 ENGINES = {"transformers": TransformersEngine, "vllm": VLLMEngine}
