@@ -1277,7 +1277,8 @@ class FloatLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        (hidden, weight), gradient = ctx.saved_tensors, gradient.bfloat16()
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient.bfloat16()
         # autograd casts them to the dtypes of what `forward` was given
         return FloatLogits.product(gradient, weight), FloatLogits.product(gradient.t(), hidden)
 
