@@ -45,7 +45,7 @@ import time
 import traceback
 import zipfile
 import zlib
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -1080,14 +1080,13 @@ class ReplayBuffer:
         self.config = config
         self.rng = np.random.default_rng([config.seed, 0xB0F])
         self.trajectories: dict[int, list[Trajectory]] = {}
-        self.count = 0  # of all trajectories
-        self.window: dict[int, None] = {}  # prompts that arrived since the latest sync, in order
+        self.window: dict[int, None] = {}  # prompts that arrived since the latest sync
         self.previous: dict[int, None] = {}  # those that arrived between the last two syncs
         self.fresh: set[int] = set()  # ids of the trajectories in that window, unless evict=oldest
         self.epoch: list[int] = []  # prompts that this epoch of uniform sampling has left
 
     def __len__(self) -> int:
-        return self.count
+        return sum(map(len, self.trajectories.values()))
 
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the most recent ones.
@@ -1115,10 +1114,7 @@ class ReplayBuffer:
             order = sorted(kept, key=lambda t: (id(t) in self.fresh, self.value(t)))
             best = set(map(id, order[-self.config.kept_per_prompt :]))
             kept = [t for t in kept if id(t) in best]
-        kept = kept[-self.config.kept_per_prompt :]
-        self.count += len(kept) - len(old)
-        self.trajectories[group.prompt_id] = kept
-        self.window.pop(group.prompt_id, None)
+        self.trajectories[group.prompt_id] = kept[-self.config.kept_per_prompt :]
         self.window[group.prompt_id] = None
 
     def value(self, t: Trajectory) -> float:
@@ -1176,36 +1172,34 @@ class ReplayBuffer:
         recent, exhaust = list(self.window), self.config.replay_recent == "exhaust"
         if len(recent) < B and not exhaust:
             recent += [p for p in self.previous if p not in self.window]
-        recent = deque(self.rng.permutation(recent).astype(int).tolist())
-        few = len(self.trajectories) < B  # prompts must repeat, with other trajectories
-        used: dict[int, set[int]] = {}  # prompt -> ids of the trajectories that the batch has
+        self.rng.shuffle(recent)
+        used, taken = set(), set()  # prompts of the batch, and ids of its trajectories
         groups, draws = [], 0
         for _ in range(B):
-            while recent and recent[0] in used and not few:
-                recent.popleft()
-            if newest := bool(recent) and self.rng.random() < m:
-                prompt_id = recent[0]
-                recent.rotate(-1)
-            else:
-                prompt_id = self._next_of_epoch(used)
-            stored, taken = self.trajectories[prompt_id], used.setdefault(prompt_id, set())
+            if len(used) == len(self.trajectories):
+                used.clear()  # prompts must repeat, with other trajectories
+            candidate = next((p for p in recent if p not in used), None)
+            newest = candidate is not None and self.rng.random() < m
+            prompt_id = candidate if newest else self._next_of_epoch(used)
+            stored = self.trajectories[prompt_id]
             unused = [t for t in stored if id(t) not in taken]
             stored = unused if len(unused) >= K else stored
-            weight = 0.0 if newest else inverse_temperature
-            whole = newest and len(stored) >= K
             if newest and exhaust:
-                stored, whole = stored[-self.config.searched_per_prompt :], False
+                stored = stored[-self.config.searched_per_prompt :]
                 recent.remove(prompt_id)
                 del self.window[prompt_id]
-            groups.append(stored[-K:] if whole else self._draw(stored, K, weight))
+            elif newest:
+                stored = stored[-K:]
+            groups.append(self._draw(stored, K, 0.0 if newest else inverse_temperature))
+            used.add(prompt_id)
             taken |= set(map(id, groups[-1]))
             draws += newest
         return groups, draws / B
 
-    def _next_of_epoch(self, used: dict[int, set]) -> int:
-        """The next prompt of the epoch that the batch does not have, while there are others."""
+    def _next_of_epoch(self, used: set[int]) -> int:
+        """The next prompt of the epoch that the batch does not have."""
         for position in reversed(range(len(self.epoch))):
-            if self.epoch[position] not in used or len(used) >= len(self.trajectories):
+            if self.epoch[position] not in used:
                 return self.epoch.pop(position)
         # if some are left, they are in the batch already: begin the next epoch early
         self.epoch = self.rng.permutation(list(self.trajectories)).tolist()
@@ -1213,40 +1207,35 @@ class ReplayBuffer:
 
     def _draw(self, stored: list[Trajectory], K: int, inverse_temperature: float) -> list:
         """K of `stored` without replacement; where there are fewer, all of them and repeats."""
+        if len(stored) < K:
+            return stored + self._draw(stored, K - len(stored), inverse_temperature)
         # the K largest of score + Gumbel noise are K softmax draws without replacement
         scores = inverse_temperature * np.array([t.reward for t in stored])
         order = np.argsort(-(scores + self.rng.gumbel(size=len(stored))))
-        drawn = [stored[i] for i in order[:K]]
-        while len(drawn) < K:
-            drawn.append(stored[np.argmax(scores + self.rng.gumbel(size=len(stored)))])
-        return drawn
+        return [stored[i] for i in order[:K]]
 
     def state(self) -> dict[str, Any]:
         """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
         rows = [t for stored in self.trajectories.values() for t in stored]
-        state = {name: [getattr(t, name) for t in rows] for name in Trajectory.__slots__}
-        lengths = {"lengths": torch.tensor([len(tokens) for tokens in state["tokens"]])}
-        for name, column in state.items():
-            whole = name in self.BY_TOKEN
-            join = np.concatenate if whole and column else np.array
-            state[name] = torch.from_numpy(join(column))
-        places = {name: list(getattr(self, name)) for name in ("window", "previous", "epoch")}
-        return state | lengths | places | {"rng": self.rng.bit_generator.state}
+        state = {name: list(getattr(self, name)) for name in ("window", "previous", "epoch")}
+        state["rng"] = self.rng.bit_generator.state
+        state["lengths"] = torch.tensor([len(t.tokens) for t in rows])
+        for name in Trajectory.__slots__:
+            join = np.concatenate if name in self.BY_TOKEN and rows else np.array
+            state[name] = torch.from_numpy(join([getattr(t, name) for t in rows]))
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
-        columns, ends = [], np.cumsum(state["lengths"].numpy())[:-1]
+        columns, ends = [], np.cumsum(state["lengths"].numpy())
         for name in Trajectory.__slots__:
             column = state[name].numpy()
-            if name in self.BY_TOKEN:
-                column = np.split(column, ends) if len(state["lengths"]) else []
-            # copies, so that eviction frees their memory
-            arrays = name in (*self.BY_TOKEN, "vector")
-            columns.append([part.copy() for part in column] if arrays else column.tolist())
+            columns.append(np.split(column, ends)[:-1] if name in self.BY_TOKEN else column)
         for row in zip(*columns, strict=True):
-            trajectory = Trajectory(*row)
+            # copies, so that eviction frees their memory
+            values = [v.copy() if isinstance(v, np.ndarray) else v.item() for v in row]
+            trajectory = Trajectory(*values)
             self.trajectories.setdefault(trajectory.prompt_id, []).append(trajectory)
-        self.count = len(state["lengths"])
         self.window, self.previous = (dict.fromkeys(state[n]) for n in ("window", "previous"))
         self.epoch, self.rng.bit_generator.state = list(state["epoch"]), state["rng"]
 
@@ -1269,8 +1258,8 @@ def load_model(config: Config, dtype: torch.dtype, device: torch.device) -> nn.M
     for name, value in vars(model_config).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             setattr(model_config, name, 0.0)  # pi_theta is a function, not a random variable
-    options |= {"config": model_config, "dtype": dtype}
-    load = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="sdpa")
+    options |= {"config": model_config, "dtype": dtype, "attn_implementation": "sdpa"}
+    load = transformers.AutoModelForCausalLM.from_pretrained
     return load(config.model, **options).to(device)
 
 
@@ -1284,15 +1273,14 @@ class FloatLogits(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         low = hidden.bfloat16(), weight.bfloat16()
         ctx.save_for_backward(*low)
-        ctx.dtypes = hidden.dtype, weight.dtype
         return FloatLogits.product(low[0], low[1].t())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight = ctx.saved_tensors
         gradient = gradient.bfloat16()
-        by_hidden = FloatLogits.product(gradient, weight).to(ctx.dtypes[0])
-        return by_hidden, FloatLogits.product(gradient.t(), hidden).to(ctx.dtypes[1])
+        # autograd casts them to the dtypes of what `forward` was given
+        return FloatLogits.product(gradient, weight), FloatLogits.product(gradient.t(), hidden)
 
     @staticmethod
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -1324,33 +1312,24 @@ class TokenLogProbs(nn.Module):
         """
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # (R, L, H)
         hidden = hidden.flatten(0, 1).index_select(0, where)  # (N, H)
-        head, entropies = self.model.get_output_embeddings(), []
+        head = self.model.get_output_embeddings()
         autocast = torch.is_autocast_enabled(hidden.device.type)
         in_bfloat16 = autocast or head.weight.dtype == torch.bfloat16
         exact = in_bfloat16 and getattr(head, "bias", None) is None
 
-        def project(hidden: Tensor, targets: Tensor) -> Tensor:
+        def project(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
             logits = FloatLogits.apply(hidden, head.weight) if exact else head(hidden).float()
             logits = logits / self.temperature  # (CHUNK, V)
             logprobs = logits.log_softmax(-1)
-            if entropy and not done:  # not again when the backward pass recomputes this chunk
-                with torch.no_grad():
-                    entropies.append(-(logprobs.exp() * logprobs).sum(-1))
-            return logprobs.gather(1, targets[:, None])[:, 0]
+            chosen, logprobs = logprobs.gather(1, targets[:, None])[:, 0], logprobs.detach()
+            # the backward pass recomputes a chunk as far as it needs it, which is up to here
+            return chosen, -(logprobs.exp() * logprobs).sum(-1) if entropy else None
 
-        done = False
-        recomputed = partial(checkpoint, project, use_reentrant=False)
-        run = recomputed if torch.is_grad_enabled() else project
+        run = partial(checkpoint, project, use_reentrant=False)
+        run = run if torch.is_grad_enabled() else project
         chunks = zip(hidden.split(self.CHUNK), targets.split(self.CHUNK), strict=True)
-        logprobs = torch.cat([run(h, t) for h, t in chunks])
-        done = True
-        return logprobs, torch.cat(entropies) if entropy else None
-
-
-def low_precision(config: Config, device: torch.device) -> Any:
-    """Computing in bfloat16 if --dtype says so; without autocast's copy of every weight."""
-    enabled = config.dtype == "bfloat16"
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+        logprobs, entropies = zip(*[run(h, t) for h, t in chunks], strict=True)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
 
 def break_even_length(model: nn.Module) -> float:
@@ -1410,8 +1389,7 @@ def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str,
     [7, 8, 2, 9, 2]: position 1, the prompt's last token 6, predicts both 7 and 9.
     """
     L = max(row_length(pairs, row) for row in rows)
-    ids, positions, owner = np.zeros((3, len(rows), L), np.int64)  # owner 0: padding
-    where = []
+    ids, positions, owner, before = np.zeros((4, len(rows), L), np.int64)  # owner 0: padding
     for r, row in enumerate(rows):
         prompt = pairs[row[0]][0]
         P = end = len(prompt)
@@ -1420,16 +1398,15 @@ def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str,
             start, end = end, end + len(response)
             ids[r, start:end], owner[r, start:end] = response, j
             positions[r, start:end] = np.arange(P, P + len(response))
-            where += [[r * L + P - 1], np.arange(r * L + start, r * L + end - 1)]
-    targets = np.concatenate([pairs[i][1] for row in rows for i in row]).astype(np.int64)
-    load = partial(to_device, device=device)
+            before[r, start:end] = r * L + np.r_[P - 1, start : end - 1]
+    load, answered = partial(to_device, device=device), owner > 1
     inputs = {"input_ids": load(ids), "position_ids": load(positions)}
     # rows of one response need no mask: attention is causal, and padding comes last
     if any(len(row) > 1 for row in rows):
         owner = load(owner)
         seen = (owner[:, None, :] == 1) | (owner[:, None, :] == owner[:, :, None])
         inputs["attention_mask"] = seen.tril()[:, None]  # (R, 1, L, L)
-    return {"inputs": inputs, "where": load(np.concatenate(where)), "targets": load(targets)}
+    return {"inputs": inputs, "where": load(before[answered]), "targets": load(ids[answered])}
 
 
 def plan_microbatches(shapes: list[tuple[int, int]], budget: int) -> list[list[int]]:
@@ -1451,20 +1428,30 @@ def plan_microbatches(shapes: list[tuple[int, int]], budget: int) -> list[list[i
     return plan
 
 
+def logprobs_by_microbatch(
+    policy: TokenLogProbs, groups: PromptGroups, config: Config
+) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
+    """Responses, by their places in all groups end to end, and their tokens' log-probabilities."""
+    device, budget = next(policy.parameters()).device, config.tokens_per_microbatch
+    pairs, units = plan_rows(groups, break_even_length(policy.model), budget)
+    rows = [row for unit in units for row in unit]
+    # in bfloat16 if --dtype says so; without autocast's copy of every weight
+    options = {"enabled": config.dtype == "bfloat16", "cache_enabled": False}
+    for micro in plan_microbatches([(1, row_length(pairs, row)) for row in rows], budget):
+        part = [rows[i] for i in micro]
+        with torch.autocast(device.type, torch.bfloat16, **options):
+            logprobs, _ = policy(**pack(pairs, part, device))
+        order = [i for row in part for i in row]
+        yield order, logprobs.split([len(pairs[i][1]) for i in order])
+
+
 @torch.no_grad()
 def token_logprobs(policy: TokenLogProbs, groups: PromptGroups, config: Config) -> list[Tensor]:
     """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
-    device, scored = next(policy.parameters()).device, {}
-    pairs, units = plan_rows(groups, break_even_length(policy.model), config.tokens_per_microbatch)
-    rows = [row for unit in units for row in unit]
-    shapes = [(1, row_length(pairs, row)) for row in rows]
-    for micro in plan_microbatches(shapes, config.tokens_per_microbatch):
-        part = [rows[i] for i in micro]
-        with low_precision(config, device):
-            logprobs, _ = policy(**pack(pairs, part, device))
-        order = [i for row in part for i in row]
-        scored |= zip(order, logprobs.split([len(pairs[i][1]) for i in order]), strict=True)
-    return [scored[i] for i in range(len(pairs))]
+    scored = {}
+    for order, logprobs in logprobs_by_microbatch(policy, groups, config):
+        scored |= zip(order, logprobs, strict=True)
+    return [scored[i] for i in range(len(scored))]
 
 
 def score_probes(model: nn.Module, probes: list[np.ndarray], config: Config) -> list[np.ndarray]:
@@ -1555,8 +1542,7 @@ def tba_prime(batch: Batch, beta: float, tau: float) -> tuple[Tensor, Tensor]:
     ratio = (logprobs - batch.behaviour).exp()
     weight = advantage.flatten()[batch.rows()] * torch.where(ratio > RATIO_CLIP, 0, ratio)  # (N,)
     loss = -(weight * batch.logprobs).sum() / (batch.rewards.numel() * batch.mean_length)
-    sequences = batch.sums(logprobs), batch.sums(batch.ref_logprobs)
-    return loss, trajectory_balance_loss(*sequences, batch.rewards, beta, tau)[1]
+    return loss, tb(batch, beta, tau)[1]
 
 
 # name -> function of (Batch, beta, tau) that returns the loss, a mean over prompts, and log Z^ (B,)
@@ -1573,20 +1559,17 @@ def supervised_fine_tune(model: nn.Module, pairs: Pairs, config: Config) -> list
     losses.
     """
     policy, rng = TokenLogProbs(model, temperature=1.0), np.random.default_rng(config.seed)
-    device, rate = next(model.parameters()).device, config.sft_learning_rate
+    rate, size = config.sft_learning_rate, config.sft_batch
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     orders = [rng.permutation(len(pairs)) for _ in range(config.sft_epochs)]
-    size = config.sft_batch
     batches = [order[i : i + size] for order in orders for i in range(0, len(pairs), size)]
     steps, losses = len(batches), []
     schedule = transformers.get_scheduler("cosine", optimizer, steps // 10, steps)
     for batch in batches:
-        shapes = [(1, row_length(pairs, [i])) for i in batch]
-        tokens, total = sum(len(pairs[i][1]) for i in batch), 0.0
-        for micro in plan_microbatches(shapes, config.tokens_per_microbatch):
-            with low_precision(config, device):
-                logprobs, _ = policy(**pack(pairs, [[batch[j]] for j in micro], device))
-            loss = -logprobs.sum() / tokens
+        groups = [(prompt, [response]) for prompt, response in (pairs[i] for i in batch)]
+        tokens, total = sum(len(response) for _, (response,) in groups), 0.0
+        for _, logprobs in logprobs_by_microbatch(policy, groups, config):
+            loss = -torch.cat(logprobs).sum() / tokens
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -1716,7 +1699,7 @@ class TransformersEngine:
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         usual = 1.0 if greedy else self.config.temperature
         temperature = torch.tensor([[r.temperature or usual] for r in rows], device=self.device)
-        limits = torch.tensor([self.config.response_limit(r.prompt) for r in rows]).to(self.device)
+        limits = np.array([self.config.response_limit(r.prompt) for r in rows])
         top_p = 1.0 if greedy else batch[0].top_p or self.config.top_p
         hook = DecodeHook(temperature, top_p, between_steps)
         # what `between_steps` does may generate too, with a seed of its own
@@ -1734,26 +1717,22 @@ class TransformersEngine:
                 logits_processor=[hook],
                 stopping_criteria=[hook],
             )[:, max(map(len, prompts)) :]  # (R, T)
-        stop = torch.isin(tokens, torch.tensor(self.end_tokens, device=self.device))
-        lengths = torch.where(stop.any(1), stop.int().argmax(1) + 1, tokens.shape[1])
-        ended = (stop.any(1) & (lengths <= limits)).cpu().numpy()
-        lengths = lengths.minimum(limits).tolist()
         tokens, logprobs = tokens.int().cpu().numpy(), torch.cat(hook.logprobs, 1).cpu().numpy()
-        cut = lambda array: [
-            row[:length].copy() for row, length in zip(array, lengths, strict=True)
-        ]
-        tokens, logprobs, starts = cut(tokens), cut(logprobs), np.cumsum([0, *(r.n for r in batch)])
-        parts = [slice(*pair) for pair in itertools.pairwise(starts)]
-        pairs = zip(batch, parts, strict=True)
-        return [Completion(r, tokens[part], logprobs[part], ended[part]) for r, part in pairs]
+        stops = np.isin(tokens, self.end_tokens) & (np.arange(tokens.shape[1]) < limits[:, None])
+        ended = stops.any(1)
+        lengths = np.where(ended, stops.argmax(1) + 1, limits)
+        cut = lambda array: [row[:end].copy() for row, end in zip(array, lengths, strict=True)]
+        completions, responses = [], zip(cut(tokens), cut(logprobs), ended, strict=True)
+        for request in batch:
+            tokens, logprobs, ended = zip(*itertools.islice(responses, request.n), strict=True)
+            completions.append(Completion(request, list(tokens), list(logprobs), np.array(ended)))
+        return completions
 
-    @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights, given under checkpoint names; the KV cache of a batch is kept."""
         for name, tensor in weights:
             self.state[name].copy_(tensor)
 
-    @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
         return score_probes(self.model, sequences, self.config)
@@ -1770,8 +1749,7 @@ class VLLMEngine:
         # V2 and asynchronous scheduling are what no test on a CPU runs; "1" tries them
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # float32 products in float32
-        if device.type == "cpu":
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # read on a CPU only
         import vllm  # imported late: it must see the settings above, and is slow to import
 
         longest = max(map(len, problem.prompts + problem.held_out))
@@ -1791,13 +1769,11 @@ class VLLMEngine:
             kv_cache_memory_bytes=problem.kv_cache_bytes,
             generation_config="vllm",
             seed=seed,  # it seeds PyTorch: with the same seed two Searchers would sample alike
-            disable_log_stats=True,
         )
         self.engine, self.config, self.device = self.llm.llm_engine, config, device
         self.serial = self.version = 0  # of the latest request; of the weights
         self.requests: dict[str, Request] = {}
-        self.done: list[Completion] = []  # completed while `prompt_logprobs` stepped the engine
-        self.scored: dict[str, np.ndarray] = {}
+        self.outputs: dict[str, Any] = {}  # ended, and not yet returned
         self.sampling = partial(
             vllm.SamplingParams,
             stop_token_ids=problem.end_tokens,
@@ -1810,7 +1786,7 @@ class VLLMEngine:
     @property
     def unfinished(self) -> int:
         """Requests not yet returned."""
-        return len(self.requests) + len(self.done)
+        return len(self.requests)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its Completion comes from a later `step`."""
@@ -1835,17 +1811,14 @@ class VLLMEngine:
 
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
         """One decode step, then `between_steps`; returns the requests that it completed."""
-        completions, self.done = self.done, []
-        for output in self.engine.step():
-            request = self.requests.pop(output.request_id, None)
-            if request is None:
-                self.scored[output.request_id] = np.array(output.prompt_logprobs.logprobs)
-                continue
-            responses = sorted(output.outputs, key=lambda o: o.index)
-            tokens = [np.array(o.token_ids, np.int32) for o in responses]
-            logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in responses]
-            ended = np.array([o.finish_reason == "stop" for o in responses])
-            completions.append(Completion(request, tokens, logprobs, ended))
+        self.outputs |= {output.request_id: output for output in self.engine.step()}
+        completions = []
+        for number, output in self.outputs.items():
+            tokens = [np.array(o.token_ids, np.int32) for o in output.outputs]
+            logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in output.outputs]
+            ended = np.array([o.finish_reason == "stop" for o in output.outputs])
+            completions.append(Completion(self.requests.pop(number), tokens, logprobs, ended))
+        self.outputs.clear()
         between_steps()
         return completions
 
@@ -1870,10 +1843,10 @@ class VLLMEngine:
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
         params = self.sampling(max_tokens=1, prompt_logprobs=0)
-        ids = [self._add(sequence, params) for sequence in sequences]
-        while not all(i in self.scored for i in ids):
-            self.done = self.step()  # with what running requests completed meanwhile
-        return [self.scored.pop(i) for i in ids]
+        numbers = [self._add(sequence, params) for sequence in sequences]
+        while not all(number in self.outputs for number in numbers):  # other requests go on too
+            self.outputs |= {output.request_id: output for output in self.engine.step()}
+        return [np.array(self.outputs.pop(n).prompt_logprobs.logprobs) for n in numbers]
 
 
 ENGINES = {"transformers": TransformersEngine, "vllm": VLLMEngine}
@@ -1899,18 +1872,15 @@ class TransferError(RuntimeError):
     """A weight group did not form, or a transfer did not end: its members are restarted."""
 
 
-class MergedWeights(dict):
+class MergedWeights(UserDict):
     """A model's own tensors by name; reading one adds its low-rank adapter, if it has one."""
 
-    adapters: ClassVar[dict[int, Any]] = {}  # by the address of the tensor
+    adapters: dict[int, Any]  # by the address of the tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = super().__getitem__(name)
+        tensor = self.data[name]
         layer = self.adapters.get(tensor.data_ptr())
         return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self[name]) for name in self)
 
 
 def checkpoint_state(model: nn.Module) -> MergedWeights:
@@ -1931,19 +1901,18 @@ class ManagerStore(dist.Store):
 
     def __init__(self, shared: Any, name: str, timeout: float) -> None:
         super().__init__()
-        self.shared, self.timeout_seconds = shared, timeout
-        self.key = lambda key: (name, key if isinstance(key, str) else key.decode())
+        self.shared, self.name, self.timeout_seconds = shared, name, timeout
 
     def set(self, key: str, value: bytes) -> None:
-        self.shared[self.key(key)] = bytes(value)
+        self.shared[self.name, key] = value
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self.shared[self.key(key)]
+        return self.shared[self.name, key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         deadline = time.monotonic() + self.timeout_seconds
-        while not all(self.key(key) in self.shared for key in keys):
+        while not all((self.name, key) in self.shared for key in keys):
             if time.monotonic() > deadline:
                 raise TransferError("a member of the weight group did not appear")
             time.sleep(0.002)

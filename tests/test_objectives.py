@@ -245,10 +245,8 @@ def test_a_bfloat16_policy_scores_like_float64_with_the_same_weights(gsm8k, tmp_
         logits = logits if dtype is None else logits.to(dtype).float()
         by_logits[name] = float((logits.log_softmax(-1) - exact).abs().max().detach())
     assert by_logits["float32"] < 1e-3 < 0.1 < by_logits["bfloat16"]
-    policy, pairs = tba.TokenLogProbs(model, 1.0), [(ids[0, :1].numpy(), ids[0, 1:].numpy())]
-    with tba.low_precision(config, torch.device("cpu")):
-        logprobs, _ = policy(**tba.pack(pairs, [[0]], ids.device))
-    assert logprobs.dtype == torch.float32
+    policy, groups = tba.TokenLogProbs(model, 1.0), [(ids[0, :1].numpy(), [ids[0, 1:].numpy()])]
+    assert tba.token_logprobs(policy, groups, config)[0].dtype == torch.float32
 
 
 def test_plan_microbatches_covers_all_within_budget():
