@@ -1080,13 +1080,14 @@ class ReplayBuffer:
         self.config = config
         self.rng = np.random.default_rng([config.seed, 0xB0F])
         self.trajectories: dict[int, list[Trajectory]] = {}
+        self.count = 0  # of all trajectories: a sum would grow with the number of prompts
         self.window: dict[int, None] = {}  # prompts that arrived since the latest sync
         self.previous: dict[int, None] = {}  # those that arrived between the last two syncs
         self.fresh: set[int] = set()  # ids of the trajectories in that window, unless evict=oldest
         self.epoch: list[int] = []  # prompts that this epoch of uniform sampling has left
 
     def __len__(self) -> int:
-        return sum(map(len, self.trajectories.values()))
+        return self.count
 
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the most recent ones.
@@ -1114,7 +1115,8 @@ class ReplayBuffer:
             order = sorted(kept, key=lambda t: (id(t) in self.fresh, self.value(t)))
             best = set(map(id, order[-self.config.kept_per_prompt :]))
             kept = [t for t in kept if id(t) in best]
-        self.trajectories[group.prompt_id] = kept[-self.config.kept_per_prompt :]
+        kept = self.trajectories[group.prompt_id] = kept[-self.config.kept_per_prompt :]
+        self.count += len(kept) - len(old)
         self.window[group.prompt_id] = None
 
     def value(self, t: Trajectory) -> float:
@@ -1236,6 +1238,7 @@ class ReplayBuffer:
             values = [v.copy() if isinstance(v, np.ndarray) else v.item() for v in row]
             trajectory = Trajectory(*values)
             self.trajectories.setdefault(trajectory.prompt_id, []).append(trajectory)
+        self.count = len(state["lengths"])
         self.window, self.previous = (dict.fromkeys(state[n]) for n in ("window", "previous"))
         self.epoch, self.rng.bit_generator.state = list(state["epoch"]), state["rng"]
 
