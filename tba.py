@@ -412,6 +412,11 @@ from transformers.core_model_loading import revert_weight_conversion
 # PyTorch's flight recorder is not thread-safe: process groups that begin at once would crash it
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # it asks the hub, in a thread
+# a lost member of a weight group is handled there: NCCL's watchdog would end the process
+for habit in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
+    os.environ.setdefault(f"TORCH_NCCL_{habit}", "0")
+# cuDNN's attention, the first choice on Hopper, builds and keeps a plan for every shape
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def load_task_file(path: str) -> None:
@@ -1403,9 +1408,12 @@ def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str,
             positions[r, start:end] = np.arange(P, P + len(response))
             before[r, start:end] = r * L + np.r_[P - 1, start : end - 1]
     load, answered = partial(to_device, device=device), owner > 1
+    packed = any(len(row) > 1 for row in rows)
+    if not packed:  # transformers takes a position that falls for another sequence, and masks it
+        positions[:] = np.arange(L)
     inputs = {"input_ids": load(ids), "position_ids": load(positions)}
     # rows of one response need no mask: attention is causal, and padding comes last
-    if any(len(row) > 1 for row in rows):
+    if packed:
         owner = load(owner)
         seen = (owner[:, None, :] == 1) | (owner[:, None, :] == owner[:, :, None])
         inputs["attention_mask"] = seen.tril()[:, None]  # (R, 1, L, L)
@@ -1563,7 +1571,7 @@ def supervised_fine_tune(model: nn.Module, pairs: Pairs, config: Config) -> list
     """
     policy, rng = TokenLogProbs(model, temperature=1.0), np.random.default_rng(config.seed)
     rate, size = config.sft_learning_rate, config.sft_batch
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
     orders = [rng.permutation(len(pairs)) for _ in range(config.sft_epochs)]
     batches = [order[i : i + size] for order in orders for i in range(0, len(pairs), size)]
     steps, losses = len(batches), []
@@ -1968,9 +1976,6 @@ class WeightGroup:
         place = store, self.rank, self.size
         try:
             if self.device.type == "cuda":
-                # a lost member is this class's to handle: NCCL's watchdog would end the process
-                for habit in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
-                    os.environ.setdefault(f"TORCH_NCCL_{habit}", "0")
                 torch.cuda.set_device(self.device)
                 # known to `abort` before it connects, which it does at its first broadcast
                 self.group = dist.ProcessGroupNCCL(*place, 2 * limit)

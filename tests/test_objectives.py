@@ -9,8 +9,11 @@ import torch
 from conftest import arguments, random_groups, trainer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tba
+
+CPU = torch.device("cpu")
 
 
 def brute_force(logprobs, ref_logprobs, rewards, beta, tau):
@@ -180,7 +183,7 @@ def test_gradient_is_exact_for_any_micro_batches(
     gamma = 1.2 if checkpointing else 1.0
     sums, tokens = trainer.backward(groups, beta=0.5, tau=1.0, gamma=gamma)
 
-    exact = tba.load_model(trainer.config, torch.float64, torch.device("cpu"))
+    exact = tba.load_model(trainer.config, torch.float64, CPU)
     loss = naive_loss(trainer, exact, groups, beta=0.5, gamma=gamma)
     loss.backward()
     assert tokens == sum(len(t.tokens) for group in groups for t in group)
@@ -232,7 +235,7 @@ def test_a_bfloat16_policy_scores_like_float64_with_the_same_weights(gsm8k, tmp_
     config = tba.parse(arguments(gsm8k, tmp_path, dtype="bfloat16"))
     config.resolve()
     problem = tba.load_problem(config)
-    model = tba.load_model(config, torch.float32, torch.device("cpu"))
+    model = tba.load_model(config, torch.float32, CPU)
     ids = torch.from_numpy(problem.probes()[0]).long()[None]
     with torch.no_grad():
         head = model.get_output_embeddings().weight
@@ -280,12 +283,31 @@ def test_plan_rows_covers_all_evenly_within_budget():
     assert tba.plan_rows([example], 12.0, 100)[1] == [[[0, 3], [2, 1]]]
 
 
+def test_rows_of_one_response_reach_the_attention_without_a_mask(gsm8k, monkeypatch):
+    """Padded or not: so flash attention can take them. Rows of several need the one that we make."""
+    model = tba.load_model(tba.Config(model=str(gsm8k / "model")), torch.float32, CPU)
+    attention, masks = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def record(module, query, key, value, attention_mask, **options):
+        masks.append(attention_mask)
+        return attention(module, query, key, value, attention_mask, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", record)
+    pairs = [(np.arange(1, 5), np.arange(1, 1 + n)) for n in (3, 9, 6)]
+    for rows, masked in (([[0], [1], [2]], False), ([[0, 1, 2]], True)):
+        masks.clear()
+        with torch.no_grad():
+            tba.TokenLogProbs(model, 1.0)(**tba.pack(pairs, rows, CPU))
+        assert len(masks) > 0 and all((mask is not None) == masked for mask in masks)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "qwen2"])
 @pytest.mark.parametrize("rows", [[[0, 1, 2], [3], [5, 4]], [[0], [3], [4]]])
 def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, rows):
     """Rows of several responses and of one, padded, and what `token_logprobs` makes of them."""
     config = tba.parse(arguments(gsm8k, tmp_path, model=model_of(name), dtype="float32"))
-    model = tba.load_model(config, torch.float32, torch.device("cpu"))
+    model = tba.load_model(config, torch.float32, CPU)
     policy = tba.TokenLogProbs(model, 0.7)
     policy.CHUNK = 5
     rng = np.random.default_rng(0)
@@ -294,7 +316,7 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
         (draw(p), [draw(n) for n in ns]) for p, ns in ((9, (4, 12, 1)), (1, (7,)), (20, (3, 5)))
     ]
     pairs = [(prompt, response) for prompt, responses in groups for response in responses]
-    logprobs, entropies = policy(**tba.pack(pairs, rows, torch.device("cpu")), entropy=True)
+    logprobs, entropies = policy(**tba.pack(pairs, rows, CPU), entropy=True)
     assert logprobs.requires_grad and not entropies.requires_grad
     expected, entropy = [], []
     for prompt, response in pairs:
