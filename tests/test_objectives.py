@@ -284,7 +284,7 @@ def test_plan_rows_covers_all_evenly_within_budget():
 
 
 def test_rows_of_one_response_reach_the_attention_without_a_mask(gsm8k, monkeypatch):
-    """Padded or not: so flash attention can take them. Rows of several need the one that we make."""
+    """Padded or not, so that flash attention can take them; rows of several need ours."""
     model = tba.load_model(tba.Config(model=str(gsm8k / "model")), torch.float32, CPU)
     attention, masks = ALL_ATTENTION_FUNCTIONS["sdpa"], []
 
