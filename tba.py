@@ -222,7 +222,7 @@ class Config:
         self.logprob_tolerance = self.logprob_tolerance or strict
 
     def validate(self) -> None:
-        """Raise ValueError naming flag, value and fix of what cannot work, if `resolve` was before."""
+        """Raise ValueError naming flag, value and fix of a resolved setting that cannot work."""
         need, folder, gpus = self.need, Path(self.output_dir), torch.cuda.device_count()
         need(self.task in TASKS, "task", f"choose one of {', '.join(TASKS)}")
         need(self.objective in OBJECTIVES, "objective", f"choose one of {', '.join(OBJECTIVES)}")
@@ -238,9 +238,8 @@ class Config:
                 need(math.isfinite(value), f.name, "must be a finite number")
                 need(value >= least, f.name, f"must be {bound}")
                 need(value <= most, f.name, f"must be at most {most}")
-        least = self.min_response_tokens
-        fix = f"must be at least --min_response_tokens {least}"
-        need(self.max_response_tokens >= least, "max_response_tokens", fix)
+        fix = f"must be at least --min_response_tokens {self.min_response_tokens}"
+        need(self.max_response_tokens >= self.min_response_tokens, "max_response_tokens", fix)
         if self.lr_schedule == "warmup_stable_decay":
             need(self.decay_steps, "decay_steps", "warmup_stable_decay needs 1 or more")
         parent = next(path for path in (folder, *folder.parents) if path.exists())
@@ -504,8 +503,7 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
         examples.append(loading("dataset", config.dataset, rows))
     last = len(examples[0]) - max(1, len(examples[0]) // 10)
     train, held_out = examples if others else (examples[0][:last], examples[0][last:])
-    if not train or not held_out:
-        raise ValueError(f"{name}: it is empty; it needs at least two examples")
+    config.need(train and held_out, "dataset", "it is empty; it needs at least two examples")
     seen = set(map(repr, train))
     if both := [row for row, example in enumerate(held_out) if repr(example) in seen]:
         text = f"{len(both)} held-out rows, such as row {both[0]}, are training rows too"
@@ -515,8 +513,7 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
 
 def read_config(name: str, value: str, config: Config) -> Any:
     """The configuration of the model that flag `name` names; ValueError if it has none."""
-    if not value:
-        raise ValueError(f"--{name}: --task {config.task} needs a local folder or a hub name")
+    config.need(value, name, f"--task {config.task} needs a local folder or a hub name")
     options = {"trust_remote_code": config.trust_remote_code}
     return loading(name, value, partial(transformers.AutoConfig.from_pretrained, value, **options))
 
@@ -822,9 +819,10 @@ class RedTeam(Task):
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
         self.label, fix = labels.get(config.toxicity_label), f"choose one of {', '.join(labels)}"
         config.need(self.guard or self.label is not None, "toxicity_label", fix)
-        name, self.victim_tokenizer = config.victim_model, read_tokenizer("victim_model", config)
+        self.victim_tokenizer = read_tokenizer("victim_model", config)
         chat = config.victim_format == "alpaca" or self.victim_tokenizer.chat_template
-        config.need(chat, "victim_format", f"{name} has no chat template; use alpaca")
+        fix = f"{config.victim_model} has no chat template; use alpaca"
+        config.need(chat, "victim_format", fix)
         if not (config.sft_data or config.eval_only):
             text = "--sft_data is not given: without a warm start an attacker hardly learns"
             print(f"warning: {text}", file=sys.stderr)
@@ -835,11 +833,8 @@ class RedTeam(Task):
         if self.config.dataset:
             train, held_out = load_examples(self.config, ("prompt",), self.held_out_splits)
             prompts = train + held_out
-        else:
-            written = self.config.attacker_prompt.strip()
-            self.config.need(
-                written, "attacker_prompt", "it is empty; write one, or name a --dataset"
-            )
+        elif not self.config.attacker_prompt.strip():
+            raise ValueError("--attacker_prompt: it is empty; write one, or name a --dataset")
         count = self.config.eval_samples or 1024
         return prompts, [prompts[i % len(prompts)] for i in range(count)]
 
@@ -920,9 +915,8 @@ class RedTeam(Task):
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicity = np.exp(self.log_toxicity(responses)).mean(1).tolist()
-        vectors = self.sentence(responses).numpy()
         record = lambda t, v: {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": v}
-        return list(map(record, toxicity, vectors))
+        return list(map(record, toxicity, self.sentence(responses).numpy()))
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Diversity is the mean pairwise cosine distance of the attacks' sentence vectors."""
@@ -3281,15 +3275,14 @@ class RunFolder:
     def progress(self, text: str, step: int = 0) -> None:
         """Show how far the run is."""
         self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(step - self.bar.n)
+        self.bar.update(max(0, step - self.bar.n))
 
     def append(self, name: str, record: dict) -> None:
         """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null.
 
         What a full disk does not take is written with a later line.
         """
-        unfit = lambda value: isinstance(value, float) and not math.isfinite(value)
-        clean = {key: None if unfit(value) else value for key, value in record.items()}
+        clean = json.loads(json.dumps(record), parse_constant=lambda _: None)
         earlier = self.unwritten.pop(name, b"")
         rest = earlier + json.dumps(clean).encode() + b"\n"
         try:
@@ -3359,13 +3352,12 @@ class RunFolder:
         """What a finished run tells: metrics before and after, and where things are."""
         first, whole = self.evaluations[0], self.evaluations[-1]
         last = [e for e in self.evaluations if e["split"] == "held_out"][-1]
-        names = list(first)[4:]
+        names, after = list(first)[4:], f"after {last['step']} steps"
         if self.config.eval_only:
-            return "\n".join(f"{name}: {first[name]:.4g}" for name in names)
-        change = f"{{}}: {{:.4g}} before -> {{:.4g}} after {last['step']} steps"
-        lines = [change.format(name, first[name], last[name]) for name in names]
+            return "\n".join(f"{n}: {first[n]:.4g}" for n in names)
+        lines = [f"{n}: {first[n]:.4g} before -> {last[n]:.4g} {after}" for n in names]
         if whole is not last:
-            values = ", ".join(f"{name} {whole[name]:.4g}" for name in names)
+            values = ", ".join(f"{n} {whole[n]:.4g}" for n in names)
             lines.append(f"on all {whole['n']} held-out prompts: {values}")
         lines += [f"curves: {self.path / 'curves.png'}", f"model: {self.path / 'final'}"]
         return "\n".join(lines)
