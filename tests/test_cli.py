@@ -422,8 +422,8 @@ def test_the_checkpoint_just_written_is_not_the_one_that_goes(run, gsm8k):
 def resumed(run, *flags):
     """A Trainer without Searchers that goes on with a run."""
     config = tba.parse(["--resume", str(run), *flags])
-    config.validate()
     config.resolve()
+    config.validate()
     problem = tba.load_problem(config)
     saved = tba.read_checkpoint(config, problem)
     trainer = tba.Trainer(config, problem, tba.RunFolder(config, saved), saved)

@@ -25,8 +25,8 @@ def problem_of(flags: dict, out, **more):
     """A config and what every process knows before it loads a model."""
     settings = {"output_dir": out, "engine": "transformers", **flags, **more}
     config = tba.parse([str(x) for k, v in settings.items() for x in (f"--{k}", v)])
-    config.validate()
     config.resolve()
+    config.validate()
     return config, tba.load_problem(config)
 
 
@@ -65,14 +65,15 @@ def test_an_eos_that_is_also_the_padding_token_still_counts(tldr, tmp_path):
     tokenizer = tba.transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = "<eos>"
     tokenizer.save_pretrained(folder)
+    saved = tba.transformers.AutoTokenizer.from_pretrained(folder)
+    assert saved.pad_token_id == saved.eos_token_id
     config = tba.Config(reward_model=str(folder), dtype="bfloat16")
     judge = tba.TextModel("labels", "reward_model", config, CPU)
     assert judge.model.dtype == torch.float32  # bfloat16 scores would be coarse
-    assert judge.tokenizer.pad_token_id == judge.tokenizer.eos_token_id
     texts = ["a longer text about a lost hat<eos>", "short<eos>"]
     one_by_one = torch.cat([judge([text]) for text in texts])
     torch.testing.assert_close(judge(texts), one_by_one, atol=1e-5, rtol=1e-5)
-    assert judge.pad != judge.tokenizer.eos_token_id
+    assert judge.tokenizer.pad_token_id != judge.tokenizer.eos_token_id
     assert not torch.allclose(judge(["short<eos>"]), judge(["short"]))
 
 
@@ -260,9 +261,7 @@ def test_a_guard_model_is_judged_by_its_first_token(redteam, tmp_path):
     tokenizer = tba.transformers.AutoTokenizer.from_pretrained(redteam / "victim")
     ids = tokenizer("<user>hello<assistant>", return_tensors="pt")["input_ids"]
     expected = model(ids).logits[0, -1].log_softmax(-1)
-    actual = task.toxicity(["<user>hello<assistant>", "<user>hi"], special_tokens=False)[
-        0
-    ].log_softmax(-1)
+    actual = task.toxicity(["<user>hello<assistant>", "<user>hi"])[0].log_softmax(-1)
     torch.testing.assert_close(actual, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
