@@ -526,8 +526,8 @@ def read_config(name: str, value: str, config: Config) -> Any:
 def read_tokenizer(model: str, config: Config) -> Any:
     """The tokenizer of the model that a flag names, or of --..._tokenizer.
 
-    Raises ValueError if it has less than half of the model's vocabulary: of a repository without
-    one transformers makes one of two tokens, without an error.
+    Raises ValueError if it cannot say a text back, or has less than half of the model's vocabulary:
+    of a repository without one transformers makes one of two tokens, without an error.
     """
     other = model.replace("model", "tokenizer")
     flag = other if getattr(config, other, "") else model
@@ -535,12 +535,14 @@ def read_tokenizer(model: str, config: Config) -> Any:
     size = getattr(read_config(model, getattr(config, model), config), "vocab_size", 0)
 
     def load() -> Any:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        if len(tokenizer) < size / 2:
+        tokenizer, text = transformers.AutoTokenizer.from_pretrained(name, **options), "What is 23?"
+        spoken = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
+        squeeze = lambda text: "".join(text.lower().split())
+        if squeeze(spoken) != squeeze(text) or len(tokenizer) < size / 2:
             raise ValueError("the tokenizer there is not the model's, or there is none")
         return tokenizer
 
-    hint = f"; name one with --{other}" if hasattr(config, other) else ""
+    hint = f"; name one with --{other}" if hasattr(config, other) and flag == model else ""
     return loading(flag, name, load, hint)
 
 
@@ -583,14 +585,16 @@ class TextModel:
             part = different[start : start + self.BATCH]
             batch = self.tokenizer(part, **options).to(self.model.device)
             mask = batch["attention_mask"]  # (R, L)
-            result = self.model(batch["input_ids"], attention_mask=mask)
-            if self.kind == "sentence":  # the direction of the sum is that of the mean
+            network = self.model if self.kind == "labels" else self.model.base_model
+            result = network(batch["input_ids"], attention_mask=mask)
+            if self.kind == "labels":
+                vectors.append(result.logits.float())
+            elif self.kind == "next":
+                last = result.last_hidden_state[range(len(part)), mask.sum(1) - 1]  # (R, H)
+                vectors.append(self.model.get_output_embeddings()(last).float())
+            else:  # the direction of the sum is that of the mean
                 states = result.last_hidden_state.float() * mask[..., None]
                 vectors.append(nn.functional.normalize(states.sum(1), dim=-1))
-            elif self.kind == "next":
-                vectors.append(result.logits[range(len(part)), mask.sum(1) - 1].float())
-            else:
-                vectors.append(result.logits.float())
         place = {text: i for i, text in enumerate(different)}
         return torch.cat(vectors).cpu()[[place[text] for text in texts]]
 
@@ -3294,6 +3298,7 @@ class RunFolder:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl and eval.jsonl."""
         from matplotlib.figure import Figure  # no global state, no display
+        from matplotlib.ticker import LogLocator
 
         keys = {
             "reward": ["reward"],
@@ -3304,24 +3309,31 @@ class RunFolder:
             "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
         }
         shown = ["step", *itertools.chain(*keys.values())]  # of a long run these alone are held
-        metrics = [{name: m[name] for name in shown} for m in self.records("metrics.jsonl")]
-        held_out = [e for e in self.evaluations if e["split"] == "held_out"]
-        measured = list(held_out[0])[4:] if held_out else []
+        rows = [np.array([m[name] for name in shown], float) for m in self.records("metrics.jsonl")]
+        metrics = dict(zip(shown, np.reshape(rows, (-1, len(shown))).T, strict=True))
+        evaluations = [e for e in self.evaluations if e["split"] == "held_out"]
+        held_out = {name: [e[name] for e in evaluations] for name in (evaluations or [[]])[0]}
         panels = {title: (metrics, names) for title, names in keys.items()}
-        panels |= {f"held out: {name.replace('_', ' ')}": (held_out, [name]) for name in measured}
+        for name in list(held_out)[4:]:
+            panels[f"held out: {name.replace('_', ' ')}"] = held_out, [name]
         columns = math.ceil(len(panels) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        for place, (title, (records, names)) in enumerate(panels.items(), 1):
+        for place, (title, (data, names)) in enumerate(panels.items(), 1):
             axes = figure.add_subplot(2, columns, place, xlabel="optimizer step")
-            steps, style = [r["step"] for r in records], "o-" if records is held_out else "-"
+            style = "o-" if data is held_out else "-"
             for name in names:
-                axes.plot(steps, [r[name] for r in records], style, lw=1, label=name)
+                axes.plot(data["step"], data[name], style, lw=1, label=name)
             axes.locator_params("x", integer=True)
             if len(names) > 1:
                 axes.set_ylim(bottom=0)
                 axes.legend(fontsize=8)
             if title == "loss" and self.config.objective == "tb":  # it is never negative
                 axes.set_yscale("log")
+                low, high = axes.get_ylim()
+                subs = (1, 2, 5) if high < 1e3 * low else (1,)
+                axes.yaxis.set_major_locator(LogLocator(subs=subs))
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("")
             axes.set_title(title, fontsize=10)
             axes.grid(alpha=0.3)
         with contextlib.suppress(OSError):  # a full disk, perhaps
@@ -3344,11 +3356,17 @@ class RunFolder:
 
 
 def gpu_gib() -> float:
-    """Memory of the smallest GPU; nan without one. CUDA is not started in this process."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    """Memory of the smallest GPU that this process sees; nan without one. Raises ValueError."""
     if not torch.cuda.device_count():
         return math.nan
-    return min(map(float, subprocess.check_output(query, text=True).split())) / 1024
+    # not asked of PyTorch, which would start CUDA before the Manager is forked
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        query += ["-i", visible] if visible else []
+        return min(map(float, subprocess.check_output(query, text=True).split())) / 1024
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"nvidia-smi does not tell the GPUs' memory: {error}") from None
 
 
 def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> str:
@@ -3359,12 +3377,14 @@ def memory_plan(config: Config, problem: Problem, gpu: float, shared: bool) -> s
     N, size, tokens = problem.parameters, config.torch_dtype.itemsize, config.tokens_per_microbatch
     layers, H, V = problem.shape
     chunk = 4 * TokenLogProbs.CHUNK * V  # bytes of the logits computed at a time
-    # kept for the backward pass: 54 bytes a token, layer and unit of width of a Llama in bfloat16
-    block, cuda = 27 * size * H, 2**30 * (gpu > 0)  # its context
+    # kept for the backward pass: 58 bytes a token, layer and unit of width of a Llama in bfloat16
+    block, cuda = 29 * size * H, 2**30 * (gpu > 0)  # its context
     kept = 4 * H * layers + block if config.gradient_checkpointing else block * layers
     master = N * getattr(torch, config.master_dtype).itemsize
     trained = 0 if config.lora_rank else master
-    trainer = {"weights": master, "gradients": trained, "optimizer": 2 * trained,
+    # autocast's copies of the weights are kept too, but for blocks that are recomputed
+    casts = size * N * (config.dtype != config.master_dtype and not config.gradient_checkpointing)
+    trainer = {"weights": master, "gradients": trained, "optimizer": 2 * trained, "casts": casts,
                "activations": kept * tokens + 5 * chunk, "CUDA": cuda}  # fmt: skip
     searcher = {"policy": size * N, "reference": size * N, "judges": problem.judge_bytes,
                 "scoring": 12 * H * tokens + 3 * chunk, "CUDA": 2 * cuda}  # fmt: skip
@@ -3467,6 +3487,7 @@ def main(argv: list[str] | None = None) -> int:
         lock(folder.path)
     if sft_pairs:
         warm_start(config, problem, sft_pairs, folder)
+        torch.cuda.empty_cache()  # of a GPU that Searchers share
     if config.sft_data:
         config.model = str(folder.path / "sft")
     return run(Trainer(config, problem, folder, saved), folder)

@@ -585,7 +585,7 @@ def memory(name: str, gpu: float, shared: bool, **flags):
 @pytest.mark.parametrize(("gpu", "shared"), [(79.6, True), (79.6, False), (139.8, True)])
 def test_gsm8k_fits_and_the_cache_gets_the_rest(gpu, shared):
     text, problem = memory("rho-1b", gpu, shared)
-    assert "weights 4.1, gradients 4.1, optimizer 8.2, activations" in text
+    assert "weights 4.1, gradients 4.1, optimizer 8.2, casts 2.05, activations" in text
     taken = [float(line.split(" GiB")[0].split()[-1]) for line in text.splitlines()]
     used = sum(taken) if shared else max(taken)
     assert 0.9 * gpu < used < 0.96 * gpu
