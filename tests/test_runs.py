@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import queue
 import shutil
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import arguments, read_lines, run_tba
+from conftest import arguments, read_lines, run_tba, trainer_of
 from harness import Run
 from safetensors.torch import load_file
 
@@ -477,3 +478,25 @@ def test_low_rank_adapters_are_trained_pushed_merged_and_resumed(gsm8k, tmp_path
     assert sum(s["exp_avg"].numel() for s in optimizer.values()) < 0.2 * sum(
         tensor.numel() for tensor in after.values()
     )
+
+
+def test_searchers_pause_while_the_step_before_a_sync_ends(gsm8k, tmp_path):
+    """Not before a checkpoint, which takes long, nor while they generate held-out prompts."""
+    flags = {"sync_every": 3, "save_every": 9, "num_searchers": 2}
+    pool = trainer_of(gsm8k, tmp_path / "run", **flags).pool
+    first, newcomer = pool.searchers
+    for s in pool.searchers:
+        s.process, s.commands = object(), queue.SimpleQueue()
+    first.version, pool.pausing = 0, False
+    asked = []
+    for pool.step in range(12):
+        first.generating = pool.step == 5
+        pool.prepare_sync()
+        if not first.commands.empty():
+            assert first.commands.get() == ("pause",) and first.commands.empty()
+            asked.append(pool.step)
+            pool.pause()  # as the sync does, which follows
+            assert first.commands.empty()
+        pool.pausing = False  # the weights were sent
+    assert asked == [2, 11]
+    assert newcomer.commands.empty()
