@@ -2254,7 +2254,9 @@ class Searcher:
         """Take commands from the Manager, in a thread, so that decode steps never wait for one."""
         with contextlib.suppress(OSError, EOFError):
             while True:
-                self.commands.put(self.queues.commands.get())
+                # a second each: the Manager waits on for a process that is killed meanwhile
+                with contextlib.suppress(queue.Empty):
+                    self.commands.put(self.queues.commands.get(True, 1.0))
         self.commands.put(("stop",))  # the Manager is gone
 
     def poll_command(self, patience: float) -> None:

@@ -56,6 +56,9 @@ def test_searchers_that_die_are_restarted_and_nothing_is_left_of_a_killed_run(gs
     run.reaches(3)
     run.until(lambda: stored_by(run) == {0, 1}, 60, "groups of both")
     before = set(run.searchers())
+    others = set(processes_of(run.process.pid)) - before - {run.process.pid}
+    threads = lambda: max(psutil.Process(pid).num_threads() for pid in others)  # the Manager's
+    at_first = threads()
     run.want("die-generating")
     run.says("ended with exit code -9")
     run.says("restart 1 of 5 in 1 s")
@@ -87,6 +90,7 @@ def test_searchers_that_die_are_restarted_and_nothing_is_left_of_a_killed_run(gs
     assert all(m["logprob_gap"] < 1e-3 for m in metrics)
     assert {m["searchers_alive"] for m in metrics} == {0, 1, 2}
 
+    run.until(lambda: threads() <= at_first + 1, 20, "no thread waits for a process that is gone")
     everyone = processes_of(run.process.pid)
     addresses = [address for pid in everyone for address in listening(pid)]
     assert addresses and all(host == "127.0.0.1" for host, _ in addresses)  # the weight group's
