@@ -100,7 +100,7 @@ def run_trl(args: argparse.Namespace, seed: int, rate: float, out: Path) -> list
 def run_tba(args: argparse.Namespace, seed: int, rate: float, out: Path) -> list[tuple]:
     """A run of run_gsm8k.sh --tiny's settings; the same of each evaluation."""
     flags = {
-        "model": args.files / "model", "dataset": args.files / "data", "steps": 160,
+        "model": args.files / "model", "dataset": args.files / "data", "steps": args.most_steps,
         "prompts_per_step": 8, "trained_per_prompt": 16, "searched_per_prompt": 16,
         "recent_probability": 0.9, "beta": 0.05, "learning_rate": rate, "lr_schedule": "linear",
         "max_grad_norm": 1, "temperature": 1.0, "max_response_tokens": 32,
