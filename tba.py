@@ -1950,8 +1950,9 @@ class WeightGroup:
 
     def _form(self, formed: Future) -> None:
         limit = timedelta(seconds=self.config.transfer_timeout)
-        store = ManagerStore(self.shared, self.name, self.config.transfer_timeout)
-        place = store, self.rank, self.size
+        # kept here, for the group in C++ does not keep a store that is written in Python
+        self.store = ManagerStore(self.shared, self.name, self.config.transfer_timeout)
+        place = self.store, self.rank, self.size
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
@@ -3340,6 +3341,7 @@ class RunFolder:
             axes.grid(alpha=0.3)
         with contextlib.suppress(OSError):  # a full disk, perhaps
             figure.savefig(self.path / "curves.png", dpi=110)
+        figure.clear()  # or its data, of all steps, are kept until the next is drawn
         gc.collect()  # figures are full of cycles; drawn often, they pile up
 
     def summary(self) -> str:
