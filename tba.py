@@ -130,11 +130,11 @@ class Config:
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag("oldest", "which go first")
     near_duplicate: float = flag(0.0, "keep the better of two at a smaller distance", 0, 2)
     near_duplicate_by: Literal["edit", "cosine"] = flag(
-        "edit", "over both lengths; or of --sentence_model's vectors"
+        "edit", "edit distance over both lengths, or that of --sentence_model's vectors"
     )
     initial_trajectories: int = flag(500, "trajectories searched before the first step")
-    initial_temperature: float | None = flag(None, "theirs; unset: as later", POSITIVE)
-    initial_top_p: float | None = flag(None, "likewise", POSITIVE, 1)
+    initial_temperature: float | None = flag(None, "of sampling these; unset: as later", POSITIVE)
+    initial_top_p: float | None = flag(None, "nucleus of these; likewise", POSITIVE, 1)
 
     objective: str = flag("tb", "tb (Trajectory Balance with VarGrad) or tba_prime (TBA')")
     beta: float = flag(0.014, "KL coefficient: target pi_ref exp(reward / beta)", POSITIVE)
@@ -145,8 +145,8 @@ class Config:
     tau_final: float | None = flag(None, "tau when annealed; unset: constant tau", POSITIVE)
     tau_anneal_steps: int = flag(500, "steps over which tau goes linearly to tau_final")
     reference_temperature: float = flag(1.0, "log pi_ref is divided by it", POSITIVE)
-    reference_temperature_final: float | None = flag(None, "the same when annealed", POSITIVE)
-    reference_temperature_anneal_steps: int = flag(2000, "steps over which it goes there")
+    reference_temperature_final: float | None = flag(None, "that when annealed", POSITIVE)
+    reference_temperature_anneal_steps: int = flag(2000, "steps of annealing it")
     reset_reference_every: int = flag(0, "steps after which the policy becomes pi_ref; 0: never")
     lora_rank: int = flag(0, "train low-rank adapters of this rank; 0: all weights")
     lora_alpha: int = flag(16, "their scale, times the rank", 1)
@@ -294,7 +294,7 @@ class Config:
         return int(min(self.max_response_tokens, total - len(prompt)))
 
     def annealed(self, name: str, step: int) -> float:
-        """beta, say, after `step` optimizer steps: linear to its final value, then constant."""
+        """A setting such as beta after `step` optimizer steps: linear to its final value."""
         start, end = getattr(self, name), getattr(self, f"{name}_final")
         if name == "beta" and 0 < self.beta_jump_step <= step:
             return end
@@ -521,6 +521,11 @@ def read_config(name: str, value: str, config: Config) -> Any:
     config.need(value, name, f"--task {config.task} needs a local folder or a hub name")
     options = {"trust_remote_code": config.trust_remote_code}
     return loading(name, value, partial(transformers.AutoConfig.from_pretrained, value, **options))
+
+
+def is_language_model(model_config: Any) -> bool:
+    """Whether a judge or victim generates text, rather than classifies it."""
+    return any("CausalLM" in name for name in model_config.architectures or [])
 
 
 def read_tokenizer(model: str, config: Config) -> Any:
@@ -824,7 +829,7 @@ class RedTeam(Task):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         judge = read_config("toxicity_model", config.toxicity_model, config)
-        self.guard = any("CausalLM" in name for name in judge.architectures or [])
+        self.guard = is_language_model(judge)
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
         self.label, fix = labels.get(config.toxicity_label), f"choose one of {', '.join(labels)}"
         config.need(self.guard or self.label is not None, "toxicity_label", fix)
@@ -997,7 +1002,7 @@ def load_problem(config: Config) -> Problem:
     judge_bytes = 0
     for flag in TASKS[config.task].models:
         judge_config, _, size = read_model(flag, config)
-        generates = any("CausalLM" in name for name in judge_config.architectures or [])
+        generates = is_language_model(judge_config)
         judge_bytes += size * (config.torch_dtype.itemsize if generates else 4)
     task = TASKS[config.task](config, tokenizer)
     limits = ("max_position_embeddings", "sliding_window")  # a packed row's mask has no window
@@ -1424,7 +1429,7 @@ def logprobs_by_microbatch(
     device, budget = next(policy.parameters()).device, config.tokens_per_microbatch
     pairs, units = plan_rows(groups, break_even_length(policy.model), budget)
     rows = [row for unit in units for row in unit]
-    # in bfloat16 if --dtype says so; without autocast's copy of every weight
+    # in bfloat16 if --dtype says so; without a cache, a weight's copy goes with its graph
     options = {"enabled": config.dtype == "bfloat16", "cache_enabled": False}
     for micro in plan_microbatches([(1, row_length(pairs, row)) for row in rows], budget):
         part = [rows[i] for i in micro]
@@ -2159,10 +2164,8 @@ class Searcher:
             seed, prompt = int(rng.integers(2**31)), self.problem.prompts[prompt_id]
             request = Request(self.number, prompt, S, seed=seed)
             if self.version == 0 and (config.initial_temperature or config.initial_top_p):
-                request.temperature, request.top_p = (
-                    config.initial_temperature,
-                    config.initial_top_p,
-                )
+                request.temperature = config.initial_temperature
+                request.top_p = config.initial_top_p
             elif rng.random() < config.explore_probability:
                 request.temperature = rng.uniform(config.explore_low, config.explore_high)
             self.engine.submit(request)
@@ -2891,7 +2894,7 @@ class Trainer:
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu",
             mixed_precision="bf16" if config.dtype != config.master_dtype else "no",
-            kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # it copies every weight
+            kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as when scoring
             log_with=None if config.report_to == "none" else config.report_to,
             project_dir=config.output_dir,
         )
