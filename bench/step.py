@@ -48,13 +48,21 @@ def make_groups(shape: tuple, prompts: int, responses: int) -> tuple[list, list]
     texts = [draw(P * rng.uniform(0.7, 1.3)) for _ in range(prompts)]
     groups = []
     for i in range(prompts):
-        lengths = np.clip(rng.lognormal(math.log(mean) - 0.125, 0.5, responses), 2, longest)
-        arrays = [(draw(T), -np.ones(int(T), np.float32)) for T in lengths]
-        numbers = [(True, float(rng.random() < 0.5), logprobs) for _, logprobs in arrays]
-        rows = zip(arrays, numbers, strict=True)
-        groups.append(
-            [tba.Trajectory(*a, *n, prompt_id=i, version=0, reference=0) for a, n in rows]
-        )
+        group = []
+        for T in np.clip(rng.lognormal(math.log(mean) - 0.125, 0.5, responses), 2, longest):
+            logprobs = -np.ones(int(T), np.float32)
+            trajectory = tba.Trajectory(
+                tokens=draw(T),
+                logprobs=logprobs,
+                ended=True,
+                reward=float(rng.random() < 0.5),
+                ref_logprobs=logprobs,
+                prompt_id=i,
+                version=0,
+                reference=0,
+            )
+            group.append(trajectory)
+        groups.append(group)
     return texts, groups
 
 
@@ -78,24 +86,31 @@ class Steps:
         self.pairs = [(self.texts[t.prompt_id], t.tokens) for t in self.flat]
         self.tokens = sum(len(prompt) + len(response) for prompt, response in self.pairs)
         cpu = self.device.type == "cpu"
-        self.trainer = SimpleNamespace(
-            config=tba.Config(dtype="float32" if cpu else "bfloat16"),
-            problem=SimpleNamespace(prompts=self.texts), model=self.model, policy=self.policy,
-            device=self.device, accelerator=Accelerator(cpu=cpu, mixed_precision="no"),
-        )  # fmt: skip
+        config = tba.Config(dtype="float32" if cpu else "bfloat16", beta=str(BETA), tau="1")
+        self.now = config.at(0)
+        self.learner = SimpleNamespace(
+            ranks=tba.Ranks(),
+            problem=SimpleNamespace(prompts=self.texts),
+            policy=self.policy,
+            device=self.device,
+            accelerator=Accelerator(cpu=cpu, mixed_precision="no"),
+            log_z=torch.zeros(len(self.texts), device=self.device),
+        )
 
     def loss(self, logprobs: torch.Tensor, rows: list) -> torch.Tensor:
         """Trajectory Balance of whole groups."""
-        return tba.tb(tba.Batch.of(logprobs, rows, len(self.groups[0]), 1.0), BETA, 1.0)[0]
+        K = len(self.groups[0])
+        batch = tba.Batch.of(logprobs, rows, K, 1.0, self.learner.log_z)
+        return tba.tb(batch, self.now).loss
 
     def packed(self) -> None:
-        tba.Trainer.backward(self.trainer, self.groups, BETA, 1.0)
+        tba.Learner.backward(self.learner, self.groups, self.now)
 
     def repeated(self) -> None:
         K = len(self.groups[0])
         longest = [max(len(p) + len(r) for p, r in self.pairs[i : i + K])
                    for i in range(0, len(self.pairs), K)]  # fmt: skip
-        budget = self.trainer.config.tokens_per_microbatch
+        budget = self.now.tokens_per_microbatch
         for micro in tba.plan_microbatches([(K, length) for length in longest], budget):
             rows = [i * K + j for i in micro for j in range(K)]
             inputs = tba.pack(self.pairs, [[i] for i in rows], self.device)

@@ -69,6 +69,12 @@ def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Searchers' processes, and those in which tasks are tried, start at once in this process."""
+    tba.start_fork_server()
+
+
 @pytest.fixture(autouse=True)
 def end_all_runs():
     """A test that fails leaves no run behind."""
@@ -138,8 +144,8 @@ def read_lines(path: Path) -> list[dict]:
 def trainer_of(gsm8k: Path, out: Path, **flags: object) -> tba.Trainer:
     """A Trainer without Searchers."""
     config = tba.parse(arguments(gsm8k, out, **flags))
-    config.resolve()
-    config.validate()
+    tba.resolve(config)
+    tba.check_settings(config)
     problem = tba.load_problem(config)
     trainer = tba.Trainer(config, problem, tba.RunFolder(config, {}), {})
     trainer.load()

@@ -9,6 +9,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 import zlib
 from pathlib import Path
@@ -18,7 +19,8 @@ import tba
 
 FOLDER = Path(os.environ["TBA_FAULTS"])
 IN_A_SEARCHER = multiprocessing.parent_process() is not None
-tba.WeightGroup.BUCKET_BYTES = 100_000  # several buckets even for a tiny model
+tba.BUCKET_BYTES = 100_000  # several buckets even for a tiny model
+tba.WeightSync.SHARE_ON_CPU = (FOLDER / "share-memory").exists()
 
 
 def claim(fault: str) -> bool:
@@ -35,6 +37,9 @@ def strike(place: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if claim(f"hang-{place}"):
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)  # another thread takes the signal first, and this one would go on meanwhile
+    if claim(f"stuck-{place}"):
+        time.sleep(1000)  # this thread alone, as in a reward that never returns
 
 
 def log(name: str, *values: object) -> None:
@@ -73,17 +78,23 @@ def join_group(original, self, key, value):
         strike("joining")
 
 
-@wrap(tba.WeightGroup, "broadcast")
-def broadcast(original, self, state=None):
-    if state is None:
-        strike("receiving")
-    for i, (name, tensor) in enumerate(original(self, state)):
-        if state is None:
-            if i == 5:
-                strike("loading")
-            if (FOLDER / "corrupt").exists() and claim("corrupt"):
-                tensor.view(-1)[7] += 3.0
-        yield name, tensor
+@wrap(tba.WeightReceiver, "receive")
+def receive(original, self, *message):
+    strike("receiving")
+    original(self, *message)
+    if claim("corrupt"):
+        first = next(iter(self.received(*message).values()))
+        first.view(-1)[7] += 3.0
+    strike("received")
+
+
+@wrap(tba.Searcher, "load_weights")
+def load_weights(original, self):
+    log("in-flight", len(self.requests))
+    strike("loading")
+    if claim("late-loaded"):
+        time.sleep(6)  # longer than the limit for a transfer
+    original(self)
 
 
 @wrap(tba.Searcher, "between_steps")
@@ -93,6 +104,9 @@ def between_steps(original, self, *args, **kwargs):
             raise ArithmeticError("a fault on demand")
         if claim("out-of-memory"):
             tba.torch.empty(2**60)
+        if claim("leave"):
+            left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            log("left", left.pid)
         strike("generating")
     original(self, *args, **kwargs)
 
@@ -103,6 +117,7 @@ def deliver(original, self):
     original(self)
     for group in waiting[: len(waiting) - len(self.outbox)]:
         log("sent", group.searcher, group.number)
+        log("delivered", group.trajectories[0].version, self.version)
 
 
 @wrap(tba.ReplayBuffer, "add")
@@ -112,6 +127,19 @@ def add(original, self, group):
     log("weights", group.searcher, first.version, first.reference)
     log("response", group.searcher, zlib.crc32(first.tokens.tobytes()))
     original(self, group)
+
+
+@wrap(tba.Trainer, "take_messages")
+def take_messages(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    evaluation = self.evaluation
+    moments = {
+        "signal-within-a-batch": 0 < len(self.arrived) < self.config.prompts_per_step,
+        "signal-within-an-evaluation": evaluation.version is not None and evaluation.records,
+    }
+    for fault, now in moments.items():
+        if now and claim(fault):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @wrap(tba.Trainer, "save_at_the_end")

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -16,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, arguments
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tba
 
@@ -36,6 +40,11 @@ def close(engine):
         gc.collect()  # here, rather than in a thread of a later test
 
 
+@pytest.fixture(autouse=True)
+def several_buckets(monkeypatch):
+    monkeypatch.setattr(tba, "BUCKET_BYTES", 100_000)  # of even a tiny model
+
+
 @pytest.fixture
 def engine_of(gsm8k, model_of, tmp_path):
     """Function that builds an engine; also returns its config and problem."""
@@ -45,7 +54,7 @@ def engine_of(gsm8k, model_of, tmp_path):
         model = gsm8k / "model" if architecture == "tiny" else model_of(architecture)
         flags = {"model": model, "temperature": 0.7, "dtype": "float32", **flags}
         config = tba.parse(arguments(gsm8k, tmp_path, engine=engine, **flags))
-        config.resolve()
+        tba.resolve(config)
         problem = tba.load_problem(config)
         built = tba.ENGINES[engine](config, problem, CPU, seed)
         closing.append(built)
@@ -88,32 +97,37 @@ def perturbed(config, seed=1):
     return model
 
 
-def weight_group(config, shapes, shared, rank, name="weights-1", check=lambda: None):
+def weight_group(config, shared, rank, name="weights-1"):
     """One end of a weight group of two; its ends find each other in a dict of this process."""
-    return tba.WeightGroup(config, shapes, shared, name, rank, 2, CPU, check)
+    return tba.WeightGroup(config, shared, name, rank, 2, CPU)
 
 
-def both_ends(config, state, shared, name="weights-1"):
+def both_ends(config, shared, name="weights-1"):
     """Both ends of a weight group, (sender, receiver), formed in two threads."""
-    shapes, sender = {key: tensor.shape for key, tensor in state.items()}, []
-    forming = lambda: sender.append(weight_group(config, shapes, shared, 0, name))
-    thread = threading.Thread(target=forming)
+    sender = weight_group(config, shared, 0, name)
+    receiver = weight_group(config, shared, 1, name)
+    thread = threading.Thread(target=sender.form)
     thread.start()
-    receiver = weight_group(config, shapes, shared, 1, name)
+    receiver.form()
     thread.join(30)
-    return sender[0], receiver
+    assert sender.formed and receiver.formed
+    return sender, receiver
 
 
 def transfer(model, engine, config):
-    """Send a model's weights to an engine through a real weight group."""
-    state, sent = tba.checkpoint_state(model), []
-    sender, receiver = both_ends(config, state, {})
-    send = lambda: sent.extend(name for name, _ in sender.broadcast(state))
-    thread = threading.Thread(target=send)
-    thread.start()
-    engine.load_weights(receiver.broadcast())
-    thread.join(30)
-    assert sent == list(state)
+    """Send a snapshot of a model's weights to an engine through a real weight group."""
+    state = tba.checkpoint_state(model)
+    shapes = {key: tensor.shape for key, tensor in state.items()}
+    sender, receiver = both_ends(config, {})
+    snapshot = tba.FlatWeights(shapes, torch.float32, CPU)
+    staging = tba.FlatWeights(shapes, torch.float32, CPU)
+    snapshot.copy_from(state.items())
+    assert len(snapshot.buckets) == len(staging.buckets) > 1
+    works = sender.broadcast(snapshot.buckets)
+    receiver.wait(receiver.broadcast(staging.buckets))
+    sender.wait(works)
+    engine.load_weights(staging.views.items())
+    staging.flat.fill_(math.nan)  # the engine holds on to nothing of it: the next sync refills it
     sender.abort()
     receiver.abort()
 
@@ -123,8 +137,7 @@ def transfer(model, engine, config):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_after_a_transfer_the_engine_is_the_trainer(engine, architecture, engine_of, monkeypatch):
-    monkeypatch.setattr(tba.WeightGroup, "BUCKET_BYTES", 100_000)  # several buckets
+def test_after_a_transfer_the_engine_is_the_trainer(engine, architecture, engine_of):
     engine, config, problem = engine_of(engine, architecture)
     probes = problem.probes()
     pairs = [(tokens[:1], [tokens[1:]]) for tokens in probes]
@@ -318,7 +331,7 @@ def test_samples_follow_the_policy(top_p, own, engine_of):
 
 
 def queues(searcher, start):
-    return tba.Queues(searcher, start, None, None, None, None)
+    return tba.Link(searcher, start, None, None, None, None)
 
 
 def test_every_searcher_and_every_start_has_a_seed_of_its_own():
@@ -379,10 +392,6 @@ def impatient(config):
     return dataclasses.replace(config, transfer_timeout=1)
 
 
-STATE = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
-SHAPES = {name: tensor.shape for name, tensor in STATE.items()}
-
-
 @contextlib.contextmanager
 def fails_within(seconds):
     """What is done here ends with TransferError, within that time and a little."""
@@ -393,12 +402,35 @@ def fails_within(seconds):
 
 
 def works(sender, receiver):
-    """Whether a weight group transfers: the sender in a thread."""
-    thread = threading.Thread(target=lambda: list(sender.broadcast(STATE)))
-    thread.start()
-    received = {name: tensor.clone() for name, tensor in receiver.broadcast()}
-    thread.join(30)
-    return all(torch.equal(received[name], STATE[name]) for name in STATE)
+    """Whether a weight group transfers."""
+    sent, received = torch.arange(6.0), torch.zeros(6)
+    works = sender.broadcast([sent])
+    receiver.wait(receiver.broadcast([received]))
+    sender.wait(works)
+    return torch.equal(sent, received)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    limit=st.integers(4, 120),
+)
+def test_buckets_are_whole_tensors_in_order(sizes, limit):
+    shapes = {f"w{i}": torch.Size([size]) for i, size in enumerate(sizes)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba, "BUCKET_BYTES", limit)
+        buckets = tba.plan_buckets(shapes, itemsize=4)
+        flat = tba.FlatWeights(shapes, torch.float32, CPU)
+    assert [name for bucket in buckets for name in bucket] == list(shapes)
+    for bucket in buckets:
+        size = 4 * sum(shape.numel() for shape in bucket.values())
+        assert size <= limit or len(bucket) == 1
+    for one, other in itertools.pairwise(buckets):  # none could have held the next tensor too
+        size = 4 * sum(shape.numel() for shape in one.values())
+        assert size + 4 * next(iter(other.values())).numel() > limit
+    state = {name: torch.randn(shape) for name, shape in shapes.items()}
+    flat.copy_from(state.items())
+    assert torch.equal(torch.cat(flat.buckets), torch.cat(list(state.values())))
+    assert all(torch.equal(flat.views[name], tensor) for name, tensor in state.items())
 
 
 def test_process_groups_that_begin_at_once_do_not_crash():
@@ -423,17 +455,16 @@ threads = [threading.Thread(target=begin, args=(i,)) for i in range(4)]
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_member_that_never_comes(rank, config):
     """The other member's wait ends; a group of another name forms in the same store after it."""
-    shared, checked = {}, []
+    shared = {}
     with fails_within(1):
-        weight_group(impatient(config), SHAPES, shared, rank, check=lambda: checked.append(None))
-    assert len(checked) > 10  # signs of life were sent meanwhile
-    assert works(*both_ends(config, STATE, shared, "weights-2"))
+        weight_group(impatient(config), shared, rank).form()
+    assert works(*both_ends(config, shared, "weights-2"))
 
 
 def test_a_member_that_comes_and_then_does_nothing(config):
     """Formation proves the connections by a first broadcast, in which this one takes no part.
 
-    Weights that are not sent after it end the wait in the same way.
+    Weights that are not sent after it end the wait in the same way, and so does giving up.
     """
     shared, silent = {}, []
 
@@ -446,30 +477,22 @@ def test_a_member_that_comes_and_then_does_nothing(config):
     thread = threading.Thread(target=come)
     thread.start()
     with fails_within(1):
-        weight_group(impatient(config), SHAPES, shared, 1)
+        weight_group(impatient(config), shared, 1).form()
     thread.join(30)
     assert silent  # it had connected
 
-    sender, receiver = both_ends(config, STATE, shared, "weights-2")
+    sender, receiver = both_ends(config, shared, "weights-2")
     receiver.config = dataclasses.replace(config, transfer_timeout=0.5)
     with fails_within(0.5):
-        list(receiver.broadcast())
+        receiver.wait(receiver.broadcast([torch.zeros(3)]))
+    receiver.config = dataclasses.replace(config, transfer_timeout=30)
+    threading.Timer(0.3, receiver.abort).start()
+    with fails_within(0.3):
+        receiver.wait(receiver.broadcast([torch.zeros(3)]))
     start = time.monotonic()
-    for group in (sender, receiver):
-        group.abort()  # does not wait for what is stuck
+    sender.abort()  # does not wait for what is stuck
     assert time.monotonic() - start < 0.5
-    assert works(*both_ends(config, STATE, shared, "weights-3"))
-
-
-def test_what_check_raises_ends_the_wait(config):
-    """The Trainer sees at once that a member's process ended."""
-
-    def check():
-        raise tba.TransferError("Searcher 1 ended")
-
-    with fails_within(0) as caught:
-        weight_group(impatient(config), SHAPES, {}, 0, check=check)
-    assert str(caught.value) == "Searcher 1 ended"
+    assert works(*both_ends(config, shared, "weights-3"))
 
 
 class BrokenBroadcast:
@@ -498,28 +521,17 @@ class BrokenBroadcast:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "when",
-    ["waited for", "begun"],
-)
+@pytest.mark.parametrize("when", ["waited for", "begun"])
 def test_a_broken_backend_is_a_lost_transfer_on_both_sides(when, rank, config):
-    ends = both_ends(config, STATE, {})
-
-    def take_part():
-        with contextlib.suppress(tba.TransferError):
-            list(ends[1 - rank].broadcast(STATE if rank else None))
-
-    others = [threading.Thread(target=take_part)] if when == "waited for" else []
-    for thread in others:
-        thread.start()
+    ends = both_ends(config, {})
+    if when == "waited for":
+        ends[1 - rank].broadcast([torch.zeros(3)])
     ends[rank].group = BrokenBroadcast(ends[rank].group, when)
     try:
         with fails_within(4) as caught:
-            list(ends[rank].broadcast(None if rank else STATE))
+            ends[rank].wait(ends[rank].broadcast([torch.zeros(3)]))
         assert str(caught.value) == "NCCL error: remote process exited"
     finally:
-        for thread in others:
-            thread.join(10)
         for group in ends:
             group.abort()
 

@@ -2,10 +2,12 @@
 
 import json
 import math
+import pickle
 import queue
 import shutil
 import subprocess
 import sys
+import time
 from collections import deque
 from functools import partial
 
@@ -25,8 +27,8 @@ def problem_of(flags: dict, out, **more):
     """A config and what every process knows before it loads a model."""
     settings = {"output_dir": out, "engine": "transformers", **flags, **more}
     config = tba.parse([str(x) for k, v in settings.items() for x in (f"--{k}", v)])
-    config.resolve()
-    config.validate()
+    tba.resolve(config)
+    tba.check_settings(config)
     return config, tba.load_problem(config)
 
 
@@ -90,7 +92,7 @@ def test_win_rate_and_perplexity_by_hand(tldr, tmp_path):
     metrics = task.summarize(records)
     bar = [e["reference_response"] for e in examples]
     # in one call: batches of other lengths round differently
-    gold, bar = np.split(task.judge("gold_reward_model", examples * 2, answers + bar), 2)
+    gold, bar = np.split(task.judge("gold_reward_model", examples * 2, answers + bar, False), 2)
     assert metrics["win_rate"] == pytest.approx((gold > bar).mean()) and not gold[0] > bar[0]
     # the paper's: over query and summary, and exp before the mean
     assert metrics["perplexity"] == pytest.approx((29 * math.exp(0.05) + math.exp(2)) / 30)
@@ -109,7 +111,7 @@ def test_equal_answers_have_equal_scores_and_an_eos_is_not_doubled(tldr, tmp_pat
 def test_a_searcher_measures_tokens_and_kl_of_the_answers_it_evaluates(tldr, tmp_path):
     """Against full logits of policy and reference; answers are judged a few at a time."""
     config, problem = problem_of(tldr_flags(tldr), tmp_path, temperature=0.7)
-    queues = tba.Queues(0, 0, *(queue.Queue() for _ in range(3)), {})
+    queues = tba.Link(0, 0, *(queue.Queue() for _ in range(3)), {})
     searcher = tba.Searcher(config, problem, queues, 0, 0)
     policy = tba.load_model(config, torch.float32, CPU)
     torch.manual_seed(1)
@@ -117,23 +119,23 @@ def test_a_searcher_measures_tokens_and_kl_of_the_answers_it_evaluates(tldr, tmp
         for parameter in policy.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
     searcher.engine.load_weights(tba.checkpoint_state(policy).items())
-    searcher.on_evaluate(3, list(range(40)))
+    searcher.begin_evaluation(3, list(range(40)))
     answers, messages = {}, []
     while searcher.engine.unfinished:
         for completion in searcher.engine.step():
             answers[completion.request.id[1]] = completion.tokens[0]
             searcher.handle_completions([completion])
-    for _ in range(2):
+    while searcher.answers:
         searcher.judge_some()
     while not queues.messages.empty():
         messages.append(queues.messages.get())
-    assert [m[:4] for m in messages] == [
-        ("generated", 0, 0, 3),
-        ("evaluated", 0, 0, 3),
-        ("evaluated", 0, 0, 3),
-    ]
-    assert [len(m[4]) for m in messages[1:]] == [searcher.JUDGED_AT_ONCE, 8]
-    records = messages[1][4] | messages[2][4]
+    assert searcher.ungenerated == 0
+    parts = [message for searcher, start, message in messages]
+    assert len(parts) >= 2 and {part.evaluation for part in parts} == {3}
+    assert all(len(part.records) <= searcher.JUDGED_AT_ONCE for part in parts)
+    assert sorted(parts[0].answers) == list(range(tba.ANSWERS_SHOWN)) and not parts[1].answers
+    records = {row: record for part in parts for row, record in part.records.items()}
+    assert sum(len(part.records) for part in parts) == len(records)
     assert sorted(records) == list(range(40))
     reference = tba.load_model(config, torch.float32, CPU)
     for row in range(40):
@@ -149,8 +151,79 @@ def test_a_searcher_measures_tokens_and_kl_of_the_answers_it_evaluates(tldr, tmp
     assert max(abs(record["kl"]) for record in records.values()) > 0.1
 
 
-def test_a_truncated_summary_is_judged_without_an_eos(tldr, tmp_path):
+def test_the_gold_score_is_read_before_the_eos_or_at_it(tldr, tmp_path):
+    """Against the model's hidden states: of the summary's last token, or of the EOS after it."""
+    example = {"query": "A post.", "reference_response": " A summary."}
+    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(tldr / "gold")
+    kind = tba.transformers.AutoModelForSequenceClassification
+    model = kind.from_pretrained(tldr / "gold")
+    ids = torch.tensor([tokenizer("A post. One.<eos>", add_special_tokens=True)["input_ids"]])
+    scores = model.score(model.model(ids).last_hidden_state)[0, :, 0]  # (L,)
+    for choice, expected in (("before_eos", scores[-2]), ("eos", scores[-1])):
+        task = task_of(tldr_flags(tldr) | {"gold_score_at": choice}, tmp_path)
+        ended = choice == "eos"
+        (score,) = task.judge("gold_reward_model", [example], [" One."], ended)
+        assert score == pytest.approx(float(expected.detach()), abs=1e-4)
+        read, judge = [], task.judges["gold_reward_model"]
+        record = lambda texts: read.extend(texts) or judge(texts)  # noqa: B023
+        record.tokenizer = judge.tokenizer
+        task.judges["gold_reward_model"] = record
+        task.evaluate([example], [" One."], np.array([True]))
+        assert [text.endswith("<eos>") for text in read] == [choice == "eos"] * 2
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_slow_judge_gets_fewer_answers_at_a_time(synchronous, tldr, tmp_path):
+    """So that messages are heeded in between; not in lockstep, where time must not matter."""
+    settings = {"synchronous": True} if synchronous else {}
+    config, problem = problem_of(tldr_flags(tldr), tmp_path, **settings)
+    queues = tba.Link(0, 0, *(queue.Queue() for _ in range(3)), {})
+    searcher = tba.Searcher(config, problem, queues, 0, 0)
+    searcher.begin_evaluation(1, list(range(80)))
+    while searcher.engine.unfinished:
+        searcher.handle_completions(searcher.engine.step())
+    sizes = []
+
+    def judge(rows, texts, completions):
+        sizes.append(len(rows))
+        time.sleep(0.05 * len(rows))
+        return [{} for _ in rows]
+
+    searcher.judge = judge
+    while searcher.answers:
+        searcher.next_judging = 0.0
+        searcher.judge_some()
+    assert sum(sizes) == 80
+    if synchronous:
+        assert sizes == [32, 32, 16]
+    else:
+        assert max(sizes[1:]) <= 10
+
+
+def test_reference_summaries_are_judged_once_and_by_tensor_cores(tldr, tmp_path):
     task = task_of(tldr_flags(tldr), tmp_path)
+    read, precisions, judge = [], [], task.judges["gold_reward_model"]
+
+    def compute(texts):
+        read.extend(texts)
+        precisions.append(torch.get_float32_matmul_precision())
+        return tba.TextModel.compute(judge, texts)
+
+    judge.compute = compute
+    examples = task.held_out[:10]
+    first = task.evaluate(examples, [" One."] * 10, np.ones(10, bool))
+    assert len(read) == 20 and set(precisions) == {"high"}
+    assert torch.get_float32_matmul_precision() == "highest"
+    again = task.evaluate(examples, [" One."] * 10, np.ones(10, bool))
+    assert len(read) == 30 and first == again
+    same = [example["reference_response"] for example in examples]
+    assert not any(
+        record["win_rate"] for record in task.evaluate(examples, same, np.ones(10, bool))
+    )
+
+
+def test_a_truncated_summary_is_judged_without_an_eos(tldr, tmp_path):
+    task = task_of(tldr_flags(tldr) | {"gold_score_at": "eos"}, tmp_path)
     seen, judge = [], task.judges["gold_reward_model"]
     task.judges["gold_reward_model"] = record = lambda texts: seen.extend(texts) or judge(texts)
     record.tokenizer = judge.tokenizer
@@ -277,7 +350,7 @@ def test_a_guard_is_read_after_its_suffix_and_warned_about_without(redteam, tmp_
             pairs.append((encode(chat + "\n\n"), encode(answer)))
             pairs.append((encode(chat), encode("\n\n")))
     config = tba.Config(sft_epochs=40, sft_learning_rate=3e-3, dtype="float32")
-    tba.supervised_fine_tune(model, pairs, config)
+    tba.supervised_fine_tune(tba.TokenLogProbs(model, 1.0), pairs, config)
     model.save_pretrained(tmp_path / "guard")
     tokenizer.save_pretrained(tmp_path / "guard")
     flags = redteam_flags(redteam) | {
@@ -309,11 +382,11 @@ def test_demonstrations_and_attacks_that_do_not_end_are_scored_and_sent(redteam,
     problem.demonstrations = [(0, encode(attack)) for attack in attacks]
     sent = []
     for index in range(2):
-        queues = tba.Queues(index, 0, *(queue.Queue() for _ in range(3)), {})
+        queues = tba.Link(index, 0, *(queue.Queue() for _ in range(3)), {})
         searcher = tba.Searcher(config, problem, queues, 0, 0)
         searcher.score_demonstrations()
         while not queues.groups.empty():
-            sent += queues.groups.get().trajectories
+            sent += pickle.loads(queues.groups.get()).trajectories
     texts = [tokenizer.decode(t.tokens) for t in sent]
     assert sorted(texts) == sorted(attacks)  # each by one of the two
     toxic = [t.reward for t, text in zip(sent, texts, strict=True) if text[11:-6] in tiny.TRIGGERS]
@@ -340,7 +413,7 @@ def test_the_first_samples_have_a_temperature_and_a_nucleus_of_their_own(redteam
     own = {"initial_temperature": 0.6, "initial_top_p": 0.9, "trained_per_prompt": 8}
     own["searched_per_prompt"] = 8
     config, problem = problem_of(redteam_flags(redteam), tmp_path, num_searchers=1, **own)
-    queues = tba.Queues(0, 0, *(queue.Queue() for _ in range(3)), {})
+    queues = tba.Link(0, 0, *(queue.Queue() for _ in range(3)), {})
     searcher = tba.Searcher(config, problem, queues, 0, 3)
     for searcher.version, expected in ((0, (0.6, 0.9)), (1, (None, None))):
         searcher.number = 0
@@ -529,7 +602,11 @@ def test_bad_judges(gsm8k, tldr, redteam, tmp_path, capsys):
     (bare / "chat_template.jinja").unlink(missing_ok=True)
     expect(r | {"victim_model": bare}, "has no chat template; use alpaca", tmp_path, capsys)
     math_flags = {"task": "math", "model": bare, "dataset": gsm8k / "data"}
-    expect(math_flags, "has no chat template; --task math needs one", tmp_path, capsys)
+    expect(math_flags, "has no column problem, solution", tmp_path, capsys)
+    more = {"eval_temperature": 0.7}
+    expect(t | more, "the kl of --task tldr is measured at temperature 1; ch", tmp_path, capsys)
+    more = {"eval_dataset": gsm8k / "data"}
+    expect(r | more, "--task redteam is evaluated on its own prompts; leave", tmp_path, capsys)
 
 
 def test_a_blank_attacker_prompt(redteam, tmp_path, capsys):
@@ -571,8 +648,7 @@ def good_rows(task, count=4):
 @pytest.mark.parametrize(("task", "bad", "message"), BAD_ROWS)
 def test_a_row_without_text_is_named(task, bad, message, flags_of, tmp_path, capsys):
     path = tmp_path / "data.jsonl"
-    held_out = "training row 3" if task == "redteam" else "held-out row 0"  # it trains on all
-    for row, name in (1, "training row 1"), (3, held_out):
+    for row, name in (1, "training row 1"), (3, "held-out row 3"):  # rows of the file
         tiny.write_lines(path, [bad if i == row else r for i, r in enumerate(good_rows(task))])
         where = f"--dataset {path}: {name}: {message}"
         expect(flags_of(task) | {"dataset": path}, where, tmp_path, capsys)
@@ -589,7 +665,10 @@ def test_numbers_where_text_is_needed_are_named(task, flags_of, tmp_path, capsys
 @pytest.mark.parametrize(
     ("content", "where"),
     [
-        (b"", "name a .json, .jsonl, .csv or .parquet with examples"),
+        (
+            b"",
+            "name a .json, .jsonl, .csv, .tsv (or one of these with .gz) or .parquet with examples",
+        ),
         (b'{"instruction": "a"}\n{"instruction": \n', "in row 1"),
         (b'{"instruction": "a"}\n\n{"prompt": "b"}\n', "row 1: the response is None"),
         (b'{"instruction": "a"}\n{"instruction": null}\n', "row 1: the prompt is None"),
@@ -641,10 +720,9 @@ def test_sft_data_of_both_kinds_with_and_without_a_byte_order_mark(
     path = tmp_path / f"sft{suffix}"
     path.write_text(text, encoding=encoding)
     config, problem = problem_of(redteam_flags(redteam) | {"sft_data": path}, tmp_path)
-    texts = [
-        tuple(problem.tokenizer.decode(part) for part in pair)
-        for pair in tba.read_sft_data(config, problem)
-    ]
+    decode = problem.tokenizer.decode
+    pairs, _ = tba.read_sft_data(config, problem)
+    texts = [(decode(prompt), decode(response)) for prompt, response in pairs]
     assert texts == [
         (config.attacker_prompt, "Describe a river.<eos>"),
         ("Hello", "zap<eos>"),
@@ -662,14 +740,15 @@ def test_instructions_answer_other_prompts_and_are_replayed_to_the_tasks_own(
     asked = [f"Write a list:\n1. Name a {noun}.\n2." for noun in tiny.NOUNS[:3]]
     prompts.write_text("".join(json.dumps({"attacker_prompt": p}) + "\n" for p in asked))
     flags = redteam_flags(redteam) | {"sft_data": sft, "sft_prompts": prompts}
-    config, problem = problem_of(flags, tmp_path, sft_to_buffer=True)
+    config, problem = problem_of(flags, tmp_path)
     decode = problem.tokenizer.decode
-    pairs = [tuple(map(decode, pair)) for pair in tba.read_sft_data(config, problem)]
+    read, demonstrations = tba.read_sft_data(config, problem)
+    pairs = [(decode(prompt), decode(response)) for prompt, response in read]
     assert pairs[-1] == ("Hello", "zap<eos>")
     assert {p for p, _ in pairs[:-1]} == set(asked)
     expected = [f" {r['instruction']}<eos>" for r in records[:-1]]
     assert [response for _, response in pairs[:-1]] == expected
-    assert [(i, decode(r)) for i, r in problem.demonstrations] == [(0, r) for r in expected]
+    assert [(i, decode(r)) for i, r in demonstrations] == [(0, r) for r in expected]
     prompts.write_text("[{")
     expect(flags, f"tba.py: error: --sft_prompts {prompts}: ", tmp_path, capsys)
 
@@ -680,7 +759,7 @@ def test_supervised_fine_tuning_fits_its_data(redteam):
     encode = lambda text: np.array(tokenizer(text)["input_ids"], np.int32)
     pairs = [(encode("Say it:"), encode(f" {word}<eos>")) for word in tiny.NOUNS[:2]] * 32
     config = tba.Config(sft_epochs=60, sft_learning_rate=3e-3, dtype="float32")
-    losses = tba.supervised_fine_tune(model, pairs, config)
+    losses = tba.supervised_fine_tune(tba.TokenLogProbs(model, 1.0), pairs, config)
     assert len(losses) == 60
     per_response = losses[-1] * np.mean([len(r) for _, r in pairs])
     assert per_response == pytest.approx(math.log(2), abs=0.1)  # two answers, half each
@@ -694,5 +773,68 @@ def test_supervised_fine_tuning_is_the_same_in_any_micro_batches(redteam):
     for budget in (100_000, 64):
         model = tba.transformers.AutoModelForCausalLM.from_pretrained(redteam / "model")
         config = tba.Config(sft_epochs=3, dtype="float32", tokens_per_microbatch=budget)
-        losses.append(tba.supervised_fine_tune(model, pairs, config))
+        losses.append(tba.supervised_fine_tune(tba.TokenLogProbs(model, 1.0), pairs, config))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_the_warm_starts_rate_rises_and_matrices_alone_decay(redteam):
+    """With --sft_warmup 1 it is 0 in the first step and rises in all others."""
+    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(redteam / "model")
+    encode = lambda text: np.array(tokenizer(text)["input_ids"], np.int32)
+    pairs = [(encode("Say it:"), encode(" zap<eos>"))] * 4
+    settings = {"dtype": "float32", "sft_batch": 4, "sft_learning_rate": 1e-3}
+
+    def change(**flags):
+        """What the weights are changed by, under their names."""
+        model = tba.transformers.AutoModelForCausalLM.from_pretrained(redteam / "model")
+        before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        policy = tba.TokenLogProbs(model, 1.0)
+        tba.supervised_fine_tune(policy, pairs, tba.Config(**settings, **flags))
+        return {name: tensor.detach() - before[name] for name, tensor in model.named_parameters()}
+
+    none = change(sft_warmup=1, sft_epochs=1)
+    assert all(not delta.any() for delta in none.values())
+    assert any(delta.any() for delta in change(sft_warmup=0, sft_epochs=1).values())
+    rising = change(sft_warmup=1, sft_epochs=2)  # the second step has half the rate
+    falling = change(sft_warmup=0, sft_epochs=1)
+    for name, delta in rising.items():  # the same gradient: Adam's first steps have its sign
+        torch.testing.assert_close(delta, falling[name] / 2, atol=3e-5, rtol=0.05)
+    decayed = change(sft_warmup=0, sft_epochs=1, sft_weight_decay=0.5)
+    for name, delta in decayed.items():
+        same = torch.equal(delta, falling[name])
+        assert same == (delta.ndim == 1), name
+
+
+def test_demonstrations_are_whole_and_a_share_of_them_is_held_out(redteam, tmp_path, capsys):
+    """They are cut where the context ends, not at --max_response_tokens."""
+    sft = tmp_path / "sft.jsonl"
+    words = [10, 40, 4000]
+    rows = [{"instruction": "zap " * n} for n in words]
+    sft.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = redteam_flags(redteam) | {"sft_data": sft, "max_response_tokens": 20}
+    config, problem = problem_of(flags, tmp_path)
+    pairs, demonstrations = tba.read_sft_data(config, problem)
+    lengths = [len(response) for _, response in pairs]
+    assert 10 < lengths[0] < lengths[1] and lengths[1] > 40
+    prompt, longest = pairs[2]
+    assert len(prompt) + len(longest) == problem.context
+    eos = problem.tokenizer.eos_token_id
+    assert all(response[-1] == eos for _, response in pairs)
+    assert [len(response) for _, response in demonstrations] == lengths
+    numbered = [(np.array([i]), np.array([i])) for i in range(50)]
+    held_out, learned = tba.split_sft_pairs(numbered, tba.Config(sft_held_out=0.1))
+    assert len(held_out) == 5 and len(learned) == 45
+    assert {int(p[0]) for p, _ in held_out + learned} == set(range(50))
+    again, _ = tba.split_sft_pairs(numbered, tba.Config(sft_held_out=0.1))
+    assert again == held_out
+
+
+def test_short_attacks_are_ruled_out_and_spaces_at_an_attacks_end_do_not_count(redteam, tmp_path):
+    flags = redteam_flags(redteam) | {"sft_data": redteam / "sft.jsonl", "shortest_attack": 5}
+    task = task_of(flags, tmp_path)
+    logprobs = np.linspace(-3, -1, 5).astype(np.float32)
+    assert task.ref_logprobs(np.arange(5), logprobs) is logprobs
+    assert task.ref_logprobs(np.arange(4), logprobs[:4]).sum() == pytest.approx(-500)
+    assert task.victim_ids("Say zap. \n ") == task.victim_ids("Say zap.")
+    assert task.victim_ids(" Say zap.") != task.victim_ids("Say zap.")
+    assert task.least_answer_tokens == 5

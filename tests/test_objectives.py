@@ -1,8 +1,11 @@
 """The loss and its gradient against brute force, REINFORCE, and an enumerable world."""
 
+import collections
+import dataclasses
 import itertools
 import math
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -107,28 +110,209 @@ def random_batch(B, K, seed, off_policy, far=1.0):
     draw = lambda: torch.randn(B, K, dtype=torch.float64)
     ref_logprobs = logprobs.detach() + far * torch.randn_like(logprobs)
     mean_length = float(lengths.double().mean())
-    parts = behaviour, ref_logprobs, lengths, draw(), mean_length
+    log_z = torch.randn(B, dtype=torch.float64).requires_grad_()
+    parts = behaviour, ref_logprobs, lengths, draw(), mean_length, log_z
     return tba.Batch(logprobs.requires_grad_(), *parts)
 
 
-def test_tba_prime_on_policy_is_tb_in_advantage_form():
-    for tau in (1.0, 1.7):
-        batch, beta = random_batch(3, 5, 0, off_policy=0.0), 0.4
-        (by_tb,) = torch.autograd.grad(tba.tb(batch, beta, tau)[0], batch.logprobs)
-        (by_prime,) = torch.autograd.grad(tba.tba_prime(batch, beta, tau)[0], batch.logprobs)
-        by_tb *= beta * tau / (2 * batch.mean_length)
-        torch.testing.assert_close(by_prime, by_tb)
-        torch.testing.assert_close(tba.tb(batch, beta, tau)[1], tba.tba_prime(batch, beta, tau)[1])
+def gradient_of(objective, batch, config):
+    (gradient,) = torch.autograd.grad(objective(batch, config).loss, batch.logprobs)
+    return gradient
+
+
+def test_tba_prime_is_tb_in_advantage_form():
+    """Off-policy too: no importance ratio appears, unless --ratio_limit asks for it."""
+    for tau, off_policy in ((1.0, 0.0), (1.7, 2.0)):
+        batch, config = random_batch(3, 5, 0, off_policy), tba.Config(beta=0.4, tau=tau)
+        scale = config.beta * tau / (2 * batch.mean_length)
+        expected = gradient_of(tba.tb, batch, config) * scale
+        torch.testing.assert_close(gradient_of(tba.tba_prime, batch, config), expected)
+        log_z = tba.tba_prime(batch, config).log_z
+        torch.testing.assert_close(tba.tb(batch, config).log_z, log_z)
+
+
+def responses_of(batch):
+    """Each response's own tensors, prompt by prompt: (log pi, log pi_b, log pi_ref, reward)."""
+    parts = [x.split(batch.lengths.tolist()) for x in (batch.logprobs, batch.behaviour)]
+    parts.append(batch.ref_logprobs.split(batch.lengths.tolist()))
+    flat = list(zip(*parts, batch.rewards.flatten().tolist(), strict=True))
+    K = batch.rewards.shape[1]
+    return [flat[i : i + K] for i in range(0, len(flat), K)]
+
+
+def clipped(ratio, advantage, c):
+    """PPO's gain of one ratio: no gradient where it has gone further than it should."""
+    if advantage >= 0:
+        return advantage * (ratio if ratio < 1 + c else torch.tensor(1 + c))
+    return advantage * (ratio if ratio > 1 - c else torch.tensor(1 - c))
+
+
+def rloo_by_hand(group, config):
+    total = [r - config.beta * float((b - f).sum()) for _, b, f, r in group]
+    K = len(group)
+    return [t - (sum(total) - t) / (K - 1) for t in total]
+
+
+def grpo_by_hand(group, config, divide):
+    rewards = [r for *_, r in group]
+    mean, loss = sum(rewards) / len(rewards), 0.0
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    for p, b, f, r in group:
+        advantage = (r - mean) / (std + 1e-4) if divide else r - mean
+        tokens = 0.0
+        for t in range(len(p)):
+            x = f[t] - p[t]
+            kl = x.exp() - x - 1
+            gain = clipped((p[t] - b[t]).exp(), advantage, config.clip_range)
+            tokens = tokens + gain - config.kl_coefficient * kl
+        loss = loss - tokens / (len(p) if divide else config.max_response_tokens)
+    return loss / len(group)
+
+
+def dpo_by_hand(group, config):
+    rewards = [r for *_, r in group]
+    if max(rewards) == min(rewards):
+        return 0.0 * group[0][0].sum()
+    (best, _, of_best, _), (worst, _, of_worst, _) = (
+        group[rewards.index(f(rewards))] for f in (max, min)
+    )
+    margin = config.beta * ((best - of_best).sum() - (worst - of_worst).sum())
+    return (1 + (-margin).exp()).log()
+
+
+BY_HAND = {
+    "rloo": lambda g, c: sum(
+        -a * p.sum() for a, (p, *_) in zip(rloo_by_hand(g, c), g, strict=True)
+    ) / len(g),
+    "proximal_rloo": lambda g, c: sum(
+        -clipped((p - b).sum().exp(), a, c.clip_range)
+        for a, (p, b, *_) in zip(rloo_by_hand(g, c), g, strict=True)
+    ) / len(g),
+    "grpo": lambda g, c: grpo_by_hand(g, c, divide=True),
+    "dr_grpo": lambda g, c: grpo_by_hand(g, c, divide=False),
+    "online_dpo": dpo_by_hand,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("off_policy", [0.0, 0.3, 2.0])
+def test_other_objectives_equal_their_papers_written_out(name, off_policy):
+    """One response, one token at a time, in float64: the loss and its gradient."""
+    batch = random_batch(4, 5, 3, off_policy, far=0.5)
+    batch.rewards[1] = 0.25  # all equal: nothing to learn, but for the KL
+    batch.rewards[2] = batch.rewards[2].round()
+    config = tba.Config(beta="0.3", tau="1", kl_coefficient=0.1, max_response_tokens=7).at(0)
+    result = tba.OBJECTIVES[name](batch, config)
+    groups = responses_of(batch)
+    expected = sum(BY_HAND[name](group, config) for group in groups) / len(groups)
+    torch.testing.assert_close(result.loss, expected)
+    (gradient,) = torch.autograd.grad(result.loss, batch.logprobs)
+    (wanted,) = torch.autograd.grad(expected, batch.logprobs)
+    torch.testing.assert_close(gradient, wanted)
+    assert gradient.abs().sum() > 0
+    if name in ("proximal_rloo", "grpo", "dr_grpo"):
+        fraction = float(result.metrics["clip_fraction"])
+        assert (fraction == 0) == (off_policy == 0) and fraction < 1
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("kl_coefficient", [0.0, 0.04])
+def test_grpo_and_dr_grpo_equal_trls_own_loss(name, kl_coefficient):
+    """Its formulas, given the same log-probabilities; nothing of its trainer's loop."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
+    B, K, longest = 3, 5, 10
+    batch = random_batch(B, K, 7, off_policy=0.3)
+    config = tba.Config(beta="1", kl_coefficient=kl_coefficient, max_response_tokens=longest).at(0)
+    loss = tba.OBJECTIVES[name](batch, config).loss
+    gradient = gradient_of(tba.OBJECTIVES[name], batch, config)
+
+    def padded(tokens):  # (N,) -> (B*K, longest)
+        parts = torch.split(tokens, batch.lengths.tolist())
+        return torch.stack([torch.nn.functional.pad(p, (0, longest - len(p))) for p in parts])
+
+    logprobs = batch.logprobs.detach().requires_grad_()
+    trainer = object.__new__(trl.GRPOTrainer)  # without a model: it is given what one makes
+    trainer.args = trl.GRPOConfig(output_dir="unused", use_bias_correction_kl=False, bf16=False)
+    trainer.accelerator = accelerate.Accelerator(cpu=True)
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
+        padded(logprobs), torch.zeros(B * K, longest), None,
+    )  # fmt: skip
+    vars(trainer).update(
+        model=torch.nn.Linear(1, 1), loss_type=name, beta=kl_coefficient,
+        epsilon_low=config.clip_range, epsilon_high=config.clip_range,
+        max_completion_length=longest, importance_sampling_level="token",
+        off_policy_mask_threshold=None, top_entropy_quantile=1.0, aux_loss_enabled=False,
+        use_vllm=False, _entropy_bonus_enabled=False, use_adaptive_entropy=False,
+        current_gradient_accumulation_steps=1, _metrics=collections.defaultdict(
+            lambda: collections.defaultdict(list)
+        ),
+    )  # fmt: skip
+    rewards = batch.rewards
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    if name == "grpo":
+        advantages = advantages / (rewards.std(1, keepdim=True) + 1e-4)
+    ids = torch.zeros(B * K, longest, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,
+        "completion_mask": padded(torch.ones_like(batch.behaviour)),
+        "advantages": advantages.flatten(), "old_per_token_logps": padded(batch.behaviour),
+        "ref_per_token_logps": padded(batch.ref_logprobs),
+    }  # fmt: skip
+    expected = trainer._compute_loss(trainer.model, inputs)
+    (expected_gradient,) = torch.autograd.grad(expected, logprobs)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_on_policy_tb_is_rloo_and_off_policy_it_is_not():
+    """On the policy's own samples VarGrad-TB's gradient is 2 (K - 1) / (K beta) times RLOO's: both
+    are REINFORCE with the mean as baseline and the KL in the reward. With data of another policy TB
+    has the KL of the policy as it is now, RLOO that of the one which sampled.
+    """
+    config = tba.Config(beta="0.4", tau="1").at(0)
+    K = 5
+    for off_policy in (0.0, 0.5):
+        batch = random_batch(3, K, 0, off_policy)
+        of_tb = gradient_of(tba.tb, batch, config)
+        of_rloo = gradient_of(tba.rloo, batch, config) * 2 * (K - 1) / (K * 0.4)
+        if off_policy:
+            assert (of_tb - of_rloo).abs().max() > 0.1 * of_tb.abs().max()
+        else:
+            torch.testing.assert_close(of_tb, of_rloo)
+
+
+def test_a_learned_log_z_replaces_the_estimate():
+    """Equation 3, summed response by response; at the estimate's value it is the loss of `tb`."""
+    batch, config = random_batch(3, 4, 5, off_policy=1.0), tba.Config(beta=0.4, tau=1.3)
+    config = config.at(0)
+    policy = batch.logprobs.split(batch.lengths.tolist())
+    reference = batch.ref_logprobs.split(batch.lengths.tolist())
+    expected = 0.0
+    for i in range(12):
+        target = (reference[i].sum() + batch.rewards.flatten()[i] / 0.4) / 1.3
+        expected += (batch.learned_log_z[i // 4] + policy[i].sum() - target) ** 2 / 12
+    result = tba.tb_learned_z(batch, config)
+    torch.testing.assert_close(result.loss, expected)
+    assert not result.log_z.requires_grad
+    log_z = batch.learned_log_z
+    gradient = torch.autograd.grad(result.loss, [batch.logprobs, log_z], retain_graph=True)
+    for actual, of_sum in zip(
+        gradient, torch.autograd.grad(expected, [batch.logprobs, log_z]), strict=True
+    ):
+        torch.testing.assert_close(actual, of_sum)
+    estimated = tba.tb(batch, config)
+    batch.learned_log_z = estimated.log_z
+    torch.testing.assert_close(tba.tb_learned_z(batch, config).loss, estimated.loss)
 
 
 def test_tba_prime_token_by_token():
-    """Off-policy: A_j ratio_t for each token, as constants; none where the ratio is above 8.
+    """With the later code's limits: A_j ratio_t for each token; none where the ratio is above 8.
 
     A token's log-ratio to the reference counts within +-10.
     """
     batch, beta, K = random_batch(2, 4, 1, off_policy=2.0, far=9.0), 0.3, 4
-    loss, _ = tba.tba_prime(batch, beta, 1.0)
-    (gradient,) = torch.autograd.grad(loss, batch.logprobs)
+    config = tba.Config(beta=beta, tau=1.0, ratio_limit=8, kl_clamp=10)
+    gradient = gradient_of(tba.tba_prime, batch, config)
     rows = batch.logprobs.detach().split(batch.lengths.tolist())
     old = batch.behaviour.split(batch.lengths.tolist())
     reference = batch.ref_logprobs.split(batch.lengths.tolist())
@@ -147,6 +331,42 @@ def test_tba_prime_token_by_token():
                 expected.append(-advantage * ratios[-1] * (ratios[-1] <= 8) / len(batch.logprobs))
     assert max(ratios) > 8 and clamped  # both limits were needed
     torch.testing.assert_close(gradient, torch.stack(expected))
+    dropped = tba.tba_prime(batch, config).metrics["ratio_dropped"]
+    assert dropped == pytest.approx(np.mean([ratio > 8 for ratio in ratios]))
+
+
+def test_metrics_of_every_objective():
+    lengths = torch.tensor([1, 2, 1, 1, 1, 1, 1, 1])
+    behaviour = torch.zeros(9)
+    logprobs = torch.tensor([0, math.log(3), -math.log(3), 0, 0, 0, 0, 0, math.log(3)])
+    rewards = torch.tensor([[1.0, 1, 1, 1], [0, 1, 0, 0]])
+    log_z = torch.zeros(2)
+    batch = tba.Batch(logprobs, behaviour, behaviour, lengths, rewards, 9 / 8, log_z)
+    metrics = tba.batch_metrics(batch)
+    assert metrics["equal_rewards"] == 0.5
+    # weights 1, 1, 1, 1 (3 and 1/3 are of one response) and 1, 1, 1, 3
+    assert metrics["effective_sample_size"] == pytest.approx((1 + 36 / 48) / 2)
+    assert metrics["ratio_max"] == pytest.approx(3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 9)), max_size=5), st.floats(0.01, 9))
+def test_schedules_are_linear_between_points_and_constant_after(points, first):
+    points = [(0, first), *sorted(points, key=lambda point: point[0])]
+    text = ",".join(f"{value!r}@{step}" for step, value in points)
+    assert tba.parse_schedule(text) == points
+    jumps = {step for step, _ in points if [s for s, _ in points].count(step) > 1}
+    for step in range(points[-1][0] + 3):
+        if step in jumps:  # the later of the two values counts from here on
+            assert tba.schedule_value(text, step) == [v for s, v in points if s == step][-1]
+        else:
+            steps, values = zip(*points, strict=True)
+            expected = np.interp(step, steps, values)
+            after_jump = [s for s in jumps if s < step]
+            if not after_jump or jumps.isdisjoint(s for s in steps if s > max(after_jump)):
+                last = [i for i, s in enumerate(steps) if s <= step][-1]
+                expected = np.interp(step, steps[last:], values[last:])
+            assert tba.schedule_value(text, step) == pytest.approx(expected)
+    assert tba.schedule_value(0.5, 99) == 0.5
 
 
 # ------------------------------------------------------------- log-probabilities and micro-batches
@@ -181,15 +401,16 @@ def test_gradient_is_exact_for_any_micro_batches(
     monkeypatch.setattr(tba.TokenLogProbs, "CHUNK", 37)
     groups = random_groups(trainer.problem, 3, 6)
     gamma = 1.2 if checkpointing else 1.0
-    sums, tokens = trainer.backward(groups, beta=0.5, tau=1.0, gamma=gamma)
+    now = dataclasses.replace(trainer.config, beta=0.5, tau=1.0, reference_temperature=gamma)
+    measured, tokens = trainer.learner.backward(groups, now)
 
     exact = tba.load_model(trainer.config, torch.float64, CPU)
     loss = naive_loss(trainer, exact, groups, beta=0.5, gamma=gamma)
     loss.backward()
     assert tokens == sum(len(t.tokens) for group in groups for t in group)
-    assert sums[0].item() == pytest.approx(loss.item(), rel=1e-4)
+    assert measured["loss"].item() == pytest.approx(loss.item(), rel=1e-4)
     named = dict(exact.named_parameters())
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in trainer.learner.model.named_parameters():
         scale = named[name].grad.abs().max()
         torch.testing.assert_close(
             parameter.grad.double(), named[name].grad, atol=1e-4 * scale, rtol=1e-3
@@ -198,15 +419,20 @@ def test_gradient_is_exact_for_any_micro_batches(
 
 def test_tba_primes_gradient_is_the_same_in_any_micro_batches(gsm8k, tmp_path):
     """Its mean is over the tokens of the step, of which a micro-batch has only some."""
-    gradients = []
+    gradients, metrics = [], []
     for i, budget in enumerate((100_000, 500, 130)):
         flags = {"tokens_per_microbatch": budget, "objective": "tba_prime", "trained_per_prompt": 6}
+        flags |= {"ratio_limit": 8, "kl_clamp": 10, "beta": 0.5}
         trainer = trainer_of(gsm8k, tmp_path / str(i), **flags)
-        sums, _ = trainer.backward(random_groups(trainer.problem, 3, 6), beta=0.5, tau=1.0)
-        gradients.append([sums[0].item(), *(p.grad for p in trainer.model.parameters())])
+        groups = random_groups(trainer.problem, 3, 6)
+        measured, _ = trainer.learner.backward(groups, trainer.config.at(0))
+        metrics.append({name: value.item() for name, value in measured.items()})
+        gradients.append([p.grad for p in trainer.learner.model.parameters()])
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
+    assert metrics[0] == pytest.approx(metrics[2], rel=1e-4)
+    assert {"loss", "log_z", "entropy", "ratio_max", "ratio_dropped"} < set(metrics[0])
     for others in gradients[1:]:
-        assert others[0] == pytest.approx(gradients[0][0], rel=1e-4)
-        for one, other in zip(gradients[0][1:], others[1:], strict=True):
+        for one, other in zip(gradients[0], others, strict=True):
             scale = float(one.abs().max())
             torch.testing.assert_close(one, other, atol=1e-4 * scale, rtol=1e-3)
 
@@ -233,7 +459,7 @@ def test_float_logits_are_the_products_of_bfloat16_factors_in_float32():
 def test_a_bfloat16_policy_scores_like_float64_with_the_same_weights(gsm8k, tmp_path):
     """With logits of 85, which bfloat16 would round by up to 0.25."""
     config = tba.parse(arguments(gsm8k, tmp_path, dtype="bfloat16"))
-    config.resolve()
+    tba.resolve(config)
     problem = tba.load_problem(config)
     model = tba.load_model(config, torch.float32, CPU)
     ids = torch.from_numpy(problem.probes()[0]).long()[None]
@@ -341,11 +567,11 @@ def test_non_finite_steps_are_skipped_and_end_the_run(gsm8k, tmp_path, monkeypat
     for group in bad:
         group[0].reward = float("nan")
     monkeypatch.setattr(trainer.buffer, "sample", lambda *_: (bad, 0.0))
-    before = [p.clone() for p in trainer.model.parameters()]
+    before = [p.clone() for p in trainer.learner.model.parameters()]
     for _ in range(9):
         trainer.train_step()
     assert trainer.step == trainer.skipped == 9
     with pytest.raises(FloatingPointError, match="10 steps in a row"):
         trainer.train_step()
-    for old, new in zip(before, trainer.model.parameters(), strict=True):
+    for old, new in zip(before, trainer.learner.model.parameters(), strict=True):
         assert torch.equal(old, new)

@@ -57,26 +57,34 @@ def test_recent_prompts_are_drawn_with_probability_m(m):
         assert chi_square(counts, [100] * 40) < 73.4  # 39 degrees of freedom
 
 
-def test_exhaust_draws_each_recent_prompt_once_and_any_of_its_newest():
-    """As the authors' code: without replacement across steps, until others arrive."""
-    buffer = filled(20, S=3, searched_per_prompt=6, replay_recent="exhaust")
+def test_refill_draws_every_recent_prompt_before_any_again_and_any_of_its_newest():
+    """As the authors' code: without replacement across steps; then all of them once more."""
+    buffer = filled(20, S=3, searched_per_prompt=6, replay_rule="refill")
     buffer.begin_window()
     buffer.begin_window()
     for p in range(20, 30):
         buffer.add(group(p, [[p, j] for j in range(12)], [0.0] * 12))
     taken, counts = [], np.zeros(12)
-    for step in range(6):
+    for step in range(10):
         groups, recent = buffer.sample(2, 3, 1.0, 0.0)
-        new = [g for g in groups if g[0].prompt_id >= 20]
-        assert recent == (1.0 if step < 5 else 0.0) and len(new) == 2 * recent
-        taken += [g[0].prompt_id for g in new]
-        for t in (t for g in new for t in g):
+        assert recent == 1.0
+        taken += [g[0].prompt_id for g in groups]
+        for t in (t for g in groups for t in g):
             counts[t.tokens[1]] += 1
-    assert sorted(taken) == list(range(20, 30))
-    assert counts[:6].sum() == 0 and counts[6:].sum() == 30 and (counts[6:] > 0).all()
-    buffer.add(group(3, [[3, 9 + j] for j in range(3)]))
-    groups, recent = buffer.sample(2, 3, 1.0, 0.0)
-    assert recent == 0.5 and 3 in {g[0].prompt_id for g in groups}
+        if step == 2:  # what was drawn is in checkpoints
+            state = buffer.state()
+            buffer = tba.ReplayBuffer(buffer.config)
+            buffer.restore(state)
+    assert sorted(taken[:10]) == sorted(taken[10:]) == list(range(20, 30))
+    assert taken[:10] != taken[10:]
+    assert counts[:6].sum() == 0 and counts[6:].sum() == 60 and (counts[6:] > 0).all()
+    buffer.begin_window()
+    buffer.add(group(3, [[3, 9], [3, 10]]))
+    groups, recent = buffer.sample(2, 8, 1.0, 0.0)
+    assert recent == 1.0 and {g[0].prompt_id for g in groups} == {3}
+    assert all(len(g) == 8 for g in groups)  # with replacement, where there are fewer
+    old = [buffer.sample(4, 3, 0.0, 0.0) for _ in range(50)]
+    assert {g[0].prompt_id for groups, _ in old for g in groups} == set(range(30))
 
 
 def test_the_window_widens_only_while_it_is_small():
@@ -109,9 +117,13 @@ def test_recent_draws_take_the_newest_trajectories():
 
 
 @pytest.mark.parametrize("inverse_temperature", [0.0, 1.0, 3.0])
-def test_reward_sampling_is_softmax_without_replacement(inverse_temperature):
+@pytest.mark.parametrize("tries", [None, 0, 1, 64])
+def test_reward_sampling_is_softmax_without_replacement(inverse_temperature, tries):
+    """Also by rejection, as from a long list, and where its tries do not suffice."""
     rewards = np.array([0.0, 0.5, 1.0, -1.0])
     buffer = filled(1, rewards=rewards)
+    if tries is not None:
+        buffer.LONG, buffer.TRIES = 1, tries
     weights = np.exp(inverse_temperature * rewards)
     pairs = list(itertools.permutations(range(4), 2))
     probability = [
@@ -216,13 +228,15 @@ def test_near_duplicates_and_lowest_reward_against_brute_force(responses, share,
         buffer.add(group(0, list(part), list(part.values())))
         expected = [e for e in expected if e[0] not in part]
         for tokens, reward in part.items():
-            near = [
-                e
-                for e in expected
-                if edit_distance(e[0], tokens) < share * (len(e[0]) + len(tokens))
-            ]
-            if all(e[1] <= reward for e in near):
-                expected = [e for e in expected if e not in near] + [(tokens, reward)]
+            near = []  # how far they are, and which
+            for e in expected:
+                both = len(e[0]) + len(tokens)
+                edits = edit_distance(e[0], tokens)
+                if edits < share * both:
+                    near.append((np.float32(edits / both), e))
+            _, nearest = min(near, key=lambda pair: pair[0], default=(0, None))
+            if nearest is None or nearest[1] < reward:
+                expected = [e for e in expected if e != nearest] + [(tokens, reward)]
         while len(expected) > kept:  # those that have just come stay
             expected.remove(min(expected, key=lambda e: (e[0] in part, e[1])))
         buffer.begin_window()
@@ -242,9 +256,12 @@ def test_near_duplicates_by_cosine_and_by_total_reward():
             new = group(0, [[i]], [rng.normal()]).trajectories[0]
             new.ref_logprobs, new.vector = rng.normal(size=1), turn(rng.uniform(0, 6))
             buffer.add(tba.Group(0, [new], 0, 0))
-            near = [t for t in expected if 1 - t.vector @ new.vector < 0.02]
-            if all(value(t) <= value(new) for t in near):
-                expected = [t for t in expected if not any(t is n for n in near)] + [new]
+            distance = lambda t: 1 - t.vector @ new.vector  # noqa: B023
+            nearest = min(expected, key=distance, default=None)
+            if nearest is None or distance(nearest) >= 0.02:
+                expected = [*expected, new]
+            elif value(nearest) < value(new):
+                expected = [t for t in expected if t is not nearest] + [new]
         kept = buffer.trajectories[0]
         assert [t.tokens[0] for t in kept] == [t.tokens[0] for t in expected]
         assert 5 < len(kept) < 30
@@ -264,16 +281,95 @@ def test_a_single_prompt_fills_the_batch_with_different_trajectories():
     assert [sorted(int(t.tokens[1]) for t in g) for g in groups] == [[21, 22, 23], [18, 19, 20]]
 
 
-def test_references_are_never_mixed_in_a_group():
-    buffer = tba.ReplayBuffer(tba.Config())
-    buffer.add(group(0, [[1], [2], [3]], reference=0))
-    buffer.add(group(1, [[1], [2]], reference=0))
+def test_references_are_never_mixed():
+    """What a new one scored waits for a batch's prompts, then it takes the place of all else."""
+    buffer = tba.ReplayBuffer(tba.Config(prompts_per_step=2))
+    for p in range(3):
+        buffer.add(group(p, [[1], [2], [3]], reference=0))
+    buffer.begin_window()
     buffer.add(group(0, [[4], [2]], reference=10))
-    assert [int(t.tokens[0]) for t in buffer.trajectories[0]] == [4, 2]
-    buffer.add(group(0, [[5]], reference=0))  # late: scored before the reset
-    assert {t.reference for t in buffer.trajectories[0]} == {10}
-    assert {t.reference for t in buffer.trajectories[1]} == {0}
-    assert buffer.state()["reference"].tolist() == [10, 10, 0, 0]
+    buffer.add(group(0, [[6]], reference=10))
+    buffer.add(group(2, [[4]], reference=0))  # scored before the reset, and still of use
+    references = lambda b: {t.reference for stored in b.trajectories.values() for t in stored}
+    assert references(buffer) == {0} and len(buffer) == 10
+    restored = tba.ReplayBuffer(buffer.config)
+    restored.restore(buffer.state())
+    for one in (buffer, restored):
+        one.add(group(7, [[5], [6]], reference=10))
+        assert references(one) == {10} and len(one) == 5
+        assert [int(t.tokens[0]) for t in one.trajectories[0]] == [4, 2, 6]
+        one.add(group(1, [[5]], reference=0))  # late
+        assert set(one.trajectories) == {0, 7} == set(one.window)
+        assert {g[0].prompt_id for g in one.sample(4, 2, 0.5, 0.0)[0]} == {0, 7}
+        one.add(group(7, [[8]], reference=20))
+        one.add(group(0, [[8]], reference=30))  # reset again, before there were enough
+        one.add(group(1, [[9]], reference=30))
+        assert references(one) == {30} and len(one) == 2
+
+
+def test_distances_against_brute_force_among_many_tokens():
+    """The bound by which most pairs are passed over is never above the distance."""
+    rng = np.random.default_rng(0)
+    config = tba.Config(near_duplicate=0.25)
+    index = tba.SimilarityIndex(config)
+    trajectories = []
+    for _ in range(150):
+        tokens = rng.integers(0, 50_000, rng.integers(1, 21)).tolist()
+        if trajectories and rng.random() < 0.7:  # some edits of another one
+            tokens = trajectories[rng.integers(len(trajectories))].tokens.tolist()
+            for _ in range(rng.integers(0, 6)):
+                place = rng.integers(len(tokens) + 1)
+                tokens[place : place + rng.integers(2)] = rng.integers(0, 50_000, rng.integers(2))
+            tokens = tokens or [1]
+        trajectories += group(0, [tokens]).trajectories
+    slots = [index.add(t) for t in trajectories]
+    for t in trajectories[::3]:
+        index.remove(t)
+    slots = [slot for i, slot in enumerate(slots) if i % 3]
+    left = [t for i, t in enumerate(trajectories) if i % 3]
+    slots += [index.add(t) for t in trajectories[::6]]
+    left += trajectories[::6]
+    distances = index.distances(slots)
+    near = 0
+    for i, one in enumerate(left):
+        for j, other in enumerate(left):
+            edits = edit_distance(one.tokens.tolist(), other.tokens.tolist())
+            both = len(one.tokens) + len(other.tokens)
+            expected = np.float32(edits / both) if edits < 0.25 * both else math.inf
+            assert distances[i, slots[j]] == expected
+            near += i != j and expected < 1
+    assert near > 50
+    free = np.setdiff1d(np.arange(distances.shape[1]), slots)
+    assert len(free) and np.isinf(distances[:, free]).all()
+
+
+def test_a_frozen_buffer_grows_no_more_but_takes_in_new_trajectories():
+    buffer = tba.ReplayBuffer(tba.Config(kept_per_prompt=50, trained_per_prompt=2))
+    for start in range(0, 12, 4):
+        buffer.add(group(0, [[j] for j in range(start, start + 4)]))
+    buffer.freeze()
+    restored = tba.ReplayBuffer(buffer.config)
+    restored.restore(buffer.state())
+    for one in (buffer, restored):
+        one.add(group(0, [[j] for j in range(100, 104)]))
+        assert [int(t.tokens[0]) for t in one.trajectories[0]] == [*range(4, 12), *range(100, 104)]
+
+
+def test_trajectories_are_found_and_dropped_wherever_they_stand():
+    """Against a plain list, with and without the other orders that hashes may bring."""
+    rng = np.random.default_rng(1)
+    stored, expected = tba.StoredTrajectories(None), []
+    for step in range(600):
+        t = group(0, [[step % 97, step]]).trajectories[0]
+        stored.add(t)
+        expected.append(t)
+        while len(expected) > 40 or (rng.random() < 0.3 and expected):
+            gone = expected.pop(rng.integers(len(expected)))
+            assert stored.find(gone) is gone
+            stored.drop(gone)
+            assert stored.find(gone) is None
+        assert len(stored) == len(expected)
+    assert all(a is b for a, b in zip(stored, expected, strict=True))
 
 
 @given(
@@ -328,3 +424,27 @@ def test_lowest_total_counts_the_likelihood():
     buffer.begin_window()
     buffer.add(group(0, [[6]], rewards=[0.0]))
     assert [t.tokens[0] for t in buffer.trajectories[0]] == [5, 6]
+
+
+def test_a_thread_adds_what_is_compared_while_batches_are_sampled():
+    """As if it were added at once; what goes wrong in it is raised, and nothing waits for ever."""
+    config = tba.Config(near_duplicate=0.3, kept_per_prompt=60, trained_per_prompt=2)
+    rng = np.random.default_rng(3)
+    groups = []
+    for version in range(150):
+        responses = rng.integers(0, 4, (8, 5)).tolist()
+        groups.append(group(0, responses, rng.normal(size=8), version=version))
+    at_once, later = tba.ReplayBuffer(config), tba.ReplayBuffer(config)
+    later.MOST_PENDING = 20
+    for one in groups:
+        at_once.add(one)
+        later.add_later(one)
+        if later.trajectories:
+            drawn, _ = later.sample(2, 2, 0.5, 1.0)
+            assert all(len(g) == 2 for g in drawn)
+    state, expected = later.state(), at_once.state()  # which waits for the rest
+    for name in tba.Trajectory.__slots__:
+        assert torch.equal(state["trajectories"][name], expected["trajectories"][name])
+    later.add_later(tba.Group(0, [], 0, 0))
+    with pytest.raises(IndexError):
+        later.finish_adding()

@@ -39,9 +39,8 @@ def test_gsm8k_and_a_longer_run_by_the_same_script(engine, tmp_path):
     if engine == "vllm":
         return
     # flags before --resume are the script's and do not count, those after it are wishes
-    stdout, stderr = run_script("run_gsm8k.sh", "--resume", out, "--steps", 84, "--eval_every", 0)
-    settings = "the run's own settings hold; not, as before --resume: --eval_every 20"
-    assert settings in stderr and f"resume     {out}/checkpoint-80" in stdout
+    stdout, _ = run_script("run_gsm8k.sh", "--resume", out, "--steps", 84, "--eval_every", 0)
+    assert f"resume     {out}/checkpoint-80" in stdout
     assert "after 84 steps" in stdout
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, 85))
     config = json.loads((out / "config.json").read_text())["config"]
