@@ -22,7 +22,7 @@ The experiments, which `grid` lists:
 
 * staleness: a trajectory is as many steps old as the lag, and used once; the first ones are of
   the first policy (at a lag of 40 the mean age is 30 steps);
-* pareto: reward against KL over beta, on-policy;
+* pareto: reward against KL over the price of a nat, on-policy;
 * replay: half of each batch from the buffer instead of searched; m; drawn by reward or uniformly;
 * settings: steps between syncs, the last beta, S and K;
 * speed: asynchronous against lockstep in processes that sleep for a GPU's work, at two ratios of
@@ -147,6 +147,7 @@ def make_task(folder: Path) -> None:
 # ------------------------------------------------------------------------------------ the grid
 
 BETA = 0.02
+KL_COEFFICIENT = 0.04  # of GRPO, as published
 BUDGET = 6.0  # nats a response
 COLLAPSED = 50.0  # nats at the end
 SEEDS = (1, 2, 3)
@@ -163,7 +164,7 @@ SWEPT_LAGS = (0, 10, 40)  # others have the learning rate of the next smaller on
 WIDER = {  # their best rate was the largest, so that a larger one is tried
     ("proximal_rloo", 10), ("grpo", 10), ("proximal_rloo", 40), ("dr_grpo", 40), ("grpo", 40),
 }  # fmt: skip
-BETAS = {"valence": (0.005, 0.02, 0.08), "tldr": (0.05, 0.2, 0.8), "redteam": (0.1, 0.3, 1.0)}
+BETAS = {"tldr": (0.05, 0.2, 0.8), "redteam": (0.1, 0.3, 1.0)}
 SLOW = {"1:1": (0.012, 0.3), "4:1": (0.05, 0.3)}  # seconds of a decode step, an optimizer step
 SLOW_SEARCHERS = (0.03, 0.3)
 
@@ -227,15 +228,29 @@ def staleness(rate: Rate) -> list[Cell]:
     return cells
 
 
-# dr_grpo has no beta; tba_prime and rloo are tb, on-policy
+# dr_grpo has no price; tba_prime and rloo are tb, on-policy
 ON_THE_FRONTIER = ("tb", "proximal_rloo", "online_dpo", "grpo")
+PRICES = (0.25, 1.0, 4.0)  # of a nat, in multiples of what all other cells have
 
 
 def pareto(rate: Rate) -> list[Cell]:
-    return [
-        Cell(o, rate(o, 0), 0, seed, beta)
-        for seed in SEEDS for beta in BETAS["valence"] for o in ON_THE_FRONTIER
-    ]  # fmt: skip
+    """The price of a nat is beta; GRPO's is the coefficient of its KL term."""
+
+    def cell(objective: str, seed: int, price: float) -> Cell:
+        usual = Cell(objective, rate(objective, 0), 0, seed)
+        if price == 1:
+            return usual
+        if objective == "grpo":
+            return replace(usual, flags=(("kl_coefficient", price * KL_COEFFICIENT),))
+        return replace(usual, beta=price * BETA)
+
+    return [cell(o, seed, price) for seed in SEEDS for price in PRICES for o in ON_THE_FRONTIER]
+
+
+def price_of(record: dict) -> float:
+    """Of a nat, in multiples of the usual one."""
+    coefficient = dict(record["flags"]).get("kl_coefficient", KL_COEFFICIENT)
+    return record["beta"] / BETA * coefficient / KL_COEFFICIENT
 
 
 REPLAYED = ("tb", "proximal_rloo", "dr_grpo")
@@ -413,7 +428,7 @@ def command_of(cell: Cell, files: Path, out: Path) -> list[str]:
             "temperature": 1.0, "max_response_tokens": 64, "eval_every": 0 if cell.slow else 10,
             "eval_responses": 4, "eval_temperature": 1.0, "initial_trajectories": 128,
             "max_grad_norm": CLIPPED_AT[cell.objective],
-            "kl_coefficient": 0.04 if cell.objective == "grpo" else 0.0,  # as published
+            "kl_coefficient": KL_COEFFICIENT if cell.objective == "grpo" else 0.0,
         }  # fmt: skip
     else:
         command = ["bash", str(ROOT / f"run_{cell.task}.sh"), "--tiny"]
@@ -683,7 +698,7 @@ def tables(of: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
     layouts = {
         "sweep": ("of", rate, lambda r: f"rate {r['learning_rate']:g}", shown),
         "staleness": ("objective", objective_of, lambda r: f"lag {r['lag']}", reward_in_budget),
-        "pareto": ("objective", objective_of, lambda r: f"beta {r['beta']:g}", reward_at_kl),
+        "pareto": ("objective", objective_of, lambda r: f"price {price_of(r):g}", reward_at_kl),
         "replay": ("objective", objective_of, flags_of, reward_in_budget),
         "settings": ("setting", flags_of, objective_of, reward_in_budget),
         "redteam": (

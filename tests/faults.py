@@ -144,6 +144,7 @@ def take_messages(original, self, *args, **kwargs):
 
 @wrap(tba.Trainer, "save_at_the_end")
 def save_at_the_end(original, self, *args, **kwargs):
+    strike("ending")
     if claim("late-end"):
         time.sleep(3)  # Searchers go on meanwhile
     original(self, *args, **kwargs)

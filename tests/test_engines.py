@@ -398,7 +398,7 @@ def fails_within(seconds):
     start = time.monotonic()
     with pytest.raises(tba.TransferError) as caught:
         yield caught
-    assert time.monotonic() - start < seconds + 2
+    assert time.monotonic() - start < seconds + 5
 
 
 def works(sender, receiver):
@@ -491,7 +491,7 @@ def test_a_member_that_comes_and_then_does_nothing(config):
         receiver.wait(receiver.broadcast([torch.zeros(3)]))
     start = time.monotonic()
     sender.abort()  # does not wait for what is stuck
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 3
     assert works(*both_ends(config, shared, "weights-3"))
 
 

@@ -142,14 +142,12 @@ def test_searchers_that_hang_or_lack_memory_are_restarted_and_ctrl_c_twice_ends_
     stored = run.noted("stored")
     assert len(stored) == len(set(stored))
 
-    run.want("late-end")  # or a checkpoint this small is written before a second signal comes
+    run.want("stuck-ending")  # the checkpoint never gets written
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to all its processes
     run.says("SIGINT: saving a checkpoint (Ctrl-C again: exit at once)")
+    run.suffered("stuck-ending")
     os.killpg(run.process.pid, signal.SIGINT)
-    start = time.monotonic()
-    assert run.process.wait(20) == 130
-    assert time.monotonic() - start < 2
-    run.ends(130)
+    run.ends(130, seconds=20)
     assert not list(out.glob("checkpoint-*"))
 
 
@@ -267,7 +265,7 @@ def test_a_late_searcher_catches_up_and_a_lost_manager_ends_the_run(gsm8k, tmp_p
     os.kill(late, signal.SIGSTOP)
     run.reaches(reset + 8)
     before = len(run.noted("weights"))
-    run.want("slow-trainer", "0.3")  # or the next reset may come first
+    run.want("slow-trainer", "0.8")  # or the next reset may come first
     os.kill(late, signal.SIGCONT)
     new = lambda: {
         s for s, version, r in run.noted("weights")[before:] if version > reset and r >= reset

@@ -137,7 +137,9 @@ def test_a_metric_weights_for_every_second_searcher_and_an_engine(gsm8k, tmp_pat
     assert len(metrics) == 60 and metrics[-1]["version"] > 20
     assert all(m["oldest_weights"] == 0 for m in metrics)
     assert all(m["searchers_alive"] == 2 and m["logprob_gap"] < 1e-3 for m in metrics)
-    assert [e["step"] for e in read_lines(out / "eval.jsonl")][:2] == [0, 20]
+    evaluated = [e["step"] for e in read_lines(out / "eval.jsonl")]
+    assert evaluated[0] == 0 and evaluated[-1] == 60
+    assert 20 <= evaluated[1] < 60  # at the first sync that begins after step 20
 
     saved = torch.load(out / "checkpoint-60" / "trainer.pt", weights_only=True)
     trajectories = tba.trajectories_from_tensors(saved["buffer"]["trajectories"])

@@ -96,14 +96,14 @@ def test_without_the_key_nothing_is_unpickled_and_with_it_the_manager_works(mana
     silent = [socket.create_connection(address, timeout=60) for _ in range(20)]
     start = time.monotonic()
     works(address)  # those who say nothing keep nobody out
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
     for peer in silent:
         peer.close()
     with pytest.raises(AuthenticationError):
         tba.RunManager(address, secrets.token_bytes(32)).connect()
     with connection.Client(address, authkey=KEY) as peer:  # who has the key is unpickled
         peer.send((None, "dummy", (Canary(canary),), {}))
-        wait_until(lambda: os.path.exists(canary), 5, "the canary")
+        wait_until(lambda: os.path.exists(canary), 20, "the canary")
 
 
 @pytest.mark.slow
