@@ -274,9 +274,12 @@ def replay(rate: Rate) -> list[Cell]:
 
 
 def settings(rate: Rate) -> list[Cell]:
-    """One setting changes at a time; the first cell is one of `staleness`."""
+    """One setting changes at a time; the first cell is one of `staleness`.
+
+    Weights are sent for an evaluation too, so that none is made between two syncs.
+    """
     changes: list[tuple[tuple[str, object], ...]] = [()]
-    changes += [(("sync_every", k),) for k in (4, 10, 20)]
+    changes += [(("sync_every", k), ("eval_every", e)) for k, e in ((4, 20), (10, 10), (40, 40))]
     changes += [(("beta", f"0.1@0,{last}@40"),) for last in (0.1, 0.02, 0.005, 0.001)]
     for B, K in ((32, 4), (4, 32)):
         sizes = ("prompts_per_step", B), ("trained_per_prompt", K), ("searched_per_prompt", K)
@@ -699,7 +702,7 @@ def tables(of: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
         "sweep": ("of", rate, lambda r: f"rate {r['learning_rate']:g}", shown),
         "staleness": ("objective", objective_of, lambda r: f"lag {r['lag']}", reward_in_budget),
         "pareto": ("objective", objective_of, lambda r: f"price {price_of(r):g}", reward_at_kl),
-        "replay": ("objective", objective_of, flags_of, reward_in_budget),
+        "replay": ("replay", flags_of, objective_of, reward_in_budget),
         "settings": ("setting", flags_of, objective_of, reward_in_budget),
         "redteam": (
             "objective", lambda r: f"{objective_of(r)}, {r['mode']}",
@@ -718,9 +721,10 @@ def tables(of: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
             yield experiment, searchers_table(records)
         else:
             yield experiment, table(records, *layouts[experiment])
-        if experiment == "staleness":
-            yield "staleness, at the end", table(records, *layouts[experiment][:3], reward_at_kl)
-            yield "diversity", table(records, *layouts[experiment][:3], share_of_distinct)
+        if experiment in ("staleness", "settings", "replay"):
+            own = layouts[experiment][:3]
+            yield f"{experiment}, at the end", table(records, *own, reward_at_kl)
+            yield f"{experiment}, diversity", table(records, *own, share_of_distinct)
 
 
 def line_over(axes, points: dict[float, list[float]], label: str) -> None:
