@@ -164,7 +164,7 @@ SWEPT_LAGS = (0, 10, 40)  # others have the learning rate of the next smaller on
 WIDER = {  # their best rate was the largest, so that a larger one is tried
     ("proximal_rloo", 10), ("grpo", 10), ("proximal_rloo", 40), ("dr_grpo", 40), ("grpo", 40),
 }  # fmt: skip
-BETAS = {"tldr": (0.05, 0.2, 0.8), "redteam": (0.1, 0.3, 1.0)}
+BETAS = {"tldr": (0.05, 0.8), "redteam": (0.1, 1.0)}
 SLOW = {"1:1": (0.012, 0.3), "4:1": (0.05, 0.3)}  # seconds of a decode step, an optimizer step
 SLOW_SEARCHERS = (0.03, 0.3)
 
