@@ -16,7 +16,7 @@ same data, batches and number of steps; what the experiment is about differs, an
 objective has the learning rate that is best for it at this lag, on a seed that is not reported
 (`sweep`), and clips gradients at twice their usual norm in its first steps on-policy. Every 10
 steps responses are sampled at temperature 1. Objectives price a KL differently or not at all, so
-they are compared by the reward that they reach within BUDGET nats, wherever else they go.
+they are compared by the reward that they reach within a budget of KL, wherever else they go.
 
 The experiments, which `grid` lists:
 
@@ -148,7 +148,7 @@ def make_task(folder: Path) -> None:
 
 BETA = 0.02
 KL_COEFFICIENT = 0.04  # of GRPO, as published
-BUDGET = 6.0  # nats a response
+BUDGETS = {"reward": 6.0, "win_rate": 3.0}  # nats a response
 COLLAPSED = 50.0  # nats at the end
 SEEDS = (1, 2, 3)
 SWEPT_ON = 100  # the seed of the sweep
@@ -162,7 +162,9 @@ OBJECTIVES = tuple(CLIPPED_AT)
 LAGS = (0, 10, 40, 2, 5, 16)  # in the order in which they are run
 SWEPT_LAGS = (0, 10, 40)  # others have the learning rate of the next smaller one
 WIDER = {  # their best rate was the largest, so that a larger one is tried
-    ("proximal_rloo", 10), ("grpo", 10), ("proximal_rloo", 40), ("dr_grpo", 40), ("grpo", 40),
+    ("valence", "proximal_rloo", 10): 1e-2, ("valence", "grpo", 10): 1e-2,
+    ("valence", "proximal_rloo", 40): 1e-2, ("valence", "dr_grpo", 40): 1e-2,
+    ("valence", "grpo", 40): 1e-2, ("tldr", "tb", 10): 1e-3, ("tldr", "proximal_rloo", 10): 1e-3,
 }  # fmt: skip
 BETAS = {"tldr": (0.05, 0.8), "redteam": (0.1, 1.0)}
 SLOW = {"1:1": (0.012, 0.3), "4:1": (0.05, 0.3)}  # seconds of a decode step, an optimizer step
@@ -203,9 +205,8 @@ Rate = Callable[..., float]  # the best learning rate: (objective, lag, task, mo
 
 def rates_of(objective: str, lag: int, task: str) -> tuple[float, ...]:
     """The learning rates that are tried."""
-    if task == "valence" and (objective, lag) in WIDER:
-        return (*RATES[task], 1e-2)
-    return RATES[task]
+    of = task, objective, lag
+    return (*RATES[task], WIDER[of]) if of in WIDER else RATES[task]
 
 
 def sweep(_: Rate) -> list[Cell]:
@@ -215,8 +216,9 @@ def sweep(_: Rate) -> list[Cell]:
     ]  # fmt: skip
     for rate in RATES["redteam"]:
         cells += [redteam_cell(o, rate, SWEPT_ON, mode) for o, mode in RED_TEAMERS]
-    for rate in RATES["tldr"]:
-        cells += [tldr_cell(o, rate, SWEPT_ON) for o in SUMMARIZERS]
+    cells += [
+        tldr_cell(o, rate, SWEPT_ON) for o in SUMMARIZERS for rate in rates_of(o, TLDR_LAG, "tldr")
+    ]
     return cells
 
 
@@ -331,16 +333,17 @@ def redteam(rate: Rate) -> list[Cell]:
     ]  # fmt: skip
 
 
+TLDR_LAG = 10
 SUMMARIZERS = ("tb", "proximal_rloo", "online_dpo")
 
 
 def tldr_cell(objective: str, rate: float, seed: int, beta: float = 0.2) -> Cell:
-    return Cell(objective, rate, 10, seed, beta, 60, "tldr")
+    return Cell(objective, rate, TLDR_LAG, seed, beta, 60, "tldr")
 
 
 def tldr(rate: Rate) -> list[Cell]:
     return [
-        tldr_cell(o, rate(o, 10, "tldr"), seed, beta)
+        tldr_cell(o, rate(o, TLDR_LAG, "tldr"), seed, beta)
         for seed in SEEDS for beta in BETAS["tldr"] for o in SUMMARIZERS
     ]  # fmt: skip
 
@@ -352,12 +355,17 @@ EXPERIMENTS = {
 
 
 def within_budget(record: dict) -> float:
-    """The highest reward of a run's evaluations, and between two of them, at a KL within BUDGET."""
-    path = [(e["kl"], e["reward"]) for e in record["evaluations"]]
-    rewards = [reward for kl, reward in path if kl <= BUDGET]
+    """The highest reward (or win rate) within its budget of KL.
+
+    Of a run's evaluations, and between two of them.
+    """
+    metric = "win_rate" if "win_rate" in record["after"] else "reward"
+    budget = BUDGETS[metric]
+    path = [(e["kl"], e[metric]) for e in record["evaluations"]]
+    rewards = [reward for kl, reward in path if kl <= budget]
     for (kl, reward), (next_kl, next_reward) in itertools.pairwise(path):
-        if (kl - BUDGET) * (next_kl - BUDGET) < 0:  # it leaves or comes back: interpolate
-            rewards.append(reward + (next_reward - reward) * (BUDGET - kl) / (next_kl - kl))
+        if (kl - budget) * (next_kl - budget) < 0:  # it leaves or comes back: interpolate
+            rewards.append(reward + (next_reward - reward) * (budget - kl) / (next_kl - kl))
     return max(rewards)
 
 
@@ -368,14 +376,9 @@ def has_collapsed(record: dict) -> bool:
 
 def score(record: dict) -> float:
     """What a learning rate is chosen by."""
-    after = record["after"]
-    match record["task"]:
-        case "redteam":
-            return after["attack_success_rate"] * after["cosine_distance"]
-        case "tldr":
-            return after["win_rate"] - record["beta"] * after["kl"]
-        case _:
-            return -1.0 if has_collapsed(record) else within_budget(record)
+    if record["task"] == "redteam":
+        return record["after"]["attack_success_rate"] * record["after"]["cosine_distance"]
+    return -1.0 if has_collapsed(record) else within_budget(record)
 
 
 class NotSwept(Exception):
@@ -436,7 +439,7 @@ def command_of(cell: Cell, files: Path, out: Path) -> list[str]:
     else:
         command = ["bash", str(ROOT / f"run_{cell.task}.sh"), "--tiny"]
     if cell.task == "tldr":
-        flags["eval_temperature"] = 1.0  # at which its KL is measured
+        flags |= {"eval_temperature": 1.0, "eval_every": 20}  # at which its KL is measured
     if cell.mode != "asynchronous":
         command.append("--synchronous")
     if cell.mode == "replay":
@@ -708,7 +711,7 @@ def tables(of: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
             "objective", lambda r: f"{objective_of(r)}, {r['mode']}",
             lambda r: f"beta {r['beta']:g}", success_at_distance,
         ),
-        "tldr": ("objective", objective_of, lambda r: f"beta {r['beta']:g}", win_rate_at_kl),
+        "tldr": ("objective", objective_of, lambda r: f"beta {r['beta']:g}", reward_in_budget),
     }  # fmt: skip
     for experiment, records in of.items():
         if not records:
@@ -721,6 +724,8 @@ def tables(of: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
             yield experiment, searchers_table(records)
         else:
             yield experiment, table(records, *layouts[experiment])
+        if experiment == "tldr":
+            yield "tldr, at the end", table(records, *layouts[experiment][:3], win_rate_at_kl)
         if experiment in ("staleness", "settings", "replay"):
             own = layouts[experiment][:3]
             yield f"{experiment}, at the end", table(records, *own, reward_at_kl)
@@ -755,12 +760,12 @@ def draw_objectives(of: dict[str, list[dict]], frontier: list, path: Path) -> No
                     label = objective if r["seed"] == SEEDS[0] else None
                     axes.plot(kls, rewards, ".-", color=f"C{i}", label=label, alpha=0.7)
             axes.set(title=f"lag {lag}", xlabel="KL to the reference, nats a response")
-    left.set(xlabel="steps of lag", ylabel=f"reward within {BUDGET:g} nats")
+    left.set(xlabel="steps of lag", ylabel=f"reward within {BUDGETS['reward']:g} nats")
     left.set_xticks(range(len(lags)), map(str, lags))
     for axes in others:
         xs, ys = [kl for _, kl, _ in frontier], [reward for *_, reward in frontier]
         axes.plot(xs, ys, "k--", label="best of n")
-        axes.axvline(BUDGET, color="black", lw=0.8)
+        axes.axvline(BUDGETS["reward"], color="black", lw=0.8)
         axes.set(ylabel="reward", xscale="symlog", xlim=(0, None))
     handles, labels = others[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)

@@ -181,7 +181,7 @@ def test_the_valence_of_texts():
 
 def test_the_reward_within_a_budget_and_the_choice_of_rates():
     claims = runpy.run_path(str(ROOT / "bench" / "claims.py"))
-    assert claims["BUDGET"] == 6
+    assert claims["BUDGETS"]["reward"] == 6
 
     def record(*path, seed=100, rate=1e-3, lag=0, code=0):
         evaluations = [{"kl": kl, "reward": reward} for kl, reward in path]
