@@ -26,7 +26,7 @@ The experiments, which `grid` lists:
 * replay: half of each batch from the buffer instead of searched; m; drawn by reward or uniformly;
 * settings: steps between syncs, the last beta, S and K;
 * speed: asynchronous against lockstep in processes that sleep for a GPU's work, at two ratios of
-  generation to training, with 1 to 4 Searchers;
+  generation to training, with 1 to 7 Searchers;
 * searchers: red-teaming with 1 to 8 Searchers and a slowed Trainer, after equally many steps;
 * redteam, tldr: success against diversity, win rate against KL, on the scripts' tiny tasks.
 """
@@ -293,7 +293,7 @@ def speed(rate: Rate) -> list[Cell]:
     """Lockstep also with a lag of 1: generation beside training, but each waits for the other."""
     cells = []
     for seed in SEEDS:
-        for ratio, counts in (("1:1", (1,)), ("4:1", (1, 2, 4))):
+        for ratio, counts in (("1:1", (1,)), ("4:1", (1, 2, 4, 7))):
             slow = SLOW[ratio]
             cells += [Cell("tb", rate("tb", 0), L, seed, steps=60, slow=slow) for L in (0, 1)]
             for count in counts:

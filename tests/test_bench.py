@@ -258,7 +258,8 @@ def test_cells_of_the_papers_claims(tmp_path):
             assert cell["constants"]["step"] > cell["slow"][1]  # it sleeps, and works
         if cell["mode"] == "lockstep" and cell["task"] == "redteam":
             assert cell["staleness"] < 0.05  # on-policy, but for attacks that were made twice
-    for title in ("sweep", "staleness", "diversity", "speed", "searchers", "redteam", "tldr"):
+    titles = "sweep", "staleness", "staleness, diversity", "speed", "searchers", "redteam", "tldr"
+    for title in titles:
         assert f"\n{title}\n\n| " in done.stdout
     for name in ("objectives", "speed", "redteam"):
         assert (tmp_path / "quick" / f"{name}.png").stat().st_size > 10_000
