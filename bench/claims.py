@@ -354,12 +354,17 @@ EXPERIMENTS = {
 }
 
 
+def metric_of(record: dict) -> str:
+    """What an evaluation of its task is about."""
+    return "win_rate" if "win_rate" in record["after"] else "reward"
+
+
 def within_budget(record: dict) -> float:
     """The highest reward (or win rate) within its budget of KL.
 
     Of a run's evaluations, and between two of them.
     """
-    metric = "win_rate" if "win_rate" in record["after"] else "reward"
+    metric = metric_of(record)
     budget = BUDGETS[metric]
     path = [(e["kl"], e[metric]) for e in record["evaluations"]]
     rewards = [reward for kl, reward in path if kl <= budget]
@@ -556,9 +561,8 @@ def reward_in_budget(records: list[dict]) -> str:
 
 def reward_at_kl(records: list[dict]) -> str:
     """The same at the end, and the KL there."""
-    after = [r["after"] for r in records]
-    reward = mean_and_spread([a["reward"] for a in after], 2)
-    kl = mean_and_spread([a["kl"] for a in after], 1)
+    reward = mean_and_spread([r["after"][metric_of(r)] for r in records], 2)
+    kl = mean_and_spread([r["after"]["kl"] for r in records], 1)
     return f"{reward} at {kl}"
 
 
@@ -571,12 +575,6 @@ def success_at_distance(records: list[dict]) -> str:
     after = [r["after"] for r in records]
     success = mean_and_spread([a["attack_success_rate"] for a in after], 2)
     return f"{success} at {mean_and_spread([a['cosine_distance'] for a in after], 2)}"
-
-
-def win_rate_at_kl(records: list[dict]) -> str:
-    after = [r["after"] for r in records]
-    wins = mean_and_spread([a["win_rate"] for a in after], 2)
-    return f"{wins} at {mean_and_spread([a['kl'] for a in after], 1)}"
 
 
 Key = Callable[[dict], object]
@@ -724,12 +722,11 @@ def tables(of: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
             yield experiment, searchers_table(records)
         else:
             yield experiment, table(records, *layouts[experiment])
-        if experiment == "tldr":
-            yield "tldr, at the end", table(records, *layouts[experiment][:3], win_rate_at_kl)
-        if experiment in ("staleness", "settings", "replay"):
+        if experiment in ("staleness", "settings", "replay", "tldr"):
             own = layouts[experiment][:3]
             yield f"{experiment}, at the end", table(records, *own, reward_at_kl)
-            yield f"{experiment}, diversity", table(records, *own, share_of_distinct)
+            if experiment != "tldr":  # it counts no distinct responses
+                yield f"{experiment}, diversity", table(records, *own, share_of_distinct)
 
 
 def line_over(axes, points: dict[float, list[float]], label: str) -> None:
