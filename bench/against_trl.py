@@ -37,7 +37,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import claims  # beside this file
+import claims  # beside this file; it finds the tests' folder
+from harness import read_lines
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -213,7 +214,7 @@ def run_tba(args: argparse.Namespace, seed: int, rate: float, out: Path) -> list
     command += [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, stdout=-3, stderr=-3, env=environment)
-    records = lambda name: claims.read_lines(out / name)
+    records = lambda name: read_lines(out / name)
     began = (out / "config.json").stat().st_mtime - launched  # when "seconds" were about 0
     seconds = {r["step"]: r["seconds"] for r in records("metrics.jsonl")} | {0: 0.0}
     times = lambda step: (began + seconds[step], seconds[step])

@@ -52,6 +52,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
 import scaling  # slows the processes of a run whose environment says so
+from harness import read_lines
 
 import tba
 
@@ -460,10 +461,6 @@ def model_of(cell: Cell) -> scaling.Setting:
         M, np.ones(1), 0.0, steps=cell.steps, B=8, K=16, S=16, slots=128, lookahead=1.0,
         whole_batches=True, initial=128,
     )  # fmt: skip
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run(cell: Cell, files: Path, results: Path) -> dict:

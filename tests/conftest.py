@@ -1,6 +1,5 @@
 """Fixtures: the tiny models and data, and tba.py as a command."""
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from harness import Run, processes_of
+from harness import Run, processes_of, read_lines  # noqa: F401
 
 import tba
 
@@ -134,11 +133,6 @@ def run_tba(args: list[str], code: int = 0, timeout: float = 240) -> tuple[str, 
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
     return out, err
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The records of a .jsonl file; of a run under way, those that are there as a whole."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def trainer_of(gsm8k: Path, out: Path, **flags: object) -> tba.Trainer:

@@ -1,5 +1,6 @@
 """Runs of tba.py under faults: for the tests, and for bench/soak.py."""
 
+import json
 import os
 import re
 import subprocess
@@ -48,6 +49,11 @@ def searcher_pids(trainer: int) -> list[int]:
         if b"multiprocessing.forkserver" in command:
             parents[pid] = parent
     return [pid for pid, parent in parents.items() if parent in parents]
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The records of a .jsonl file; of a run under way, those that are there as a whole."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def steps_of(out: Path) -> int:
