@@ -99,7 +99,7 @@ def train_with_trl(args: argparse.Namespace) -> list[tuple[int, float, float, fl
             history.append((state.global_step, *times, accuracy()))
             model.train()
             paused += time.time() - now
-            control.should_training_stop = history[-1][-1] >= args.target
+            control.should_training_stop |= history[-1][-1] >= args.target
 
     def reward(prompts, completions, answer, **_) -> list[float]:
         return task.rewards([{"answer": a} for a in answer], completions, None).astype(float)

@@ -290,6 +290,24 @@ def settings(rate: Rate) -> list[Cell]:
     return [Cell("tb", rate("tb", 0), 0, seed, flags=flags) for seed in SEEDS for flags in changes]
 
 
+STALEST = {"lag 40": (40, ()), "k = 40": (0, (("sync_every", 40), ("eval_every", 40)))}
+BOUNDED = (("tb", ()), ("tba_prime", ()), ("tba_prime", (("ratio_limit", 8),)),
+           ("proximal_rloo", ()))  # fmt: skip
+
+
+def bounded(rate: Rate) -> list[Cell]:
+    """Where `tb` collapses: does a bound on the ratio to the sampling policy prevent it?
+
+    `tba_prime` is `tb` with its gradient as advantages, which --ratio_limit can bound;
+    `proximal_rloo` clips. Half of the cells are those of `staleness` and `settings`.
+    """
+    rates = {"lag 40": 40, "k = 40": 10}  # steps between two syncs are some 20 steps old
+    return [
+        Cell(o, rate(o, rates[where]), lag, seed, flags=(*flags, *more))
+        for seed in SEEDS for where, (lag, flags) in STALEST.items() for o, more in BOUNDED
+    ]  # fmt: skip
+
+
 def speed(rate: Rate) -> list[Cell]:
     """Lockstep also with a lag of 1: generation beside training, but each waits for the other."""
     cells = []
@@ -351,7 +369,18 @@ def tldr(rate: Rate) -> list[Cell]:
 
 EXPERIMENTS = {
     of.__name__: of
-    for of in (sweep, staleness, pareto, replay, settings, speed, searchers, redteam, tldr)
+    for of in (
+        sweep,
+        staleness,
+        pareto,
+        replay,
+        settings,
+        bounded,
+        speed,
+        searchers,
+        redteam,
+        tldr,
+    )
 }
 
 
@@ -601,6 +630,17 @@ def objective_of(record: dict) -> str:
     return f"`{record['objective']}`"
 
 
+def bound_of(record: dict) -> str:
+    """An objective of `bounded`, with its limit if it has one."""
+    limit = dict(record["flags"]).get("ratio_limit")
+    return objective_of(record) + (f", ratio limit {limit}" if limit else "")
+
+
+def stalest_of(record: dict) -> str:
+    """Where in `bounded` a cell has old data from."""
+    return "lag 40" if record["lag"] else "k = 40"
+
+
 TARGET = 0.3  # of `speed`: the mean reward of the responses of SMOOTHED steps
 SMOOTHED = 8
 
@@ -702,6 +742,7 @@ def tables(of: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
         "pareto": ("objective", objective_of, lambda r: f"price {price_of(r):g}", reward_at_kl),
         "replay": ("replay", flags_of, objective_of, reward_in_budget),
         "settings": ("setting", flags_of, objective_of, reward_in_budget),
+        "bounded": ("objective", bound_of, stalest_of, reward_in_budget),
         "redteam": (
             "objective", lambda r: f"{objective_of(r)}, {r['mode']}",
             lambda r: f"beta {r['beta']:g}", success_at_distance,
@@ -719,7 +760,7 @@ def tables(of: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
             yield experiment, searchers_table(records)
         else:
             yield experiment, table(records, *layouts[experiment])
-        if experiment in ("staleness", "settings", "replay", "tldr"):
+        if experiment in ("staleness", "settings", "bounded", "replay", "tldr"):
             own = layouts[experiment][:3]
             yield f"{experiment}, at the end", table(records, *own, reward_at_kl)
             if experiment != "tldr":  # it counts no distinct responses

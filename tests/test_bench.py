@@ -230,7 +230,7 @@ def test_the_grid_of_the_papers_claims():
         asked.add((objective, lag, task, mode))
         return 1e-3
 
-    for name in ("staleness", "replay", "speed", "searchers", "redteam", "tldr"):
+    for name in ("staleness", "replay", "bounded", "speed", "searchers", "redteam", "tldr"):
         claims["EXPERIMENTS"][name](rate)
     assert asked <= swept and len(asked) > 20
 
@@ -241,13 +241,13 @@ def test_cells_of_the_papers_claims(tmp_path):
     out = tmp_path / "claims"
     command = [sys.executable, str(ROOT / "bench" / "claims.py"), "--quick", "all"]
     command += ["--out", str(out), "--plots", str(tmp_path)]
-    for ran in (13, 0):  # that of `settings` is one of `staleness`
+    for ran in (14, 0):  # that of `settings` is one of `staleness`
         done = subprocess.run(command, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("{'step': 6, ") == ran
     out /= "quick"
     cells = [json.loads(path.read_text()) for path in out.glob("*-*.json")]
-    assert len(cells) == 13 and all(c["exit_code"] == 0 and c["steps_taken"] == 6 for c in cells)
+    assert len(cells) == 14 and all(c["exit_code"] == 0 and c["steps_taken"] == 6 for c in cells)
     assert {cell["task"] for cell in cells} == {"valence", "redteam", "tldr"}
     assert {cell["mode"] for cell in cells} == {"lockstep", "replay", "asynchronous"}
     for cell in cells:
@@ -258,8 +258,16 @@ def test_cells_of_the_papers_claims(tmp_path):
             assert cell["constants"]["step"] > cell["slow"][1]  # it sleeps, and works
         if cell["mode"] == "lockstep" and cell["task"] == "redteam":
             assert cell["staleness"] < 0.05  # on-policy, but for attacks that were made twice
-    titles = "sweep", "staleness", "staleness, diversity", "speed", "searchers", "redteam", "tldr"
-    for title in titles:
+    titles = (
+        "sweep",
+        "staleness",
+        "staleness, diversity",
+        "bounded",
+        "speed",
+        "searchers",
+        "redteam",
+    )
+    for title in (*titles, "tldr"):
         assert f"\n{title}\n\n| " in done.stdout
     for name in ("objectives", "speed", "redteam"):
         assert (tmp_path / "quick" / f"{name}.png").stat().st_size > 10_000
