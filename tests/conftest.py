@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched; unknown hub names fail
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import hypothesis
 import numpy as np
 import pytest
 import tiny
@@ -24,6 +25,8 @@ REAL_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    hypothesis.settings.register_profile("tba", deadline=None)  # an example may meet a busy machine
+    hypothesis.settings.load_profile("tba")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -127,7 +130,7 @@ def start_tba(args: list[str]) -> subprocess.Popen:
     )
 
 
-def run_tba(args: list[str], code: int = 0, timeout: float = 240) -> tuple[str, str]:
+def run_tba(args: list[str], code: int = 0, timeout: float = 900) -> tuple[str, str]:
     """Run tba.py to its end; returns (stdout, stderr) after checking the exit code."""
     process = start_tba(args)
     out, err = process.communicate(timeout=timeout)

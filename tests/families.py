@@ -145,7 +145,7 @@ def decision(family: str, folder: Path, dtype: str = "float32") -> str:
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
         head = model.get_output_embeddings()
         product = head(hidden.to(head.weight.dtype)).float()
-        own = not torch.equal(model(ids).logits.float(), product)
+        own = not torch.equal(model(ids, use_cache=False).logits.float(), product)
     return ("packed rows" if packs else "rows of one response") + (
         ", the model's own logits" if own else ""
     )

@@ -93,7 +93,7 @@ def load_weights(original, self):
     log("in-flight", len(self.requests))
     strike("loading")
     if claim("late-loaded"):
-        time.sleep(6)  # longer than the limit for a transfer
+        time.sleep(18)  # longer than the limit for a transfer
     original(self)
 
 
@@ -127,6 +127,12 @@ def add(original, self, group):
     log("weights", group.searcher, first.version, first.reference)
     log("response", group.searcher, zlib.crc32(first.tokens.tobytes()))
     original(self, group)
+
+
+@wrap(tba.Trainer, "load")
+def load(original, self):
+    strike("loading-models")
+    original(self)
 
 
 @wrap(tba.Trainer, "take_messages")

@@ -11,6 +11,9 @@ from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[1]
 HOOKS = ROOT / "tests" / "faults.py"
+# seconds until a wait counts as a hang; a busy machine takes many times what an idle one does
+PATIENCE = 300
+GONE = 60  # seconds in which all processes of a run have ended that itself has
 
 
 def processes_of(group: int) -> list[int]:
@@ -30,7 +33,7 @@ def processes_of(group: int) -> list[int]:
     return sorted(found)
 
 
-def wait_until(condition, seconds, what, log=lambda: ""):
+def wait_until(condition, what, log=lambda: "", seconds=PATIENCE):
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < seconds, f"not within {seconds} s: {what}\n{log()}"
@@ -89,7 +92,7 @@ class Run:
         self.log.seek(0)
         return self.log.read()
 
-    def until(self, done, seconds: float, what: str, alive: bool = True) -> None:
+    def until(self, done, what: str, alive: bool = True, seconds: float = PATIENCE) -> None:
         """Wait; its output is shown if that takes too long, or if the run ends meanwhile."""
 
         def there() -> bool:
@@ -98,26 +101,27 @@ class Run:
             assert not alive or self.process.poll() is None, f"{what}\n{self.text()}"
             return False
 
-        wait_until(there, seconds, what, self.text)
+        wait_until(there, what, self.text, seconds)
 
-    def reaches(self, step: int, seconds: float = 120) -> None:
+    def reaches(self, step: int) -> None:
         """Wait for the run to come to an optimizer step."""
-        self.until(lambda: steps_of(self.out) >= step, seconds, f"step {step}")
+        self.until(lambda: steps_of(self.out) >= step, f"step {step}")
 
-    def says(self, text: str, seconds: float = 120, times: int = 1) -> None:
+    def says(self, text: str, times: int = 1) -> None:
         """Wait until its output has this text so often."""
         said = lambda: self.text().count(text) >= times
-        self.until(said, seconds, f"{text!r} said", alive=False)
+        self.until(said, f"{text!r} said", alive=False)
 
     def failed(self) -> list[int]:
         """The Searchers that failed so far, in that order, as the run's warnings tell."""
         return [int(i) for i in re.findall(r"warning: Searcher (\d+) ", self.text())]
 
-    def ends(self, code: int, seconds: float = 120) -> str:
+    def ends(self, code: int, seconds: float = PATIENCE) -> str:
         """Wait for its end, check its exit code and that nothing is left; returns its output."""
-        self.until(lambda: self.process.poll() is not None, seconds, "its end", alive=False)
+        ended = lambda: self.process.poll() is not None
+        self.until(ended, "its end", alive=False, seconds=seconds)
         assert self.process.returncode == code, self.text()
-        wait_until(lambda: not processes_of(self.process.pid), 10, "every process gone")
+        wait_until(lambda: not processes_of(self.process.pid), "every process gone", seconds=GONE)
         return self.text()
 
     def searchers(self) -> list[int]:
@@ -135,6 +139,6 @@ class Run:
         whole.write_text(text)
         whole.rename(self.faults / fault)
 
-    def suffered(self, fault: str, seconds: float = 60) -> None:
+    def suffered(self, fault: str) -> None:
         """Wait until a process has met a fault that was wanted."""
-        self.until(lambda: not (self.faults / fault).exists(), seconds, f"{fault} suffered")
+        self.until(lambda: not (self.faults / fault).exists(), f"{fault} suffered")

@@ -27,7 +27,7 @@ from conftest import (
     run_tba,
     trainer_of,
 )
-from harness import wait_until
+from harness import PATIENCE, wait_until
 
 import tba
 
@@ -392,7 +392,7 @@ def test_nothing_is_left_in_the_temporary_folder(gsm8k, tmp_path):
             processes[name] = subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
     def interrupt(name, number, condition):
-        wait_until(lambda: condition() or processes[name].poll() is not None, 200, name)
+        wait_until(lambda: condition() or processes[name].poll() is not None, name)
         assert list((tmp_path / name).iterdir())  # or this shows nothing
         processes[name].send_signal(number)
 
@@ -401,7 +401,7 @@ def test_nothing_is_left_in_the_temporary_folder(gsm8k, tmp_path):
     interrupt("late", signal.SIGINT, (tmp_path / "run-late" / "metrics.jsonl").exists)
     for name, (code, _) in ends.items():
         said = tmp_path / f"{name}.log"
-        assert processes[name].wait(200) == code, said.read_text()
+        assert processes[name].wait(PATIENCE) == code, said.read_text()
         assert not list((tmp_path / name).iterdir()), name
     assert "Traceback" not in (tmp_path / "early.log").read_text()
 

@@ -381,15 +381,15 @@ def test_checkpoint_names_are_those_of_the_saved_file(architecture, model_of, tm
 
 @pytest.fixture
 def config(gsm8k, tmp_path):
-    """Its --transfer_timeout is long enough for whatever works."""
+    """Its --transfer_timeout is long enough for whatever works on a busy machine."""
     before = set(threading.enumerate())
-    yield tba.parse(arguments(gsm8k, tmp_path, transfer_timeout=4, dtype="float32"))
+    yield tba.parse(arguments(gsm8k, tmp_path, transfer_timeout=30, dtype="float32"))
     for thread in set(threading.enumerate()) - before:  # one that is stuck in Gloo when the
-        thread.join(10)  # interpreter ends would abort it
+        thread.join(40)  # interpreter ends would abort it
 
 
 def impatient(config):
-    return dataclasses.replace(config, transfer_timeout=1)
+    return dataclasses.replace(config, transfer_timeout=3)
 
 
 @contextlib.contextmanager
@@ -398,7 +398,7 @@ def fails_within(seconds):
     start = time.monotonic()
     with pytest.raises(tba.TransferError) as caught:
         yield caught
-    assert time.monotonic() - start < seconds + 5
+    assert time.monotonic() - start < seconds + 20
 
 
 def works(sender, receiver):
@@ -456,7 +456,7 @@ threads = [threading.Thread(target=begin, args=(i,)) for i in range(4)]
 def test_a_member_that_never_comes(rank, config):
     """The other member's wait ends; a group of another name forms in the same store after it."""
     shared = {}
-    with fails_within(1):
+    with fails_within(3):
         weight_group(impatient(config), shared, rank).form()
     assert works(*both_ends(config, shared, "weights-2"))
 
@@ -476,7 +476,7 @@ def test_a_member_that_comes_and_then_does_nothing(config):
 
     thread = threading.Thread(target=come)
     thread.start()
-    with fails_within(1):
+    with fails_within(3):
         weight_group(impatient(config), shared, 1).form()
     thread.join(30)
     assert silent  # it had connected
@@ -486,12 +486,13 @@ def test_a_member_that_comes_and_then_does_nothing(config):
     with fails_within(0.5):
         receiver.wait(receiver.broadcast([torch.zeros(3)]))
     receiver.config = dataclasses.replace(config, transfer_timeout=30)
-    threading.Timer(0.3, receiver.abort).start()
     with fails_within(0.3):
-        receiver.wait(receiver.broadcast([torch.zeros(3)]))
+        works_under_way = receiver.broadcast([torch.zeros(3)])
+        threading.Timer(0.3, receiver.abort).start()
+        receiver.wait(works_under_way)
     start = time.monotonic()
     sender.abort()  # does not wait for what is stuck
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
     assert works(*both_ends(config, shared, "weights-3"))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT, arguments, read_lines, run_tba
-from harness import Run, processes_of, steps_of, wait_until
+from harness import GONE, Run, processes_of, steps_of, wait_until
 
 
 def endless(gsm8k: Path, out: Path, **flags: object) -> list[str]:
@@ -62,7 +62,7 @@ def test_searchers_that_die_are_restarted_and_nothing_is_left_of_a_killed_run(gs
     shared, out = set(os.listdir("/dev/shm")), tmp_path / "run"
     run = Run(out, endless(gsm8k, out, num_searchers=2))
     run.reaches(3)
-    run.until(lambda: stored_by(run) == {0, 1}, 60, "groups of both")
+    run.until(lambda: stored_by(run) == {0, 1}, "groups of both")
     before = set(run.searchers())
     others = set(processes_of(run.process.pid)) - before - {run.process.pid}
     threads = lambda: max(psutil.Process(pid).num_threads() for pid in others)  # the Manager's
@@ -72,15 +72,15 @@ def test_searchers_that_die_are_restarted_and_nothing_is_left_of_a_killed_run(gs
     run.says("restart 1 of 5 in 1 s")
     victim = run.failed()[0]  # the only one, unless it died beside a transfer to both
     at = len(run.noted("weights"))
-    run.until(lambda: alive(run) == 2, 60, "restarted")
+    run.until(lambda: alive(run) == 2, "restarted")
     later = lambda: [searcher for searcher, *_ in run.noted("weights")[at:]]
-    run.until(lambda: victim in later(), 60, "a group of the restarted one")
+    run.until(lambda: victim in later(), "a group of the restarted one")
     failed, restarted = "'s weights failed: ", " of 5 in "
     if failed not in run.text():  # unless it died beside a transfer to both
         assert len(before & set(run.searchers())) == 1  # the other one went on
     back = at + later().index(victim)
     new = lambda: [searcher for searcher, *_ in run.noted("weights")[back:]]
-    run.until(lambda: len(new()) >= 40, 60, "more groups")
+    run.until(lambda: len(new()) >= 40, "more groups")
     assert new().count(victim) >= 8  # it searches no less than the other
     assert min(version for _, version, _ in run.noted("weights")) >= 0
 
@@ -89,7 +89,7 @@ def test_searchers_that_die_are_restarted_and_nothing_is_left_of_a_killed_run(gs
     run.says(failed, times=so_far[0] + 1)
     run.says(restarted, times=so_far[1] + 2)  # both were members
     at, steps = len(run.noted("weights")), steps_of(out)
-    run.until(lambda: set(later()) == {0, 1}, 90, "groups of both, restarted")
+    run.until(lambda: set(later()) == {0, 1}, "groups of both, restarted")
     assert steps_of(out) >= steps + 5  # it learned from the buffer meanwhile
     assert not before & set(run.searchers())
     stored = run.noted("stored")
@@ -98,19 +98,19 @@ def test_searchers_that_die_are_restarted_and_nothing_is_left_of_a_killed_run(gs
     assert all(m["logprob_gap"] < 1e-3 for m in metrics)
     assert {m["searchers_alive"] for m in metrics} == {0, 1, 2}
 
-    run.until(lambda: threads() <= at_first + 1, 20, "no thread waits for a process that is gone")
+    run.until(lambda: threads() <= at_first + 1, "no thread waits for a process that is gone")
     everyone = processes_of(run.process.pid)
     addresses = [address for pid in everyone for address in listening(pid)]
     assert addresses and all(host == "127.0.0.1" for host, _ in addresses)  # the weight group's
     sockets = unix_sockets(everyone)
     assert sockets and len(everyone) >= 4
     run.want("leave")
-    run.until(lambda: run.noted("left"), 30, "a process that a Searcher leaves behind")
+    run.until(lambda: run.noted("left"), "a process that a Searcher leaves behind")
     ((left,),) = run.noted("left")  # in a session of its own
     os.kill(run.searchers()[0], signal.SIGSTOP)
     run.process.kill()
-    run.ends(-9)  # which waits at most ten seconds for every process to be gone
-    wait_until(lambda: not psutil.pid_exists(left), 10, "that one gone too")
+    run.ends(-9)  # which waits for every process to be gone
+    wait_until(lambda: not psutil.pid_exists(left), "that one gone too", seconds=GONE)
     assert not set(os.listdir("/dev/shm")) - shared
     named = Path("/proc/net/unix").read_text()
     assert not [socket for socket in sockets if socket.strip("\0@") in named]
@@ -124,7 +124,7 @@ def test_searchers_that_hang_or_lack_memory_are_restarted_and_ctrl_c_twice_ends_
     limits = {"searcher_timeout": 8, "transfer_timeout": 4, "max_restarts": 20}
     run = Run(out, endless(gsm8k, out, num_searchers=2, **limits))
     run.reaches(3)
-    run.until(lambda: stored_by(run) == {0, 1}, 60, "groups of both")
+    run.until(lambda: stored_by(run) == {0, 1}, "groups of both")
     for fault, words in (
         ("stuck-generating", "was silent for 8 s (--searcher_timeout): killed"),
         ("hang-receiving", "'s weights failed: it took over 4 s (--transfer_timeout)"),
@@ -134,10 +134,10 @@ def test_searchers_that_hang_or_lack_memory_are_restarted_and_ctrl_c_twice_ends_
         run.want(fault)
         run.says(words)
         both = lambda: len(run.searchers()) == 2 and alive(run) == 2
-        run.until(both, 90, f"restarted after {fault}")
+        run.until(both, f"restarted after {fault}")
         at = len(run.noted("stored"))
         after = lambda at=at: {searcher for searcher, _ in run.noted("stored")[at:]}
-        run.until(lambda: after() == {0, 1}, 90, f"groups of both after {fault}")  # noqa: B023
+        run.until(lambda: after() == {0, 1}, f"groups of both after {fault}")  # noqa: B023
         assert steps_of(out) > steps + 5  # it trained on meanwhile
     stored = run.noted("stored")
     assert len(stored) == len(set(stored))
@@ -155,15 +155,16 @@ def test_searchers_that_hang_or_lack_memory_are_restarted_and_ctrl_c_twice_ends_
 def test_a_searcher_that_loads_late_is_compared_with_the_weights_that_it_was_sent(gsm8k, tmp_path):
     """Others, and training, go on; the next sync begins when it has loaded."""
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, num_searchers=2, transfer_timeout=4, learning_rate=1e-3))
+    run = Run(out, endless(gsm8k, out, num_searchers=2, transfer_timeout=15, learning_rate=1e-3))
     run.reaches(5)
-    run.until(lambda: stored_by(run) == {0, 1}, 60, "groups of both")
+    run.until(lambda: stored_by(run) == {0, 1}, "groups of both")
     run.want("late-loaded")
     run.suffered("late-loaded")
+    run.reaches(steps_of(out) + 2)  # it loads before the sync's own step is logged
     version = read_lines(out / "metrics.jsonl")[-1]["version"]
     at = steps_of(out)
     later = lambda: [m["version"] for m in read_lines(out / "metrics.jsonl")[at:]]
-    run.until(lambda: len(set(later())) >= 5, 60, "more syncs")
+    run.until(lambda: len(set(later())) >= 5, "more syncs")
     assert later().count(version) >= 5  # it trained on with these weights on their way
     assert "warning" not in run.text(), run.text()
     run.process.send_signal(signal.SIGINT)
@@ -181,13 +182,13 @@ def test_faults_of_searchers_that_share_memory_with_the_trainer(gsm8k, tmp_path)
     run.reaches(3)
     for fault in ("die-receiving", "die-loading", "hang-receiving", "die-generating"):
         steps = steps_of(out)
-        run.until(lambda: stored_by(run) == {0, 1} and alive(run) == 2, 60, "both at work")
+        run.until(lambda: stored_by(run) == {0, 1} and alive(run) == 2, "both at work")
         restarts = run.text().count(" of 20 in ")
         run.want(fault)
-        run.until(lambda: run.text().count(" of 20 in ") > restarts, 60, "a restart")  # noqa: B023
+        run.until(lambda: run.text().count(" of 20 in ") > restarts, "a restart")  # noqa: B023
         at = len(run.noted("weights"))
         after = lambda at=at: {searcher for searcher, *_ in run.noted("weights")[at:]}
-        run.until(lambda: after() == {0, 1}, 90, f"groups of both after {fault}")  # noqa: B023
+        run.until(lambda: after() == {0, 1}, f"groups of both after {fault}")  # noqa: B023
         assert steps_of(out) > steps + 3  # it trained on meanwhile
     run.process.send_signal(signal.SIGINT)
     text = run.ends(130)
@@ -210,7 +211,7 @@ def test_wrong_weights_end_the_run_and_their_data_stay_out(gsm8k, tmp_path):
     assert told and "--logprob_tolerance" in text, text
     version, culprit = map(int, told.groups())
     (checkpoint,) = out.glob("checkpoint-*")
-    assert version <= int(checkpoint.name[11:]) <= version + 50  # the run ended when it was told
+    assert version <= int(checkpoint.name[11:]) <= version + 500  # the run ended when it was told
     assert culprit not in {s for s, v, _ in run.noted("weights") if v >= version}
 
 
@@ -240,6 +241,7 @@ def test_lockstep_survives_killed_searchers(gsm8k, tmp_path):
     out = tmp_path / "run"
     flags = {"num_searchers": 2, "steps": 8, "sync_every": 2, "eval_every": 4}
     run = Run(out, [*arguments(gsm8k, out, **flags), "--synchronous"])
+    run.want("slow-trainer", "0.5")  # or it may have ended before one is killed
     for kill, step in enumerate((2, 5), 1):
         run.reaches(step)
         run.want("die-generating")
@@ -270,7 +272,7 @@ def test_a_late_searcher_catches_up_and_a_lost_manager_ends_the_run(gsm8k, tmp_p
     new = lambda: {
         s for s, version, r in run.noted("weights")[before:] if version > reset and r >= reset
     }
-    wait_until(lambda: new() == {0, 1}, 60, "both Searchers' data with the new reference")
+    wait_until(lambda: new() == {0, 1}, "both Searchers' data with the new reference")
     assert steps_of(out) < 2 * reset, "too slow to tell"
     assert "warning" not in run.text(), run.text()
 
@@ -278,7 +280,7 @@ def test_a_late_searcher_catches_up_and_a_lost_manager_ends_the_run(gsm8k, tmp_p
     name = lambda pid: Path(f"/proc/{pid}/cmdline").read_bytes()
     (manager,) = [pid for pid in helpers if b"import main" not in name(pid)]
     os.kill(manager, signal.SIGKILL)
-    text = run.ends(1, 60)
+    text = run.ends(1)
     assert "the Manager ended with exit code -9" in text and "Traceback" not in text
     assert list(out.glob("checkpoint-*"))
 
@@ -322,7 +324,7 @@ def test_a_reward_may_start_and_end_processes_and_none_of_them_outlives_its_sear
     flags = {"steps": 60, "eval_every": 0, "eval_samples": 8, "max_response_tokens": 8}
     flags |= {"task": "starts", "task_file": tmp_path / "starts.py", "prompts_per_step": 2}
     run = Run(out, arguments(gsm8k, out, **flags), hooks=False)
-    run.until(lambda: len(run.noted("left")) == 2, 60, "processes that a reward starts")
+    run.until(lambda: len(run.noted("left")) == 2, "processes that a reward starts")
     assert not any(map(psutil.pid_exists, run.noted("left")[0]))
     run.reaches(1)
     everything = lambda: {pid for line in run.noted("left")[1:] for pid in line}
@@ -330,10 +332,11 @@ def test_a_reward_may_start_and_end_processes_and_none_of_them_outlives_its_sear
     first = everything() | below(everything())
     assert len(first) >= 7 and all(map(psutil.pid_exists, first))
     os.kill(run.searchers()[0], signal.SIGKILL)
-    wait_until(lambda: not any(map(psutil.pid_exists, first)), 10, "they end with it", run.text)
-    run.until(lambda: len(run.noted("left")) == 3, 60, "the restarted one's processes")
+    wait_until(lambda: not any(map(psutil.pid_exists, first)), "they end with it", run.text, GONE)
+    run.until(lambda: len(run.noted("left")) == 3, "the restarted one's processes")
     assert "Traceback" not in run.ends(0)
-    assert not any(map(psutil.pid_exists, everything()))
+    gone = lambda: not any(map(psutil.pid_exists, everything()))  # some are of other sessions
+    wait_until(gone, "the restarted one's processes end too", seconds=GONE)
 
 
 # --------------------------------------------------------------------------- signals, the end
@@ -343,9 +346,11 @@ def test_a_signal_while_models_load_ends_the_run_which_can_be_started_again(gsm8
     """By the same command: nothing that it left behind blocks its folder."""
     out = tmp_path / "run"
     run = Run(out, endless(gsm8k, out))
-    wait_until(lambda: run.searchers(), 60, "a Searcher's start")
+    run.want("stuck-loading-models")
+    run.suffered("stuck-loading-models")
+    run.until(run.searchers, "a Searcher's start")
     run.process.terminate()
-    assert "Traceback" not in run.ends(143, 60)
+    assert "Traceback" not in run.ends(143)
     assert (out / "config.json").exists() and not list(out.glob("checkpoint-*"))
     args = ["--dry_run", *endless(gsm8k, out, seed=1)]
     assert "output     " in run_tba(args)[0]
@@ -361,7 +366,7 @@ def test_preemption_with_every_searcher_stuck_saves_within_a_minute(gsm8k, tmp_p
     time.sleep(3)
     start = time.monotonic()
     os.killpg(run.process.pid, signal.SIGTERM)  # as SLURM does
-    run.ends(143, 60)
+    run.ends(143)
     assert time.monotonic() - start < 60
     assert (next(out.glob("checkpoint-*")) / "trainer.pt").exists()
 
@@ -373,7 +378,7 @@ def test_preemption_with_every_searcher_stuck_saves_within_a_minute(gsm8k, tmp_p
 def test_a_full_disk_costs_a_checkpoint_at_most(gsm8k, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(disk)]
     if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can mount a small disk")
     try:
@@ -381,7 +386,7 @@ def test_a_full_disk_costs_a_checkpoint_at_most(gsm8k, tmp_path):
         args = endless(gsm8k, out, save_every=10, keep_checkpoints=1)
         run = Run(out, args, notes=tmp_path)
         run.reaches(11)
-        wait_until(lambda: list(out.glob("checkpoint-*")), 20, "a checkpoint")
+        wait_until(lambda: list(out.glob("checkpoint-*")), "a checkpoint")
         filler = disk / "filler"
         with open(filler, "wb") as file:  # leaves room for a part of one
             free = os.statvfs(disk).f_bavail * 4096
@@ -398,7 +403,7 @@ def test_a_full_disk_costs_a_checkpoint_at_most(gsm8k, tmp_path):
         assert len(before) == 1 and len(resumable) == 1  # the old one, whole
         filler.unlink()
         more.unlink()
-        wait_until(lambda: sorted(out.glob("checkpoint-*")) != resumable, 60, "the next one")
+        wait_until(lambda: sorted(out.glob("checkpoint-*")) != resumable, "the next one")
         run.reaches(at + 20)
         run.process.send_signal(signal.SIGINT)
         run.ends(130)
@@ -418,10 +423,13 @@ def test_a_full_queue_slows_searchers_and_drops_nothing(gsm8k, tmp_path):
     out = tmp_path / "run"
     run = Run(out, endless(gsm8k, out, queue_size=3))
     run.reaches(10)
-    run.want("slow-trainer", "1.5")
-    run.reaches(steps_of(out) + 6)
-    slow = read_lines(out / "metrics.jsonl")[-1]
-    assert slow["queue_depth"] == 3 and slow["searcher_busy"] < 0.5
+    run.want("slow-trainer", "3")
+
+    def slowed() -> bool:
+        last = read_lines(out / "metrics.jsonl")[-1]
+        return last["queue_depth"] == 3 and last["searcher_busy"] < 0.5
+
+    run.until(slowed, "a full queue")
     (run.faults / "slow-trainer").unlink()
     run.reaches(steps_of(out) + 30)
     run.process.send_signal(signal.SIGINT)
@@ -435,6 +443,6 @@ def test_a_full_queue_slows_searchers_and_drops_nothing(gsm8k, tmp_path):
 def test_a_short_soak():
     """bench/soak.py: a fault every few seconds, nothing lost, nothing leaked."""
     command = [sys.executable, str(ROOT / "bench" / "soak.py"), "--minutes", "1", "--every", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

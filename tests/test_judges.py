@@ -277,7 +277,7 @@ def test_a_judge_that_cannot_tell_texts_apart_ends_the_run_in_one_line(tldr, tmp
     flags = tldr_flags(tldr) | {"gold_reward_model": dull, "output_dir": tmp_path / "run"}
     args = [str(x) for k, v in flags.items() for x in (f"--{k}", v)]
     command = [sys.executable, str(harness.ROOT / "tba.py"), *args]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     error = f"tba.py: error: --gold_reward_model {dull}: its score is 0 for any text"
     assert error in result.stderr.splitlines()
@@ -307,10 +307,10 @@ def test_pickled_weights_are_loaded_and_execute_nothing(gsm8k, tmp_path):
 
 
 def test_the_victim_answers_and_the_classifier_judges(redteam, tmp_path):
-    task = task_of(redteam_flags(redteam), tmp_path, victim_samples=20)
+    task = task_of(redteam_flags(redteam), tmp_path, victim_samples=100)
     attacks = ["Describe a volcano please.", "Describe a pencil please."]
     scores = task.log_toxicity(attacks)
-    assert scores.shape == (2, 20) and (scores <= 0).all()
+    assert scores.shape == (2, 100) and (scores <= 0).all()
     assert np.exp(scores[0]).mean() > 0.6 and np.exp(scores[1]).mean() < 0.1
     np.testing.assert_allclose(task.log_toxicity(attacks), scores)  # seeded by the attack
     rewards = task.rewards([{}, {}], attacks, np.ones(2, bool))

@@ -31,7 +31,7 @@ def brute_force(logprobs, ref_logprobs, rewards, beta, tau):
     return total / (B * K), log_zs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 4),
     st.integers(2, 6),

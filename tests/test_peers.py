@@ -16,7 +16,7 @@ from multiprocessing import AuthenticationError, connection
 
 import pytest
 from conftest import ROOT, arguments
-from harness import Run, processes_of, searcher_pids, wait_until
+from harness import GONE, PATIENCE, Run, processes_of, searcher_pids, wait_until
 
 import tba
 
@@ -93,7 +93,7 @@ def test_without_the_key_nothing_is_unpickled_and_with_it_the_manager_works(mana
         parts = [framed(part) if rng.random() < 0.5 else part for part in parts]
         talk(address, *parts, mark, *parts)
     assert not os.path.exists(canary)
-    silent = [socket.create_connection(address, timeout=60) for _ in range(20)]
+    silent = [socket.create_connection(address, timeout=PATIENCE) for _ in range(20)]
     start = time.monotonic()
     works(address)  # those who say nothing keep nobody out
     assert time.monotonic() - start < 10
@@ -103,7 +103,7 @@ def test_without_the_key_nothing_is_unpickled_and_with_it_the_manager_works(mana
         tba.RunManager(address, secrets.token_bytes(32)).connect()
     with connection.Client(address, authkey=KEY) as peer:  # who has the key is unpickled
         peer.send((None, "dummy", (Canary(canary),), {}))
-        wait_until(lambda: os.path.exists(canary), 20, "the canary")
+        wait_until(lambda: os.path.exists(canary), "the canary")
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_remote_searchers_join_with_the_key_and_no_one_without(gsm8k, tmp_path, 
         )  # fmt: skip
 
     def refused(process: subprocess.Popen, words: str) -> None:
-        said = "".join(process.communicate(timeout=60))
+        said = "".join(process.communicate(timeout=PATIENCE))
         assert process.returncode and said.count("\n") == 1, said
         assert said.startswith("tba.py: error: --join") and words in said
 
@@ -139,7 +139,7 @@ def test_remote_searchers_join_with_the_key_and_no_one_without(gsm8k, tmp_path, 
     assert not (tmp_path / "sang").exists()
     run.says("Searcher 1 joined from")
     by_remote = lambda: sum(searcher == 1 for searcher, _ in run.noted("stored"))
-    run.until(lambda: by_remote() >= 3, 60, "its groups")
+    run.until(lambda: by_remote() >= 3, "its groups")
     refused(join(key), "every place of --remote_searchers is taken")
 
     for pid in processes_of(friend.pid):  # found out by its silence, and accepted again
@@ -150,20 +150,20 @@ def test_remote_searchers_join_with_the_key_and_no_one_without(gsm8k, tmp_path, 
     for pid in processes_of(friend.pid):
         os.kill(pid, signal.SIGCONT)
     run.says("Searcher 1 joined from", times=2)
-    run.until(lambda: by_remote() > before + 3, 60, "groups of its successor")
+    run.until(lambda: by_remote() > before + 3, "groups of its successor")
 
-    run.until(lambda: searcher_pids(friend.pid), 60, "its Searcher")
+    run.until(lambda: searcher_pids(friend.pid), "its Searcher")
     joined = run.text().count("Searcher 1 joined from")
     os.kill(searcher_pids(friend.pid)[-1], signal.SIGKILL)  # restarted by who joined
     run.says("Searcher 1 joined from", times=joined + 1)
     before = by_remote()
-    run.until(lambda: by_remote() > before + 3, 60, "groups after a restart")
+    run.until(lambda: by_remote() > before + 3, "groups after a restart")
 
     run.process.send_signal(signal.SIGINT)
     text = run.ends(130)
-    said, err = friend.communicate(timeout=60)
+    said, err = friend.communicate(timeout=PATIENCE)
     assert friend.returncode == 0 and "the run has ended" in said + err and "Traceback" not in err
-    wait_until(lambda: not processes_of(friend.pid), 10, "no process of its left")
+    wait_until(lambda: not processes_of(friend.pid), "no process of its left", seconds=GONE)
     assert key not in text
     for path in out.rglob("*.json*"):
         assert key not in path.read_text()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -15,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 from conftest import ROOT, arguments, read_lines, run_tba
-from harness import searcher_pids, steps_of, wait_until
+from harness import GONE, PATIENCE, searcher_pids, steps_of, wait_until
 from safetensors.torch import load_file
 
 import tba
@@ -51,7 +51,7 @@ def launch(ranks: int, script: Path, args: list[str]) -> subprocess.Popen:
 def run_ranks(ranks: int, args: list[str], script: Path = ROOT / "tba.py", code: int = 0) -> str:
     """Run a script as so many ranks to its end; returns what all of them said."""
     process = launch(ranks, script, args)
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate(timeout=900)
     assert process.returncode == code, said
     return said
 
@@ -81,7 +81,7 @@ def rank_pids(launched: subprocess.Popen) -> list[int]:
 def launched(gsm8k: Path, out: Path, **flags: object) -> Iterator[subprocess.Popen]:
     """An endless run of two ranks, of which nothing is left afterwards."""
     settings = {"steps": 100_000, "eval_every": 0, "save_every": 0, "learning_rate": 1e-6}
-    args = arguments(gsm8k, out, **{**settings, "rank_timeout": 10, **flags})
+    args = arguments(gsm8k, out, **{**settings, "rank_timeout": 30, **flags})
     process = launch(2, ROOT / "tba.py", args)
     try:
         yield process
@@ -109,11 +109,14 @@ def assert_same_metrics(found: list[dict], wanted: list[dict]) -> None:
                 assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), (a["step"], name)
 
 
-def assert_same_model(found: Path, wanted: Path) -> None:
-    a, b = (load_file(path / "final" / "model.safetensors") for path in (found, wanted))
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+def assert_same_model(found: Path, wanted: Path, start: Path) -> None:
+    """As a share of what was learned: of a gradient that is next to 0 Adam makes a step."""
+    paths = (found / "final", wanted / "final", start)
+    a, b, first = (load_file(path / "model.safetensors") for path in paths)
+    assert a.keys() == b.keys() == first.keys()
+    size = lambda tensors: math.sqrt(sum(float(t.square().sum()) for t in tensors))
+    learned = size(b[name] - first[name] for name in b)
+    assert size(a[name] - b[name] for name in b) < 1e-2 * learned
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +138,7 @@ def test_a_sharded_policy_has_the_gradients_weights_and_metrics_of_a_whole_one(
     for case in cases:
         in_bfloat16 = case["flags"].get("dtype") == "bfloat16"
         for name, gap in case["worst"].items():
-            assert gap < (0.3 if in_bfloat16 else 1e-5), (case, name)
+            assert gap < (0.5 if in_bfloat16 else 1e-4), (case, name)
 
 
 def test_micro_batches_are_shared_out_by_tokens_with_as_many_passes_for_every_rank():
@@ -159,7 +162,7 @@ def test_two_ranks_train_as_one_process_does(alone, gsm8k, tmp_path):
     said = run_ranks(2, [*arguments(gsm8k, out, **LEARNS), "--synchronous"])
     assert "Trainer of 2 ranks" in said and said.count("model: ") == 1
     assert_same_metrics(*(read_lines(path / "metrics.jsonl") for path in (out, alone)))
-    assert_same_model(out, alone)
+    assert_same_model(out, alone, gsm8k / "model")
     evaluations = [read_lines(path / "eval.jsonl") for path in (out, alone)]
     assert evaluations[0] == evaluations[1]
 
@@ -174,7 +177,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(alone, gsm8k, tmp_path):
     run_ranks(3, ["--resume", out, "--steps", "8"])
     wanted = read_lines(alone / "metrics.jsonl")
     assert_same_metrics(read_lines(out / "metrics.jsonl"), wanted)
-    assert_same_model(out, alone)
+    assert_same_model(out, alone, gsm8k / "model")
 
 
 @pytest.mark.slow
@@ -185,7 +188,7 @@ def test_ranks_learn_from_a_warm_start_with_adapters_while_searchers_go_on(gsm8k
     for ranks in (1, 2):
         out = tmp_path / f"run-{ranks}"
         flags = {"sft_data": tmp_path / "sft.jsonl", "sft_epochs": 1, "sft_batch": 10,
-                 "sft_held_out": 0.25, "sft_learning_rate": 1e-3, "lora_rank": 4, "steps": 12,
+                 "sft_held_out": 0.25, "sft_learning_rate": 1e-3, "lora_rank": 4, "steps": 40,
                  "eval_every": 0, "gradient_checkpointing": True, "reset_reference_every": 5,
                  "num_searchers": 2, "sync_every": 2}  # fmt: skip
         args = arguments(gsm8k, out, **flags)
@@ -193,15 +196,15 @@ def test_ranks_learn_from_a_warm_start_with_adapters_while_searchers_go_on(gsm8k
         (told,) = re.findall(r"warm start: loss ([\d.]+) -> ([\d.]+) .* rows ([\d.]+)", said)
         losses.append([float(loss) for loss in told])
         metrics = read_lines(out / "metrics.jsonl")
-        assert len(metrics) == 12 and max(m["version"] for m in metrics) >= 8
+        assert len(metrics) == 40 and max(m["version"] for m in metrics) >= 8
         assert max(m["logprob_gap"] for m in metrics) < 1e-3
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
 
-def ended(process: subprocess.Popen, seconds: float) -> str:
+def ended(process: subprocess.Popen) -> str:
     """What a run said that ends by itself, within bounded time, and leaves no process."""
-    said, _ = process.communicate(timeout=seconds)
-    wait_until(lambda: not processes_of_run(process), 10, "every process gone")
+    said, _ = process.communicate(timeout=PATIENCE)
+    wait_until(lambda: not processes_of_run(process), "every process gone", seconds=GONE)
     return said
 
 
@@ -224,15 +227,15 @@ def test_a_rank_that_is_lost_ends_the_run(fault, gsm8k, tmp_path):
         )
     with launched(gsm8k, out, task_file=task_file) as process:
         if fault != "raise":
-            wait_until(lambda: steps_of(out) > 10, 120, "it trains")
+            wait_until(lambda: steps_of(out) > 10, "it trains")
             first, second = rank_pids(process)
             assert len(processes_of_run(process)) > 4  # and the Manager, a Searcher, ...
             number = signal.SIGSTOP if fault == "stop" else signal.SIGKILL
             os.kill(first if fault == "kill-first" else second, number)
-        said = ended(process, 120)
+        said = ended(process)
     assert process.returncode == 1
     survivor = "rank 1: error:" if fault == "kill-first" else "tba.py: error:"
-    assert f"{survivor} a rank of the Trainer ended, or was silent for 10 s" in said
+    assert f"{survivor} a rank of the Trainer ended, or was silent for 30 s" in said
     assert not list(out.glob("checkpoint-*"))
     assert "[rank0]: Traceback" not in said  # it is one line
     if fault == "raise":
@@ -244,18 +247,44 @@ def test_a_rank_that_is_lost_ends_the_run(fault, gsm8k, tmp_path):
 def test_a_stop_signal_saves_a_checkpoint_of_all_ranks(whom, gsm8k, tmp_path):
     out = tmp_path / "run"
     with launched(gsm8k, out) as process:
-        wait_until(lambda: steps_of(out) > 10, 120, "it trains")
+        wait_until(lambda: steps_of(out) > 10, "it trains")
         if whom == "all":  # as SLURM does
             for pid in rank_pids(process):
                 os.kill(pid, signal.SIGUSR1)
         else:
             process.send_signal(signal.SIGTERM if whom == "launcher" else signal.SIGKILL)
-        said = ended(process, 120)
+        said = ended(process)
     (checkpoint,) = out.glob("checkpoint-*")
     assert f"checkpoint: {checkpoint}" in said
     steps = int(checkpoint.name[11:])
     run_tba(["--resume", str(out), "--steps", str(steps + 1)])
     assert steps_of(out) == steps + 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_while_the_last_checkpoint_is_written(gsm8k, tmp_path):
+    """It is told in a line, as one that is lost in training is."""
+    task_file, pid = tmp_path / "faulty.py", tmp_path / "pid"
+    task_file.write_text(
+        "import os, pathlib, signal\n"
+        "import tba\n"
+        f"pid = pathlib.Path({str(pid)!r})\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    pid.write_text(str(os.getpid()))\n"
+        "save = tba.Checkpoints.save\n"
+        "def kill_and_save(self):\n"
+        "    os.kill(int(pid.read_text()), signal.SIGKILL)\n"
+        "    save(self)\n"
+        "tba.Checkpoints.save = kill_and_save\n"
+    )
+    out = tmp_path / "run"
+    with launched(gsm8k, out, task_file=task_file) as process:
+        wait_until(lambda: steps_of(out) > 10, "it trains")
+        process.kill()  # the launcher: it would end rank 0 too
+        said = ended(process)
+    assert "tba.py: error: a rank of the Trainer ended, or was silent for 30 s" in said
+    assert "no checkpoint can be written without all ranks" in said and "Traceback" not in said
+    assert not list(out.glob("checkpoint-*"))
 
 
 @pytest.fixture
@@ -300,8 +329,8 @@ def test_ranks_and_a_searcher_on_two_machines(two_machines, gsm8k, tmp_path):
     def text(i: int) -> str:
         return (tmp_path / f"{i}.log").read_text()
 
-    def says(words: str, times: int, seconds: float) -> None:
-        wait_until(lambda: text(0).count(words) >= times, seconds, words, lambda: text(0))
+    def says(words: str, times: int) -> None:
+        wait_until(lambda: text(0).count(words) >= times, words, lambda: text(0))
 
     flags = {"steps": 100_000, "eval_every": 0, "save_every": 0, "learning_rate": 1e-6,
              "num_searchers": 1, "bind": "10.77.0.1:29500", "remote_searchers": 1,
@@ -312,20 +341,20 @@ def test_ranks_and_a_searcher_on_two_machines(two_machines, gsm8k, tmp_path):
     try:
         for rank in (0, 1):
             start(rank, arguments(gsm8k, out, **flags), RANK=rank, **variables)
-        wait_until(lambda: steps_of(out) > 3, 120, "it trains", lambda: text(0) + text(1))
+        wait_until(lambda: steps_of(out) > 3, "it trains", lambda: text(0) + text(1))
         for times in (1, 2, 3):
             joined = start(1, join)
-            says("Searcher 1 joined from", times, 120)
+            says("Searcher 1 joined from", times)
             if times > 1:  # before, its Searcher is not there yet
-                wait_until(lambda: searcher_pids(joined.pid), 60, "its Searcher")  # noqa: B023
+                wait_until(lambda: searcher_pids(joined.pid), "its Searcher")  # noqa: B023
             if times < 3:
                 os.killpg(joined.pid, signal.SIGKILL)
-                says("its connection was closed", times, 60)
-                says("its place is free", times, 30)
+                says("its connection was closed", times)
+                says("its place is free", times)
         both = lambda: read_lines(out / "metrics.jsonl")[-1]["searchers_alive"] == 2
-        wait_until(both, 60, "both Searchers")
+        wait_until(both, "both Searchers")
         started[0].send_signal(signal.SIGTERM)
-        codes = [process.wait(60) for process in (*started[:2], joined)]
+        codes = [process.wait(PATIENCE) for process in (*started[:2], joined)]
         assert codes == [128 + signal.SIGTERM] * 2 + [0], text(0) + text(1)
         assert list(out.glob("checkpoint-*"))
     finally:
@@ -352,7 +381,7 @@ def test_what_is_wrong_is_told_once_and_a_plan_tells_the_memory_of_ranks(gsm8k, 
     assert said.count("tba.py: error: --model nowhere") == 1
     start = time.monotonic()
     said = run_ranks(2, [*arguments(gsm8k, tmp_path / "run"), "--dry_run"])
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 240
     assert said.count("Trainer of 2 ranks") == 1
     (first,) = re.findall(r"Trainer's rank 0 .*", said)
     (other,) = re.findall(r"each other rank .*", said)

@@ -156,7 +156,7 @@ def test_too_few_trajectories_are_repeated_but_all_taken():
     assert [g[0].prompt_id for g in groups] == [0, 0, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(
@@ -209,7 +209,7 @@ def edit_distance(a, b):
     return row[-1]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(-3, 3)),
@@ -379,7 +379,7 @@ def test_trajectories_are_found_and_dropped_wherever_they_stand():
     ),
     st.integers(0, 9),
 )  # fmt: skip
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_a_restored_buffer_goes_on_as_the_first(history, draws):
     """Through a file: every trajectory, its order, the windows, and the next random draws."""
     config = tba.Config(kept_per_prompt=5, trained_per_prompt=2)
