@@ -25,6 +25,7 @@ The experiments, which `grid` lists:
 * pareto: reward against KL over the price of a nat, on-policy;
 * replay: half of each batch from the buffer instead of searched; m; drawn by reward or uniformly;
 * settings: steps between syncs, the last beta, S and K;
+* bounded: where data are oldest, importance weights with a limit and clipped ratios beside `tb`;
 * speed: asynchronous against lockstep in processes that sleep for a GPU's work, at two ratios of
   generation to training, with 1 to 7 Searchers;
 * searchers: red-teaming with 1 to 8 Searchers and a slowed Trainer, after equally many steps;
@@ -290,7 +291,10 @@ def settings(rate: Rate) -> list[Cell]:
     return [Cell("tb", rate("tb", 0), 0, seed, flags=flags) for seed in SEEDS for flags in changes]
 
 
-STALEST = {"lag 40": (40, ()), "k = 40": (0, (("sync_every", 40), ("eval_every", 40)))}
+STALEST = (  # lag, flags, the lag whose learning rate it has
+    (40, (), 40),
+    (0, (("sync_every", 40), ("eval_every", 40)), 10),  # some 20 steps old in the mean
+)
 BOUNDED = (("tb", ()), ("tba_prime", ()), ("tba_prime", (("ratio_limit", 8),)),
            ("proximal_rloo", ()))  # fmt: skip
 
@@ -301,10 +305,9 @@ def bounded(rate: Rate) -> list[Cell]:
     `tba_prime` is `tb` with its gradient as advantages, which --ratio_limit can bound;
     `proximal_rloo` clips. Half of the cells are those of `staleness` and `settings`.
     """
-    rates = {"lag 40": 40, "k = 40": 10}  # steps between two syncs are some 20 steps old
     return [
-        Cell(o, rate(o, rates[where]), lag, seed, flags=(*flags, *more))
-        for seed in SEEDS for where, (lag, flags) in STALEST.items() for o, more in BOUNDED
+        Cell(o, rate(o, swept), lag, seed, flags=flags + more)
+        for seed in SEEDS for lag, flags, swept in STALEST for o, more in BOUNDED
     ]  # fmt: skip
 
 
@@ -369,19 +372,9 @@ def tldr(rate: Rate) -> list[Cell]:
 
 EXPERIMENTS = {
     of.__name__: of
-    for of in (
-        sweep,
-        staleness,
-        pareto,
-        replay,
-        settings,
-        bounded,
-        speed,
-        searchers,
-        redteam,
-        tldr,
-    )
-}
+    for of in (sweep, staleness, pareto, replay, settings, bounded,
+               speed, searchers, redteam, tldr)
+}  # fmt: skip
 
 
 def metric_of(record: dict) -> str:

@@ -32,8 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import tiny
-from conftest import read_lines
-from harness import Run, processes_of, steps_of
+from harness import Run, processes_of, read_lines, steps_of
 from test_faults import listening, share_memory
 from test_peers import attacks, talk
 

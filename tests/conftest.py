@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from harness import Run, processes_of, read_lines  # noqa: F401
+from harness import Run, processes_of
 
 import tba
 

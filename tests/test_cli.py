@@ -23,11 +23,10 @@ from conftest import (
     ROOT,
     arguments,
     random_groups,
-    read_lines,
     run_tba,
     trainer_of,
 )
-from harness import PATIENCE, wait_until
+from harness import PATIENCE, read_lines, wait_until
 
 import tba
 

@@ -11,7 +11,8 @@ import families
 import numpy as np
 import pytest
 import torch
-from conftest import arguments, read_lines, run_tba, trainer_of
+from conftest import arguments, run_tba, trainer_of
+from harness import read_lines
 from test_cli import expect_error, main
 from transformers import AutoTokenizer
 

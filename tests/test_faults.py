@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, arguments, read_lines, run_tba
-from harness import GONE, Run, processes_of, steps_of, wait_until
+from conftest import ROOT, arguments, run_tba
+from harness import GONE, Run, processes_of, read_lines, steps_of, wait_until
 
 
 def endless(gsm8k: Path, out: Path, **flags: object) -> list[str]:

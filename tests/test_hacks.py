@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, arguments, read_lines, run_tba
+from conftest import ROOT, arguments, run_tba
+from harness import read_lines
 from test_runs import stable
 
 import tba

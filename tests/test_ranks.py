@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from conftest import ROOT, arguments, read_lines, run_tba
-from harness import GONE, PATIENCE, searcher_pids, steps_of, wait_until
+from conftest import ROOT, arguments, run_tba
+from harness import GONE, PATIENCE, read_lines, searcher_pids, steps_of, wait_until
 from safetensors.torch import load_file
 
 import tba

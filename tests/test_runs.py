@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import arguments, random_groups, read_lines, run_tba, trainer_of
-from harness import GONE, PATIENCE, Run, processes_of, steps_of, wait_until
+from conftest import arguments, random_groups, run_tba, trainer_of
+from harness import GONE, PATIENCE, Run, processes_of, read_lines, steps_of, wait_until
 from safetensors.torch import load_file
 
 import tba

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import tiny
-from conftest import CACHE, ROOT, arguments, read_lines, run_tba
+from conftest import CACHE, ROOT, arguments, run_tba
+from harness import read_lines
 
 pytestmark = pytest.mark.slow
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
