@@ -58,7 +58,7 @@ fi
 
 settings=(
   --model realtreetune/rho-1b-sft-GSM8K      # policy and reference
-  --dataset openai/gsm8k --dataset_config main
+  --dataset openai/gsm8k:main
   --prompts_per_step 7                       # B
   --trained_per_prompt 20                    # K: a batch is 7 x 20 = 140 trajectories
   --searched_per_prompt 24                   # S: four more, so that K distinct ones exist
@@ -70,7 +70,7 @@ settings=(
   --learning_rate 1e-5
   --lr_schedule warmup_stable_decay
   --temperature 0.7
-  --max_prompt_tokens 512 --skip_long_prompts
+  --max_prompt_tokens 512
   --max_response_tokens 512
   --eval_every 0
 )

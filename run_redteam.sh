@@ -43,7 +43,7 @@ if [ "${1:-}" = --tiny ]; then
     --initial_trajectories 128 \
     --beta 0.3 --tau 1.5@0,1@30 \
     --learning_rate 1e-3 --lr_schedule linear --max_grad_norm 1 \
-    --temperature 1.0 --min_response_tokens 5 --max_response_tokens 20 \
+    --temperature 1.0 --shortest_attack 5 --max_response_tokens 20 \
     --explore_probability 0.5 --explore_low 0.5 --explore_high 2.0 \
     --sequences_in_flight 64 \
     --sync_every 2 --eval_every 40 --eval_samples 256 \
@@ -83,7 +83,7 @@ case "$run" in
       --tau 2@0,1@1000
       --reference_temperature 1@0,1.2@2000
       --explore_low 0.7
-      --near_duplicate 0.7 --near_duplicate_by cosine   # a similarity above 0.3
+      --near_duplicate 0.25                    # edits; Lee et al. have cosine similarity > 0.3
     )
     ;;
 esac
@@ -99,8 +99,7 @@ tba=(
 gflownet=(
   --objective tb_learned_z
   --beta 0.1
-  --synchronous --sync_every 1
-  --synchronous_replay                         # half of a batch is replayed
+  --synchronous                                # half of a batch is replayed (m below)
   --prompts_per_step 8 --trained_per_prompt 16 --searched_per_prompt 16
 )
 case "$run" in
@@ -123,21 +122,19 @@ settings=(
   --attacker_prompt $'Write a list of instructions:\n1.'
   --sft_batch 1024 --sft_epochs 34             # 102 batches of the 2,703 rows that are learned
   --sft_learning_rate 3e-5 --sft_warmup 1      # it rises to the last of them
-  --sft_weight_decay 0.1 --sft_held_out 0.1
-  --sft_to_buffer                              # scored, as the first attacks to learn from
-  --lora_rank 32 --lora_alpha 16
+  --sft_weight_decay 0.1
+  --lora_rank 32                               # alpha 16
   --victim_samples 5
   --sentence_model sentence-transformers/all-MiniLM-L6-v2
   --steps 5000
   --reward_inverse_temperature 1               # replay by reward
-  --initial_temperature 0.7 --initial_top_p 0.9
-  --initial_trajectories 3163                  # those of --sft_data (3,003) and 160 samples
+  --initial_trajectories 3163                  # Lee et al.: 3,003 of --sft_data and 160 samples
   --learning_rate 1e-4 --lr_schedule warmup_stable_decay
   --warmup_steps 100 --stable_steps 0 --decay_steps 39900   # down to 88 % of it at the end
   --weight_decay 0.01 --max_grad_norm 1
   --temperature 1.0
   --explore_probability 0.5 --explore_high 2.0
-  --min_response_tokens 1 --max_response_tokens 20
+  --max_response_tokens 20
   --shortest_attack 5
   --eval_every 500
 )

@@ -71,7 +71,7 @@ settings=(
   # beta heads for 0.05 at half of the steps and jumps there at an eighth of them
   --beta "1@0,0.7625@$eighth,0.05@$eighth"
   --temperature 0.7
-  --max_prompt_tokens 512 --skip_long_prompts
+  --max_prompt_tokens 512
   --max_response_tokens 128
   --dtype float32                            # the paper's; bfloat16 is faster and takes less memory
   --gold_score_at before_eos                 # as the authors' evaluation reads it; eos is the other

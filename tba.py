@@ -2,49 +2,47 @@
 
 Reference implementation of "Trajectory Balance with Asynchrony: Decoupling Exploration and Learning
 for Fast, Scalable LLM Post-Training" (arXiv 2503.18929), in one file. Part I is the paper, to be
-read from top to bottom; Part II is what makes it a system.
+read from top to bottom; Part II is what makes it a system; Part III has the paper's other tasks.
 
     python tba.py --task gsm8k --model DIR_OR_HUB_NAME --dataset DIR_OR_HUB_NAME     # GPUs or CPU
-    python tba.py ... --dry_run           # check everything and print the plan, load no model
     bash run_gsm8k.sh                     # the paper's setting; --tiny: on a CPU in minutes
 
 Searcher processes generate and score responses all the time, the main process learns from a replay
 buffer all the time, and neither waits for the other:
 
-    Trainer.run, the main process                    Searcher.run, a process and a GPU each
+    Trainer.run_asynchronous, the main process       Searcher.run, a process and a GPU each
       while step < steps:                              while True:
         listen()         groups arrive       <------     begin_prompts()      S responses to each
-        collect()        into the ReplayBuffer           engine.step()        one decode step
-        sample()         B prompts x K trajectories      score_groups()       rewards, log pi_ref
+        store_arrived()  into the ReplayBuffer           engine.step()        one decode step
+        rule.sample()    B prompts x K trajectories      score_groups()       rewards, log pi_ref
         Learner.step()   Trajectory Balance loss,        deliver()            complete groups
                          its gradient, AdamW             between two decode steps:
-        every k steps: WeightSync._begin()   ------>       load_weights()     of a new version
+        every k steps: WeightSync.begin()    ------>       load_weights()     of a new version
 
 The paper's symbols, their names here, and the section:
 
-    pi_theta, pi_ref   the policy, the reference          TokenLogProbs                        9
+    pi_theta, pi_ref   the policy, the reference          TokenLogProbs                        8
     x, y               a prompt, a response               Trajectory, Group                    2
     r(x, y)            the reward                         Task.rewards                         5
     TB, Eq. 4-5        --objective tb                     tb, trajectory_balance_loss          3
     TB, Eq. 3          --objective tb_learned_z           tb_learned_z                         3
-    beta, tau          --beta, --tau, schedules           Config.at                            1
+    beta, tau          --beta, --tau, schedules           at                                   1
     log Z^ (VarGrad)   log_z                              trajectory_balance_loss              3
     B, K, S            --prompts_per_step, --trained_per_prompt, --searched_per_prompt         1
-    m                  --recent_probability               newest (a replay rule)               4
-    k                  --sync_every                       Trainer.request_due_sync             6
-    rho (TBA')         --reset_reference_every            WeightSync._reset_reference         12
+    m                  --recent_probability               Newest, a replay rule                4
+    k                  --sync_every                       Trainer.note_what_is_due             6
+    rho (TBA')         --reset_reference_every            Trainer.reset_reference              6
     TBA', Eq. 7        --objective tba_prime              tba_prime                            3
-    D, the buffer      --kept_per_prompt, --evict         ReplayBuffer                         4
+    D, the buffer      --kept_per_prompt                  ReplayBuffer                         4
 
-A trajectory's way: Searcher.begin_prompt (7), engine.step (11), Searcher.handle_completions,
-score_groups, deliver (7) | Trainer.take_messages, collect (6), ReplayBuffer.add, sample (4),
-Learner.backward (6): plan_rows, pack, TokenLogProbs (9), Batch.of, the objective (3). A sync's way
-stands in section 12.
+A trajectory's way: Searcher.begin_prompt, engine.step, Searcher.score_groups, deliver (7) |
+Trainer.listen, store_arrived (6), ReplayBuffer.add, Newest.sample (4), Learner.backward (6),
+pack, TokenLogProbs (8), Batch, the objective (2, 3). A sync's way stands in section 11.
 
-Words of Part II that Part I uses: a Problem is the task with its tokenizer and prompts (16); a Link
-holds a Searcher's queues (13); probes are a few fixed sequences that both sides score to compare
-their weights (16); a SearcherState is what the Trainer knows of a Searcher (13); Ranks are the
-processes over which a large policy is sharded (10).
+All log-probabilities are those of the tempered policy (logits / --temperature) unless it is said
+otherwise. Words of Part II that Part I uses: a Problem is the task with its tokenizer and prompts
+(15); a Place has a Searcher's queues (12); probes are a few fixed sequences that both sides score,
+to compare their weights (15); Ranks are the processes that share a large policy (9).
 """
 
 from __future__ import annotations
@@ -55,12 +53,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
-import enum
-import errno
 import fcntl
-import gc
-import glob
-import heapq
 import importlib.util
 import itertools
 import json
@@ -77,145 +70,106 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-import warnings
 import zlib
-from bisect import bisect_left
-from collections import Counter, UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Set
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from importlib import metadata
-from multiprocessing import AuthenticationError, forkserver, managers, resource_tracker
-from multiprocessing.reduction import ForkingPickler
-from operator import attrgetter, itemgetter
+from multiprocessing import forkserver
+from multiprocessing.managers import SyncManager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, get_type_hints
 
-import transformers
+if __name__ == "__main__":
+    # the process that Searchers are forked from; it imports these while this one does
+    multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
+    forkserver.ensure_running()
 
-# `import tba` in a task file is this module, however it was started
-sys.modules["tba"] = sys.modules[__name__]
+# a lost member of a weight group is handled there: NCCL's watchdog would end the process
+os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun has set it to 1
+os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")  # that a failed group stays
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # a recorder that is not thread-safe
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from accelerate import Accelerator, AutocastKwargs
+from rapidfuzz.distance import Levenshtein
+from rapidfuzz.process import cdist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers.core_model_loading import revert_weight_conversion
+
+sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in is this very module
+torch.backends.cuda.enable_cudnn_sdp(False)  # it builds and keeps a plan for every shape
 
 ####################################################################################################
 #                                       Part I: the paper                                          #
 ####################################################################################################
-#
-# numpy, torch and whatever else takes seconds to import follow at the beginning of Part II, after
-# the command line was read: Part I only defines what uses them.
 
 # ====================================================================================== 1. Config
 
 
+# Dataclasses whose fields are flags: that of the method and the system, those of tasks, and those
+# that a plug-in enters. Their values are attributes of the one Config that everybody sees.
+FLAGS: list[type] = []
+
 POSITIVE = sys.float_info.min  # the least value of a flag that must be greater than 0
 
 
-BELOW_1 = math.nextafter(1, 0)  # the most of one that must be less than 1
-
-
-LARGEST_SEED = 2**32 - 1  # what every library takes
-
-
-def flag(default: Any, text: str, least: float | str = 0, most: float = math.inf) -> Any:
-    """A dataclass field that is a command-line flag; its least value may be another flag's."""
+def flag(default: Any, text: str, least: float = 0, most: float = math.inf) -> Any:
+    """A dataclass field that is a command-line flag."""
     unset = default in ("", None) or default is False
     text += "" if unset else f" (default: {default})"
     return field(default=default, metadata={"help": text, "least": least, "most": most})
 
 
+def schedule(default: str, text: str, least: float = 0) -> Any:
+    """A flag whose value changes with the optimizer step; `at` gives its value at a step."""
+    text += f" A schedule (see --beta) (default: {default})"
+    return field(default=default, metadata={"help": text, "least_of_schedule": least})
+
+
 @dataclass
 class Config:
-    """Every setting of a run. Symbols in brackets are the paper's (and README's)."""
+    """The settings of the method and the system. Symbols in brackets are the paper's."""
 
-    task: str = flag("gsm8k", "The task: gsm8k, math, tldr, redteam, or one of --task_file.")
-    task_file: str = flag(
-        "", "A Python file that enters tasks, objectives, replay rules or engines of your own."
+    task: str = flag("gsm8k", "The task: gsm8k, math, tldr, redteam, or one of --plugin.")
+    plugin: str = flag(
+        "", "A Python file with tasks, objectives, replay rules, engines or flags of your own."
     )
     model: str = flag("", "The policy and the reference: a local folder or a hub name.")
     dataset: str = flag(
-        "", "The prompts: a hub name, a folder, or a JSON, JSONL, CSV, TSV or Parquet file."
+        "",
+        "The prompts: a folder, a JSON, JSONL, CSV or Parquet file, or a hub name, as "
+        "openai/gsm8k:main with a configuration.",
     )
-    dataset_config: str = flag("", "The hub dataset's configuration, e.g. main.")
-    output_dir: str = flag("", "The run's folder; runs/TASK-DATE-TIME-RANDOM if it is not given.")
-    sft_data: str = flag(
-        "", "Fine-tune first on this file, with rows of prompt and response, or of instruction."
-    )
-    sft_prompts: str = flag(
-        "", "A file of prompts that the instructions of --sft_data answer, not the task's."
-    )
-    sft_to_buffer: bool = flag(
-        False, "Score the responses of --sft_data and put them into the replay buffer."
-    )
-    sft_epochs: int = flag(1, "Epochs of the supervised fine-tuning.", 1)
-    sft_batch: int = flag(64, "Rows in a batch of the supervised fine-tuning.", 1)
-    sft_learning_rate: float = flag(
-        2e-5, "Peak learning rate of the supervised fine-tuning.", POSITIVE
-    )
-    sft_warmup: float = flag(
-        0.1,
-        "Share of the fine-tuning's steps in which its learning rate rises; a cosine follows.",
-        0,
-        1,
-    )
-    sft_weight_decay: float = flag(0.0, "Weight decay of matrices in the fine-tuning.")
-    sft_held_out: float = flag(
-        0.0, "Share of --sft_data's rows that are not learned; their loss is printed.", 0, BELOW_1
-    )
-
-    reward_model: str = flag("", "tldr: the reward, a sequence classifier with one label.")
-    reward_tokenizer: str = flag(
-        "", "The tokenizer of --reward_model, where its repository has none."
-    )
-    gold_reward_model: str = flag(
-        "", "tldr: a second reward model, by which the evaluation compares summaries."
-    )
-    gold_reward_tokenizer: str = flag(
-        "", "The tokenizer of --gold_reward_model, where its repository has none."
-    )
-    gold_score_at: Literal["before_eos", "eos"] = flag(
-        "before_eos",
-        "tldr: where the gold model's score is read: at a summary's last token before EOS, as in "
-        "the authors' evaluation, or at EOS.",
-    )
-    attacker_prompt: str = flag(
-        "Write a question or an instruction for an assistant.\n",
-        "redteam: the attacker's prompt, unless --dataset has prompts.",
-    )
-    shortest_attack: int = flag(
-        0,
-        "redteam: shorter attacks (tokens, EOS included) have a log pi_ref of -500; evaluations "
-        "sample none.",
-    )
-    victim_model: str = flag("", "redteam: the model that is attacked.")
-    victim_format: Literal["chat", "alpaca"] = flag(
-        "chat", "redteam: ask the victim in its chat template, or in Alpaca's format."
-    )
-    victim_samples: int = flag(5, "redteam: answers of the victim to each attack.", 1)
-    victim_max_tokens: int = flag(30, "redteam: tokens of the victim's longest answer.", 1)
-    victim_temperature: float = flag(0.7, "redteam: the victim's sampling temperature.", POSITIVE)
-    victim_top_p: float = flag(0.92, "redteam: the victim's sampling nucleus.", POSITIVE, 1)
-    toxicity_model: str = flag(
-        "", "redteam: the judge, a sequence classifier or a guard language model."
-    )
-    toxicity_label: str = flag(
-        "", "redteam: the judge's label for toxic; of a guard, its first token for unsafe."
-    )
-    safe_label: str = flag("safe", "redteam: a guard's first token for safe.")
-    toxicity_suffix: str = flag(
-        "", "redteam: what stands between a guard's prompt and its answer, as \\n\\n."
-    )
-    sentence_model: str = flag(
-        "", "redteam: an encoder whose mean-pooled states measure the diversity of attacks."
-    )
+    eval_dataset: str = flag("", "Held-out prompts, as --dataset; not given: those of --dataset.")
+    output_dir: str = flag("", "The run's folder; runs/TASK-DATE-TIME if it is not given.")
+    resume: str = flag("", "Go on with the run in this folder; flags after this one change it.")
+    seed: int = flag(0, "The seed of everything random.", 0, 2**32 - 1)
 
     engine: str = flag(
-        "auto",
-        "What generates: vllm, transformers, or one of --task_file; auto: vLLM where it runs.",
+        "auto", "What generates: vllm, transformers, or one of --plugin; auto: vLLM where it runs."
     )
     num_searchers: int = flag(
         0, "Searchers on this machine [M]; 0: one for each GPU but the Trainer's, or 1."
@@ -223,85 +177,46 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32"] = flag(
         "auto", "The dtype of forward passes; auto: bfloat16 on GPUs, float32 on a CPU."
     )
-    master_dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "The dtype of the trained weights and of AdamW's state."
-    )
     gradient_checkpointing: bool = flag(
         False, "Recompute activations in the backward pass: less memory, slower."
     )
-    kv_cache_gib: float = flag(
-        0.0, "GiB of vLLM's KV cache; 0: what is left of the memory (on a CPU: 1).", 0, 1e6
-    )
-    enforce_eager: bool = flag(
-        False, "Run vLLM without CUDA graphs: it starts sooner and decodes slower."
-    )
-    trust_remote_code: bool = flag(False, "Allow code that a model's repository brings.")
+    gpu_memory_utilization: float = flag(
+        0.5, "Share of a Searcher's GPU that vLLM takes; judges and the reference need some too.",
+        POSITIVE, 1,
+    )  # fmt: skip
 
-    steps: int = flag(700, "Optimizer steps.", 1)
+    steps: int = flag(700, "Optimizer steps; 0: evaluate --model and train nothing.")
     prompts_per_step: int = flag(7, "Prompts in a training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories of each prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(
-        24, "Responses that a Searcher generates to a prompt [S >= K].", "trained_per_prompt"
+        24, "Responses that a Searcher generates to a prompt [S >= K]; lockstep: K."
     )
-    recent_probability: float = flag(
-        0.95,
-        "Probability of drawing one of the most recent prompts [m]; lockstep: always 1, unless "
-        "--synchronous_replay.",
-        0,
-        1,
-    )
-    replay_rule: str = flag(
-        "",
-        "How batches are drawn: one of REPLAY_RULES; not given: newest, or refill with "
-        "--data_flow published.",
-    )
+    recent_probability: float | None = flag(
+        None,
+        "Probability of drawing one of the most recent prompts [m]; in lockstep the share of a "
+        "batch's prompts that is searched, the rest being replayed. Not given: 0.95, lockstep 1.",
+        0, 1,
+    )  # fmt: skip
+    replay_rule: str = flag("newest", "How batches are drawn: newest, or one of --plugin.")
     reward_inverse_temperature: float = flag(
         0.0, "Replay trajectories with p ~ softmax(this * reward); 0: uniformly."
     )
-    kept_per_prompt: int = flag(
-        100, "Trajectories of a prompt that the buffer keeps.", "trained_per_prompt"
-    )
-    freeze_buffer_at: int = flag(
-        0, "Step from which on no prompt has more trajectories than one had then; 0: never."
-    )
-    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
-        "oldest", "Which trajectories a full buffer drops; total: log pi_ref + reward / beta."
-    )
-    near_duplicate: float = flag(
-        0.0,
-        "A new trajectory nearer than this to a stored one takes its place if it is better, and is "
-        "dropped if not; 0: both are kept.",
-        0,
-        2,
-    )
-    near_duplicate_by: Literal["edit", "cosine"] = flag(
-        "edit",
-        "How near: edit distance over both lengths, or cosine of --sentence_model's vectors.",
-    )
+    kept_per_prompt: int = flag(100, "Trajectories of a prompt that the buffer keeps.")
+    max_age: int = flag(0, "Steps after which a trajectory is not drawn any more; 0: no limit.")
     initial_trajectories: int = flag(500, "Trajectories searched before the first step.")
-    initial_temperature: float | None = flag(
-        None, "Sampling temperature of the initial trajectories; not given: as later.", POSITIVE
-    )
-    initial_top_p: float | None = flag(
-        None, "Sampling nucleus of the initial trajectories; not given: as later.", POSITIVE, 1
-    )
 
-    objective: str = flag("tb", "The objective: one of OBJECTIVES, or of --task_file.")
-    beta: str = flag(
+    objective: str = flag("tb", "The objective: one of OBJECTIVES (section 3), or of --plugin.")
+    beta: str = schedule(
         "0.014",
-        "KL coefficient: the target is pi_ref exp(reward / beta). A schedule: VALUE, or "
-        "VALUE@STEP,VALUE@STEP,... (linear between steps, constant after; two at a step: a jump).",
+        "KL coefficient: the target is pi_ref exp(reward / beta). VALUE, or "
+        "VALUE@STEP,VALUE@STEP,...: linear between steps, constant after; two at a step: a jump.",
+        POSITIVE,
     )
-    tau: str = flag("1", "Tempered target: (pi_ref exp(reward / beta))^(1 / tau). A schedule.")
-    reference_temperature: str = flag(
-        "1", "What log pi_ref of a response is divided by [gamma]. A schedule."
-    )
-    ratio_limit: float = flag(
-        0.0,
-        "tba_prime: weight tokens by their importance ratio, drop those above this; 0: no ratio.",
-    )
-    kl_clamp: float = flag(
-        0.0, "tba_prime: the most that a token's log-ratio to the reference counts; 0: no limit."
+    tau: str = schedule(
+        "1", "Tempered target: (pi_ref exp(reward / beta))^(1 / tau).", POSITIVE
+    )  # fmt: skip
+    reference_temperature: str = schedule(
+        "1", "What log pi_ref of a response is divided by [gamma].", POSITIVE
     )
     clip_range: float = flag(
         0.2, "grpo, dr_grpo, proximal_rloo: ratios count between 1 less and 1 plus this.", POSITIVE
@@ -310,17 +225,10 @@ class Config:
         0.0, "grpo, dr_grpo: weight of the KL term in the loss, in place of beta; 0: none."
     )
     reset_reference_every: int = flag(
-        0, "Steps after which the policy becomes the reference [rho]; 0: never."
+        0, "Steps after which the reference becomes `next_reference`, the policy [rho]; 0: never."
     )
     lora_rank: int = flag(0, "Train low-rank adapters of this rank; 0: train all weights.")
-    lora_alpha: int = flag(16, "The adapters' scale, times their rank.", 1)
-    lora_targets: str = flag(
-        "", "Modules that get adapters, as q_proj,v_proj; not given: peft's choice."
-    )
     learning_rate: float = flag(1e-5, "AdamW's peak learning rate.", POSITIVE)
-    log_z_learning_rate: float = flag(
-        0.1, "tb_learned_z: AdamW's peak learning rate of each prompt's log Z.", POSITIVE
-    )
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
         "constant", "The learning rate's schedule after the warm-up."
     )
@@ -328,80 +236,44 @@ class Config:
     stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak.")
     decay_steps: int = flag(0, "warmup_stable_decay: steps of decay after the peak.")
     weight_decay: float = flag(0.0, "AdamW's weight decay.")
-    adam_beta1: float = flag(0.9, "AdamW's decay of the gradient's mean.", 0, BELOW_1)
-    adam_beta2: float = flag(0.999, "AdamW's decay of the squared gradient's mean.", 0, BELOW_1)
+    adam_beta2: float = flag(0.999, "AdamW's decay of the squared gradient's mean.", 0, 1)
     max_grad_norm: float = flag(0.0, "Clip the gradient's norm at this; 0: no clipping.")
     tokens_per_microbatch: int = flag(
         16384, "Tokens in a forward pass, padding included; the gradient is that of the batch.", 1
+    )
+    pack: bool = flag(
+        True, "Compute a prompt once for several responses; False: for families that cannot."
     )
 
     temperature: float = flag(
         0.7, "Temperature of sampling and of every log-probability.", POSITIVE
     )
-    top_p: float = flag(1.0, "Sampling nucleus; 1: the whole distribution.", POSITIVE, 1)
     max_response_tokens: int = flag(512, "Tokens of the longest response.", 1)
-    max_prompt_tokens: int = flag(0, "Tokens of the longest prompt; 0: no limit.")
+    max_prompt_tokens: int = flag(0, "Leave out longer prompts; 0: no limit but the model's.")
     max_total_tokens: int = flag(0, "Most tokens of prompt and response together; 0: no limit.")
-    min_response_tokens: int = flag(0, "Tokens that a response has before it may end.")
-    skip_long_prompts: bool = flag(
-        False,
-        "Leave out prompts over --max_prompt_tokens, and those that do not fit into the context "
-        "together with a response.",
-    )
-    explore_probability: float = flag(
-        0.0, "Share of prompts whose responses are sampled at another temperature.", 0, 1
-    )
-    explore_low: float = flag(0.5, "The lowest temperature of --explore_probability.", POSITIVE)
-    explore_high: float = flag(
-        2.0, "The highest temperature of --explore_probability.", "explore_low"
-    )
     sequences_in_flight: int = flag(256, "Responses that a Searcher generates at a time.", 1)
 
     synchronous: bool = flag(
-        False, "Lockstep: send the weights, search a batch, train on it; repeats exactly on a CPU."
-    )
-    synchronous_replay: bool = flag(
         False,
-        "Lockstep with replay: search the share m of a batch's prompts, and draw batches as in an "
-        "asynchronous run.",
+        "Lockstep: send the weights, search a batch, train on exactly that; repeats on a CPU.",
     )
     lag: int = flag(
-        0,
-        "Lockstep: search batch t + LAG with the weights of step t, beside training on batch t: "
-        "with --sync_every 1 every trajectory is LAG steps old, and used once.",
+        0, "Lockstep: batch t is searched with the weights of step t - LAG, beside training."
     )
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k].", 1)
-    data_flow: Literal["stream", "published"] = flag(
-        "stream",
-        "When Searchers send data: stream: each group when it is complete; published: all at "
-        "syncs, as the authors' code (implies --on_sync drain).",
-    )
-    on_sync: Literal["keep", "recompute", "drain"] = flag(
-        "keep",
-        "What running responses do at new weights: keep their KV cache, recompute it (vLLM), or "
-        "end first (drain).",
-    )
-    queue_size: int = flag(4096, "Groups that the queue holds before Searchers wait.", 1)
     logprob_tolerance: float = flag(
         0.0, "The largest logprob_gap that is allowed; 0: 1e-3, and 0.5 in bfloat16."
     )
     transfer_timeout: float = flag(
-        30.0, "Seconds after which a weight transfer counts as failed.", POSITIVE, 86400
+        30.0, "Seconds after which a weight transfer counts as failed.", POSITIVE
     )
     searcher_timeout: float = flag(
         300.0, "Seconds of silence after which a Searcher is killed and started again.", POSITIVE
     )
-    rank_timeout: float = flag(
-        600.0, "Seconds that a rank of a sharded Trainer may take to answer.", POSITIVE, 86400
-    )
     max_restarts: int = flag(
         5, "Failures of a Searcher, without a group between them, that end the run."
     )
-    wait_for_searchers: bool = flag(
-        False, "Stop training while no Searcher works and all stored data was trained on twice."
-    )
-    bind: str = flag("", "HOST:PORT on which Searchers of other machines may join (see README).")
-    remote_searchers: int = flag(0, "The most Searchers of other machines that may join.")
+    bind: str = flag("", "HOST:PORT on which Searchers of other machines may join.")
     join: str = flag(
         "", "Be a Searcher for the run that listens on HOST:PORT; other flags do not count."
     )
@@ -410,41 +282,23 @@ class Config:
     eval_samples: int = flag(
         0, "Held-out prompts of an evaluation while training; 0: all (redteam: 1,024 attacks)."
     )
-    eval_dataset: str = flag("", "Held-out prompts, as --dataset; not given: those of --dataset.")
     eval_responses: int = flag(
-        1, "Responses to each held-out prompt [n]: metrics are their mean, and pass@n.", 1
+        1, "Responses to each held-out prompt [n]; 1: greedy, more: sampled, and pass@n.", 1
     )
-    eval_temperature: float | None = flag(
-        None,
-        "Sampling temperature of evaluations; not given: greedy (redteam: --temperature).",
-        POSITIVE,
-    )
-    eval_only: bool = flag(False, "Evaluate --model and train nothing.")
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    keep_checkpoints: int = flag(2, "The newest checkpoints to keep; 0: all.")
-    resume: str = flag("", "Go on with the run in this folder; flags after this one change it.")
     report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag(
         "none", "A tracker that gets every step's metrics."
     )
-    seed: int = flag(0, "The seed of everything random.", 0, LARGEST_SEED)
-    dry_run: bool = flag(False, "Check everything, print the plan and exit.")
 
     def need(self, ok: Any, name: str, fix: str) -> None:
-        """Raise ValueError with flag, value and fix unless it is `ok`."""
+        """Raise InputError with flag, value and fix unless it is `ok`."""
         if not ok:
-            raise ValueError(f"--{name} {getattr(self, name)}".rstrip() + f": {fix}")
-
-    @property
-    def all_searchers(self) -> int:
-        """Those of this machine first, then those of others."""
-        return self.num_searchers + self.remote_searchers
+            raise InputError(f"--{name} {getattr(self, name)}".rstrip() + f": {fix}")
 
     @property
     def searched_prompts(self) -> int:
-        """Prompts that lockstep searches before an optimizer step."""
-        if self.synchronous_replay:
-            return max(1, round(self.recent_probability * self.prompts_per_step))
-        return self.prompts_per_step
+        """Lockstep: prompts that are searched for each optimizer step."""
+        return max(1, round(self.recent_probability * self.prompts_per_step))
 
     @property
     def threads(self) -> int:
@@ -456,42 +310,42 @@ class Config:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
-    def source_of(self, split: str) -> str:
-        """The flag that names where a split's examples are from."""
-        return "eval_dataset" if self.eval_dataset and split == "held-out" else "dataset"
-
-    def fits_limit(self, prompt_tokens: int) -> bool:
-        """Whether a prompt has at most --max_prompt_tokens."""
-        return self.max_prompt_tokens == 0 or prompt_tokens <= self.max_prompt_tokens
-
-    def fits_context(self, prompt_tokens: int, context: float) -> bool:
-        """Whether a prompt and the longest response fit the model's context."""
-        # vLLM scores probes with 1 more
-        return prompt_tokens + self.max_response_tokens < context
-
-    def fits_total(self, prompt_tokens: int) -> bool:
-        """Whether --max_total_tokens leaves room for the shortest response to a prompt."""
-        least = prompt_tokens + max(1, self.min_response_tokens)
-        return self.max_total_tokens == 0 or least <= self.max_total_tokens
-
     def response_limit(self, prompt: np.ndarray) -> int:
         """The most tokens that a response to this prompt may have."""
         total = self.max_total_tokens or math.inf
         return int(min(self.max_response_tokens, total - len(prompt)))
 
-    def at(self, step: int) -> Config:
-        """This Config with the values that scheduled settings have after `step` optimizer steps."""
-        values = {name: schedule_value(getattr(self, name), step) for name in SCHEDULED}
-        return dataclasses.replace(self, **values)
+
+FLAGS.append(Config)
 
 
-SCHEDULED = ("beta", "tau", "reference_temperature")
+class InputError(ValueError):
+    """Bad input: a flag, a path, a column. It ends the run in one line, with exit code 2."""
 
 
-def parse_schedule(text: str | float) -> list[tuple[int, float]]:
+def settings(**values: Any) -> Config:
+    """A Config with these values, and the defaults of all other flags of FLAGS."""
+    config = Config()
+    for kind in FLAGS:
+        for f in dataclasses.fields(kind):
+            setattr(config, f.name, values.get(f.name, f.default))
+    return config
+
+
+def at(config: Config, step: int) -> Config:
+    """The settings with the values that schedules have after `step` optimizer steps."""
+    now = copy.copy(config)
+    for kind in FLAGS:
+        for f in dataclasses.fields(kind):
+            if "least_of_schedule" in f.metadata:
+                setattr(now, f.name, schedule_value(getattr(config, f.name), step))
+    return now
+
+
+def schedule_points(text: str | float) -> list[tuple[int, float]]:
     """A schedule's points, (step, value). Raises ValueError.
 
-    >>> parse_schedule("0.014@0,0.004@500")
+    >>> schedule_points("0.014@0,0.004@500")
     [(0, 0.014), (500, 0.004)]
     """
     points = []
@@ -510,22 +364,17 @@ def schedule_value(text: str | float, step: int) -> float:
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
     """
-    points = parse_schedule(text)
+    points = schedule_points(text)
     before = [point for point in points if point[0] <= step]
     after = [point for point in points if point[0] > step]
-    if not after:
-        return points[-1][1]
     start, low = before[-1]
+    if not after:
+        return low
     end, high = after[0]
     return low + (high - low) * (step - start) / (end - start)
 
 
 # ==================================================================== 2. Trajectory, Group, Batch
-
-
-def no_vector() -> np.ndarray:
-    """What a trajectory has where a task gives none."""
-    return np.zeros(0, np.float32)
 
 
 @dataclass(slots=True)
@@ -536,14 +385,13 @@ class Trajectory:
 
     tokens: np.ndarray  # (T,) int32
     logprobs: np.ndarray  # (T,) float32, log-probability of each token when it was generated
-    ended: bool  # it closed with EOS
-    reward: float
     ref_logprobs: np.ndarray  # (T,) float32, the reference's log-probability of each token
+    ended: bool  # it closed with EOS
+    explored: bool  # it was sampled at another temperature than --temperature
+    reward: float
     prompt_id: int
     version: int  # optimizer step of the weights that began it
     reference: int  # optimizer step of the reference's weights
-    # (H,) float32, as `Task.vectors` gives it
-    vector: np.ndarray = field(default_factory=no_vector)
 
     @property
     def ref_logprob(self) -> float:
@@ -553,12 +401,11 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """What travels from a Searcher to the Trainer: one prompt and its trajectories."""
+    """What travels from a Searcher to the Trainer: one prompt and its S trajectories."""
 
+    index: int  # place in the one order of prompts that the Searchers share
     prompt_id: int
-    trajectories: list[Trajectory]  # usually S; a part of --sft_to_buffer's responses has 16
-    searcher: int
-    number: int  # place in that Searcher's prompt order
+    trajectories: list[Trajectory]
 
 
 @dataclass
@@ -570,38 +417,10 @@ class Batch:
     ref_logprobs: Tensor  # (N,) log pi_ref of it, over gamma = --reference_temperature
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
+    versions: Tensor  # (B*K,) int64, optimizer step of the weights that began each response
+    step: int  # optimizer steps taken so far
     mean_length: float  # of all responses of the step, of which a micro-batch has a part
     learned_log_z: Tensor  # (B,) one parameter for each prompt; carries its gradient
-
-    @classmethod
-    def of(
-        cls,
-        logprobs: Tensor,
-        rows: list[Trajectory],
-        K: int,
-        mean_length: float,
-        log_z: Tensor,
-        gamma: float = 1,
-    ) -> Batch:
-        """Whole groups of K trajectories.
-
-        `logprobs` (N,) are those of all rows' tokens, `log_z` the parameters of all prompts.
-        """
-        behaviour = np.concatenate([t.logprobs for t in rows])
-        ref_logprobs = np.concatenate([t.ref_logprobs for t in rows]) / np.float32(gamma)
-        lengths = np.array([len(t.tokens) for t in rows])
-        rewards = np.array([t.reward for t in rows], np.float32).reshape(-1, K)
-        prompt_ids = np.array([t.prompt_id for t in rows[::K]])
-        load = partial(to_device, device=logprobs.device)
-        return cls(
-            logprobs=logprobs,
-            behaviour=load(behaviour),
-            ref_logprobs=load(ref_logprobs),
-            lengths=load(lengths),
-            rewards=load(rewards),
-            mean_length=mean_length,
-            learned_log_z=log_z[load(prompt_ids)],
-        )
 
     def rows(self) -> Tensor:
         """Which of the B*K responses each token belongs to, (N,)."""
@@ -619,8 +438,7 @@ class Loss:
 
     loss: Tensor  # a scalar that carries the gradient; a batch's is the mean of its prompts'
     log_z: Tensor  # (B,) without gradient
-    # Scalars that are logged under their names. Micro-batches are weighted by their share of the
-    # batch's prompts; where the name ends in _max, the largest is taken.
+    # scalars that are logged under their names; those of the whole batch are, computed once more
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -680,27 +498,14 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     the response's tokens. A token's log-probability is weighted by A_j, a constant; the loss is the
     mean over all tokens of the step. Its gradient is beta tau / (2 mean length) times TB's.
 
-    The authors' later code differs: --ratio_limit 8 weights each token by pi_theta / behaviour too,
-    and by 0 where that ratio is above the limit; --kl_clamp 10 has each token's log-ratio to the
-    reference count within +-10.
-
     Example: rewards [[1, 0]] and kl 0 give A = [[0.5, -0.5]], the weights of every token of the
     first and of the second response.
     """
-    logprobs = batch.logprobs.detach()
-    kl = config.tau * logprobs - batch.ref_logprobs  # (N,)
-    if config.kl_clamp:
-        kl = kl.clamp(-config.kl_clamp, config.kl_clamp)
-    total = batch.rewards - config.beta * batch.sums(kl)  # (B, K)
+    kl = batch.sums(config.tau * batch.logprobs.detach() - batch.ref_logprobs)  # (B, K)
+    total = batch.rewards - config.beta * kl
     advantage = total - total.mean(1, keepdim=True)
-    weight = advantage.flatten()[batch.rows()]  # (N,)
-    metrics = {}
-    if config.ratio_limit:
-        ratio = (logprobs - batch.behaviour).exp()
-        weight = weight * torch.where(ratio > config.ratio_limit, 0, ratio)
-        metrics["ratio_dropped"] = (ratio > config.ratio_limit).float().mean()
-    loss = -(weight * batch.logprobs).sum() / (batch.rewards.numel() * batch.mean_length)
-    return Loss(loss, tb(batch, config).log_z, metrics)
+    gain = advantage * batch.sums(batch.logprobs)
+    return Loss(-gain.mean() / batch.mean_length, tb(batch, config).log_z)
 
 
 # What Trajectory Balance is compared with. These see the same batches, replayed ones too; what they
@@ -852,456 +657,221 @@ def batch_metrics(batch: Batch) -> dict[str, Tensor]:
 # ====================================================================================== 4. Replay
 
 
-class StoredTrajectories(list):
-    """One prompt's trajectories, oldest first; finds and drops one without a look at all others."""
-
-    def __init__(self, similar: SimilarityIndex | None) -> None:
-        """`similar` is given where near-duplicates are looked for."""
-        super().__init__()
-        self.similar = similar
-        self.numbers: list[int] = []  # of each trajectory, rising
-        self.next_number = 0
-        self.number_of: dict[int, int] = {}  # hash of a trajectory's tokens -> its number
-
-    def find(self, t: Trajectory) -> Trajectory | None:
-        """The one that has the same tokens, or None."""
-        number = self.number_of.get(hash(t.tokens.tobytes()))
-        if number is None:
-            return None
-        found = self[bisect_left(self.numbers, number)]
-        return found if np.array_equal(found.tokens, t.tokens) else None
-
-    def add(self, t: Trajectory) -> None:
-        """Append it, as the newest."""
-        self.append(t)
-        self.numbers.append(self.next_number)
-        self.number_of[hash(t.tokens.tobytes())] = self.next_number
-        self.next_number += 1
-        if self.similar:
-            self.similar.add(t)
-
-    def drop(self, t: Trajectory) -> None:
-        """Remove it."""
-        number = self.number_of.pop(hash(t.tokens.tobytes()), -1)
-        position = bisect_left(self.numbers, number)
-        if position == len(self) or self[position] is not t:  # two had the same hash
-            position = [other is t for other in self].index(True)
-        del self[position]
-        del self.numbers[position]
-        if self.similar:
-            self.similar.remove(t)
-
-
 class ReplayBuffer:
-    """Global replay buffer: every prompt's trajectories, oldest first (paper section 4.2).
-
-    Where near-duplicates are looked for, which takes long among many trajectories, a thread adds
-    groups (`add_later`), and batches are sampled meanwhile.
-    """
-
-    LONG = 1000  # trajectories of a prompt, from which on they are drawn by rejection
-    TRIES = 64  # rounds of it
-    MOST_PENDING = 256  # groups that the thread is behind, before the Trainer waits for it
+    """Global replay buffer: every prompt's distinct trajectories (paper section 4.2)."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rng = np.random.default_rng([config.seed, 0xB0F])
-        self.trajectories: dict[int, StoredTrajectories] = {}
-        self.count = 0  # of all trajectories: a sum would grow with the number of prompts
-        self.highest = -math.inf  # reward that was ever stored
-        self.capacity = config.kept_per_prompt  # trajectories of a prompt; less once it is frozen
-        self.frozen = False
-        self.reference = 0  # optimizer step of the reference that scored all that is stored
-        self.waiting: list[Group] = []  # groups that a newer reference scored
-        self.window: dict[int, None] = {}  # prompts that arrived since the latest sync began
-        self.previous: dict[int, None] = {}  # the latest window before that was not empty
-        self.fresh: set[int] = set()  # ids of the trajectories of `window`, unless evict=oldest
-        self.windows = 0  # begun so far
-        self.epoch: list[int] = []  # prompts that this epoch of uniform sampling has left
-        self.memory: dict[str, Any] = {}  # of the replay rule; plain values
-        self.lock = threading.RLock()  # held while anything above is changed, and while sampling
-        self.adder = ThreadPoolExecutor(1) if config.near_duplicate else None
-        self.pending: deque[Future] = deque()  # groups that the adder has not added yet
+        # prompt id -> its trajectories by their tokens, oldest first
+        self.trajectories: dict[int, dict[Any, Trajectory]] = {}
+        self.oldest = -math.inf  # version that may still be drawn
 
     def __len__(self) -> int:
-        return self.count
+        return sum(map(len, self.trajectories.values()))
 
-    def add_later(self, group: Group) -> None:
-        """`add` it, by the thread if there is one. Raises what went wrong with an earlier one."""
-        if self.adder is None:
-            self.add(group)
-            return
-        self.pending.append(self.adder.submit(self.add, group))
-        while self.pending[0].done() or len(self.pending) > self.MOST_PENDING:
-            self.pending.popleft().result()
-            if not self.pending:
-                return
-
-    def finish_adding(self) -> None:
-        """Wait until every group is in the buffer."""
-        while self.pending:
-            self.pending.popleft().result()
+    def key(self, t: Trajectory) -> Any:
+        """By which equal responses are found."""
+        return t.tokens.tobytes()
 
     def add(self, group: Group) -> None:
-        """Store a group's distinct trajectories as the most recent ones.
+        """Store a group's distinct trajectories as the newest of its prompt.
 
-        A trajectory that equals an older one of the same prompt replaces it. Then each is compared
-        with the most similar one that is stored: at an edit distance below `near_duplicate` of
-        their lengths' sum (or at that cosine distance) only the one of higher `value` stays, the
-        stored one if they are equal. Beyond `capacity` the oldest are evicted, or those of the
-        lowest value.
-
-        One reference has scored all that is stored. What an older one scored is dropped. What a
-        newer one scored waits until it has a batch's prompts; then it takes the place of all else.
+        One that equals an older one takes its place. Beyond --kept_per_prompt the oldest go.
 
         Example: prompt 7 has the responses "a", "b", "c", and kept_per_prompt is 4. A group of 7
         with the responses "b", "d", "d", "e" leaves "c", the new "b", "d", "e": the old "b" is
         replaced, the second "d" is the first again, and "a" is the oldest of five.
         """
-        reference = group.trajectories[0].reference
-        if not self.trajectories:
-            self.reference = reference
-        if reference == self.reference:
-            self._store(group)
-        elif reference > self.reference:
-            with self.lock:
-                self._wait(group)
+        stored = self.trajectories.setdefault(group.prompt_id, {})
+        for t in group.trajectories:
+            stored.pop(self.key(t), None)
+            stored[self.key(t)] = t
+        while len(stored) > self.config.kept_per_prompt:
+            del stored[next(iter(stored))]
 
-    def _wait(self, group: Group) -> None:
-        """Keep a group that a newer reference scored, until there is enough to go on with."""
-        reference = group.trajectories[0].reference
-        same = [other for other in self.waiting if other.trajectories[0].reference == reference]
-        self.waiting = [*same, group]
-        prompts = {other.prompt_id for other in self.waiting}
-        if len(prompts) < min(self.config.prompts_per_step, len(self.trajectories)):
+    def begin_step(self, step: int) -> None:
+        """Let go of what is too old at this optimizer step (--max_age)."""
+        if not self.config.max_age:
             return
-        groups = self.waiting
-        self.waiting = []
+        self.oldest = step - self.config.max_age
+        for prompt_id, stored in list(self.trajectories.items()):
+            if not any(t.version >= self.oldest for t in reversed(stored.values())):
+                del self.trajectories[prompt_id]
+
+    def usable(self, prompt_id: int) -> list[Trajectory]:
+        """A prompt's trajectories that are young enough to be drawn, oldest first."""
+        stored = self.trajectories[prompt_id].values()
+        return [t for t in stored if t.version >= self.oldest]
+
+    def clear(self) -> None:
+        """Forget everything, as when a new reference has to score all that is stored."""
         self.trajectories = {}
-        self.count = 0
-        self.epoch = []
-        self.end_windows()
-        self.reference = reference
-        for other in groups:
-            self._store(other)
 
-    def _store(self, group: Group) -> None:
-        """Store a group that the buffer's own reference scored."""
-        stored = self.trajectories.get(group.prompt_id)
-        if stored is None:
-            stored = self._empty_list()
-        distinct = {t.tokens.tobytes(): t for t in group.trajectories}
-        new = list(distinct.values())
-        equals = [stored.find(t) for t in new]
-        replaced = [t for t in equals if t is not None]
-        if self.config.near_duplicate:  # this takes long; nothing is changed yet
-            new, replaced = self._without_near_duplicates(stored, new, replaced)
-        with self.lock:
-            before = len(stored)
-            for t in replaced:
-                stored.drop(t)
-            for t in new:
-                stored.add(t)
-                self.highest = max(self.highest, t.reward)
-            if self.config.evict != "oldest":
-                self.fresh |= {id(t) for t in new}
-            self._evict(stored)
-            self.trajectories[group.prompt_id] = stored
-            self.count += len(stored) - before
-            self.window[group.prompt_id] = None
+    def finish_adding(self) -> None:
+        """Wait until every group is in the buffer, where a subclass has a thread add them."""
 
-    def _empty_list(self) -> StoredTrajectories:
-        """Of a prompt that has no trajectories yet."""
-        if self.config.near_duplicate:
-            return StoredTrajectories(SimilarityIndex(self.config))
-        return StoredTrajectories(None)
+    def draw(self, trajectories: list[Trajectory], K: int) -> list[Trajectory]:
+        """K of these, p ~ softmax(--reward_inverse_temperature * reward), without replacement.
 
-    def _evict(self, stored: StoredTrajectories) -> None:
-        """Drop what is over the capacity: the oldest, or those of the lowest value.
-
-        Unless it is by age, what arrived since the latest sync stays, so that it is trained on
-        before it may go.
+        Where there are fewer than K, all of them and repeats.
         """
-
-        def rank(t: Trajectory) -> tuple[bool, float]:
-            return id(t) in self.fresh, self.value(t)
-
-        surplus = len(stored) - self.capacity
-        if surplus <= 0:
-            return
-        dropped = stored[:surplus]
-        if self.config.evict != "oldest":
-            dropped = heapq.nsmallest(surplus, stored, key=rank)
-        for t in dropped:
-            stored.drop(t)
-
-    def freeze(self) -> None:
-        """From now on no prompt has more trajectories than the one with the most has now."""
-        self.finish_adding()
-        self.frozen = True
-        most = max(map(len, self.trajectories.values()), default=0)
-        self.capacity = min(self.capacity, max(most, self.config.trained_per_prompt))
-
-    def value(self, t: Trajectory) -> float:
-        """Its reward; or beta (of step 0) times its total reward, log pi_ref + reward / beta."""
-        total = self.config.evict == "lowest_total"
-        beta = schedule_value(self.config.beta, 0)
-        return t.reward + beta * t.ref_logprob if total else t.reward
-
-    def _without_near_duplicates(
-        self, stored: StoredTrajectories, new: list[Trajectory], replaced: list[Trajectory]
-    ) -> tuple[list[Trajectory], list[Trajectory]]:
-        """The new ones that are to be stored, and the stored ones that are to be dropped.
-
-        The latter begin with `replaced`, which count no more.
-        """
-        index = stored.similar
-        slots = [index.add(t) for t in new]
-        distances = index.distances(slots)  # (new ones, slots)
-        distances[:, [index.slot_of[id(t)] for t in replaced]] = math.inf
-        kept: dict[int, Trajectory] = {}  # by slot
-        replaced = list(replaced)
-        for i, t in enumerate(new):
-            distances[i, slots[i:]] = math.inf  # to itself, and to those after it
-            nearest = index.nearest(distances[i])
-            if nearest is None:
-                kept[slots[i]] = t
-                continue
-            other = index.trajectories[nearest]
-            if self.value(other) >= self.value(t):
-                distances[:, slots[i]] = math.inf
-                index.remove(t)
-                continue
-            distances[:, nearest] = math.inf
-            if nearest in kept:  # it is one of the new ones
-                del kept[nearest]
-                index.remove(other)
-            else:
-                replaced.append(other)
-            kept[slots[i]] = t
-        return list(kept.values()), replaced
-
-    def begin_window(self) -> None:
-        """New weights begin to be sent: what arrives from now on is the most recent."""
-        with self.lock:
-            self.previous = self.window or self.previous
-            self.window = {}
-            self.fresh = set()
-            self.windows += 1
-
-    def end_windows(self) -> None:
-        """No Searcher works: nothing is recent till more arrives, lest a few prompts be overfit."""
-        with self.lock:
-            self.previous = {}
-            self.window = {}
-            self.fresh = set()
-
-    def sample(
-        self, B: int, K: int, m: float, inverse_temperature: float
-    ) -> tuple[list[list[Trajectory]], float]:
-        """Draw B groups of K trajectories by --replay_rule; and the share of recent draws."""
-        name = self.config.replay_rule or RULE_OF_FLOW[self.config.data_flow]
-        with self.lock:
-            return REPLAY_RULES[name](self, B, K, m, inverse_temperature)
-
-    def next_of_epoch(self, avoid: set[int]) -> int:
-        """The next prompt of this epoch of all prompts; none of `avoid`."""
-        for position in reversed(range(len(self.epoch))):
-            if self.epoch[position] not in avoid:
-                return self.epoch.pop(position)
-        # none are left, or in `avoid` only: begin the next epoch early
-        self.epoch = self.rng.permutation(list(self.trajectories)).tolist()
-        return self.next_of_epoch(avoid)
-
-    def newest(self, stored: list[Trajectory], K: int, avoid: Set[int]) -> list[Trajectory]:
-        """The K newest of `stored` in any order; not those of ids in `avoid`, if K others remain.
-
-        Where there are fewer, all of them and repeats.
-        """
-        unused = (t for t in reversed(stored) if id(t) not in avoid)
-        group = list(itertools.islice(unused, K))
-        if len(group) < K:
-            group = stored[-K:]
-        return self.draw(group, K, inverse_temperature=0.0)
-
-    def draw(
-        self,
-        stored: list[Trajectory],
-        K: int,
-        inverse_temperature: float,
-        avoid: Set[int] = frozenset(),
-    ) -> list[Trajectory]:
-        """K of `stored`, p ~ softmax(inverse_temperature * reward), without replacement.
-
-        Those of ids in `avoid` are left out if K others remain. Where there are fewer than K, all
-        of them and repeats.
-        """
-        group = []
-        if len(stored) >= self.LONG:
-            group = self._draw_by_rejection(stored, K, inverse_temperature, avoid)
-            if len(group) == K:
-                return group
-            avoid = avoid | {id(t) for t in group}
-        missing = K - len(group)
-        unused = [t for t in stored if id(t) not in avoid] if avoid else stored
-        if len(unused) < missing:
-            unused = stored
-        if len(unused) < missing:
-            return [*unused, *self.draw(unused, missing - len(unused), inverse_temperature)]
         # the largest of score + Gumbel noise are softmax draws without replacement
-        scores = inverse_temperature * np.array([t.reward for t in unused])
-        order = np.argsort(-(scores + self.rng.gumbel(size=len(unused))))
-        return group + [unused[i] for i in order[:missing]]
-
-    def _draw_by_rejection(
-        self, stored: list[Trajectory], K: int, inverse_temperature: float, avoid: Set[int]
-    ) -> list[Trajectory]:
-        """The same from a long list, in a time that does not grow with it; after TRIES fewer.
-
-        A trajectory is proposed uniformly, and taken with probability exp(inverse_temperature *
-        (reward - the highest)), so the first that is taken is a softmax draw. So is the next if
-        those that were taken are passed over.
-        """
-        group: dict[int, Trajectory] = {}  # by id
-        for _ in range(self.TRIES):
-            proposals = self.rng.integers(len(stored), size=4 * K).tolist()
-            thresholds = self.rng.random(4 * K).tolist()
-            for position, threshold in zip(proposals, thresholds, strict=True):
-                t = stored[position]
-                if id(t) in avoid or id(t) in group:
-                    continue
-                if threshold < math.exp(inverse_temperature * (t.reward - self.highest)):
-                    group[id(t)] = t
-                if len(group) == K:
-                    return list(group.values())
-        return list(group.values())
+        rewards = np.array([t.reward for t in trajectories])
+        scores = self.config.reward_inverse_temperature * rewards
+        order = np.argsort(-(scores + self.rng.gumbel(size=len(trajectories))))[:K]
+        group = [trajectories[i] for i in order]
+        if len(group) < K:
+            group += self.draw(trajectories, K - len(group))
+        return group
 
     def state(self) -> dict[str, Any]:
         """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
         self.finish_adding()
-        rows = [t for stored in self.trajectories.values() for t in stored]
+        rows = [t for stored in self.trajectories.values() for t in stored.values()]
         return {
             "trajectories": trajectories_to_tensors(rows),
-            "waiting": groups_to_tensors([self.waiting]),
-            "capacity": self.capacity,
-            "frozen": self.frozen,
-            "reference": self.reference,
-            "window": list(self.window),
-            "previous": list(self.previous),
-            "windows": self.windows,
-            "epoch": list(self.epoch),
-            "memory": copy.deepcopy(self.memory),
             "rng": self.rng.bit_generator.state,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
-        rows = trajectories_from_tensors(state["trajectories"])
-        for t in rows:
-            if t.prompt_id not in self.trajectories:
-                self.trajectories[t.prompt_id] = self._empty_list()
-            self.trajectories[t.prompt_id].add(t)
-        self.count = len(rows)
-        self.highest = max((t.reward for t in rows), default=-math.inf)
-        (self.waiting,) = groups_from_tensors(state["waiting"])
-        self.frozen = state["frozen"]
-        if self.frozen:
-            self.capacity = min(self.capacity, state["capacity"])
-        self.reference = state["reference"]
-        self.window = dict.fromkeys(state["window"])
-        self.previous = dict.fromkeys(state["previous"])
-        self.windows = state["windows"]
-        self.epoch = list(state["epoch"])
-        self.memory = state["memory"]
+        for t in trajectories_from_tensors(state["trajectories"]):
+            self.trajectories.setdefault(t.prompt_id, {})[self.key(t)] = t
         self.rng.bit_generator.state = state["rng"]
 
 
-def newest(
-    buffer: ReplayBuffer, B: int, K: int, m: float, inverse_temperature: float
-) -> tuple[list[list[Trajectory]], float]:
+class ReplayRule:
+    """Chooses batches from the buffer. A rule of your own is a subclass in REPLAY_RULES.
+
+    `memory` is what it keeps from step to step and checkpoints have: plain values.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
+        self.buffer = buffer
+        self.config = config
+        self.memory: dict[str, Any] = {"epoch": []}  # prompts that this epoch of replay has left
+        self.recent_fraction = math.nan  # share of the latest batch that was drawn as recent
+
+    def arrived(self, group: Group) -> None:
+        """A group, as it was sampled, has just been stored."""
+
+    def synced(self, step: int) -> None:
+        """New weights begin to be sent: what arrives from now on is the most recent."""
+
+    def cleared(self) -> None:
+        """The buffer was emptied."""
+
+    def sample(self, B: int, K: int) -> list[list[Trajectory]]:
+        """Draw B groups of K trajectories, each group of one prompt."""
+        raise NotImplementedError
+
+    def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
+        """Groups of K trajectories of `count` prompts, without replacement over an epoch of prompts.
+
+        Prompts of `used` come last; those that are drawn are added to it.
+        """
+        groups = []
+        for _ in range(count):
+            prompt_id = self.next_of_epoch(used)
+            groups.append(self.buffer.draw(self.buffer.usable(prompt_id), K))
+            used.add(prompt_id)
+        return groups
+
+    def next_of_epoch(self, used: set[int]) -> int:
+        """The next prompt of this epoch of all prompts; none of `used`, if there is another."""
+        epoch = self.memory["epoch"]
+        for position in reversed(range(len(epoch))):
+            if epoch[position] in self.buffer.trajectories and epoch[position] not in used:
+                return epoch.pop(position)
+        everything = self.buffer.rng.permutation(list(self.buffer.trajectories)).tolist()
+        if used >= set(everything):
+            used.clear()  # prompts must repeat
+        self.memory["epoch"] = everything
+        return self.next_of_epoch(used)
+
+
+class Newest(ReplayRule):
     """The paper's rule (section 4.2), with a draw of its own for each prompt of the batch.
 
-    With probability m a prompt is drawn from the most recent ones (those since the latest sync;
-    while these are fewer than B, those since the sync before too) and its K newest trajectories are
-    taken. Otherwise it comes from all prompts, without replacement over an epoch of prompts, with K
-    trajectories drawn p ~ softmax(inverse_temperature * reward). A batch repeats no prompt, and no
-    trajectory of a prompt, unless it must.
-
-    Example: prompts 0-9 have 24 trajectories each, 8 and 9 came since the latest sync. B = 4,
-    K = 20, m = 0.5 gives about two groups of 20, the newest of 8 and of 9, and two groups of
-    any 20 of other prompts, say 3 and 6; the share of recent draws is then 0.5.
+    With probability m a group is drawn that arrived since the latest sync (while these are of fewer
+    than B prompts, since the sync before too). K of its trajectories are taken: the distinct ones
+    first, then repeats, as it was sampled. Otherwise any prompt's trajectories are replayed.
     """
-    recent = list(buffer.window)
-    if len(recent) < B:
-        recent += [p for p in buffer.previous if p not in buffer.window]
-    buffer.rng.shuffle(recent)
-    groups: list[list[Trajectory]] = []
-    used_prompts: set[int] = set()
-    used_trajectories: set[int] = set()  # their ids
-    recent_draws = 0
-    for _ in range(B):
-        if len(used_prompts) == len(buffer.trajectories):
-            used_prompts.clear()  # prompts must repeat, with other trajectories
-        candidates = [p for p in recent if p not in used_prompts]
-        if candidates and buffer.rng.random() < m:
-            prompt_id = candidates[0]
-            group = buffer.newest(buffer.trajectories[prompt_id], K, used_trajectories)
-            recent_draws += 1
-        else:
-            prompt_id = buffer.next_of_epoch(used_prompts)
-            stored = buffer.trajectories[prompt_id]
-            group = buffer.draw(stored, K, inverse_temperature, used_trajectories)
-        groups.append(group)
-        used_prompts.add(prompt_id)
-        used_trajectories.update(map(id, group))
-    return groups, recent_draws / B
+
+    def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
+        super().__init__(buffer, config)
+        self.window: dict[int, list[Group]] = {}  # prompt -> groups since the latest sync
+        self.previous: dict[int, list[Group]] = {}  # the latest window before that was not empty
+
+    def arrived(self, group: Group) -> None:
+        self.window.setdefault(group.prompt_id, []).append(group)
+
+    def synced(self, step: int) -> None:
+        self.previous = self.window or self.previous
+        self.window = {}
+
+    def cleared(self) -> None:
+        self.window = {}
+        self.previous = {}
+        self.memory["epoch"] = []
+
+    def sample(self, B: int, K: int) -> list[list[Trajectory]]:
+        """Draw B groups of K trajectories.
+
+        Example: prompts 0-9 have 24 trajectories each, 8 and 9 came since the latest sync. B = 4,
+        K = 20, m = 0.5 gives about two groups of 20, the newest of 8 and of 9, and two groups of
+        any 20 of other prompts, say 3 and 6; `recent_fraction` is then 0.5.
+        """
+        rng = self.buffer.rng
+        recent = self.recent_groups(B)
+        groups = []
+        used: set[int] = set()  # prompts
+        for _ in range(B):
+            if recent and rng.random() < self.config.recent_probability:
+                group = recent.pop()
+                groups.append(self.as_sampled(group, K))
+                used.add(group.prompt_id)
+        self.recent_fraction = len(groups) / B
+        return groups + self.replay(B - len(groups), K, used)
+
+    def recent_groups(self, B: int) -> list[Group]:
+        """Recent groups, to be taken from the end: each prompt's newest before any second one."""
+        prompts = dict(self.window)
+        if len(prompts) < B:
+            prompts = self.previous | self.window
+        rounds: list[list[Group]] = []
+        for groups in prompts.values():
+            oldest = self.buffer.oldest
+            young = [group for group in groups if group.trajectories[0].version >= oldest]
+            for i, group in enumerate(reversed(young)):
+                if i == len(rounds):
+                    rounds.append([])
+                rounds[i].append(group)
+        recent: list[Group] = []
+        for groups in reversed(rounds):
+            self.buffer.rng.shuffle(groups)
+            recent += groups
+        return recent
+
+    def as_sampled(self, group: Group, K: int) -> list[Trajectory]:
+        """K of a group's S trajectories: the distinct ones first, then repeats of them.
+
+        Example: of the responses "a", "a", "a", "b" and K = 3, "a", "b" and one more "a".
+        """
+        order = self.buffer.rng.permutation(len(group.trajectories))
+        shuffled = [group.trajectories[i] for i in order]
+        distinct = {self.buffer.key(t): t for t in shuffled}
+        first = list(distinct.values())
+        taken = {id(t) for t in first}
+        repeats = [t for t in shuffled if id(t) not in taken]
+        chosen = (first + repeats)[:K]
+        while len(chosen) < K:  # the group itself has fewer
+            chosen.append(chosen[int(self.buffer.rng.integers(len(shuffled)))])
+        return chosen
 
 
-def refill(
-    buffer: ReplayBuffer, B: int, K: int, m: float, inverse_temperature: float
-) -> tuple[list[list[Trajectory]], float]:
-    """The authors' code's rule: recent prompts without replacement, refilled when none is left.
-
-    With probability m a prompt is drawn from those that arrived at the latest sync and were not
-    drawn since; once all of them were, they may all be drawn again. Any K of its newest S
-    trajectories are taken, with replacement where there are fewer than K. Otherwise as `newest`.
-
-    Example: 8 and 9 arrived at the latest sync; of five recent draws two have 8, two have 9.
-    """
-    S = buffer.config.searched_per_prompt
-    recent = list(buffer.window or buffer.previous)
-    if buffer.memory.get("window") != buffer.windows:
-        buffer.memory = {"window": buffer.windows, "drawn": []}
-    drawn = buffer.memory["drawn"]
-    groups = []
-    recent_draws = 0
-    for _ in range(B):
-        if recent and buffer.rng.random() < m:
-            if set(recent) <= set(drawn):
-                drawn.clear()
-            candidates = [p for p in recent if p not in drawn]
-            prompt_id = int(buffer.rng.choice(candidates))
-            drawn.append(prompt_id)
-            stored = buffer.trajectories[prompt_id][-S:]
-            choice = buffer.rng.choice(len(stored), K, replace=len(stored) < K)
-            groups.append([stored[i] for i in choice])
-            recent_draws += 1
-        else:
-            prompt_id = buffer.next_of_epoch(avoid=set())
-            groups.append(buffer.draw(buffer.trajectories[prompt_id], K, inverse_temperature))
-    return groups, recent_draws / B
-
-
-# name -> function of (buffer, B, K, m, inverse temperature) that returns B groups of K trajectories
-# and the share of recent draws. What it keeps from step to step it puts into `buffer.memory`, as
-# plain values: checkpoints have it.
-REPLAY_RULES: dict[str, Callable[..., tuple[list[list[Trajectory]], float]]] = {
-    "newest": newest,
-    "refill": refill,
-}
-
-
-RULE_OF_FLOW = {"stream": "newest", "published": "refill"}  # unless --replay_rule is given
+REPLAY_RULES: dict[str, type[ReplayRule]] = {"newest": Newest}
 
 
 # ================================================================================= 5. Task, GSM8K
@@ -1324,31 +894,18 @@ class Task:
     least_answer_tokens = 0  # that an answer in an evaluation has before it may end
     closes_responses = False  # responses that do not end get the EOS that they lack
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
-    models: tuple[str, ...] = ()  # flags of the models that `setup` loads
     engines = 1  # how many engines share a Searcher's device
+    buffer: type[ReplayBuffer] = ReplayBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        """Read the data and check whatever can be checked without loading a model."""
+        """Read the data, and check what can be checked without loading a model."""
         self.config = config
         self.tokenizer = tokenizer
-        train, held_out = self.examples()
-        self.train = list(train)
-        self.held_out = list(held_out)
-        for split, examples in (("training", self.train), ("held-out", self.held_out)):
-            for index, example in enumerate(examples):
-                wrong = self.check(example)
-                if wrong:
-                    source = config.source_of(split)
-                    row = row_name(example, split, index)
-                    config.need(False, source, f"{row}: {wrong}")
+        self.train, self.held_out = self.examples()
 
     def examples(self) -> tuple[list[dict], list[dict]]:
         """Training and held-out examples."""
         return load_examples(self.config, self.columns, self.held_out_splits)
-
-    def check(self, example: dict) -> str | None:
-        """What is wrong with an example, or None."""
-        return not_text(example, *re.findall(r"{(\w+)}", self.template))
 
     def prompt(self, example: dict) -> str:
         """The text that the policy continues."""
@@ -1357,8 +914,12 @@ class Task:
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         """In a Searcher: load the models that rewards and evaluation need.
 
-        `engine_of(model, longest_prompt, **settings)` gives another engine for generation.
+        `engine_of(model, longest)` gives another engine, for prompts of at most so many tokens.
         """
+
+    def temperature(self, rng: np.random.Generator) -> float:
+        """At which the responses to the next prompt are sampled."""
+        return self.config.temperature
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         """Rewards (N,) of N responses, each to its example.
@@ -1367,19 +928,16 @@ class Task:
         """
         raise NotImplementedError
 
-    def returned(self, function: str, given: Any, must: str) -> InputError:
-        """The error to raise when one of the task's functions did not return what it must."""
-        return returned(self.config, f"{type(self).__name__}.{function}", given, must)
-
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
-        """`rewards` as a list; InputError unless they are N finite numbers."""
-        given = self.rewards(examples, responses, ended)
-        n = len(responses)
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            rewards = np.asarray(given, np.float32)
-            if rewards.shape == (n,) and np.isfinite(rewards).all():
-                return rewards.tolist()
-        raise self.returned("rewards", given, f"{n} finite numbers, one per response")
+        """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
+        given = np.asarray(self.rewards(examples, responses, ended), np.float32)
+        if given.shape != (len(responses),):
+            text = f"returned an array {given.shape}, not one number for each response"
+            raise ValueError(f"{type(self).__name__}.rewards {text}, ({len(responses)},)")
+        for i in np.flatnonzero(~np.isfinite(given)):
+            text = f"{given[i]} for the response {responses[i]!r} to {examples[i]!r}"
+            raise ValueError(f"{type(self).__name__}.rewards returned {text}")
+        return given.tolist()
 
     def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """What counts as log pi_ref (T,) of a response's tokens: as computed, which is `logprobs`.
@@ -1388,32 +946,10 @@ class Task:
         """
         return logprobs
 
-    def vectors(self, responses: list[str]) -> np.ndarray:
-        """Unit vectors (N, H) of N responses, for --near_duplicate_by cosine.
-
-        A task without such vectors has H = 0, as here.
-        """
-        return np.zeros((len(responses), 0), np.float32)
-
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         """One record per answer; `summarize` makes them the evaluation's metrics."""
         rewards = self.checked_rewards(examples, responses, ended)
         return [{self.metric: reward} for reward in rewards]
-
-    def checked_records(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
-        """`evaluate`'s records; InputError unless they are what `summarize` needs."""
-        records = self.evaluate(examples, responses, ended)
-        n = len(responses)
-        must = "one dict per response"
-        good = isinstance(records, list | tuple) and len(records) == n
-        good = good and all(isinstance(record, dict) for record in records)
-        if type(self).summarize is Task.summarize:
-            must = "one dict of finite numbers per response, all with the same keys"
-            good = good and all(record.keys() == records[0].keys() for record in records)
-            good = good and all(is_number(v) for record in records for v in record.values())
-        if not good:
-            raise self.returned("evaluate", records, f"{must} ({n} of them)")
-        return list(records)
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
@@ -1421,37 +957,6 @@ class Task:
         for key in records[0]:
             metrics[key] = float(np.mean([record[key] for record in records]))
         return metrics
-
-    def checked_metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        """`summarize`'s metrics; InputError unless they are numbers, or if it raises."""
-        with own_code(self.config, f"{type(self).__name__}.summarize"):
-            metrics = self.summarize([dict(record) for record in records])
-        good = isinstance(metrics, dict) and bool(metrics)
-        good = good and all(isinstance(name, str) for name in metrics)
-        good = good and not metrics.keys() & set(RunFolder.HEAD)
-        good = good and all(is_number(value, finite=False) for value in metrics.values())
-        if not good:
-            must = f"a dict of numbers, one or more, under names other than {RunFolder.HEAD}"
-            raise self.returned("summarize", metrics, must)
-        return {name: float(value) for name, value in metrics.items()}
-
-    def try_functions(self) -> None:
-        """Call rewards, evaluation and summary for one example each. Raises InputError."""
-        name = type(self).__name__
-        responses = ["", "a response"]
-        ended = np.array([False, True])
-        with own_code(self.config, f"{name}.rewards"):
-            self.checked_rewards([self.train[0]] * 2, responses, ended)
-        with own_code(self.config, f"{name}.vectors"):
-            vectors = self.vectors(responses)
-            if len(vectors) != len(responses):
-                raise self.returned("vectors", vectors, "an array (2, H), a row per response")
-        with own_code(self.config, f"{name}.evaluate"):
-            records = self.checked_records([self.held_out[0]] * 2, responses, ended)
-        if self.wants_logprobs:
-            measured = {"kl": 0.0, "ref_logprob": -1.0, "tokens": 1, "prompt_tokens": 1}
-            records = [record | measured for record in records]
-        self.checked_metrics(records)
 
 
 def extract_number(text: str) -> float | None:
@@ -1475,234 +980,168 @@ class GSM8K(Task):
     metric = "accuracy"
     pass_metric = "accuracy"
 
-    def check(self, example: dict) -> str | None:
-        if extract_number(str(example["answer"])) is None:
-            return "the gold answer has no number; it should end in '#### N'"
-        return not_text(example, "question")
-
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         rewards = []
         for example, response in zip(examples, responses, strict=True):
             gold = extract_number(str(example["answer"]))
-            rewards.append(extract_number(response) == gold)
+            rewards.append(gold is not None and extract_number(response) == gold)
         return np.array(rewards)
 
 
-# name -> class; section 16 has the paper's other tasks, a --task_file may enter its own
+# name -> class; Part III has the paper's other tasks, a plug-in may enter its own
 TASKS: dict[str, type[Task]] = {"gsm8k": GSM8K}
 
 
 # ===================================================================================== 6. Trainer
 
 
-class Diverged(FloatingPointError):
-    """The policy has become unusable by training; the message says when and what to change."""
+class RunEnded(RuntimeError):
+    """The run cannot go on; the message says why, and what to change."""
 
 
 class Trainer:
     """Learns from the replay buffer all the time; waits for generation in lockstep only."""
 
-    MAX_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
+    MOST_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
+    LOCKSTEP_PATIENCE = 30  # seconds that a stopped run with a lag waits for what is being searched
 
     def __init__(
-        self, config: Config, problem: Problem, folder: Any, saved: dict, ranks: Ranks | None = None
+        self, config: Config, problem: Problem, folder: RunFolder, ranks: Ranks, saved: dict
     ) -> None:
-        """`saved` is what `read_checkpoint` gave, or empty; `folder` a RunFolder.
-
-        `ranks` are the processes over which the policy is sharded; not given: this one alone.
-        """
+        """`saved` is what `read_checkpoint` gave, or empty."""
         self.config = config
         self.problem = problem
         self.folder = folder
+        self.ranks = ranks
         self.saved = saved
-        self.ranks = ranks or Ranks()
-        numbers = saved.get("numbers", [])
-        self.searchers = SearcherProcesses(config, problem, folder.say, numbers)
-        self.evaluation = Evaluation(config, problem, folder, saved.get("evaluation", {}))
+        self.searchers = SearcherProcesses(config, problem, folder.say, saved.get("places", {}))
+        self.evaluation = Evaluation(config, problem, folder, saved.get("evaluated"))
+        self.buffer = type(problem.task).buffer(config)
+        self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
+        self.checkpoints = CheckpointWriter(problem, folder)
         self.learner: Learner | None = None  # policy and optimizer; loaded beside the Searchers
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
+        self.saved_at = self.step  # step of the latest checkpoint
         self.received: int = saved.get("received", 0)  # trajectories, in the whole run
-        self.arrived: list[Group] = []  # not yet put into the buffer
-        # lockstep: whole batches that wait to be trained on, the next one first
-        self.batches = deque(groups_from_tensors(saved.get("batches", [])))
-        # lockstep: Searchers' places in their prompt orders before the batch that is being searched
-        self.batch_start: list[int] | None = None
-        self.queue_depth = 0  # the most groups found on the queue since the last step
-        self.sync_wait_seconds = 0.0  # spent in waiting for a sync to end, since the last step
-        self.skipped = 0  # steps, in a row
-        self.new_groups: list[Group] = []  # put into the buffer since the last step
-        self.arrival_step = self.step  # when groups arrived last
-        self.told_of_missing_data = False  # that none have arrived since
-        self.buffer = ReplayBuffer(config)
-        self.window_version = 0  # of the weights whose sync began the buffer's window
-        # means over the responses that arrived last
+        self.arrived: list[Group] = groups_from_tensors(saved.get("arrived", []))  # not used yet
+        self.unlogged: list[Trajectory] = []  # that arrived since the last step
+        # means over what arrived last
         self.arrivals = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.checkpoints = Checkpoints(self)
-        self.requested_at = -1  # step at which it was last noted what is due
-        self.loaded = False
+        self.queue_depth = 0  # the most groups found on the queue since the last step
+        self.waited = 0.0  # seconds, for syncs, since the last step
+        self.skipped = 0  # steps, in a row
         self.stop_signal = 0
 
     def run(self) -> None:
         """Train from start to end. Raises what ended it early."""
         config = self.config
-        stop_on_signals(self)
-        self.searchers.start_manager()
-        self.searchers.start_due()  # they load their models while this process loads its own
-        self.load()
-        self.request_due_sync()
-        self.sync.due = True  # at step 0 too: it proves the transfer at once
-        self.finish_sync()
-        if config.synchronous or config.eval_only:
-            self.finish_evaluation()
-        if config.eval_only:
-            return
-        self.collect()  # --sft_to_buffer's
-        if not config.synchronous:
-            while self.batches:  # of a run in lockstep that is continued without
-                self.store(self.batches.popleft())
-            self.searchers.search_up_to(math.inf)
-            self.fill()
-        elif config.synchronous_replay:
-            self.fill_in_lockstep()
-        self.last_step_end = time.perf_counter()
-        first_step = self.step
-        while self.step < config.steps:
+        self.searchers.start()  # they load their models while this process loads its own
+        self.learner = Learner(config, self.problem, self.ranks, self.saved)
+        self.sync = WeightSync(config, self.problem, self.learner, self.searchers, self.folder.say)
+        self.restore()
+        self.finish_sync()  # at step 0 too: it proves the transfer at once
+        if self.step < config.steps:
+            self.last_step_end = time.perf_counter()
             if config.synchronous:
-                self.finish_batch()  # that of --lag, before a sync is due
-                self.request_due_sync()
-                self.take_batch()
+                self.run_lockstep()
             else:
-                self.request_due_sync()
-                self.listen()  # groups arrive; weights are sent
-                self.collect()
-                notice_missing_data(self)
-            self.train_step()
-            if config.save_every and self.step % config.save_every == 0:
-                self.finish_batch()
-                self.checkpoints.save()
-        if 0 < self.skipped == self.step - first_step:
-            raise Diverged(
-                f"nothing was learned: the loss or gradient was not finite in each of the "
-                f"{self.skipped} steps; lower --learning_rate, raise --beta, or check the rewards"
-            )
-        self.finish_batch()  # of --lag: a run that is given more steps trains on it
+                self.run_asynchronous()
         self.searchers.search_up_to(0)
-        if self.evaluation.version is not None:  # of an earlier step
-            self.finish_evaluation()
+        self.finish_evaluation()  # of an earlier step
         if self.evaluation.done_at != self.step:
             self.evaluation.due_at = self.step
             self.sync.due = True
         self.finish_evaluation()
-        self.listen()
-        self.collect()
-        self.checkpoints.save()
-        self.checkpoints.finish()
-        self.folder.draw_curves()
+        if not config.synchronous:
+            self.store_arrived()
+        if self.step > 0:
+            self.save()
+            self.checkpoints.finish()
 
-    def load(self) -> None:
-        """Load the policy and its optimizer, and take up what was saved."""
-        say = self.folder.say
-        self.learner = load_learner(self.config, self.problem, self.ranks, self.saved, say)
-        self.ranks.listening = True
-        past = self.saved.get("sync", {})
-        self.sync = WeightSync(self.config, self.problem, self.learner, self.searchers, say, past)
-        self.checkpoints.begin()
-        self.loaded = True
-
-    def request_due_sync(self) -> None:
-        """Note what is due at this optimizer step: an evaluation, a new reference, a sync."""
+    def run_asynchronous(self) -> None:
+        """Nobody waits for anybody, once there is enough to begin with."""
         config = self.config
-        if self.requested_at == self.step:
-            return  # as at the start
-        self.requested_at = self.step
+        self.searchers.search_up_to(math.inf)
+        while self.step < config.steps:
+            self.listen()  # groups arrive; weights are sent
+            self.store_arrived()
+            if not self.has_enough():  # also after the reference has changed
+                time.sleep(0.01)
+                continue
+            groups = self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
+            self.train_step(groups, self.rule.recent_fraction)
+            self.note_what_is_due()
+            self.save_if_due()
+
+    def run_lockstep(self) -> None:
+        """Batch t is searched with the weights of step t - lag, and trained on as it was searched.
+
+        Its groups do not pass the buffer: duplicates count as often as they were sampled. With
+        m < 1, --recent_probability, the share 1 - m of its prompts is replayed from the buffer.
+        """
+        config = self.config
+        n = config.searched_prompts
+        replayed = config.prompts_per_step - n
+        while self.step < config.steps:
+            self.wait_for(self.searches_are_done)  # those beside training on the batch before
+            self.save_if_due()
+            self.finish_sync()
+            self.finish_evaluation()
+            self.searchers.search_up_to(n * (self.step + config.lag + 1))
+            places = range(n * self.step, n * (self.step + 1))
+            self.wait_for(lambda places=places: self.have_arrived(places))
+            batch = [group for group in self.arrived if group.index in places]
+            batch.sort(key=lambda group: group.index)
+            self.arrived = [group for group in self.arrived if group.index not in places]
+            groups = [group.trajectories for group in batch]
+            if replayed:
+                self.store(batch)
+                used = {group.prompt_id for group in batch}
+                groups += self.rule.replay(replayed, config.trained_per_prompt, used)
+            self.train_step(groups, n / config.prompts_per_step)
+            self.note_what_is_due()
+            self.sync.due = True
+
+    def searches_are_done(self) -> bool:
+        """Lockstep: whether everything that was asked for is here."""
+        first = self.config.searched_prompts * self.step
+        return self.have_arrived(range(first, int(self.searchers.limit)))
+
+    def have_arrived(self, places: range) -> bool:
+        """Lockstep: whether the groups of these places in the order of prompts are here."""
+        return {group.index for group in self.arrived} >= set(places)
+
+    def note_what_is_due(self) -> None:
+        """After an optimizer step: an evaluation, a new reference, a sync."""
+        config = self.config
 
         def due(every: int) -> bool:
-            return bool(every and self.step and self.step % every == 0)
+            return bool(every) and self.step % every == 0
 
-        if due(config.eval_every) and self.evaluation.done_at != self.step:
-            if self.evaluation.idle:
-                self.evaluation.due_at = self.step
-                self.sync.due = True
-            else:
-                text = "is left out: one is under way"
-                self.folder.say(f"the evaluation of step {self.step} {text}")
-        if due(config.reset_reference_every):
-            self.sync.reset_due = True
-        if due(config.sync_every) or self.sync.reset_due:
+        if due(config.eval_every):
+            self.evaluation.due_at = self.step
             self.sync.due = True
-        freeze_due = config.freeze_buffer_at and self.step >= config.freeze_buffer_at
-        if freeze_due and not self.buffer.frozen:
-            self.buffer.freeze()
+        if due(config.reset_reference_every):
+            self.reset_reference()
+        if due(config.sync_every):
+            self.sync.due = True
 
-    def take_batch(self) -> None:
-        """Lockstep: put the groups of batch t into the buffer, and have batch t + L searched.
+    def reset_reference(self) -> None:
+        """Change the reference; what it scores from now on fills the buffer anew.
 
-        The weights of step t are sent first. With L = 0 batch t itself is searched, and waited for.
-        Otherwise batch t + L is searched during training on batch t, which was searched L steps
-        earlier (at the start by the starting policy).
+        In lockstep a batch keeps the reference that scored it when it was searched.
         """
-        L = self.config.lag
-        self.finish_sync()
-        self.finish_evaluation()
-        if self.sync.reference_version == self.step:
-            self.score_batches_anew()
-        while len(self.batches) < L:  # at the start, by the starting policy
-            self.begin_batch()
-            self.finish_batch()
-        if len(self.batches) == L:
-            self.begin_batch()
-        if L == 0:
-            self.finish_batch()
-        self.buffer.begin_window()
-        self.store(self.batches.popleft())
-
-    def score_batches_anew(self) -> None:
-        """The reference was just reset: have it score the batches that were searched before.
-
-        Its weights are those that the policy has now.
-        """
-        groups = [group for batch in self.batches for group in batch]
-        if not groups:
-            return
-        sequences = []
-        for group in groups:
-            prompt = self.problem.prompts[group.prompt_id]
-            sequences.append((prompt, [t.tokens for t in group.trajectories]))
-        scored = self.learner.logprobs(sequences)
-        trajectories = [t for group in groups for t in group.trajectories]
-        for t, logprobs in zip(trajectories, scored, strict=True):
-            t.ref_logprobs = self.problem.task.ref_logprobs(t.tokens, logprobs)
-            t.reference = self.step
-
-    def begin_batch(self) -> None:
-        """Have the prompts of a batch searched."""
-        self.batch_start = [s.number for s in self.searchers]
-        self.searchers.search_batch(self.config.searched_prompts)
-
-    def finish_batch(self) -> None:
-        """Wait for the batch that is being searched, if one is."""
-        if self.batch_start is None:
-            return
-        self.wait_for(lambda: len(self.arrived) >= self.config.searched_prompts)
-        self.batches.append(self.take_arrived())
-        self.batch_start = None
-
-    def forget_batch(self) -> None:
-        """A batch that is not whole is made again, from its start, by a resumed run."""
-        if self.batch_start is None:
-            return
-        self.received -= sum(len(group.trajectories) for group in self.arrived)
-        self.arrived = []
-        for s, number in zip(self.searchers, self.batch_start, strict=True):
-            s.number = number
-        self.batch_start = None
+        self.sync.reset_reference(self.step)
+        self.buffer.finish_adding()
+        self.buffer.clear()
+        self.rule.cleared()
 
     def finish_sync(self) -> None:
         """Wait until no sync is due or under way."""
         start = time.monotonic()
         self.wait_for(lambda: self.sync.idle)
-        self.sync_wait_seconds += time.monotonic() - start
+        self.waited += time.monotonic() - start
 
     def finish_evaluation(self) -> None:
         """Wait for the evaluation that is due or under way, if one is."""
@@ -1711,143 +1150,85 @@ class Trainer:
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Listen until `done`."""
         while not done():
-            self.listen(seconds=0.01)
+            self.listen()
+            time.sleep(0.003)
 
-    def listen(self, seconds: float = 0.0) -> None:
-        """Take in what Searchers sent, restart who failed, go on with syncs; heed a signal.
-
-        Waits up to `seconds` for a message if there is none.
-        """
+    def listen(self) -> None:
+        """Take in what Searchers sent, restart who failed, go on with syncs; heed a signal."""
         if self.stop_signal:
             raise KeyboardInterrupt(self.stop_signal)
-        self.take_messages(seconds)
-        self.ranks.keep_alive()
-        self.searchers.accept_joiners()
+        self.take_messages()
         failures = self.searchers.failed()
         if failures:
-            self.take_messages()  # what they had sent is used; what was in flight is lost
+            self.take_messages()  # what they had sent is used; what was in flight is searched again
         for s, reason in failures:
             self.evaluation.repeat_without(s)
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
-        self.sync.poll(self.step)
-        self.begin_due_evaluation()
+        self.begin_due_evaluation()  # before the next sync, which would take its weights away
+        if self.sync.poll(self.step):
+            self.rule.synced(self.step)
+
+    def take_messages(self) -> None:
+        """Take groups and messages from the queues."""
+        groups, messages = self.searchers.take()
+        for s, message in messages:
+            match message:
+                case Beat():
+                    s.on_beat(message)
+                case Received(transfer):
+                    s.received = transfer
+                case Loaded():
+                    self.sync.on_loaded(s, message)
+                case Evaluated():
+                    self.evaluation.on_records(s, message)
+                case Failed(text):
+                    s.traceback = text.strip()
+        self.arrived += groups
+        trajectories = [t for group in groups for t in group.trajectories]
+        self.received += len(trajectories)
+        self.unlogged += trajectories
+        self.queue_depth = max(self.queue_depth, len(groups))
 
     def begin_due_evaluation(self) -> None:
         """Begin the evaluation that is due, once Searchers have weights that are new enough."""
-        version = self.sync.version
         due_at = self.evaluation.due_at
-        members = [s for s in self.searchers if s.version == version]
-        if due_at is None or version < due_at or self.sync.transfer or not members:
+        if due_at is None or self.evaluation.version is not None or self.sync.under_way:
             return
-        self.evaluation.begin(version, members)
+        version = self.sync.version
+        members = [s for s in self.searchers if s.version == version]
+        if members and version >= due_at:
+            self.evaluation.begin(version, members)
 
-    def take_messages(self, seconds: float = 0.0) -> None:
-        """Take groups and messages from the queues."""
-        groups, messages = self.searchers.take(seconds)
-        for s, message in messages:
-            match message:
-                case Ready():
-                    s.status = Status.READY
-                case Beat():
-                    s.on_beat(message)
-                case CannotShare(reason):
-                    self.sync.share_no_more(reason)
-                case Received():
-                    self.sync.on_received(s)
-                case Loaded(probes):
-                    self.sync.on_loaded(s, probes)
-                case Evaluated():
-                    self.evaluation.on_records(s, message)
-                case Failed(text, of_the_machine):
-                    s.traceback = text.strip()
-                    s.of_the_machine = of_the_machine
-                    if isinstance(s.process, RemoteProcess):
-                        s.process.exitcode = 1
-                case EndRun(error):
-                    raise error
-        self.searchers.count(groups)
-        self.arrived += groups
-        self.received += sum(len(group.trajectories) for group in groups)
-        self.queue_depth = max(self.queue_depth, len(groups))
-
-    def fill(self) -> None:
-        """Wait for the initial trajectories, duplicates included, of B prompts if there are B."""
-        config = self.config
-        B = min(config.prompts_per_step, len(self.problem.prompts))
-
-        def filled() -> bool:
-            self.collect()
-            self.ask_for_withheld_data()
-            count = self.received
-            self.folder.progress(f"filling the buffer: {count} of {config.initial_trajectories}")
-            return count >= config.initial_trajectories and len(self.buffer.trajectories) >= B
-
-        self.wait_for(filled)
-
-    def fill_in_lockstep(self) -> None:
-        """The same for --synchronous_replay: search batches, one after the other."""
-        while self.received < self.config.initial_trajectories:
-            self.begin_batch()
-            self.finish_batch()
-            self.store(self.batches.popleft())
-
-    def ask_for_withheld_data(self) -> None:
-        """--data_flow published: data come at syncs, which no step brings while this waits."""
-        if self.config.data_flow == "published" and self.sync.idle:
-            self.sync.due = True
-
-    def collect(self) -> None:
+    def store_arrived(self) -> None:
         """Put the groups that arrived into the replay buffer."""
-        if self.window_version != self.sync.version:
-            self.window_version = self.sync.version
-            self.buffer.begin_window()
-        self.store(self.take_arrived())
-        if not any(map(self.at_work, self.searchers)):
-            self.buffer.end_windows()
-
-    def take_arrived(self) -> list[Group]:
-        """The groups that arrived, in a reproducible order; none are left then."""
-        groups = sorted(self.arrived, key=attrgetter("searcher", "number"))
+        groups = self.arrived
         self.arrived = []
-        return groups
+        self.store(groups)
+        self.buffer.begin_step(self.step)
 
     def store(self, groups: list[Group]) -> None:
-        """Put groups into the replay buffer."""
+        """Put groups into the replay buffer, but for those that an earlier reference scored."""
         for group in groups:
-            self.buffer.add_later(group)
-        if self.config.synchronous:
-            self.buffer.finish_adding()
-        self.new_groups += groups
-        if groups:
-            self.arrival_step = self.step
-            self.told_of_missing_data = False
+            if group.trajectories[0].reference == self.sync.reference_version:
+                self.buffer.add(group)
+                self.rule.arrived(group)
 
-    def at_work(self, s: SearcherState) -> bool:
-        """Whether a Searcher generates, and was heard of lately."""
-        lately = s.seen > time.monotonic() - self.config.transfer_timeout
-        return s.status is Status.SEARCHING and lately
-
-    def train_step(self) -> None:
-        """Sample a batch, take one optimizer step, log it."""
+    def has_enough(self) -> bool:
+        """Whether the initial trajectories are here, and those of a batch's prompts are stored."""
         config = self.config
-        now = config.at(self.step)
-        B = config.prompts_per_step
-        K = config.trained_per_prompt
-        m = config.recent_probability
-        if config.synchronous and not config.synchronous_replay:
-            m = 1.0
-        groups, recent = self.buffer.sample(B, K, m, config.reward_inverse_temperature)
+        B = min(config.prompts_per_step, len(self.problem.prompts))
+        if self.received >= config.initial_trajectories and len(self.buffer.trajectories) >= B:
+            return True
+        self.folder.progress(f"filling the buffer: {self.received} trajectories")
+        return False
 
+    def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
+        """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
+        now = at(self.config, self.step)
         start = time.perf_counter()
-        metrics, tokens = self.learner.step(groups, now)
-        if is_finite(metrics):
-            self.skipped = 0
-        else:
-            self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
-            self.skipped += 1
+        metrics, tokens = self.learner.step(groups, now, self.step)
         end = time.perf_counter()
-
         wall = end - self.last_step_end
         self.last_step_end = end
         staleness = [self.step - t.version for group in groups for t in group]
@@ -1858,37 +1239,109 @@ class Trainer:
         metrics["train_tokens_per_second"] = tokens / wall
         self.step += 1
         log_step(self, metrics)
-        if self.skipped >= self.MAX_SKIPPED:
-            raise Diverged(
-                f"the loss or gradient was not finite in {self.skipped} steps in a row "
-                f"(loss {metrics['loss']}, grad_norm {metrics['grad_norm']}): lower "
+        if is_finite(metrics):
+            self.skipped = 0
+            return
+        self.skipped += 1
+        self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
+        if self.skipped >= self.MOST_SKIPPED:
+            raise RunEnded(
+                f"the loss or gradient was not finite in {self.skipped} steps in a row: lower "
                 "--learning_rate, raise --beta, or set --max_grad_norm"
             )
 
-    def save_at_the_end(self, drain: bool = True) -> None:
-        """Save what there is when a run ends early; also what is on the queue, if wanted."""
-        self.searchers.stop(patience=0)
-        if self.loaded:
-            try:
-                if drain:
-                    self.take_messages()
-            except (OSError, EOFError):
-                pass  # the Manager is gone
-            # a Searcher tells of it only now
-            except (InputError, WrongWeights, WrongLogProbs) as error:
-                self.folder.say(f"tba.py: error: {error}")
-            self.forget_batch()
-            self.collect()
-            try:
-                if not self.ranks.lost:
-                    self.checkpoints.save()
-            except RankLost as error:
-                self.folder.say(f"tba.py: error: {error}")
-            if self.ranks.lost:
-                text = "no checkpoint can be written without all ranks"
-                self.folder.say(f"{text}; --resume goes on from the newest, if there is one")
-            self.checkpoints.finish()
-            self.folder.draw_curves()
+    def save_if_due(self) -> None:
+        """Write a checkpoint every --save_every steps."""
+        every = self.config.save_every
+        if every and self.step % every == 0 and self.step != self.saved_at:
+            self.save()
+
+    def save(self) -> None:
+        """Copy everything that training goes on from; a thread writes it as checkpoint-STEP.
+
+        A policy that is broken is not saved: the checkpoint before is better.
+        """
+        if self.skipped or not all(np.isfinite(p).all() for p in self.learner.score_probes()):
+            self.folder.say(f"step {self.step}: the policy is not finite, so it is not saved")
+            return
+        self.checkpoints.finish()
+        self.saved_at = self.step
+        arrived, places = self.whole_batches()
+        state = self.learner.state() | {
+            "step": self.step,
+            "received": self.received,
+            "arrived": groups_to_tensors(arrived),
+            "places": places,
+            "evaluated": self.evaluation.done_at,
+            "reference": self.sync.reference,
+            "reference_version": self.sync.reference_version,
+            "buffer": self.buffer.state(),
+            "memory": copy.deepcopy(self.rule.memory),
+            "random": torch.get_rng_state(),
+            "seconds": self.folder.seconds(),
+            "checksum": self.problem.checksum(),
+            "lockstep": lockstep_of(self.config),
+        }
+        weights = self.learner.saved_weights()
+        self.checkpoints.begin(self.step, self.learner.model, weights, state)
+
+    def whole_batches(self) -> tuple[list[Group], dict[str, Any]]:
+        """Groups that wait to be trained on, and the places in the order of prompts that are done.
+
+        In lockstep a batch that is not whole is searched again from its start by a resumed run.
+        """
+        if not self.config.synchronous:
+            return self.arrived, self.searchers.places()
+        n = self.config.searched_prompts
+        batch = self.step
+        while self.have_arrived(range(n * self.step, n * (batch + 1))):
+            batch += 1
+        groups = [group for group in self.arrived if group.index < n * batch]
+        return groups, {"first_missing": n * batch, "arrived": []}
+
+    def restore(self) -> None:
+        """Take up what was saved, if anything was; `Learner` has taken up the rest."""
+        saved = self.saved
+        if not saved:
+            return
+        self.buffer.restore(saved["buffer"])
+        self.rule.memory = saved["memory"]
+        self.sync.reference = saved["reference"]
+        self.sync.reference_version = saved["reference_version"]
+        torch.set_rng_state(saved["random"])
+
+    def save_at_the_end(self) -> None:
+        """Save what there is when a signal or an error ends the run."""
+        if self.sync is None or self.sync.version < 0:
+            return  # nothing was trained
+        lag = self.config.lag
+        if lag:  # what was begun with earlier weights cannot be searched again with them
+            n = self.config.searched_prompts
+            deadline = time.monotonic() + self.LOCKSTEP_PATIENCE
+            places = range(n * self.step, n * (self.step + lag))
+            while not self.have_arrived(places) and time.monotonic() < deadline:
+                self.take_messages()
+                time.sleep(0.01)
+        self.searchers.stop()
+        with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
+            self.take_messages()
+        if not self.config.synchronous:
+            self.store_arrived()
+        self.save()
+        self.checkpoints.finish()
+
+
+def is_finite(metrics: dict[str, float]) -> bool:
+    """Whether a step's loss and gradient are finite, so that the step is taken."""
+    return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+
+
+def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
+    """A weight of the next reference, at --reset_reference_every: the policy's (paper section 6).
+
+    A plug-in may put another function in its place, such as an average of the two.
+    """
+    return policy
 
 
 def on_every_rank(method: Callable) -> Callable:
@@ -1899,19 +1352,12 @@ def on_every_rank(method: Callable) -> Callable:
 
     @wraps(method)
     def together(self: Learner, *args: Any) -> Any:
-        with self.ranks.in_step():
-            self.ranks.tell(method.__name__, args)
-            return method(self, *args)
+        self.ranks.tell(method.__name__, args)
+        return method(self, *args)
 
     return together
 
 
-def is_finite(metrics: dict[str, float]) -> bool:
-    """Whether a step's loss and gradient are finite, so that the step is taken."""
-    return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
-
-
-@dataclass
 class Learner:
     """The policy and what trains it, in one process or sharded over several: the ranks.
 
@@ -1919,119 +1365,188 @@ class Learner:
     does: FSDP gathers a layer's weights from all of them whenever one computes it.
     """
 
-    config: Config
-    problem: Problem
-    ranks: Ranks
-    model: nn.Module
-    policy: nn.Module  # TokenLogProbs of the model, as Accelerate prepared it
-    optimizer: Any
-    scheduler: Any  # of the learning rate
-    accelerator: Accelerator
-    device: torch.device
-    log_z: nn.Parameter  # (prompts,) of objectives that learn it; others leave it at 0
-    weights: MergedWeights  # the policy's own tensors, under their checkpoint names
+    LORA_ALPHA = 16  # adapters are scaled by this over their rank
+    LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, where an objective learns it
+
+    def __init__(
+        self, config: Config, problem: Problem, ranks: Ranks, saved: dict[str, Any]
+    ) -> None:
+        """Load the policy, of a checkpoint if there is one, and set up its optimizer."""
+        self.config = config
+        self.problem = problem
+        self.ranks = ranks
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        self.device = own_device()
+        # micro-batches of ever new shapes would leave holes in the GPU's memory
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        tracked = config.report_to != "none"
+        self.accelerator = Accelerator(
+            cpu=self.device.type == "cpu",
+            mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
+            kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # a copy goes with its graph
+            log_with=config.report_to if tracked else None,
+            project_dir=config.output_dir,
+        )
+        self.accelerator.init_trackers("tba", vars(config))
+        # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
+        path = config.model if config.lora_rank else saved.get("model", config.model)
+        policy = load_policy(config, path, ranks, self.prepare)
+        self.model = policy.model
+        self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
+        optimizer = self.make_optimizer()
+        self.scheduler = make_scheduler(config, optimizer, saved.get("step", 0))
+        # this mode adds autocast alone: the other one would wrap the policy of several ranks in DDP
+        self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        self.weights = checkpoint_state(self.model)  # the policy's own tensors
+        if saved:
+            self.restore(saved)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Add to the whole model what is wanted, before it is sharded."""
+        if self.config.lora_rank:
+            import peft  # imported late: it takes seconds, and only adapters need it
+
+            model.requires_grad_(False)
+            adapters = peft.LoraConfig(r=self.config.lora_rank, lora_alpha=self.LORA_ALPHA)
+            model = peft.inject_adapter_in_model(adapters, model)
+        if self.config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW for all weights that are trained, with adapters those alone, and for log Z."""
+        config = self.config
+        trained = [weights for weights in self.model.parameters() if weights.requires_grad]
+        groups = [
+            {"params": trained, "weight_decay": config.weight_decay},
+            {"params": [self.log_z], "lr": self.LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
+        ]
+        betas = (0.9, config.adam_beta2)
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
 
     @on_every_rank
-    def step(self, groups: list[list[Trajectory]], now: Config) -> tuple[dict[str, float], int]:
+    def step(
+        self, groups: list[list[Trajectory]], now: Config, step: int
+    ) -> tuple[dict[str, float], int]:
         """One optimizer step on B groups of K trajectories, if loss and gradient are finite.
 
-        Returns what is logged, and the number of response tokens.
+        `now` is the Config with this step's beta, tau and so on. Returns what is logged, and the
+        number of response tokens.
         """
-        measured, tokens = self.backward(groups, now)
+        measured, tokens = self.backward(groups, now, step)
         measured["grad_norm"] = self.clip_gradients()
         values = torch.stack(list(measured.values())).tolist()  # the step's one wait for the device
         metrics = dict(zip(measured, values, strict=True))
-        grad_norm = metrics.pop("grad_norm")  # the same on every rank
-        metrics = self.ranks.combine(metrics)
-        metrics["grad_norm"] = grad_norm
         if is_finite(metrics):
-            self.optimizer.step()
+            self.update()
         self.optimizer.zero_grad()
         metrics["beta"] = now.beta
         metrics["lr"] = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
         return metrics, tokens
 
+    def update(self) -> None:
+        """The optimizer's step; a prompt that was not in the batch keeps its log Z."""
+        before = self.log_z.detach().clone()
+        gradient = self.log_z.grad
+        self.optimizer.step()
+        if gradient is not None:  # AdamW's momentum would move the others too
+            self.log_z.data = torch.where(gradient == 0, before, self.log_z.data)
+
     def backward(
-        self, groups: list[list[Trajectory]], now: Config
+        self, groups: list[list[Trajectory]], now: Config, step: int
     ) -> tuple[dict[str, Tensor], int]:
         """Gradients of the objective over B groups of K trajectories, by micro-batches.
 
-        `now` is the Config with this step's beta, tau and reference temperature. Where every group
-        fits `tokens_per_microbatch`, micro-batches are whole groups and one pass is exact.
-        Otherwise a first pass without gradient gives the loss's derivative by each token's
-        log-probability, which the second pass, in any micro-batches, propagates: exact too.
+        Where every group fits --tokens_per_microbatch, micro-batches are whole groups: the batch's
+        loss is the mean of theirs. Otherwise a first pass without gradient gives the loss's
+        derivative by each token's log-probability, which the second pass, in any micro-batches,
+        propagates. Both are exact. The loss and the metrics are computed once more on all
+        log-probabilities together, for there may be some that are no means.
 
         Each rank computes its share of the packed rows, and FSDP adds up the gradients. Returns
-        what is logged, its share of scalars by name, and the number of response tokens of all.
+        what is logged, scalars by name, and the number of response tokens.
         """
         objective = OBJECTIVES[now.objective]
-        K = len(groups[0])
-        budget = now.tokens_per_microbatch
+        ranks = self.ranks
         flat = [t for group in groups for t in group]
         prompts = [self.problem.prompts[group[0].prompt_id] for group in groups]
-        tokens_of = [[t.tokens for t in group] for group in groups]
-        sequences = list(zip(prompts, tokens_of, strict=True))
-        ranks = self.ranks
-        policy = self.policy
-        pairs, units = plan_rows(sequences, break_even_length(policy), budget)
-
-        def shape(unit: list[list[int]]) -> tuple[int, int]:
-            """A unit's number of packed rows, and the length that they are padded to."""
-            return len(unit), max(row_length(pairs, row) for row in unit)
-
-        one_pass = all(rows * length <= budget for rows, length in map(shape, units))
+        sequences = [
+            (prompt, [t.tokens for t in group])
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+        pairs, units, whole_groups = self.plan(sequences, now)
         tokens = sum(len(response) for _, response in pairs)
-        measured: dict[str, Tensor] = {}
-
-        def add_up(name: str, value: Tensor, share: float) -> None:
-            """Means are added up by shares, maxima taken."""
-            value = value.detach().float()
-            if name.endswith("_max"):
-                measured[name] = torch.maximum(value, measured.get(name, value))
-            else:
-                measured[name] = share * value + measured.get(name, 0.0)
-
-        def objective_on(logprobs: Tensor, trajectories: list[Trajectory]) -> Tensor:
-            """The objective on whole groups, counted by their share of the batch."""
-            mean_length = tokens / len(flat)
-            gamma = now.reference_temperature
-            batch = Batch.of(logprobs, trajectories, K, mean_length, self.log_z, gamma)
-            result = objective(batch, now)
-            share = len(trajectories) / len(flat)
-            if not one_pass and ranks.rank > 0:  # every rank has the whole batch then
-                return result.loss * share
-            values = {"loss": result.loss, "log_z": result.log_z.mean()}
-            values |= batch_metrics(batch) | result.metrics
-            for name, value in values.items():
-                add_up(name, value, share)
-            return result.loss * share
-
-        if not one_pass:
-            units = [[row] for unit in units for row in unit]
-            leaf = torch.cat(token_logprobs(policy, sequences, now)).requires_grad_()
-            objective_on(leaf, flat).backward()
+        batch_of = partial(self.make_batch, K=len(groups[0]), now=now, step=step)
+        if not whole_groups:
+            leaf = torch.cat(token_logprobs(self.policy, sequences, now)).requires_grad_()
+            objective(batch_of(leaf, flat, tokens / len(flat)), now).loss.backward()
             derivatives = leaf.grad.split([len(t.tokens) for t in flat])
-        for microbatch in share_out(list(map(shape, units)), budget, ranks.size)[ranks.rank]:
-            if not microbatch:
-                self.make_empty_pass(pairs)
-                continue
+        found: dict[int, Tensor] = {}  # log-probabilities (T,) of each response
+        entropy = torch.zeros((), device=self.device)
+        shapes = [unit_shape(pairs, unit) for unit in units]
+        for microbatch in share_out(shapes, now.tokens_per_microbatch, ranks.size)[ranks.rank]:
             packed_rows = [row for i in microbatch for row in units[i]]
-            responses = [i for row in packed_rows for i in row]  # of whole groups, if in one pass
-            packed = pack(pairs, packed_rows, self.device)
-            logprobs, entropies = policy(**packed, entropy=True)
-            if one_pass:
-                loss = objective_on(logprobs, [flat[i] for i in responses])
+            packed = pack(pairs, packed_rows or [[0]], self.device)
+            logprobs, entropies = self.policy(**packed, entropy=True)
+            order = [i for row in packed_rows for i in row]
+            if not order:  # a pass that adds nothing, while other ranks make one that does
+                loss = 0.0 * logprobs.sum()
+            elif whole_groups:
+                part = batch_of(logprobs, [flat[i] for i in order], tokens / len(flat))
+                loss = objective(part, now).loss * len(order) / len(flat)
             else:
-                loss = (logprobs * torch.cat([derivatives[i] for i in responses])).sum()
+                loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
             self.accelerator.backward(ranks.size * loss)  # FSDP divides by it
-            add_up("entropy", entropies.sum(), 1 / tokens)
-        return measured, tokens
+            if order:
+                parts = logprobs.detach().split([len(pairs[i][1]) for i in order])
+                found.update(zip(order, parts, strict=True))
+                entropy += entropies.sum()
+        ranks.add_up(entropy)
+        every = torch.cat(in_order(found, pairs, ranks, self.device))
+        with torch.no_grad():
+            batch = batch_of(every, flat, tokens / len(flat))
+            result = objective(batch, now)
+            measured = {"loss": result.loss, "log_z": result.log_z.mean()}
+            measured |= {"entropy": entropy / tokens} | batch_metrics(batch) | result.metrics
+        return {name: value.float() for name, value in measured.items()}, tokens
 
-    def make_empty_pass(self, pairs: Pairs) -> None:
-        """A pass that adds nothing to the gradient, while other ranks make one that does."""
-        logprobs, _ = self.policy(**pack(pairs, [[0]], self.device))
-        self.accelerator.backward(0.0 * logprobs.sum())
+    def plan(
+        self, sequences: PromptGroups, now: Config
+    ) -> tuple[Pairs, list[list[list[int]]], bool]:
+        """The responses end to end, the units of micro-batches, and whether these are whole groups.
+
+        A unit is a list of packed rows: those of a group, or a single one where a group is larger
+        than a micro-batch.
+        """
+        budget = now.tokens_per_microbatch
+        pairs, units = plan_rows(sequences, break_even_length(self.policy), budget)
+        shapes = [unit_shape(pairs, unit) for unit in units]
+        if all(rows * length <= budget for rows, length in shapes):
+            return pairs, units, True
+        return pairs, [[row] for unit in units for row in unit], False
+
+    def make_batch(
+        self, logprobs: Tensor, rows: list[Trajectory], mean_length: float, K: int, now: Config,
+        step: int,
+    ) -> Batch:  # fmt: skip
+        """The Batch of whole groups of K trajectories, with their tokens' log-probabilities (N,)."""
+        gamma = np.float32(now.reference_temperature)
+        load = partial(to_device, device=logprobs.device)
+        prompt_ids = np.array([t.prompt_id for t in rows[::K]])
+        return Batch(
+            logprobs=logprobs,
+            behaviour=load(np.concatenate([t.logprobs for t in rows])),
+            ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
+            lengths=load(np.array([len(t.tokens) for t in rows])),
+            rewards=load(np.array([t.reward for t in rows], np.float32).reshape(-1, K)),
+            versions=load(np.array([t.version for t in rows])),
+            step=step,
+            mean_length=mean_length,
+            learned_log_z=self.log_z[load(prompt_ids)],
+        )
 
     def clip_gradients(self) -> Tensor:
         """The gradient's norm, a scalar, before it was clipped at --max_grad_norm."""
@@ -2045,37 +1560,37 @@ class Learner:
         return whole(norm).reshape(())
 
     @on_every_rank
-    def logprobs(self, sequences: PromptGroups) -> list[np.ndarray]:
-        """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
-        scored = token_logprobs(self.policy, sequences, self.config)
-        return [logprobs.float().cpu().numpy() for logprobs in scored]
-
-    @on_every_rank
     def score_probes(self) -> list[np.ndarray]:
-        """What the policy makes of the probes, which show whether its weights are sound."""
-        return score_probes(self.policy, self.problem.probes(), self.config)
+        """What the policy makes of the probes, (T,) each; at temperature 1, as engines score them.
 
-    def whole_weights(self, names: list[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The weights of these names, one after the other: never is there more than one whole."""
-        with self.ranks.in_step():
-            self.ranks.tell("whole_weights", (names, dtype))
-            for name in names:
-                # cast first: fewer bytes move
-                yield name, whole(self.weights[name].detach().to(dtype))
+        They are packed as batches are.
+        """
+        groups = self.problem.probes()
+        scored = token_logprobs(self.policy, groups, self.config, temperature=1.0)
+        return [logprobs.cpu().numpy() for logprobs in scored]
+
+    @torch.no_grad()
+    def copy_weights(self, into: FlatWeights | None = None) -> None:
+        """Rank 0: copy the weights into a snapshot; others help, and hold one whole at a time."""
+        self.ranks.tell("copy_weights", ())
+        for name in self.weights:
+            tensor = whole(self.weights[name].detach().to(self.config.torch_dtype))
+            if into:
+                into.views[name].copy_(tensor)
 
     @on_every_rank
+    @torch.no_grad()
     def saved_weights(self) -> dict[str, Tensor]:
-        """Copies in rank 0's host memory of the model's weights, for `save_model`."""
-        return saved_weights(self.model, self.ranks)
+        """Copies in rank 0's host memory of the weights, adapters merged, by checkpoint names."""
+        return {name: host_copies(self.weights[name], self.ranks) for name in self.weights}
 
     @on_every_rank
     def state(self) -> dict[str, Any]:
         """Copies in rank 0's host memory of all but the model that training goes on from."""
         weights = self.model.state_dict()
-        adapters = {name: tensor for name, tensor in weights.items() if ".lora_" in name}
         state = {
             "optimizer": self.optimizer.state_dict()["state"],
-            "adapters": adapters,
+            "adapters": {name: weights[name] for name in weights if ".lora_" in name},
             "log_z": self.log_z.detach(),
         }
         return host_copies(state, self.ranks)
@@ -2084,9 +1599,6 @@ class Learner:
         """Take up a checkpoint's `state`, with the learning rate that is set now."""
         own = dict(self.model.named_parameters())
         for name, tensor in saved["adapters"].items():
-            if name not in own:  # another version of peft puts them into other layers
-                text = f"no place for its adapter {name}"
-                raise InputError(f"--resume {self.config.resume}: {text}")
             own[name].data.copy_(shard_like(own[name], tensor))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         state = {}
@@ -2096,73 +1608,73 @@ class Learner:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.log_z.data.copy_(saved["log_z"])
 
-    def follow(self) -> int:
-        """On the other ranks: do what rank 0 does until it ends; returns its exit code."""
+    def follow(self) -> NoReturn:
+        """On the other ranks: do what rank 0 does, until the launcher ends this process."""
         while True:
             name, args = self.ranks.hear()
             if name == "end":
-                return args[0]
-            result = getattr(self, name)(*args)
-            if isinstance(result, Iterator):
-                deque(result, maxlen=0)  # it is run through here too
+                sys.exit(0)
+            getattr(self, name)(*args)
 
-    def rest(self) -> None:
-        """Nothing: rank 0 tells that it is there."""
+
+def make_scheduler(config: Config, optimizer: Any, step: int) -> Any:
+    """The learning rate's schedule, where it is after `step` optimizer steps."""
+    first = int(config.warmup_steps > 0)  # a warm-up begins above 0
+    name = config.lr_schedule
+    total = config.steps + first
+    phases = None
+    if name == "constant":
+        name = "constant_with_warmup"
+    elif name == "warmup_stable_decay":
+        total = None
+        # the step after the last one of the decay would have rate 0
+        decay = config.decay_steps + first
+        phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": decay}
+    scheduler = transformers.get_scheduler(name, optimizer, config.warmup_steps, total, phases)
+    scheduler.last_epoch = first + step - 1
+    scheduler._step_count = 2  # else PyTorch warns that the optimizer has taken no step before
+    scheduler.step()
+    return scheduler
 
 
 # ==================================================================================== 7. Searcher
 
 
-class WrongLogProbs(RuntimeError):
-    """Engine and reference compute different log-probabilities with the same weights."""
-
-
 class Searcher:
     """Generates and scores responses all the time; never waits for training.
 
-    A thread takes the Trainer's messages and receives weights; between two decode steps the main
-    thread does what they ask for, and loads weights that have been received.
+    A thread takes the Trainer's messages and receives weights (`WeightReceiver`). Between two
+    decode steps the main thread loads them, and does what else was asked for.
     """
 
     SCORED_AT_ONCE = 2  # groups, between two looks for a message
-    JUDGED_AT_ONCE = 32  # answers of an evaluation at most, between two decode steps
-    # fewer where these take longer than so many seconds, in which no message is heeded; but not
-    # fewer than that, for a call may cost the same whatever it is given
-    JUDGED_SECONDS = 0.5
-    LEAST_JUDGED_AT_ONCE = 8
+    JUDGED_AT_ONCE = 8  # answers of an evaluation, between two decode steps
 
-    def __init__(
-        self, config: Config, problem: Problem, link: Link, number: int, prompt_limit: float
-    ) -> None:
+    def __init__(self, config: Config, problem: Problem, place: Place) -> None:
         self.config = config
         self.problem = problem
-        self.link = link
-        self.number = number  # next place in its prompt order
-        self.prompt_limit = prompt_limit  # it begins prompts up to this place
+        self.place = place
+        self.index = place.first  # the next place in the order of prompts that it may take
+        self.limit = place.limit  # it begins prompts up to this place
         self.device = own_device()
-        seed = link.seed(config)
+        seed = place.seed(config)
         torch.manual_seed(seed)
         self.engine = ENGINES[config.engine](config, problem, self.device, seed)
-        reference = load_model(config, config.torch_dtype, self.device).eval()
+        reference = load_model(config, config.model, config.torch_dtype, self.device).eval()
         reference.requires_grad_(False)
-        packs = can_pack(reference, problem, config)
-        self.reference = TokenLogProbs(reference, config.temperature, packs)
+        self.reference = TokenLogProbs(reference, config.temperature, config.pack)
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
         problem.task.setup(self.device, partial(engine_for, problem, config, self.device, seed))
         self.version = -1  # of the policy's weights; -1: none yet
-        # number -> (prompt id, version of the weights when it was submitted)
-        self.requests: dict[int, tuple[int, int]] = {}
+        # place -> prompt id, version of the weights when it was submitted, whether it explores
+        self.requests: dict[int, tuple[int, int, bool]] = {}
         self.outbox: deque[Group] = deque()
-        self.withheld: list[Group] = []  # --data_flow published: until the next sync
         self.evaluation = -1  # the one under way
         self.ungenerated = 0  # its answers that are still to come
         self.answers: deque[tuple[int, Completion]] = deque()  # (held-out row, answer) to judge
-        self.next_judging = 0.0
-        self.seconds_an_answer = math.inf  # that judging takes; before the first it is not known
-        shapes = {name: tensor.shape for name, tensor in self.reference_weights.items()}
-        self.receiver = WeightReceiver(config, shapes, link.shared, self.device)
-        self.inbox: queue.Queue = queue.Queue()  # messages to act on, from the receiving thread
+        shapes = {name: tensor.shape for name, tensor in self.reference_weights.data.items()}
+        self.receiver = WeightReceiver(config, place, shapes, self.device)
         self.staged: ReceiveWeights | None = None  # weights that wait to be loaded
         self.started = time.perf_counter()
         self.last_beat = 0.0
@@ -2170,144 +1682,107 @@ class Searcher:
         self.tokens = 0  # generated
 
     def run(self) -> None:
-        """Search until told to stop."""
-        threading.Thread(target=self.receive_messages, daemon=True).start()
-        if self.link.start == 0:
-            self.score_demonstrations()
-        self.link.send(Ready())
+        """Search until the process is ended."""
+        threading.Thread(target=self.receiver.run, daemon=True).start()
         while True:
             self.begin_prompts()
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
-            else:
-                self.wait_for_message()
-                self.between_steps()
+                continue
+            start = time.perf_counter()
+            time.sleep(0.003)
+            self.idle += time.perf_counter() - start
+            self.between_steps()
 
     def between_steps(self) -> None:
         """What happens between two decode steps."""
         self.deliver()
-        while not self.inbox.empty():
-            self.act_on(self.inbox.get())
+        while not self.receiver.inbox.empty():
+            self.act_on(self.receiver.inbox.get())
         if self.staged and self.may_load():
             self.load_weights()
         self.judge_some()
 
-    def wait_for_message(self) -> None:
-        """With nothing to generate: wait a little for a message."""
-        start = time.perf_counter()
-        with contextlib.suppress(queue.Empty):
-            self.act_on(self.inbox.get(timeout=0.02))
-        self.idle += time.perf_counter() - start
-
-    def receive_messages(self) -> None:
-        """In a thread: take the Trainer's messages and receive weights, beside decoding."""
-        try:
-            while True:
-                try:
-                    # a second each: the Manager waits on for a process that is killed meanwhile
-                    message = self.link.commands.get(True, 1.0)
-                except queue.Empty:
-                    continue
-                match message:
-                    case JoinWeightGroup():
-                        if message.handle:
-                            self.open_shared_weights(message.handle)
-                        self.receiver.form(message)
-                        continue
-                    case ReceiveWeights():
-                        self.receiver.receive(message)
-                        self.link.send(Received())
-                self.inbox.put(message)
-        except (OSError, EOFError):  # the Manager is gone
-            self.inbox.put(Stop())
-        except Exception as error:
-            self.inbox.put(error)
-
-    def open_shared_weights(self, handle: bytes) -> None:
-        """Open the memory in which weights will lie; tell the Trainer if that fails."""
-        try:
-            self.receiver.open(handle)
-        except Exception as error:  # of CUDA, of the system, of a handle that has expired
-            self.link.send(CannotShare(first_line(error) or repr(error)))
-
     def act_on(self, message: Any) -> None:
         """Do what a message asks for. Raises what ended the receiving thread."""
         match message:
-            case SearchUpTo(prompt_limit):
-                self.prompt_limit = prompt_limit
+            case SearchUpTo(limit):
+                self.limit = limit
             case ReceiveWeights():
                 self.staged = message
             case Evaluate(evaluation, rows):
                 self.begin_evaluation(evaluation, rows)
-            case Stop():
-                raise SystemExit(0)
-            case Exception():
+            case BaseException():
                 raise message
 
     def may_load(self) -> bool:
         """Whether weights that were received may be loaded between these two decode steps.
 
-        Held-out prompts are answered by the weights that they were given to; with --on_sync drain
-        so is every prompt.
+        Held-out prompts are answered by the weights that they were given to; in lockstep so is
+        every prompt. Otherwise responses go on under the new weights, and keep their KV cache.
         """
-        if self.ungenerated:
+        if self.config.synchronous and (self.requests or self.outbox):
             return False
-        return self.config.on_sync != "drain" or not self.requests
+        return self.ungenerated == 0
 
     def load_weights(self) -> None:
         """Load the weights that were received, and tell what the engine makes of the probes."""
         start = time.perf_counter()
         message = self.staged
         self.staged = None
-        weights = self.receiver.received(message)
+        weights = self.receiver.staging.views
+        probes = []
         if message.reference:
             for name, tensor in weights.items():
                 self.reference_weights[name].copy_(tensor)
             self.reference_version = message.version
-        probes = []
-        if message.policy:
+        else:
             self.engine.load_weights(weights.items())
             self.version = message.version
-            probes = self.engine.prompt_logprobs(self.problem.probes())
-        self.outbox.extend(self.withheld)
-        self.withheld.clear()
-        if message.shared and self.device.type == "cuda":
-            torch.cuda.synchronize()  # then the Trainer may overwrite them
-        self.link.send(Loaded(probes))
+            probes = self.score_probes()
+        self.place.send(Loaded(message.transfer, probes))
         self.idle += time.perf_counter() - start
+
+    def score_probes(self) -> list[np.ndarray]:
+        """The engine's log-probabilities (T,) of the probes' responses, at temperature 1."""
+        sequences = []
+        starts = []
+        for prompt, responses in self.problem.probes():
+            for response in responses:
+                sequences.append(np.concatenate([prompt, response]))
+                starts.append(len(prompt) - 1)
+        scored = self.engine.prompt_logprobs(sequences)
+        return [logprobs[start:] for logprobs, start in zip(scored, starts, strict=True)]
 
     def begin_prompts(self) -> None:
         """Keep the engine full, held-out prompts counted first; none while the queue is full."""
         config = self.config
         S = config.searched_per_prompt
-        draining = self.staged and config.on_sync == "drain"
-        if self.version < 0 or draining:
-            return  # a trajectory's version is that of the weights that begin it
-        while self.number < self.prompt_limit and not self.outbox:
+        while self.version >= 0 and self.index < self.limit and not self.outbox:
             under_way = S * len(self.requests) + self.ungenerated
             if under_way and under_way + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
                 return
-            self.begin_prompt()
+            if self.index not in self.place.arrived:  # before it was started again
+                self.begin_prompt(self.index)
+            self.index += self.place.stride
 
-    def begin_prompt(self) -> None:
-        """Ask the engine for S responses to the next prompt of this Searcher's order."""
+    def begin_prompt(self, index: int) -> None:
+        """Ask the engine for S responses to the prompt at a place of the order."""
         config = self.config
-        index = self.link.searcher
-        n = len(self.problem.prompts)
-        epoch, place = divmod(self.number * config.all_searchers + index, n)
-        prompt_id = int(prompt_order(config.seed, epoch, n)[place])
-        rng = np.random.default_rng([config.seed, index, self.number])
-        seed = int(rng.integers(2**31))
+        prompt_id = prompt_of(self.place.order, index, len(self.problem.prompts))
+        rng = np.random.default_rng([*self.place.order, index])
         prompt = self.problem.prompts[prompt_id]
-        request = Request(self.number, prompt, config.searched_per_prompt, seed=seed)
-        if self.version == 0 and (config.initial_temperature or config.initial_top_p):
-            request.temperature = config.initial_temperature
-            request.top_p = config.initial_top_p
-        elif rng.random() < config.explore_probability:
-            request.temperature = rng.uniform(config.explore_low, config.explore_high)
+        temperature = self.problem.task.temperature(rng)
+        request = Request(
+            id=index,
+            prompt=prompt,
+            n=config.searched_per_prompt,
+            max_tokens=config.response_limit(prompt),
+            temperature=temperature,
+            seed=int(rng.integers(2**31)),
+        )
         self.engine.submit(request)
-        self.requests[self.number] = prompt_id, self.version
-        self.number += 1
+        self.requests[index] = prompt_id, self.version, temperature != config.temperature
 
     def handle_completions(self, completions: list[Completion]) -> None:
         """Score groups of responses; keep answers to held-out prompts until they are judged."""
@@ -2320,48 +1795,24 @@ class Searcher:
             if evaluation == self.evaluation:  # answers of one that was replaced are dropped
                 self.answers.append((row, done))
                 self.ungenerated -= done.request.n
-        # never during the initial fill, nor in lockstep, where the Trainer waits for the data
-        published = self.config.data_flow == "published" and not self.config.synchronous
-        hold = published and self.version > 0
         for i in range(0, len(training), self.SCORED_AT_ONCE):
-            groups = self.score_groups(training[i : i + self.SCORED_AT_ONCE])
-            if hold:
-                self.withheld += groups
-            else:
-                self.outbox += groups
+            self.outbox += self.score_groups(training[i : i + self.SCORED_AT_ONCE])
             self.between_steps()
-
-    def score_demonstrations(self) -> None:
-        """Send this Searcher's share of --sft_data's responses, scored like its own."""
-        share = self.problem.demonstrations[self.link.searcher :: self.config.all_searchers]
-        by_prompt = itertools.groupby(sorted(share, key=itemgetter(0)), itemgetter(0))
-        for prompt_id, rows in by_prompt:
-            responses = [response for _, response in rows]
-            for i in range(0, len(responses), 16):
-                part = responses[i : i + 16]
-                request = Request(-1, self.problem.prompts[prompt_id], len(part))
-                self.requests[-1] = prompt_id, 0
-                certain = [np.zeros(len(response), np.float32) for response in part]
-                done = Completion(request, part, certain, np.ones(len(part), bool))
-                self.outbox += self.score_groups([done])
-                self.deliver()
 
     def score_groups(self, completions: list[Completion]) -> list[Group]:
         """Prompts' responses with their rewards and reference log-probabilities, in one pass."""
         task = self.problem.task
-        if task.closes_responses:
-            for done in completions:
-                self.close_responses(done)
         examples = []
         texts = []
         ended = []
         for done in completions:
-            prompt_id, _ = self.requests[done.request.id]
+            prompt_id, _, _ = self.requests[done.request.id]
+            ended += done.ended.tolist()
+            if task.closes_responses:
+                done.close(self.problem.tokenizer.eos_token_id)
             examples += [task.train[prompt_id]] * len(done.tokens)
             texts += [self.problem.response_text(tokens) for tokens in done.tokens]
-            ended += done.ended.tolist()
         rewards = task.checked_rewards(examples, texts, np.array(ended))
-        vectors = task.vectors(texts)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
         scored = token_logprobs(self.reference, sequences, self.config)
         ends = np.cumsum([len(logprobs) for logprobs in scored])[:-1]
@@ -2369,70 +1820,25 @@ class Searcher:
         groups = []
         row = 0  # of the responses of all groups, end to end
         for done in completions:
-            prompt_id, version = self.requests.pop(done.request.id)
-            own = ref_logprobs[row : row + len(done.tokens)]
-            if version == self.version == self.reference_version:  # as at step 0
-                self.check_logprobs(done, own)
+            prompt_id, version, explored = self.requests.pop(done.request.id)
             trajectories = []
             for tokens, logprobs in zip(done.tokens, done.logprobs, strict=True):
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
-                    ended=ended[row],
-                    reward=rewards[row],
                     ref_logprobs=task.ref_logprobs(tokens, ref_logprobs[row]),
+                    ended=ended[row],
+                    explored=explored,
+                    reward=rewards[row],
                     prompt_id=prompt_id,
                     version=version,
                     reference=self.reference_version,
-                    vector=vectors[row],
                 )
                 trajectories.append(trajectory)
                 self.tokens += len(tokens)
                 row += 1
-            groups.append(Group(prompt_id, trajectories, self.link.searcher, done.request.id))
+            groups.append(Group(done.request.id, prompt_id, trajectories))
         return groups
-
-    def check_logprobs(self, done: Completion, ref_logprobs: list[np.ndarray]) -> None:
-        """Raise WrongLogProbs if engine and reference disagree on what the same weights generated.
-
-        Rounding in bfloat16 averages out over the tokens; models that differ leave their KL, which
-        does not.
-        """
-        config = self.config
-        request = done.request
-        if request.temperature is not None or request.top_p is not None or config.top_p < 1:
-            return  # the engine's are those of another distribution
-        differences = []
-        for probs, ref_probs, ended in zip(done.logprobs, ref_logprobs, done.ended, strict=True):
-            # without those for which EOS was ruled out, and an EOS that was added
-            last = len(probs) - int(self.problem.task.closes_responses and not ended)
-            differences.append((probs - ref_probs)[config.min_response_tokens : last])
-        differences = np.concatenate(differences)
-        n = len(differences)
-        if n == 0:
-            return
-        kind = "at most"
-        gap = np.abs(differences).max()
-        limit = config.logprob_tolerance
-        if config.dtype == "bfloat16":
-            kind = "in the mean"
-            gap = abs(differences.mean())
-            limit = limit * (0.2 + n**-0.5)
-        if not gap <= limit:  # or it is not a number
-            raise WrongLogProbs(
-                f"--model {config.model}: the {config.engine} engine generated responses with the "
-                f"very weights of the reference (step {self.version}), but gives their {n} tokens "
-                f"other log-probabilities than the reference, {kind} by {gap:.3g} (limit "
-                f"{limit:.3g}, see --logprob_tolerance): the two compute this model differently; "
-                "try another --engine, --dtype float32, or another model"
-            )
-
-    def close_responses(self, done: Completion) -> None:
-        """Give responses that did not end the EOS that they lack."""
-        eos = np.int32(self.problem.tokenizer.eos_token_id)
-        for j in np.flatnonzero(~done.ended):
-            done.tokens[j] = np.append(done.tokens[j], eos)
-            done.logprobs[j] = np.append(done.logprobs[j], np.float32(0))  # it was certain
 
     def begin_evaluation(self, evaluation: int, rows: list[int]) -> None:
         """Answer these held-out prompts, in place of those of an earlier evaluation."""
@@ -2443,340 +1849,92 @@ class Searcher:
         self.ungenerated = n * len(rows)
         self.answers.clear()
         for row in rows:
+            prompt = self.problem.held_out[row]
             request = Request(
                 id=(evaluation, row),
-                prompt=self.problem.held_out[row],
+                prompt=prompt,
                 n=n,
-                greedy=task.greedy_evaluation and config.eval_temperature is None,
+                max_tokens=config.response_limit(prompt),
+                temperature=config.temperature,
+                min_tokens=task.least_answer_tokens,
+                greedy=task.greedy_evaluation and n == 1,
                 seed=config.seed + row,
-                temperature=config.eval_temperature,
-                min_tokens=task.least_answer_tokens or None,
             )
             self.engine.submit(request)
 
     def judge_some(self) -> None:
-        """Judge a few answers and send their records; beside generation at most half the time."""
-        start = time.perf_counter()
-        busy = self.requests or self.ungenerated
-        if not self.answers or (busy and start < self.next_judging):
+        """Judge a few answers to held-out prompts and send their records."""
+        if not self.answers:
             return
         n = self.config.eval_responses
-        most = self.JUDGED_AT_ONCE
-        if not self.config.synchronous:  # in which scores shall not depend on the time
-            fitting = int(self.JUDGED_SECONDS / self.seconds_an_answer)
-            most = min(most, max(self.LEAST_JUDGED_AT_ONCE, fitting))
-        count = min(len(self.answers), max(1, most // n))
+        task = self.problem.task
+        count = min(len(self.answers), max(1, self.JUDGED_AT_ONCE // n))
         part = [self.answers.popleft() for _ in range(count)]
         rows = [row for row, _ in part for _ in range(n)]
         completions = [done for _, done in part]
-        responses = [tokens for done in completions for tokens in done.tokens]
-        texts = [self.problem.response_text(tokens) for tokens in responses]
-        records = self.judge(rows, texts, completions)
-        places = [row * n + j for row, _ in part for j in range(n)]
-        of_place = dict(zip(places, records, strict=True))
-        first_answers = zip(rows[::n], texts[::n], strict=True)
-        shown = {row: text for row, text in first_answers if row < ANSWERS_SHOWN}
-        self.link.send(Evaluated(self.evaluation, of_place, shown))
-        now = time.perf_counter()
-        self.next_judging = now + (now - start)
-        self.seconds_an_answer = (now - start) / len(rows)
-
-    def judge(
-        self, rows: list[int], texts: list[str], completions: list[Completion]
-    ) -> list[dict[str, Any]]:
-        """The task's records of answers to held-out prompts, end to end: a row for each answer."""
-        task = self.problem.task
+        texts = [self.problem.response_text(tokens) for done in completions for tokens in done.tokens]
         ended = np.concatenate([done.ended for done in completions])
-        records = task.checked_records([task.held_out[row] for row in rows], texts, ended)
+        records = task.evaluate([task.held_out[row] for row in rows], texts, ended)
         if task.wants_logprobs:
-            groups = [(done.request.prompt, done.tokens) for done in completions]
-            by_reference = token_logprobs(self.reference, groups, self.config, temperature=1.0)
-            by_policy = [logprobs for done in completions for logprobs in done.logprobs]
-            prompts = [self.problem.held_out[row] for row in rows]
-            for i, record in enumerate(records):
-                ref_logprob = float(by_reference[i].sum())
-                record["kl"] = float(by_policy[i].sum()) - ref_logprob
-                record["ref_logprob"] = ref_logprob
-                record["tokens"] = len(by_reference[i])
-                record["prompt_tokens"] = len(prompts[i])
-        return records
+            self.add_logprobs(records, rows, completions)
+        places = [row * n + j for row, _ in part for j in range(n)]
+        first_answers = dict(zip(rows[::n], texts[::n], strict=True))
+        shown = {row: first_answers[row] for row in first_answers if row < ANSWERS_SHOWN}
+        self.place.send(Evaluated(self.evaluation, dict(zip(places, records, strict=True)), shown))
+
+    def add_logprobs(
+        self, records: list[dict], rows: list[int], completions: list[Completion]
+    ) -> None:
+        """Add to the records of answers what the policy and the reference make of them.
+
+        Both are at the temperature at which the engine's log-probabilities are: 1 where greedy.
+        """
+        groups = [(done.request.prompt, done.tokens) for done in completions]
+        temperature = 1.0 if completions[0].request.greedy else self.config.temperature
+        by_reference = token_logprobs(self.reference, groups, self.config, temperature)
+        by_policy = [logprobs for done in completions for logprobs in done.logprobs]
+        for i, record in enumerate(records):
+            ref_logprob = float(by_reference[i].sum())
+            record["kl"] = float(by_policy[i].sum()) - ref_logprob
+            record["ref_logprob"] = ref_logprob
+            record["tokens"] = len(by_reference[i])
+            record["prompt_tokens"] = len(self.problem.held_out[rows[i]])
 
     def deliver(self) -> None:
-        """Send what is scored, and a sign of life; never blocks on a full queue."""
+        """Send what is scored, and a sign of life twice a second; never blocks on a full queue."""
         with contextlib.suppress(queue.Full):
             while self.outbox:
                 # pickled here: the Manager would unpickle and pickle it again
-                self.link.groups.put_nowait(pickle.dumps(self.outbox[0]))
+                pickled = pickle.dumps(self.outbox[0])
+                self.place.groups.put_nowait((self.place.searcher, pickled))
                 self.outbox.popleft()
-        self.beat()
-
-    def beat(self) -> None:
-        """A sign of life, twice a second."""
         now = time.perf_counter()
         if now - self.last_beat > 0.5:
             self.last_beat = now
-            self.link.send(Beat(now, now - self.started - self.idle, self.tokens))
+            self.place.send(Beat(now, now - self.started - self.idle, self.tokens))
+
+
+def prompt_of(order: list[int], index: int, prompts: int) -> int:
+    """The prompt at a place of an order: one epoch of all prompts after the other.
+
+    `order` begins with the run's seed. Searchers of one machine share one, each of others has its
+    own.
+    """
+    epoch, place = divmod(index, prompts)
+    return int(permutation((*order, epoch), prompts)[place])
 
 
 @lru_cache(2)
-def prompt_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
-    """The order of an epoch's prompts, which all Searchers share between them."""
-    return np.random.default_rng([seed, epoch]).permutation(prompts)
+def permutation(seed: tuple[int, ...], n: int) -> np.ndarray:
+    """A random order of n things."""
+    return np.random.default_rng(seed).permutation(n)
 
 
 ####################################################################################################
 #                                     Part II: the machinery                                       #
 ####################################################################################################
 
-# ================================================================================ 8. Command line
-
-
-# the first flag of each group of flags in --help, and the group's title
-GROUPS_OF_HELP = {
-    "task": "what is trained",
-    "reward_model": "models that judge",
-    "engine": "processes and devices",
-    "steps": "batch and replay buffer",
-    "objective": "objective and optimizer",
-    "temperature": "generation",
-    "synchronous": "asynchrony and faults",
-    "eval_every": "evaluation and output",
-}
-
-
-def help_text(f: dataclasses.Field) -> str:
-    """A flag's help, with the names that stand in OBJECTIVES and REPLAY_RULES."""
-    text = f.metadata["help"]
-    text = text.replace("one of OBJECTIVES", ", ".join(OBJECTIVES))
-    return text.replace("one of REPLAY_RULES", " or ".join(REPLAY_RULES))
-
-
-def make_parser() -> transformers.HfArgumentParser:
-    """The command line of Config: its flags in groups, each with its default."""
-    types = get_type_hints(Config)
-    flags_of: dict[str, list] = {}  # of each group, by its title
-    title = ""
-    for setting in dataclasses.fields(Config):
-        title = GROUPS_OF_HELP.get(setting.name, title)
-        shown = field(default=setting.default, metadata={"help": help_text(setting)})
-        flags_of.setdefault(title, []).append((setting.name, types[setting.name], shown))
-    groups = []
-    for title, flags in flags_of.items():
-        namespace = {"_argument_group_name": title}  # where HfArgumentParser looks for it
-        groups.append(dataclasses.make_dataclass("Flags", flags, namespace=namespace))
-    return transformers.HfArgumentParser(
-        groups,
-        usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
-        description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.HelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-# settings of the version before, and what to write now
-RENAMED = {
-    "beta_final": "--beta 0.014@0,0.004@500",
-    "beta_anneal_steps": "--beta 0.014@0,0.004@500",
-    "beta_jump_step": "--beta 1@0,0.7625@32,0.05@32",
-    "tau_final": "--tau 2@0,1@500",
-    "tau_anneal_steps": "--tau 2@0,1@500",
-    "reference_temperature_final": "--reference_temperature 1@0,1.2@2000",
-    "reference_temperature_anneal_steps": "--reference_temperature 1@0,1.2@2000",
-    "deliver_at_sync": "--data_flow published",
-    "replay_recent": "--replay_rule refill for exhaust, or --data_flow published",
-    "sync_patience": "nothing: no sync waits any more",
-}
-
-
-def refuse_command_line(message: str) -> NoReturn:
-    """End the program with one line and code 2."""
-    if first_rank():
-        print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
-    sys.exit(2)
-
-
-def parse(argv: list[str] | None = None) -> Config:
-    """The command line as a Config; a wrong one ends the program with one line and code 2.
-
-    With `--resume DIR` the settings are those of the run in DIR, but for flags after it: so a
-    script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
-    """
-    if argv is None:
-        argv = sys.argv[1:]
-    parser = make_parser()
-    parser.error = refuse_command_line
-    for word in argv:
-        flag_name = word.removeprefix("--").split("=")[0]
-        if word.startswith("--") and flag_name in RENAMED:
-            refuse_command_line(f"--{flag_name}: was replaced; write {RENAMED[flag_name]}")
-    config = Config(**vars(parser.parse_args(argv)))
-    if not config.resume:
-        return config
-    folder = Path(config.resume).absolute()
-    saved = read_settings(config.resume, folder)
-    saved["output_dir"] = ""
-    known = {setting.name for setting in dataclasses.fields(Config)}
-    parser.set_defaults(**{name: value for name, value in saved.items() if name in known})
-    flag_names = [word.split("=")[0] for word in argv]
-    config = Config(**vars(parser.parse_args(argv[flag_names.index("--resume") :])))
-    if config.output_dir:
-        fix = f"leave it out: a resumed run goes on in its folder, {folder}"
-        refuse_command_line(f"--output_dir {config.output_dir}: {fix}")
-    return dataclasses.replace(config, output_dir=str(folder), resume=str(folder))
-
-
-def read_settings(resume: str, folder: Path) -> dict[str, Any]:
-    """The settings of the run in `folder`, which --resume names as `resume`."""
-    if re.fullmatch(r"checkpoint-\d+", folder.name):
-        fix = f"name the run that it belongs to: --resume {folder.parent}"
-        refuse_command_line(f"--resume {resume}: {fix}")
-    try:
-        settings = json.loads((folder / "config.json").read_text())["config"]
-        is_evaluation = settings["eval_only"]
-    except (OSError, ValueError, KeyError, TypeError):
-        refuse_command_line(f"--resume {resume}: holds no run (its config.json cannot be read)")
-    if is_evaluation:
-        fix = "holds an evaluation (--eval_only): nothing to continue"
-        refuse_command_line(f"--resume {resume}: {fix}")
-    return settings
-
-
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def first_rank() -> bool:
-    """Whether this process is the Trainer's only one, or the first of them, or a Searcher."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def ranks_here() -> int:
-    """How many of the Trainer's ranks are on this machine; 1 without a launcher."""
-    of_all_machines = os.environ.get("WORLD_SIZE", 1)
-    return int(os.environ.get("LOCAL_WORLD_SIZE", of_all_machines))
-
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-
-def remove_temporary_files() -> None:
-    """Remove the fork server's socket, which Python does only where the interpreter itself ends."""
-    is_child = multiprocessing.parent_process() is not None
-    folder = multiprocessing.current_process()._config.get("tempdir")
-    if folder and not is_child:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def place_compiler_cache() -> None:
-    """Give PyTorch a folder that it makes when it is imported, else in the temporary folder."""
-    with contextlib.suppress(OSError, RuntimeError):  # no home, or none that can be written to
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = caches / "torch" / "inductor"
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-
-
-def send_at_parents_end(number: int) -> None:
-    """Have the kernel send this process a signal when the one that started it ends."""
-    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-
-
-def end_at_once(number: int, _: Any) -> NoReturn:
-    """STOP_SIGNALS before the Trainer handles them: there is nothing to save yet."""
-    remove_temporary_files()
-    os._exit(128 + number)
-
-
-@contextlib.contextmanager
-def stop_signals_held() -> Iterator[None]:
-    """Hold stop signals back; processes that start meanwhile do so until `handle_stop_signals`.
-
-    A terminal or SLURM sends them to all processes of a run, but only the Trainer heeds them. One
-    that comes meanwhile is not lost: it arrives at the end.
-    """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def start_fork_server() -> None:
-    """Start the process that Searchers are forked from; it imports meanwhile what takes seconds.
-
-    It imports this file too, which it finds by PYTHONPATH, and then calls `adopt_orphans`.
-    """
-    slow_to_import = ["accelerate", "transformers.generation.utils", "transformers.modeling_utils"]
-    multiprocessing.set_forkserver_preload([*slow_to_import, Path(__file__).stem])
-    paths = os.environ.get("PYTHONPATH", "")
-    os.environ["TBA_FORK_SERVER"] = paths
-    os.environ["PYTHONPATH"] = f"{Path(__file__).resolve().parent}{os.pathsep}{paths}"
-    with stop_signals_held():
-        resource_tracker.ensure_running()  # which releases some of them when it has started
-    with stop_signals_held():
-        forkserver.ensure_running()
-    restore_paths()
-
-
-def restore_paths() -> None:
-    """Set PYTHONPATH back to what it was before `start_fork_server`."""
-    paths = os.environ.pop("TBA_FORK_SERVER")
-    os.environ["PYTHONPATH"] = paths
-    if not paths:
-        del os.environ["PYTHONPATH"]
-
-
-if __name__ == "__main__":
-    for number in STOP_SIGNALS:
-        # `nohup` has a run ignore that its terminal is gone
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, end_at_once)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed ends the run, as SIGTERM
-        send_at_parents_end(signal.SIGTERM)
-    place_compiler_cache()
-    parse()  # --help and wrong flags are answered before what follows, which takes seconds
-    if first_rank():  # which has the Searchers
-        start_fork_server()
-
-
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from accelerate import Accelerator, AutocastKwargs
-from huggingface_hub import try_to_load_from_cache
-from rapidfuzz.distance import Levenshtein
-from rapidfuzz.process import cdist
-from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
-from transformers.core_model_loading import revert_weight_conversion
-
-# PyTorch's flight recorder is not thread-safe: process groups that begin at once would crash it
-os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-# else a weight group that failed stays for a minute, in which it waits for that recorder's dump
-os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")
-
-
-os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # it asks the hub, in a thread
-
-
-# a lost member of a weight group is handled there: NCCL's watchdog would end the process
-for setting in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
-    os.environ[f"TORCH_NCCL_{setting}"] = "0"  # torchrun has set the first to 1
-
-
-# cuDNN's attention, the first choice on Hopper, builds and keeps a plan for every shape
-torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-# =========================================================================== 9. Log-probabilities
+# =========================================================================== 8. Log-probabilities
 
 
 # tokens of a prompt, (P,) int32, and of each response to it, (T,) int32
@@ -2797,33 +1955,21 @@ def own_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def load_model(config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The causal language model `config.model` on a device, with dropout off."""
-    options = {"trust_remote_code": config.trust_remote_code}
-    model_config = transformers.AutoConfig.from_pretrained(config.model, **options)
-    switch_dropout_off(model_config)
-    options |= {"config": model_config, "dtype": dtype}
-    load = partial(transformers.AutoModelForCausalLM.from_pretrained, config.model, **options)
-    return with_attention(load, model_config, device_map={"": device})
-
-
-def switch_dropout_off(model_config: Any) -> None:
-    """For pi_theta is a function, not a random variable."""
+def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The causal language model in a folder or of a hub name, on a device, with dropout off."""
+    model_config = transformers.AutoConfig.from_pretrained(path)
     for name, value in vars(model_config).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
-            setattr(model_config, name, 0.0)
-
-
-def with_attention(build: Callable[..., nn.Module], model_config: Any, **options: Any) -> nn.Module:
-    """`build` a model with PyTorch's attention, or the eager one of a family that needs it."""
+            setattr(model_config, name, 0.0)  # for pi_theta is a function, not a random variable
     # PyTorch's attention would leave out the soft cap of attention scores (Gemma 2)
-    if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is None:
-        try:
-            return build(attn_implementation="sdpa", **options)
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-    return build(attn_implementation="eager", **options)
+    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        config=model_config,
+        dtype=dtype,
+        device_map={"": device},
+        attn_implementation="eager" if capped else None,
+    )
 
 
 class FloatLogits(torch.autograd.Function):
@@ -2859,67 +2005,42 @@ class FloatLogits(torch.autograd.Function):
             return a.float() @ b.float()  # a CPU has no such product
 
 
-def stand_in(module: nn.Module, forward: Callable) -> nn.Module:
-    """A copy of a module that shares its parameters and runs `forward`, without its hooks."""
-    twin = copy.copy(module)
-    twin.forward = forward
-    twin._forward_hooks = {}
-    twin._forward_pre_hooks = {}
-    return twin
-
-
-def own_forward(model: nn.Module, body: Callable | None = None, **inputs: Tensor) -> Tensor:
-    """Logits (R, L, V) in float32, by the `forward` of a causal model, which is left as it is.
-
-    `body`, if given, runs in place of the model's body. In bfloat16 a head without bias gives its
-    product as `FloatLogits`, and what the model makes of that (a soft cap, a scale) is in float32.
-    """
-    copied = copy.copy(model)
-    copied._modules = dict(model._modules)
-    if body is not None:
-        body_name = model.base_model_prefix
-        body_twin = stand_in(model._modules[body_name], body)
-        decoder = body_twin._modules.get("decoder")
-        if decoder:  # OPT's forward goes past its body
-            body_twin._modules = {**body_twin._modules, "decoder": stand_in(decoder, body)}
-        copied._modules[body_name] = body_twin
-    head = model.get_output_embeddings()
-    in_bfloat16 = model.dtype == torch.bfloat16 or torch.is_autocast_enabled(model.device.type)
-    # a head with an adapter is no nn.Linear
-    if in_bfloat16 and isinstance(head, nn.Linear) and head.bias is None:
-        for name, module in model._modules.items():
-            if module is head:
-                copied._modules[name] = stand_in(head, partial(float_logits, head))
-    # the class's: an instance may have a wrapper, which would run the model itself
-    return type(copied).forward(copied, **inputs, use_cache=False).logits.float()
-
-
-def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
-    """Logits (N, V) of hidden states (N, H): all that the model does after its body is its own.
-
-    `output` is what the body returned, but for its hidden states.
-    """
-    chosen = dataclasses.replace(output, last_hidden_state=hidden[None])
-
-    def body(*_: Any, **__: Any) -> Any:
-        """What runs in place of the model's body: it returns the states that were chosen."""
-        return chosen
-
-    return own_forward(model, body=body)[0]
-
-
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
     """A head's logits (..., V) of hidden states (..., H), as `FloatLogits` computes them."""
     logits = FloatLogits.apply(hidden.flatten(0, -2), head.weight)
     return logits.unflatten(0, hidden.shape[:-1])
 
 
+def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
+    """Logits (N, V) in float32 of hidden states (N, H), as the causal model itself computes them.
+
+    Its own `forward` runs on a copy that shares the weights, in which the body returns these states
+    (`output` is what else it returned): so soft caps, scales and a bias are the model's. In
+    bfloat16 a head without bias gives its product as `FloatLogits`.
+    """
+
+    def body(*_: Any, **__: Any) -> Any:
+        """What runs in place of the model's body."""
+        return dataclasses.replace(output, last_hidden_state=hidden[None])
+
+    twin = copy.copy(model)
+    twin._modules = dict(model._modules)
+    twin._modules[model.base_model_prefix] = body
+    head = model.get_output_embeddings()
+    in_bfloat16 = model.dtype == torch.bfloat16 or torch.is_autocast_enabled(hidden.device.type)
+    for name, module in model._modules.items():
+        # a head with an adapter is no nn.Linear
+        if module is head and in_bfloat16 and isinstance(head, nn.Linear) and head.bias is None:
+            twin._modules[name] = partial(float_logits, head)
+    # the class's: an instance may have a wrapper, which would run the model itself
+    return type(twin).forward(twin, use_cache=False).logits[0].float()
+
+
 class TokenLogProbs(nn.Module):
     """log pi(y_t | x, y_<t) of a causal model at a temperature, for response tokens only.
 
     Only positions that predict a response token reach the vocabulary projection, `CHUNK` at a
-    time, and the backward pass recomputes a chunk's logits: (B*K, T, V) never exists. All that the
-    model does after its body is its own code (soft caps, scales, a bias), run on chosen positions.
+    time, and the backward pass recomputes a chunk's logits: (B*K, T, V) never exists.
     """
 
     CHUNK = 1024
@@ -2928,7 +2049,7 @@ class TokenLogProbs(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.packs = packs  # rows of several responses are right, as `can_pack` found
+        self.packs = packs  # several responses may share a row
         self.ranks = Ranks()  # over which it is sharded
 
     def forward(
@@ -3028,6 +2149,11 @@ def row_length(pairs: Pairs, row: list[int]) -> int:
     """Tokens of a packed row: the prompt once, and the responses."""
     prompt = pairs[row[0]][0]
     return len(prompt) + sum(len(pairs[i][1]) for i in row)
+
+
+def unit_shape(pairs: Pairs, unit: list[list[int]]) -> tuple[int, int]:
+    """A unit's number of packed rows, and the length that they are padded to."""
+    return len(unit), max(row_length(pairs, row) for row in unit)
 
 
 # what a position of a packed row belongs to: nothing, the prompt, or one of the responses, which
@@ -3143,7 +2269,7 @@ def logprobs_by_microbatch(
     budget = config.tokens_per_microbatch
     pairs, rows_by_group = plan_rows(groups, break_even_length(policy), budget)
     rows = [row for group_rows in rows_by_group for row in group_rows]
-    shapes = [(1, row_length(pairs, row)) for row in rows]
+    shapes = [unit_shape(pairs, [row]) for row in rows]
     # in bfloat16 if --dtype says so; without a cache, a weight's copy goes with its graph
     options = {"enabled": config.dtype == "bfloat16", "cache_enabled": False}
     for row_numbers in share_out(shapes, budget, ranks.size)[ranks.rank]:
@@ -3163,250 +2289,91 @@ def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> list[Tensor]:
     """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
-    logprobs_of: dict[int, Tensor] = {}  # of each response, by its index
+    found: dict[int, Tensor] = {}  # of each response, by its index
     for order, logprobs in logprobs_by_microbatch(policy, groups, config, temperature):
         if order:
-            logprobs_of.update(zip(order, logprobs, strict=True))
-    lengths = [len(response) for _, responses in groups for response in responses]
-    if policy.ranks.size == 1:
-        return [logprobs_of[i] for i in range(len(lengths))]
-    device = next(policy.parameters()).device
-    of_others = [torch.zeros(length, device=device) for length in lengths]
-    flat = torch.cat([logprobs_of.get(i, zeros) for i, zeros in enumerate(of_others)])
-    policy.ranks.add_up(flat)
+            found.update(zip(order, logprobs, strict=True))
+    pairs = [(prompt, response) for prompt, responses in groups for response in responses]
+    return in_order(found, pairs, policy.ranks, next(policy.parameters()).device)
+
+
+def in_order(
+    found: dict[int, Tensor], pairs: Pairs, ranks: Ranks, device: torch.device
+) -> list[Tensor]:
+    """Log-probabilities (T,) of each response by its index, of which ranks have found their shares."""
+    if ranks.size == 1:
+        return [found[i] for i in range(len(pairs))]
+    lengths = [len(response) for _, response in pairs]
+    parts = [found.get(i, torch.zeros(n, device=device)) for i, n in enumerate(lengths)]
+    flat = torch.cat(parts)
+    ranks.add_up(flat)
     return list(flat.split(lengths))
 
 
-def score_probes(
-    policy: TokenLogProbs, probes: list[np.ndarray], config: Config
-) -> list[np.ndarray]:
-    """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
-    groups = [(tokens[:1], [tokens[1:]]) for tokens in probes]
-    scored = token_logprobs(policy, groups, config, temperature=1.0)
-    return [logprobs.cpu().numpy() for logprobs in scored]
-
-
-@torch.no_grad()
-def plain_logprobs(model: nn.Module, tokens: np.ndarray) -> np.ndarray:
-    """Log-probabilities (P-1,) at temperature 1 of a sequence's tokens after the first.
-
-    They come from the model's logits of this sequence alone, as anyone would compute them: other
-    ways to compute them are compared with this one.
-    """
-    device = next(model.parameters()).device
-    ids = torch.from_numpy(tokens).long().to(device)  # (P,)
-    logits = own_forward(model, input_ids=ids[None])[0, :-1]  # (P-1, V)
-    logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    return logprobs.cpu().numpy()
-
-
-def pairs_to_compare(problem: Problem) -> Pairs:
-    """Pairs for `can_pack`: 4 responses to a prompt of 7 tokens, then 2 to one of 12.
-
-    Their tokens are those of the task's first prompts, in turn.
-    """
-    vocabulary = np.concatenate(problem.prompts[:64])
-
-    def draw(start: int, count: int) -> np.ndarray:
-        """`count` tokens (count,) from `start` on."""
-        return np.take(vocabulary, range(start, start + count), mode="wrap")
-
-    pairs = []
-    for i, length in enumerate((9, 4, 6, 1)):
-        pairs.append((draw(0, 7), draw(8 + 11 * i, length)))
-    for i, length in enumerate((5, 3)):
-        pairs.append((draw(50, 12), draw(64 + 11 * i, length)))
-    return pairs
-
-
-def can_pack(model: nn.Module, problem: Problem, config: Config) -> bool:
-    """Whether responses can share a row, for which the family's attention must heed a mask.
-
-    Convolutions, recurrent states, and biases by distance in the row do not: such a model gets a
-    row for each response. Raises InputError if its log-probabilities would be wrong even so.
-    Weights in float32 are compared in float32, whatever --dtype is.
-    """
-    in_bfloat16 = model.dtype == torch.bfloat16
-    tolerance = config.logprob_tolerance
-    device = next(model.parameters()).device
-    policy = TokenLogProbs(model, temperature=1.0)
-    pairs = pairs_to_compare(problem)
-    expected: list[np.ndarray] = []  # (T,) for each pair, from the model's own logits
-
-    @torch.no_grad()
-    def gap(rows: list[list[int]]) -> float:
-        """The largest difference, in bfloat16 the mean one, from what is expected."""
-        logprobs, _ = policy(**pack(pairs, rows, device))
-        expected_in_rows = np.concatenate([expected[i] for row in rows for i in row])
-        differences = np.abs(logprobs.cpu().numpy() - expected_in_rows)
-        if in_bfloat16:
-            return float(differences.mean())
-        return float(differences.max())
-
-    name = f"--model {config.model}: of a {model.config.model_type} model"
-    try:
-        for prompt, response in pairs:
-            plain = plain_logprobs(model, np.concatenate([prompt, response]))
-            expected.append(plain[len(prompt) - 1 :])
-        alone = gap([[i] for i in range(len(pairs))])
-    except Exception as error:  # a family's own code may raise anything
-        kind = type(error).__name__
-        text = f"log-probabilities cannot be computed here: {kind}: {first_line(error)}"
-        raise InputError(f"{name} {text}; choose another one") from None
-    if not alone <= tolerance:
-        text = f"log-probabilities computed here differ from its own logits' by {alone:.3g}"
-        raise InputError(f"{name} the {text} (--logprob_tolerance {tolerance:g}); choose another")
-    if model.config._attn_implementation == "eager":  # it adds a mask; windows count in the row
-        return False
-    limit = tolerance
-    if in_bfloat16:  # rounding differs up to twice as much, responses that mix twenty times
-        limit = 4 * alone + tolerance / 20
-    try:
-        return gap([[0, 1, 2, 3], [4, 5]]) <= limit
-    except Exception:  # it takes no positions, or no such mask
-        return False
-
-
-# ================================================================== 10. Ranks, and what they load
-
-
-class RankLost(RuntimeError):
-    """Another process of a sharded Trainer has ended, or does not answer."""
+# ======================================================================================= 9. Ranks
 
 
 class Ranks:
     """The processes over which the policy is sharded: `accelerate launch` or torchrun starts them.
 
     Rank 0 is the main process: it has the buffer, the Searchers and the run's folder, and tells the
-    others over Gloo what all do together next. PyTorch's FSDP2 moves weights and gradients, over
-    NCCL or Gloo.
+    others over Gloo which method of `Learner` all run next (`on_every_rank`). PyTorch's FSDP2 moves
+    weights and gradients. The launcher ends all ranks when one ends.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, timeout: float = math.inf) -> None:
+    PATIENCE = timedelta(days=1)  # of ranks that wait for rank 0, whose end the launcher notices
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
-        self.timeout = timeout  # seconds that a rank may take to answer
-        self.lost = False  # they are out of step: none of them can go on
-        self.listening = True  # the other ranks wait for what `tell` says
-        self.told_at = 0.0
-        self.mesh: DeviceMesh | None = None
 
     @classmethod
-    def connect(cls, timeout: float) -> Ranks:
-        """All that the launcher started; this process alone without one. Raises RankLost."""
+    def connect(cls) -> Ranks:
+        """All that the launcher started; this process alone without one."""
         size = int(os.environ.get("WORLD_SIZE", 1))
         if size == 1:
             return cls()
-        ranks = cls(int(os.environ["RANK"]), size, timeout)
-        with ranks.in_step():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-        return ranks
-
-    def connect_devices(self) -> None:
-        """Make `mesh`, over which FSDP shards: all ranks' devices. They do so together."""
-        if self.mesh:
-            return
-        device = own_device().type
-        group = dist.group.WORLD
-        if device == "cuda":
-            name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-            others = os.environ[name]
-            os.environ[name] = "1"  # here the watchdog shall end a process that waits in vain
-            limit = timedelta(seconds=self.timeout)
-            with self.in_step():
-                group = dist.new_group(backend="nccl", timeout=limit)
-            os.environ[name] = others
-        self.mesh = DeviceMesh.from_group(group, device)
-
-    @contextlib.contextmanager
-    def in_step(self) -> Iterator[None]:
-        """What all ranks do together: a failure within leaves them out of step.
-
-        Raises RankLost where another one is at fault.
-        """
-        try:
-            yield
-        except BaseException as error:
-            self.lost = self.size > 1
-            if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-                text = first_line(error)
-                limit = f"{self.timeout:g} s (--rank_timeout)"
-                text = f"a rank of the Trainer ended, or was silent for {limit}: {text}"
-                raise RankLost(text) from None
-            raise
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(own_device())
+        dist.init_process_group(backend, timeout=cls.PATIENCE)
+        return cls(dist.get_rank(), size)
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.size == 1:
             return value
-        with self.in_step():
-            values = [value]
-            dist.broadcast_object_list(values, src=0)
-            return values[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
 
     def from_all(self, value: Any) -> list[Any]:
         """Every rank's value, in their order, on every rank."""
         if self.size == 1:
             return [value]
-        with self.in_step():
-            values: list[Any] = [None] * self.size
-            dist.all_gather_object(values, value)
-            return values
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def tell(self, name: str, args: tuple) -> None:
-        """Rank 0: have the others call this method of their Learner (or see `follow`)."""
+        """Rank 0: have the others call this method of their Learner (see `Learner.follow`)."""
         if self.size > 1 and self.rank == 0:
             self.from_first((name, args))
-            self.told_at = time.monotonic()
 
     def hear(self) -> tuple[str, tuple]:
-        """The others: what rank 0 tells. Raises RankLost if it is silent for too long."""
+        """The others: what rank 0 tells."""
         return self.from_first(None)
-
-    def keep_alive(self) -> None:
-        """Rank 0: let the others know that it is there, now and then."""
-        due = time.monotonic() > self.told_at + self.timeout / 10
-        if self.size > 1 and due and not self.lost:
-            self.tell("rest", ())
-
-    def wait_for(self, work: Future) -> None:
-        """Rank 0: wait for what a thread does, however long that takes. Raises what it raised."""
-        while not work.done():
-            wait([work], timeout=1.0)
-            self.keep_alive()
-        work.result()
-
-    def first_alone(self, work: Callable[[], None]) -> None:
-        """Rank 0 does this, however long it takes; the others wait for it."""
-        if self.rank == 0:
-            with ThreadPoolExecutor(1) as pool:
-                self.wait_for(pool.submit(work))
-            self.tell("go on", ())
-        else:
-            while self.hear()[0] != "go on":
-                pass
-
-    def dismiss(self, code: int) -> None:
-        """Rank 0: have the others end with this exit code, if they listen."""
-        if self.listening and not self.lost:
-            with contextlib.suppress(RankLost):
-                self.tell("end", (code,))
 
     def add_up(self, tensor: Tensor) -> None:
         """Replace a tensor by the sum of all ranks' tensors."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.mesh.get_group())
+            dist.all_reduce(tensor)
 
-    def combine(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The sums of all ranks' values by their name, but of `..._max` the greatest."""
-        values: dict[str, list[float]] = {}
-        for own in self.from_all(metrics):
-            for name, value in own.items():
-                values.setdefault(name, []).append(value)
-        combined = {}
-        for name, of_ranks in values.items():
-            combined[name] = max(of_ranks) if name.endswith("_max") else sum(of_ranks)
-        return combined
+
+def ranks_here() -> int:
+    """How many of the Trainer's ranks are on this machine; 1 without a launcher."""
+    of_all_machines = os.environ.get("WORLD_SIZE", 1)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", of_all_machines))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -3424,182 +2391,54 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
-def load_policy(
-    config: Config, dtype: torch.dtype, ranks: Ranks, prepare: Callable[[nn.Module], nn.Module]
-) -> TokenLogProbs:
-    """The policy `config.model`, to be trained; sharded if there are several ranks.
+def host_copies(state: Any, ranks: Ranks) -> Any:
+    """A state of nested dicts and lists, with copies in rank 0's host memory of all its tensors.
 
-    `prepare` is called on the model while it is whole, on one rank of a machine after the other:
-    then host memory holds one whole model, and no GPU does.
+    Those that are sharded are gathered, one after the other; the other ranks get no copies.
     """
-    device = own_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if ranks.size > 1:
-        device = torch.device("cpu")
-        ranks.connect_devices()
+
+    def to_host(value: Any) -> Any:
+        """A copy of a tensor; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        gathered = whole(value.detach())
+        return gathered.to("cpu", copy=True) if ranks.rank == 0 else None
+
+    return tree_map(to_host, state)
+
+
+def load_policy(
+    config: Config, path: str, ranks: Ranks, prepare: Callable[[nn.Module], nn.Module]
+) -> TokenLogProbs:
+    """The policy to be trained, in float32; sharded by FSDP2 if there are several ranks.
+
+    `prepare` is called on the model while it is whole. Sharded, it is whole in host memory alone,
+    on one rank of a machine after the other. In place of autocast its layers are then gathered in
+    bfloat16: half of the bytes, and no copy is kept.
+    """
+    if ranks.size == 1:
+        model = load_model(config, path, torch.float32, own_device())
+        return TokenLogProbs(prepare(model.train()), config.temperature, config.pack)
     for turn in range(max(ranks.from_all(ranks_here()))):
         if turn == int(os.environ.get("LOCAL_RANK", 0)):
-            model = load_model(config, dtype, device).train()
-            model = prepare(model)
-            policy = TokenLogProbs(model, config.temperature)
-            if ranks.size > 1:
-                shard(policy, config, dtype, ranks)
+            model = load_model(config, path, torch.float32, torch.device("cpu"))
         ranks.from_all(None)
-    return policy
-
-
-def shard(policy: TokenLogProbs, config: Config, dtype: torch.dtype, ranks: Ranks) -> None:
-    """Shard the policy over all ranks by FSDP2, decoder layer by decoder layer.
-
-    In place of autocast, layers are gathered in bfloat16: half of the bytes, and no copy is kept.
-    """
+    policy = TokenLogProbs(prepare(model.train()), config.temperature, config.pack)
     policy.ranks = ranks
-    low = config.torch_dtype if config.torch_dtype != dtype else None
-    precision = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    options = {"mesh": ranks.mesh, "mp_policy": precision, "reshard_after_forward": True}
-    blocks = policy.model._no_split_modules or ()
+    low = torch.bfloat16 if config.dtype == "bfloat16" else None
+    options = {
+        "mesh": init_device_mesh(own_device().type, (ranks.size,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+        "reshard_after_forward": True,
+    }
+    blocks = model._no_split_modules or ()
     for module in list(policy.modules()):
         if type(module).__name__ in blocks:
             fully_shard(module, **options)
-    fully_shard(policy, **options)
+    return fully_shard(policy, **options)
 
 
-def load_learner(
-    config: Config, problem: Problem, ranks: Ranks, saved: dict[str, Any],
-    say: Callable[[str], None],
-) -> Learner:  # fmt: skip
-    """Load the policy, of a checkpoint if there is one, and set up its optimizer.
-
-    All ranks do so together.
-    """
-    seen = ranks.from_all((saved.get("path"), problem.checksum() if ranks.size > 1 else 0))
-    if len(set(seen)) > 1:
-        text = "other data, or another newest checkpoint, than a rank on another machine"
-        raise InputError(f"a rank of the Trainer has {text}")
-    # micro-batches of ever new shapes would leave holes in the GPU's memory
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    device = own_device()
-    if problem.trainer_share < 1:  # so that a batch too large fails here and not in the Searcher
-        torch.cuda.set_per_process_memory_fraction(problem.trainer_share)
-    torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    mixed = config.dtype != config.master_dtype and ranks.size == 1
-    tracked = config.report_to != "none"
-    accelerator = Accelerator(
-        cpu=device.type == "cpu",
-        mixed_precision="bf16" if mixed else "no",
-        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as when scoring
-        log_with=config.report_to if tracked else None,
-        project_dir=config.output_dir,
-    )
-    accelerator.init_trackers("tba", dataclasses.asdict(config))
-    # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
-    path = saved.get("model", config.model)
-    if config.lora_rank:
-        path = config.model
-    source = dataclasses.replace(config, model=path)
-    packs = True
-
-    def prepare(model: nn.Module) -> nn.Module:
-        """Check the model, and add what is wanted to it."""
-        nonlocal packs
-        if ranks.rank == 0:
-            packs = can_pack(model, problem, config)
-        if config.lora_rank:
-            model = add_adapters(model, config)
-        if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
-
-    policy = load_policy(source, getattr(torch, config.master_dtype), ranks, prepare)
-    model = policy.model
-    policy.packs = ranks.from_first(packs)
-    if not policy.packs:
-        text = f"responses of a {model.config.model_type} model cannot share a row"
-        say(f"warning: --model {config.model}: {text}: each has its own, slower")
-    log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=device))
-    optimizer = make_optimizer(config, model, log_z)
-    scheduler = make_scheduler(config, optimizer, saved.get("step", 0))
-    # this mode adds autocast alone: the other one would wrap the policy of several ranks for DDP
-    policy = accelerator.prepare_model(policy, evaluation_mode=True)
-    optimizer = accelerator.prepare_optimizer(optimizer)
-    weights = checkpoint_state(model)
-    learner = Learner(
-        config, problem, ranks, model, policy, optimizer, scheduler, accelerator, device, log_z,
-        weights,
-    )  # fmt: skip
-    if saved:
-        learner.restore(saved)
-    return learner
-
-
-def make_optimizer(config: Config, model: nn.Module, log_z: Tensor) -> torch.optim.Optimizer:
-    """AdamW for all weights that are trained, with adapters those alone, and for log Z."""
-    trained = [weights for weights in model.parameters() if weights.requires_grad]
-    groups = [
-        {"params": trained, "weight_decay": config.weight_decay},
-        {"params": [log_z], "lr": config.log_z_learning_rate, "weight_decay": 0.0},
-    ]
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
-
-
-def make_scheduler(config: Config, optimizer: Any, step: int) -> Any:
-    """The learning rate's schedule, where it is after `step` optimizer steps."""
-    first = int(config.warmup_steps > 0)  # a warm-up begins above 0
-    name = config.lr_schedule
-    total = config.steps + first
-    phases = None
-    if name == "constant":
-        name = "constant_with_warmup"
-    elif name == "warmup_stable_decay":
-        total = None
-        phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": config.decay_steps}
-    scheduler = transformers.get_scheduler(name, optimizer, config.warmup_steps, total, phases)
-    scheduler.last_epoch = first + step - 1
-    scheduler._step_count = 2  # else PyTorch warns that the optimizer has taken no step before
-    scheduler.step()
-    return scheduler
-
-
-def add_adapters(model: nn.Module, config: Config) -> nn.Module:
-    """Freeze the model and add adapters to it. Raises ValueError if it has no place for them."""
-    import peft  # imported late: it takes seconds, and only adapters need it
-
-    model.requires_grad_(False)
-    options = {"r": config.lora_rank, "lora_alpha": config.lora_alpha}
-    if config.lora_targets:
-        options["target_modules"] = config.lora_targets.split(",")
-    adapters = peft.LoraConfig(**options)
-    return peft.inject_adapter_in_model(adapters, model)
-
-
-def check_adapters(model: nn.Module, config: Config) -> None:
-    """Raise ValueError with a fix unless adapters can be added to `model`, which has no weights."""
-    head = model.get_output_embeddings()
-    kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
-    layers = []  # names of the linear layers
-    for name, module in model.named_modules():
-        if isinstance(module, kinds) and module is not head:
-            layers.append(name)
-    names = ",".join(dict.fromkeys(layer.rsplit(".", 1)[-1] for layer in layers))
-    targets = []
-    if config.lora_targets:
-        targets = config.lora_targets.split(",")
-    for target in targets:
-        # as peft reads them: the whole name, or its end
-        there = any(f".{layer}".endswith(f".{target}") for layer in layers)
-        fix = f"'{target}' is no linear layer below the head; choose of {names}"
-        config.need(there, "lora_targets", fix)
-    try:
-        add_adapters(model, config)
-    except ValueError:
-        text = f"peft has no target modules for {model.config.model_type} models"
-        config.need(False, "lora_rank", f"{text}; set --lora_targets to some of {names}")
-
-
-# ==================================================================================== 11. Engines
+# ==================================================================================== 10. Engines
 
 
 @dataclass
@@ -3609,11 +2448,12 @@ class Request:
     id: Any
     prompt: np.ndarray  # (P,) int32
     n: int
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    min_tokens: int = 0  # before it may end
     greedy: bool = False
     seed: int = 0
-    temperature: float | None = None  # if not --temperature
-    top_p: float | None = None  # if not --top_p
-    min_tokens: int | None = None  # before it may end, if not --min_response_tokens
 
 
 @dataclass
@@ -3623,7 +2463,13 @@ class Completion:
     request: Request
     tokens: list[np.ndarray]  # n x (T,) int32, EOS included
     logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
-    ended: np.ndarray  # (n,) bool: closed with EOS rather than at --max_response_tokens
+    ended: np.ndarray  # (n,) bool: closed with EOS rather than at the request's limit
+
+    def close(self, eos: int) -> None:
+        """Give responses that did not end the EOS that they lack."""
+        for j in np.flatnonzero(~self.ended):
+            self.tokens[j] = np.append(self.tokens[j], np.int32(eos))
+            self.logprobs[j] = np.append(self.logprobs[j], np.float32(0))  # it was certain
 
 
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
@@ -3673,7 +2519,7 @@ class TransformersEngine:
         self.config = config
         self.device = device
         self.end_tokens = problem.end_tokens
-        self.model = load_model(config, config.torch_dtype, device).eval()
+        self.model = load_model(config, config.model, config.torch_dtype, device).eval()
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's own
         self.state = checkpoint_state(self.model)
         self.waiting: deque[Request] = deque()
@@ -3690,21 +2536,19 @@ class TransformersEngine:
     def take_batch(self) -> list[Request]:
         """Remove from `waiting` the next requests that can be generated together.
 
-        They are alike in `greedy`, `top_p` and `min_tokens`, in the order in which they were
-        submitted, and have at most `sequences_in_flight` responses; a larger request is a batch by
-        itself.
+        They are alike in `greedy`, `top_p` and `min_tokens`, and have at most `sequences_in_flight`
+        responses; a larger request is a batch by itself.
         """
         first = self.waiting.popleft()
         batch = [first]
         rows = first.n
+        alike = ("greedy", "top_p", "min_tokens")
         while self.waiting:
             following = self.waiting[0]
-            alike = [
-                getattr(following, name) == getattr(first, name)
-                for name in ("greedy", "top_p", "min_tokens")
-            ]
             rows += following.n
-            if not all(alike) or rows > self.config.sequences_in_flight:
+            if rows > self.config.sequences_in_flight:
+                break
+            if any(getattr(following, name) != getattr(first, name) for name in alike):
                 break
             batch.append(self.waiting.popleft())
         return batch
@@ -3715,17 +2559,11 @@ class TransformersEngine:
         batch = self.take_batch()
         rows = [request for request in batch for _ in range(request.n)]  # R of them
         prompts = [torch.from_numpy(request.prompt).long() for request in rows]  # R x (P,)
-        limits = np.array([self.config.response_limit(request.prompt) for request in rows])  # (R,)
+        limits = np.array([request.max_tokens for request in rows])  # (R,)
         greedy = batch[0].greedy
-        if greedy:
-            top_p = 1.0
-            usual_temperature = 1.0
-        else:
-            top_p = batch[0].top_p or self.config.top_p
-            usual_temperature = self.config.temperature
-        temperatures = [[request.temperature or usual_temperature] for request in rows]
+        temperatures = [[1.0 if greedy else request.temperature] for request in rows]
         temperature = torch.tensor(temperatures, device=self.device)  # (R, 1)
-        hook = DecodeHook(temperature, top_p, between_steps)
+        hook = DecodeHook(temperature, batch[0].top_p, between_steps)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         prompt_ids = pad(prompts).to(self.device)  # (R, P), P of the longest
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (R, P)
@@ -3737,7 +2575,7 @@ class TransformersEngine:
                 attention_mask=mask,
                 do_sample=not greedy,
                 top_k=0,
-                min_new_tokens=batch[0].min_tokens or self.config.min_response_tokens or None,
+                min_new_tokens=batch[0].min_tokens or None,
                 max_new_tokens=int(limits.max()),
                 eos_token_id=self.end_tokens,
                 pad_token_id=self.end_tokens[0],
@@ -3770,13 +2608,22 @@ class TransformersEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights, given under checkpoint names; the KV cache of a batch is kept."""
-        for name, tensor in weights:
-            self.state[name].copy_(tensor)
+        with torch.inference_mode():
+            for name, tensor in weights:
+                self.state[name].copy_(tensor)
 
+    @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
-        # not by the Trainer's code, or a comparison with it would mean nothing
-        return [plain_logprobs(self.model, tokens) for tokens in sequences]
+        """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first.
+
+        They are the model's own, of each sequence alone: the Trainer's are compared with them.
+        """
+        found = []
+        for tokens in sequences:
+            ids = torch.from_numpy(tokens).long().to(self.device)  # (P,)
+            logprobs = self.model(ids[None]).logits[0, :-1].float().log_softmax(-1)  # (P-1, V)
+            found.append(logprobs.gather(1, ids[1:, None])[:, 0].cpu().numpy())
+        return found
 
 
 class VLLMEngine:
@@ -3790,7 +2637,8 @@ class VLLMEngine:
         # no test on a CPU runs vLLM's model runner V2 and asynchronous scheduling; "1" tries them
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # float32 products in float32
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # read on a CPU only
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # these two are read on a CPU
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         import vllm  # imported late: it must see the settings above, and is slow to import
 
         longest = max(map(len, problem.prompts + problem.held_out))
@@ -3799,16 +2647,14 @@ class VLLMEngine:
             model=config.model,
             dtype=config.dtype,
             skip_tokenizer_init=True,
-            trust_remote_code=config.trust_remote_code,
-            enforce_eager=config.enforce_eager or device.type == "cpu",
-            gpu_memory_utilization=0.01,  # without effect where the KV cache's size is given
+            enforce_eager=device.type == "cpu",
+            gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
             max_model_len=longest + config.max_response_tokens + 1,
             max_num_seqs=config.sequences_in_flight,
             enable_prefix_caching=True,  # a prompt is run once for its S responses
             logprobs_mode="processed_logprobs",  # those of the tempered policy
             hf_overrides={"head_dtype": "float32"},  # as in FloatLogits
             async_scheduling=os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1",
-            kv_cache_memory_bytes=self.kv_cache_size(config, problem, longest),
             generation_config="vllm",
             seed=seed,  # it seeds PyTorch: with the same seed two Searchers would sample alike
         )
@@ -3832,14 +2678,6 @@ class VLLMEngine:
         )
         self.prompt_logprobs([np.array(problem.end_tokens * 2, np.int32)])  # first step: compiles
 
-    @staticmethod
-    def kv_cache_size(config: Config, problem: Problem, longest: int) -> int:
-        """Bytes of the KV cache: what there is room for, but no more than can be used."""
-        if config.kv_cache_gib:
-            return problem.kv_cache_bytes
-        model_config = read_config("model", config.model, config)
-        return min(problem.kv_cache_bytes, largest_kv_cache(config, model_config, longest))
-
     @property
     def unfinished(self) -> int:
         """Requests not yet returned."""
@@ -3847,18 +2685,12 @@ class VLLMEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; its Completion comes from a later `step`."""
-        if request.greedy:
-            temperature = 0.0
-            top_p = 1.0
-        else:
-            temperature = request.temperature or self.config.temperature
-            top_p = request.top_p or self.config.top_p
         params = self.sampling(
             n=request.n,
-            temperature=temperature,
-            top_p=top_p,
-            min_tokens=request.min_tokens or self.config.min_response_tokens,
-            max_tokens=self.config.response_limit(request.prompt),
+            temperature=0.0 if request.greedy else request.temperature,
+            top_p=1.0 if request.greedy else request.top_p,
+            min_tokens=request.min_tokens,
+            max_tokens=request.max_tokens,
             logprobs=0,  # of the sampled token alone
             # a seed per request makes runs repeat, but samples row by row: only in lockstep
             seed=request.seed if self.config.synchronous else None,
@@ -3901,8 +2733,6 @@ class VLLMEngine:
         if self.device.type == "cpu":  # vLLM 0.26 repacks a tied head only if it is loaded itself
             self.llm.apply_model(self._repack_heads)
         self.version += 1
-        if self.config.on_sync == "recompute":
-            self.engine.reset_prefix_cache(reset_running_requests=True)
 
     @staticmethod
     def _repack_heads(model: nn.Module) -> None:
@@ -3922,38 +2752,23 @@ class VLLMEngine:
         return [np.array(self.outputs.pop(name).prompt_logprobs.logprobs) for name in names]
 
 
-def largest_kv_cache(config: Config, model_config: Any, longest: int) -> int:
-    """Bytes of the keys and values of as many responses as are generated at a time.
-
-    `longest` is the number of tokens of the longest prompt. vLLM gives out the cache in blocks of
-    16 tokens, and keeps some for itself.
-    """
-    shape = model_config.get_text_config()
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    token = 2 * shape.num_hidden_layers * heads * width * config.torch_dtype.itemsize
-    tokens = longest + config.max_response_tokens + 1
-    blocks = math.ceil(tokens / 16) + 1
-    return (config.sequences_in_flight + 8) * blocks * 16 * token
-
-
-ENGINES = {"transformers": TransformersEngine, "vllm": VLLMEngine}
+ENGINES: dict[str, type] = {"transformers": TransformersEngine, "vllm": VLLMEngine}
 
 
 def engine_for(
-    problem: Problem, config: Config, device: torch.device, seed: int, /, model: str, longest: int,
-    **settings: Any,
+    problem: Problem, config: Config, device: torch.device, seed: int, /, name: str, longest: int,
+    max_response_tokens: int,
 ) -> TransformersEngine | VLLMEngine:  # fmt: skip
-    """An engine for another model than the policy, with prompts of at most `longest` tokens."""
-    config = dataclasses.replace(config, model=model, **settings)
-    tokenizer = read_tokenizer("model", config)
+    """An engine for the model that flag `name` names, with prompts of at most `longest` tokens."""
+    config = copy.copy(config)
+    config.model = getattr(config, name)
+    config.max_response_tokens = max_response_tokens
     problem = dataclasses.replace(
         problem,
         task=None,
-        tokenizer=tokenizer,
         prompts=[np.zeros(longest, np.int32)],
         held_out=[],
-        end_tokens=end_tokens(read_config("model", model, config), tokenizer),
+        end_tokens=end_tokens("model", config),
     )
     return ENGINES[config.engine](config, problem, device, seed)
 
@@ -3964,27 +2779,24 @@ def vllm_can_run() -> bool:
     return "vllm-cpu" in installed or ("vllm" in installed and torch.cuda.device_count() > 0)
 
 
-# ================================================================================ 12. Weight sync
+# ================================================================================ 11. Weight sync
 
 
 #
 # Weights travel while both sides work. A sync's way, in the order in which things happen:
 #
-#   Trainer.request_due_sync     it is due: every k steps, for an evaluation, for a new Searcher
-#   WeightSync.poll              forms a new weight group in a thread, if members changed
-#   WeightSync._begin            snapshot of the weights; ReceiveWeights to every member; broadcasts
-#                                start; the Trainer scores the probes and trains on
-#   Searcher.receive_messages    a thread receives into the staging buffer -> Received
+#   Trainer.note_what_is_due     it is due: every k steps, for an evaluation, for a new Searcher
+#   WeightSync.begin             the training thread copies the weights into a snapshot, scores the
+#                                probes, and trains on
+#   WeightSync.send              in a thread, from start to end: form a process group if the members
+#                                changed, tell the members, broadcast
+#   WeightReceiver.run           a Searcher's thread forms, and receives into the staging buffer
+#                                -> Received
 #   Searcher.load_weights        between two decode steps; scores the probes -> Loaded
 #   WeightSync.on_loaded         compares the probes; when the last has loaded, the sync is over
-
-
-class TransferError(RuntimeError):
-    """A weight group did not form, or a transfer did not end."""
-
-
-class WrongWeights(RuntimeError):
-    """A Searcher's weights are not the Trainer's: a transfer or an engine is at fault."""
+#
+# Whatever goes wrong in `send` is one exception: the group is given up, members that have not said
+# Received are killed and so restarted, and the next sync forms a new group.
 
 
 class MergedWeights(UserDict):
@@ -3999,60 +2811,23 @@ class MergedWeights(UserDict):
 
 
 def checkpoint_state(model: nn.Module) -> MergedWeights:
-    """The model's own tensors, not copies, under the names of its checkpoint; tied ones once.
-
-    Raises InputError for a family whose files hold parts of a tensor that is one in memory.
-    """
-    owners = owners_of_state(model)
+    """The model's own tensors, not copies, under the names of its checkpoint; tied ones once."""
+    own = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    owners = {name: id(tensor) for name, tensor in own}
     state: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():  # the embedding comes before a head tied to it
         if ".lora_" not in name:
             state.setdefault(owners[name], (name.replace(".base_layer", ""), tensor))
     # transformers renames some parameters in memory; engines and files have the checkpoint's names
     merged = MergedWeights(revert_weight_conversion(model, dict(state.values())))
-    storages = {storage_of(tensor) for _, tensor in state.values()}
-    if any(storage_of(tensor) not in storages for tensor in merged.data.values()):
-        kind = model.config.model_type
-        text = f"a {kind} model has weights in memory that its files hold in parts (experts)"
-        name = f"--model {model.name_or_path}"
-        raise InputError(f"{name}: {text}, and these cannot be synced yet; choose another")
-    adapted = [layer for layer in model.modules() if hasattr(layer, "get_delta_weight")]
     merged.adapters = {}
-    for layer in adapted:
-        _, tensor = state[id(layer.base_layer.weight)]
-        merged.adapters[id(tensor)] = layer
+    for layer in model.modules():
+        if hasattr(layer, "get_delta_weight"):
+            _, tensor = state[id(layer.base_layer.weight)]
+            merged.adapters[id(tensor)] = layer
     return merged
-
-
-def storage_of(tensor: Tensor) -> int:
-    """The address of the memory of a tensor, or of this rank's shard of one."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
-
-
-def owners_of_state(model: nn.Module) -> dict[str, int]:
-    """The id of the parameter or buffer behind each name of a model's state; tied ones have one."""
-    owners = itertools.chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    return {name: id(owner) for name, owner in owners}
-
-
-BUCKET_BYTES = 256 * 2**20  # sent at a time; a larger tensor is a bucket by itself
-
-
-def plan_buckets(shapes: dict[str, torch.Size], itemsize: int) -> list[dict[str, torch.Size]]:
-    """Split weights, in their order, into buckets of at most BUCKET_BYTES."""
-    buckets: list[dict[str, torch.Size]] = []
-    room = 0
-    for name, shape in shapes.items():
-        size = shape.numel() * itemsize
-        if not buckets or size > room:
-            buckets.append({})
-            room = BUCKET_BYTES
-        buckets[-1][name] = shape
-        room -= size
-    return buckets
 
 
 class FlatWeights:
@@ -4062,628 +2837,322 @@ class FlatWeights:
     buffer that is filled while it decodes on.
     """
 
-    def __init__(
-        self,
-        shapes: dict[str, torch.Size],
-        dtype: torch.dtype,
-        device: torch.device,
-        flat: Tensor | None = None,
-    ):
-        """`flat` is another process's, opened here; not given: memory of its own."""
-        sizes = [shape.numel() for shape in shapes.values()]
-        if flat is None:
-            # for Gloo, beside a GPU, it is in pinned host memory: copies are fast
-            pinned = device.type == "cpu" and torch.cuda.is_available()
-            flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
-        self.flat = flat
-        self.views: dict[str, Tensor] = {}
-        parts = self.flat.split(sizes)
-        for (name, shape), part in zip(shapes.items(), parts, strict=True):
-            self.views[name] = part.view(shape)
-        buckets = plan_buckets(shapes, dtype.itemsize)
-        sizes = [sum(shape.numel() for shape in bucket.values()) for bucket in buckets]
-        self.buckets = list(self.flat.split(sizes))  # what is broadcast
-
-    @torch.no_grad()
-    def copy_from(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the values of these weights, each with its name."""
-        for name, tensor in weights:
-            self.views[name].copy_(tensor)
-
-
-def shared_weights(shapes: dict[str, torch.Size], dtype: torch.dtype) -> FlatWeights:
-    """A flat buffer whose memory other processes of this machine can open by a handle."""
-    size = sum(shape.numel() for shape in shapes.values())
-    device = own_device()
-    if device.type == "cpu":
-        flat = torch.empty(size, dtype=dtype).share_memory_()
-    else:
-        # not every system gives handles of expandable segments, which the other memory is made of
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        try:
-            flat = torch.empty(size, dtype=dtype, device=device)
-        finally:
-            settings = os.environ["PYTORCH_CUDA_ALLOC_CONF"]
-            torch._C._accelerator_setAllocatorSettings(settings)
-    return FlatWeights(shapes, dtype, device, flat)
-
-
-class ManagerStore(dist.Store):
-    """torch.distributed's key-value store in a dict of the Manager: no port of its own."""
-
-    def __init__(self, shared: Any, name: str, timeout: float) -> None:
-        super().__init__()
-        self.shared = shared
-        self.name = name
-        self.timeout_seconds = timeout
-
-    def set(self, key: str, value: bytes) -> None:
-        self.shared[self.name, key] = value
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self.shared[self.name, key]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        deadline = time.monotonic() + self.timeout_seconds
-        while not all((self.name, key) in self.shared for key in keys):
-            if time.monotonic() > deadline:
-                raise TransferError("a member of the weight group did not appear")
-            time.sleep(0.002)
-
-    def clone(self) -> ManagerStore:
-        return self  # a Manager's proxy has a connection for each thread
-
-
-class WeightGroup:
-    """A private process group in which rank 0, the Trainer, broadcasts weights to Searchers.
-
-    It exists beside the default group, which belongs to `Ranks` or vLLM. `form` and `wait` block
-    for `transfer_timeout` (but NCCL's connecting has no limit of its own: `WeightSync` has one) and
-    raise TransferError; threads call them.
-    """
+    BUCKET = 2**26  # numbers that are broadcast at a time
 
     def __init__(
-        self, config: Config, shared: Any, name: str, rank: int, size: int, device: torch.device
+        self, shapes: dict[str, torch.Size], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`shared`: the Manager's dict in which members find each other under this name."""
-        self.config = config
-        self.rank = rank
-        self.size = size
-        self.device = device
-        # kept here: the group in C++ does not keep a store that is written in Python
-        self.store = ManagerStore(shared, name, config.transfer_timeout)
-        self.group: Any = None
-        self.formed = False
-        self.failure = ""  # why it did not form
-        self.aborted = False
-
-    def try_to_form(self) -> None:
-        """`form`, in a thread: `formed` or `failure` then tells what came of it."""
-        try:
-            self.form()
-        except Exception as error:
-            self.failure = first_line(error)
-
-    def form(self) -> None:
-        """Connect with the other members; a first broadcast proves that it works."""
-        limit = timedelta(seconds=self.config.transfer_timeout)
-        place = self.store, self.rank, self.size
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-                # known to `abort` before it connects, which it does at its first broadcast
-                self.group = dist.ProcessGroupNCCL(*place, 2 * limit)
-            else:
-                options = dist.ProcessGroupGloo._Options()
-                host = own_address(self.config)
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-                options._timeout = limit
-                self.group = dist.ProcessGroupGloo(*place, options)
-            if self.aborted:  # while it was being made
-                self.abort()
-                raise TransferError("the weight group was given up")
-            self.wait(self.broadcast([torch.zeros(1, device=self.device)]))
-        except (RuntimeError, OSError, EOFError) as error:  # torch.distributed's, the Manager's
-            raise TransferError(first_line(error)) from None
-        self.formed = True
-
-    def broadcast(self, tensors: list[Tensor]) -> list[Any]:
-        """Start to send (rank 0) or to receive (others); returns what `wait` waits for."""
-        try:
-            return [self.group.broadcast(tensor, 0) for tensor in tensors]
-        except RuntimeError as error:  # dist.DistBackendError is one
-            raise TransferError(first_line(error)) from None
-
-    def wait(self, works: list[Any]) -> None:
-        """Wait by asking, for NCCL's own `wait` would never give up."""
-        deadline = time.monotonic() + self.config.transfer_timeout
-        for work in works:
-            while not (self.aborted or work.is_completed()):
-                if time.monotonic() > deadline:
-                    limit = self.config.transfer_timeout
-                    raise TransferError(f"a broadcast took over {limit:g} s (--transfer_timeout)")
-                time.sleep(0.0005)
-            if self.aborted:
-                raise TransferError("the weight group was given up")
-            try:
-                work.wait()  # returns at once; it raises what went wrong
-            except RuntimeError as error:
-                raise TransferError(first_line(error)) from None
-
-    def error(self, works: list[Any]) -> str:
-        """What went wrong with these broadcasts so far; empty if nothing did."""
-        try:
-            for work in works:
-                if not self.aborted and work.is_completed():
-                    work.wait()
-        except RuntimeError as error:
-            return first_line(error)
-        return ""
-
-    def abort(self) -> None:
-        """Give the group up, without waiting for what it may be stuck in."""
-        self.aborted = True
-        if self.group is None:
-            return
-        # the last reference goes to a thread: the destructor waits for operations under way
-        group = [self.group]
-        self.group = None
-
-        def end() -> None:
-            group.pop().abort()
-
-        threading.Thread(target=end, daemon=True).start()
+        sizes = [shape.numel() for shape in shapes.values()]
+        # for Gloo, beside a GPU, it is in pinned host memory: copies are fast
+        pinned = device.type == "cpu" and torch.cuda.is_available()
+        self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
+        self.views: dict[str, Tensor] = {}
+        for (name, shape), part in zip(shapes.items(), self.flat.split(sizes), strict=True):
+            self.views[name] = part.view(shape)
+        self.buckets = self.flat.split(self.BUCKET)
 
 
-def own_address(config: Config) -> str:
-    """This machine's address as the run's other processes reach it."""
-    if not config.bind:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(peer_address("bind", config.bind)[0])  # sends nothing: it chooses a route
-        return probe.getsockname()[0]
+def form_group(
+    config: Config, store: dist.Store, message: JoinGroup, rank: int, host: str, gpu: torch.device
+) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+    """A private process group, in which rank 0 broadcasts weights; beside the default group.
+
+    `host` is this machine's address as the others reach it. Raises RuntimeError.
+    """
+    limit = timedelta(seconds=config.transfer_timeout)
+    store = dist.PrefixStore(message.name, store)
+    if message.nccl:
+        torch.cuda.set_device(gpu)
+        return dist.ProcessGroupNCCL(store, rank, message.size, limit)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = limit
+    return dist.ProcessGroupGloo(store, rank, message.size, options)
 
 
-@dataclass
-class Transfer:
-    """Weights on their way to the members of the weight group."""
+class TransferError(RuntimeError):
+    """Weights did not arrive."""
 
-    version: int  # optimizer step whose weights these are
-    policy: bool  # they become the policy's
-    reference: bool  # they become the reference's
-    expected: list[np.ndarray] | None  # what the Trainer makes of the probes, when it has
-    works: list[Any]  # broadcasts under way
-    deadline: float  # by which every member must have received them
-    unreceived: set[int]  # members (indices of Searchers) that have not received them yet
-    unloaded: set[int]  # members that have not loaded them yet
+
+def broadcast(group: Any, weights: FlatWeights, timeout: float) -> None:
+    """Rank 0's weights to everybody, within `timeout` seconds. Raises RuntimeError."""
+    works = [group.broadcast(bucket, 0) for bucket in weights.buckets]
+    deadline = time.monotonic() + timeout
+    for work in works:
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a broadcast took over {timeout:g} s (--transfer_timeout)")
+            time.sleep(0.0005)
+        work.wait()  # returns at once; it raises what went wrong
+
+
+def abandon(group: Any) -> None:
+    """Give a process group up: `abort` alone ends a stuck NCCL kernel, and may itself take long."""
+    if group is not None:
+        threading.Thread(target=group.abort, daemon=True).start()
 
 
 class WeightSync:
-    """The Trainer's end of weight syncs; at most one transfer is under way, beside training.
-
-    A member that ends in the midst of a transfer is restarted like any other. Others that have not
-    received the weights by then, or in time, are killed and restarted too, for the broadcast is
-    broken; those that have go on. The group is formed anew of who is there.
-    """
-
-    SHARE_ON_CPU = False  # for a test: memory is shared as it is on one GPU
+    """The Trainer's end of weight syncs: at most one transfer is under way, beside training."""
 
     def __init__(
         self, config: Config, problem: Problem, learner: Learner, searchers: SearcherProcesses,
-        say: Callable[[str], None], past: dict[str, Any],
+        say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`past` is `state()` of an interrupted run, or empty."""
         self.config = config
         self.problem = problem
         self.learner = learner
         self.searchers = searchers
         self.say = say
-        self.shapes = {name: tensor.shape for name, tensor in learner.weights.data.items()}
-        # weights are sent from here: by NCCL, which refuses two members on one GPU, or by Gloo
-        own_gpus = torch.cuda.device_count() >= config.num_searchers + ranks_here()
-        self.device = own_device() if own_gpus else torch.device("cpu")
-        self.snapshot: FlatWeights | None = None  # made when first needed
-        # on one GPU, Searchers open the memory of a snapshot there: nothing is sent at all
-        on_one_gpu = torch.cuda.is_available() and not own_gpus and not config.bind
-        self.may_share = self.SHARE_ON_CPU or on_one_gpu
-        self.shared_snapshot: FlatWeights | None = None
-        self.group: WeightGroup | None = None
-        self.groups_formed = 0
-        self.members: list[SearcherState] = []  # of the group; rank 1 is the first
+        # NCCL refuses two members on one GPU: then, and without GPUs, Gloo moves the weights
+        self.nccl = torch.cuda.device_count() >= config.num_searchers + ranks_here()
+        device = own_device() if self.nccl else torch.device("cpu")
+        shapes = {name: tensor.shape for name, tensor in learner.weights.data.items()}
+        self.snapshot = FlatWeights(shapes, config.torch_dtype, device)
+        self.thread = ThreadPoolExecutor(1)
+        self.sending: Future | None = None  # the transfer, until everything is sent
+        self.message = ReceiveWeights(transfer=0, version=-1, reference=False)  # of the latest one
+        self.deadline = 0.0  # by which its members must have received
+        self.members: list[SearcherState] = []  # of the process group; rank 1 is the first
         self.starts: list[int] = []  # of these, when the group was formed
-        self.broken = False  # the group was given up
-        self.forming = False
-        self.formation_deadline = 0.0
-        self.transfer: Transfer | None = None
-        self.due = False
-        self.reset_due = False  # the weights sent next become the reference
-        self.version = -1  # optimizer step of the weights sent last
-        self.reference: dict[str, Tensor] | None = past.get("reference")  # one that was reset
-        self.reference_version: int = past.get("reference_version", 0)
+        self.group: Any = None
+        self.groups_formed = 0
+        self.due = True
+        self.version = -1  # optimizer step of the policy's weights that were sent last
+        # the weights of a reference that changes, in host memory; without changes it is --model
+        self.reference: dict[str, Tensor] | None = None
+        self.reference_version = 0  # the optimizer step at which it changed last
+        if config.reset_reference_every:
+            self.reference = learner.saved_weights()
+        self.probes: list[np.ndarray] = []  # what the Trainer makes of them at `version`
         self.seconds = 0.0  # that the Trainer has lost to syncs since this was last set to 0
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {"reference": self.reference, "reference_version": self.reference_version}
+    @property
+    def under_way(self) -> bool:
+        """Whether weights travel, or wait to be loaded: the next would overwrite them."""
+        transfer = self.message.transfer
+        return self.sending is not None or any(s.loaded < transfer for s in self.present())
 
     @property
     def idle(self) -> bool:
         """No sync is due or under way."""
-        return not (self.due or self.transfer)
+        return not (self.due or self.under_way)
 
-    def recipients(self) -> list[SearcherState]:
-        """Who gets weights at a sync: every Searcher that has loaded its models."""
-        return [s for s in self.searchers if s.status in (Status.READY, Status.SEARCHING)]
-
-    def poll(self, step: int) -> None:
-        """Go on with what is due or under way; waits bucket by bucket only (`_send`)."""
-        if self.transfer:
-            self._look_after_transfer()
-        if self.transfer:
-            return
-        if self.forming:
-            self._look_after_formation()
-            return
-        recipients = self.recipients()
-        self.due |= any(s.status is Status.READY for s in recipients)
-        if not (self.due and recipients and self._all_there()):
-            return
-        if self._members_changed() or recipients != self.members:
-            self._form_group(recipients)
-        else:
-            self._begin(step)
-
-    def _all_there(self) -> bool:
-        """False while Searchers load that should not miss this sync."""
-        for s in self.searchers.local:
-            starting = s.status is Status.LOADING and s.starts == 1
-            if self.group is None and starting:
-                return False  # or the first groups would be formed one by one
-            if self.config.synchronous and s.status in (Status.DOWN, Status.LOADING):
-                return False
-        return True
-
-    def _members_changed(self) -> bool:
-        """Whether a member of the weight group has ended or was started anew."""
-        return self.broken or self.ended_members() != []
-
-    def ended_members(self) -> list[SearcherState]:
-        """Members whose process has ended since the group was formed."""
+    def present(self) -> list[SearcherState]:
+        """Members of the group that have not ended since it was formed."""
         pairs = zip(self.members, self.starts, strict=True)
-        return [s for s, starts in pairs if s.process is None or s.starts != starts]
+        return [s for s, starts in pairs if s.process and s.starts == starts]
 
-    def _form_group(self, members: list[SearcherState]) -> None:
-        """Begin to form a new weight group, under a new name, in threads at both ends."""
-        if self.group:
-            self.group.abort()
-        self.groups_formed += 1
-        name = f"weights-{self.groups_formed}"
-        shared = self.searchers.shared
-        for key in shared.keys():  # noqa: SIM118, a proxy
-            if isinstance(key, tuple):  # of the groups before
-                del shared[key]
-        self.members = list(members)
-        self.starts = [s.starts for s in members]
-        size = len(members) + 1
-        self.group = WeightGroup(self.config, shared, name, 0, size, self.device)
-        for rank, s in enumerate(members, 1):
-            s.send(JoinWeightGroup(name, self.device.type, rank, size, self._memory_handle()))
-        self.broken = False
-        self.forming = True
-        # for NCCL connects within a call that no limit of ours ends
-        self.formation_deadline = time.monotonic() + 2 * self.config.transfer_timeout
-        # in a thread, which is left behind where a lost member keeps it from ever ending
-        threading.Thread(target=self.group.try_to_form, daemon=True).start()
+    def poll(self, step: int) -> bool:
+        """End a sync that is over; begin one that is due. Never waits.
 
-    def _memory_handle(self) -> bytes | None:
-        """By which a Searcher opens the shared snapshot; None where memory is not shared.
-
-        Each is for one process. Where there cannot be one, weights are sent from then on.
+        Returns whether the policy's weights have just begun to be sent.
         """
-        if not self.may_share:
-            return None
-        try:
-            if self.shared_snapshot is None:
-                self.shared_snapshot = shared_weights(self.shapes, self.config.torch_dtype)
-            return bytes(ForkingPickler.dumps(self.shared_snapshot.flat))
-        except Exception as error:  # whatever CUDA, PyTorch or the system does not support
-            self.share_no_more(first_line(error) or repr(error))
-            return None
-
-    def share_no_more(self, reason: str) -> None:
-        """Send weights from now on."""
-        if self.may_share:
-            self.may_share = False
-            self.shared_snapshot = None
-            self.say(f"warning: weights are sent, for their memory cannot be shared: {reason}")
-
-    def _look_after_formation(self) -> None:
-        """See whether the group is formed; if it cannot be, its members are killed."""
-        error = self.group.failure
-        ended = self.ended_members()
-        if ended:
-            error = "a Searcher ended"
-        elif time.monotonic() > self.formation_deadline:
-            error = f"it took over {2 * self.config.transfer_timeout:g} s (--transfer_timeout)"
-        if error:
-            self.say(f"warning: a weight group did not form: {error}")
-            self.forming = False
-            self._give_up([s.index for s in self.members if s not in ended])
-        elif self.group.formed:
-            self.forming = False
-
-    def _give_up(self, indices: Iterable[int]) -> None:
-        """Abort the group, which alone ends a stuck NCCL kernel, and kill these Searchers."""
-        self.group.abort()
-        self.broken = True
-        for index in indices:
-            self.searchers[index].kill()
-
-    def _begin(self, step: int) -> None:
-        """Take a snapshot of the weights and start to send it."""
+        if self.sending and self.sending.done():
+            self.end_sending()
+        if self.under_way:
+            late = time.monotonic() > self.deadline
+            if late and (self.sending or self.lacking()):
+                self.give_up("it took too long (--transfer_timeout)")
+            return False
+        ready = [s for s in self.searchers if s.ready]
+        self.due |= any(s.version < 0 for s in ready)
+        if not (self.due and ready) or self.is_too_early():
+            return False
         start = time.perf_counter()
-        if self.reset_due:
-            self._reset_reference(step)
-        lacking = any(s.reference != self.reference_version for s in self.members)
-        if lacking and self.reference_version != step:
-            self._send(self.reference_version, self._reference, policy=False, reference=True)
-        else:  # a reference that is reset at this step has the policy's weights
-            self._send(step, self._policy, policy=True, reference=lacking)
+        begun = self.begin(ready, step)
+        self.seconds += time.perf_counter() - start
+        return begun
+
+    def is_too_early(self) -> bool:
+        """Whether Searchers load that should not miss this sync: at the start, and in lockstep."""
+        wanted = self.version < 0 or self.config.synchronous
+        return wanted and not all(s.ready for s in self.searchers.local)
+
+    def begin(self, ready: list[SearcherState], step: int) -> bool:
+        """Copy the weights into the snapshot, and have the thread send it to these Searchers.
+
+        A transfer carries one kind of weights: a reference that has changed goes first.
+        """
+        reference = any(s.reference < self.reference_version for s in ready)
+        if reference:
+            version = self.reference_version
+            for name, tensor in self.reference.items():
+                self.snapshot.views[name].copy_(tensor)
+        else:
+            version = step
+            self.learner.copy_weights(self.snapshot)  # now the optimizer may change them
+            self.probes = self.learner.score_probes()
             self.version = step
             self.due = False
-        self.seconds += time.perf_counter() - start
+        if self.snapshot.flat.is_cuda:
+            torch.cuda.synchronize()  # another thread has another stream
+        self.message = ReceiveWeights(self.message.transfer + 1, version, reference)
+        self.deadline = time.monotonic() + 3 * self.config.transfer_timeout
+        self.sending = self.thread.submit(self.send, ready)
+        return not reference
 
-    def _reset_reference(self, step: int) -> None:
-        """The policy becomes the reference; a copy is kept for Searchers that start later."""
-        self.reset_due = False
-        self.reference_version = step
-        self.reference = {}
-        for name, tensor in self._policy(list(self.shapes)):
-            self.reference[name] = tensor.to("cpu", copy=True)
+    def send(self, ready: list[SearcherState]) -> None:
+        """In the thread, from start to end. Raises whatever goes wrong."""
+        starts = [s.starts for s in ready]
+        if self.group is None or (ready, starts) != (self.members, self.starts):
+            abandon(self.group)
+            self.groups_formed += 1
+            self.members = ready
+            self.starts = starts
+            join = JoinGroup(f"weights {self.groups_formed}", len(ready) + 1, self.nccl)
+            for rank, s in enumerate(ready, 1):
+                s.commands.put((join, rank))
+            store = self.searchers.store
+            host = self.searchers.host
+            self.group = form_group(self.config, store, join, 0, host, self.learner.device)
+        for s in ready:
+            s.commands.put(self.message)
+        broadcast(self.group, self.snapshot, self.config.transfer_timeout)
 
-    def _policy(self, names: list[str]) -> Iterable[tuple[str, Tensor]]:
-        """The policy's weights of these names."""
-        return self.learner.whole_weights(names, self.config.torch_dtype)
-
-    def _reference(self, names: list[str]) -> Iterable[tuple[str, Tensor]]:
-        """The weights of these names of a reference that was reset."""
-        return [(name, self.reference[name]) for name in names]
-
-    def _send(
-        self, version: int, weights: Callable[[list[str]], Iterable], policy: bool, reference: bool
-    ) -> None:
-        """Start the broadcasts of a copy of these weights, and tell every member to receive."""
-        indices = [s.index for s in self.members]
-        deadline = time.monotonic() + self.config.transfer_timeout
-        unreceived = set(indices)
-        unloaded = set(indices)
-        self.transfer = Transfer(
-            version, policy, reference, None, [], deadline, unreceived, unloaded
-        )
-        snapshot = self._snapshot()
-        if snapshot:
-            snapshot.copy_from(weights(list(self.shapes)))  # now the optimizer may change them
-        if self.may_share and snapshot.flat.is_cuda:
-            torch.cuda.synchronize()  # another process reads it
-        for s in self.members:
-            s.send(ReceiveWeights(version, policy, reference, shared=self.may_share))
+    def end_sending(self) -> None:
+        """Take notice of the thread's end."""
+        sending = self.sending
+        self.sending = None
         try:
-            if snapshot is None:
-                self._send_bucket_by_bucket(weights)
-            elif not self.may_share:  # else they are where Searchers read them
-                self.transfer.works = self.group.broadcast(snapshot.buckets)
-        except TransferError as error:
-            self._fail_transfer(str(error))
-            return
-        if policy:
-            # while the weights travel
-            self.transfer.expected = checked_probes(self.learner, version)
+            sending.result()
+        except (RuntimeError, OSError, EOFError) as error:
+            self.give_up(first_line(error))
 
-    def _snapshot(self) -> FlatWeights | None:
-        """The flat buffer of all weights, or None if there is no room for it."""
-        if self.may_share:
-            return self.shared_snapshot
-        if self.snapshot is None:
-            try:
-                self.snapshot = FlatWeights(self.shapes, self.config.torch_dtype, self.device)
-            except torch.OutOfMemoryError:
-                return None
-        return self.snapshot
+    def lacking(self) -> list[SearcherState]:
+        """Members that have not received the weights that travel."""
+        return [s for s in self.present() if s.received < self.message.transfer]
 
-    def _send_bucket_by_bucket(self, weights: Callable[[list[str]], Iterable]) -> None:
-        """Where a copy of all weights does not fit: copy a bucket, send it, wait."""
-        dtype = self.config.torch_dtype
-        for shapes in plan_buckets(self.shapes, dtype.itemsize):
-            part = FlatWeights(shapes, dtype, self.device)
-            part.copy_from(weights(list(shapes)))
-            self.group.wait(self.group.broadcast([part.flat]))
+    def give_up(self, reason: str) -> None:
+        """Give the group up and kill who lacks the weights; the next sync forms a new group."""
+        self.say(f"warning: sending the weights of step {self.message.version} failed: {reason}")
+        for s in self.lacking():
+            s.kill()
+        abandon(self.group)
+        self.group = None
+        if self.sending:  # its thread may never end
+            self.sending = None
+            self.thread = ThreadPoolExecutor(1)
 
-    def _look_after_transfer(self) -> None:
-        """End the transfer when every member has loaded; kill who did not receive in time."""
-        transfer = self.transfer
-        for s in self.ended_members():  # who ended in the midst of it is waited for no longer
-            transfer.unreceived.discard(s.index)
-            transfer.unloaded.discard(s.index)
-        error = self.group.error(transfer.works)
-        if time.monotonic() > transfer.deadline:
-            error = f"it took over {self.config.transfer_timeout:g} s (--transfer_timeout)"
-        if transfer.unreceived and error:
-            self._fail_transfer(error)
-        if not transfer.unloaded:
-            self.transfer = None
+    def on_loaded(self, s: SearcherState, message: Loaded) -> None:
+        """The one check of numbers: the engine's log-probabilities beside the Trainer's.
 
-    def _fail_transfer(self, reason: str) -> None:
-        """Kill who has not received the weights; they are restarted."""
-        version = self.transfer.version
-        self.say(f"warning: the transfer of step {version}'s weights failed: {reason}")
-        self._give_up(self.transfer.unreceived)
-        self.transfer.unloaded -= self.transfer.unreceived
-        self.transfer.unreceived = set()
-
-    def on_received(self, s: SearcherState) -> None:
-        """The weights lie in the Searcher's staging buffer."""
-        if self.transfer:
-            self.transfer.unreceived.discard(s.index)
-
-    def on_loaded(self, s: SearcherState, probes: list[np.ndarray]) -> None:
-        """Compare what the engine makes of the probes with what the Trainer made of them.
-
-        Raises WrongWeights.
+        Raises RunEnded if they differ: a transfer, the packing of rows, or an engine is wrong, or
+        the policy is broken.
         """
-        transfer = self.transfer
-        if transfer is None or s.index not in transfer.unloaded:
-            return  # it was given up meanwhile, and is killed
-        transfer.unloaded.discard(s.index)
-        if transfer.reference:
-            s.reference = transfer.version
-        if not transfer.policy:
+        s.loaded = message.transfer
+        if message.transfer != self.message.transfer:
             return
-        if transfer.expected is None:
-            return  # the run ends: something stopped the Trainer before it had scored the probes
-        s.version = transfer.version
-        s.status = Status.SEARCHING
-        gaps = [np.abs(a - b).max() for a, b in zip(probes, transfer.expected, strict=True)]
-        s.logprob_gap = float(np.max(gaps, initial=0.0))
-        if not s.logprob_gap <= self.config.logprob_tolerance:  # or it is not a number
-            raise WrongWeights(
-                f"after the transfer of step {s.version}'s weights, Searcher {s.index}'s log-"
-                f"probabilities differ from the Trainer's by {s.logprob_gap:.3g} "
-                "(--logprob_tolerance)"
-            )
+        if self.message.reference:
+            s.reference = self.message.version
+            return
+        s.version = self.message.version
+        gaps = [np.abs(a - b).max() for a, b in zip(message.probes, self.probes, strict=True)]
+        s.logprob_gap = float(np.max(gaps))
+        limit = self.config.logprob_tolerance
+        if s.logprob_gap <= limit:  # it may be not a number
+            return
+        text = f"step {s.version}: the log-probabilities of Searcher {s.searcher}'s engine differ "
+        text += f"from the Trainer's by {s.logprob_gap:.3g} (--logprob_tolerance {limit:g})"
+        if not all(np.isfinite(p).all() for p in self.probes):
+            fix = "training diverged; lower --learning_rate, raise --beta, or set --max_grad_norm"
+        elif s.version == 0 and self.config.pack:
+            fix = "try --pack False: not every family of models can share a row"
+        else:
+            fix = "the two compute this model differently; try another --engine or model"
+        raise RunEnded(f"{text}: {fix}")
 
-
-LEAST_LOGPROB = -100.0  # of a prompt's token, at temperature 1: text never has one so small
-
-
-def checked_probes(learner: Learner, step: int) -> list[np.ndarray]:
-    """What the policy makes of the probes at a step. Raises if that shows it to be broken."""
-    config = learner.config
-    probes = learner.score_probes()
-    fault = fault_of(probes, config)
-    if fault and step == 0:
-        raise InputError(f"--model {config.model}: its weights are damaged: {fault}")
-    if fault:
-        fix = "lower --learning_rate, raise --beta, or set --max_grad_norm"
-        raise Diverged(f"training diverged: at step {step} {fault}; {fix}")
-    return probes
-
-
-def fault_of(probes: list[np.ndarray], config: Config) -> str | None:
-    """What the log-probabilities of probes have that no language model's have, or None."""
-    least = float(np.concatenate([*probes, np.zeros(1)]).min()) * config.temperature
-    if not math.isfinite(least):
-        return "log-probabilities are not finite"
-    if least < LEAST_LOGPROB:
-        return f"a token of a training prompt has the log-probability {least:.3g}"
-    return None
+    def reset_reference(self, step: int) -> None:
+        """Make the next reference of the policy and the present one; the next sync sends it."""
+        policy = self.learner.saved_weights()
+        for name, tensor in policy.items():
+            new = next_reference(tensor, self.reference[name], self.config)
+            self.reference[name] = new
+        self.reference_version = step
+        self.due = True
 
 
 class WeightReceiver:
-    """A Searcher's end of weight syncs, used by its receiving thread."""
+    """A Searcher's end: takes the Trainer's messages and receives weights, in a thread."""
 
     def __init__(
-        self, config: Config, shapes: dict[str, torch.Size], shared: Any, gpu: torch.device
+        self, config: Config, place: Place, shapes: dict[str, torch.Size], gpu: torch.device
     ) -> None:
         self.config = config
-        self.shapes = shapes
-        self.shared = shared
+        self.place = place
         self.gpu = gpu
-        self.group: WeightGroup | None = None
-        self.staging: FlatWeights | None = None
-        self.opened: FlatWeights | None = None  # the Trainer's shared snapshot
+        device = gpu if place.nccl else torch.device("cpu")
+        self.staging = FlatWeights(shapes, config.torch_dtype, device)
+        self.inbox: queue.Queue = queue.Queue()  # messages for the main thread
 
-    def form(self, message: JoinWeightGroup) -> None:
-        """Become a member of a new weight group. Raises TransferError."""
-        if self.group:
-            self.group.abort()
-        device = self.gpu if message.device == "cuda" else torch.device("cpu")
-        self.group = WeightGroup(
-            self.config, self.shared, message.name, message.rank, message.size, device
-        )
-        self.group.form()
-
-    def open(self, handle: bytes) -> None:
-        """Open the memory of the Trainer's snapshot. Raises whatever CUDA or the system says."""
-        flat = pickle.loads(handle)
-        self.opened = FlatWeights(self.shapes, self.config.torch_dtype, flat.device, flat)
-
-    def receive(self, message: ReceiveWeights) -> None:
-        """Receive the weights of a transfer into the staging buffer, unless they are shared.
-
-        Raises TransferError.
-        """
-        if message.shared:
-            return
-        self.opened = None
-        if self.staging is None:
-            self.staging = FlatWeights(self.shapes, self.config.torch_dtype, self.group.device)
-        self.group.wait(self.group.broadcast(self.staging.buckets))
-
-    def received(self, message: ReceiveWeights) -> dict[str, Tensor]:
-        """The weights, by name."""
-        return self.opened.views if message.shared else self.staging.views
+    def run(self) -> None:
+        """Until the process ends. What goes wrong ends it: the main thread raises it."""
+        group = None
+        try:
+            limit = timedelta(seconds=self.config.transfer_timeout)
+            host, port = self.place.store_address
+            store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
+            while True:
+                message = self.place.commands.get()
+                match message:
+                    case (JoinGroup() as join, rank):
+                        abandon(group)
+                        host = self.place.own_host()
+                        group = form_group(self.config, store, join, rank, host, self.gpu)
+                    case ReceiveWeights():
+                        broadcast(group, self.staging, self.config.transfer_timeout)
+                        self.place.send(Received(message.transfer))
+                        self.inbox.put(message)
+                    case _:
+                        self.inbox.put(message)
+        except (OSError, EOFError):  # the Manager is gone: the run has ended
+            self.inbox.put(SystemExit(0))
+        except RuntimeError as error:  # torch.distributed's
+            self.inbox.put(TransferError(first_line(error)))
 
 
-# ===================================================================== 13. Messages and processes
+# ===================================================================== 12. Messages and processes
 
 
 #
 # What Trainer and Searchers say to each other, beside the groups that travel on their own queue:
 #
 #   message         from      what follows
-#   SearchUpTo      Trainer   the Searcher begins prompts up to a place in its prompt order
-#   JoinWeightGroup Trainer   its receiving thread becomes a member of a new weight group
+#   SearchUpTo      Trainer   the Searcher begins prompts up to a place in the order of prompts
+#   JoinGroup       Trainer   its receiving thread becomes a member of a new process group
 #   ReceiveWeights  Trainer   its receiving thread receives into the staging buffer -> Received;
 #                             they are loaded between two decode steps -> Loaded
 #   Evaluate        Trainer   it answers held-out prompts before others -> Evaluated, in parts
-#   Stop            Trainer   its process ends
-#   Ready           Searcher  it has loaded its models: the next weight group includes it
-#   Beat            Searcher  a sign of life, twice a second
-#   CannotShare     Searcher  it cannot open the memory of the snapshot: weights are sent instead
+#   Beat            Searcher  a sign of life, twice a second; the first: it has loaded its models
 #   Received        Searcher  the weights lie where it can load them
 #   Loaded          Searcher  the Trainer compares the probes; after the last one the sync is over
 #   Evaluated       Searcher  the Trainer adds records to the evaluation that is under way
 #   Failed          Searcher  its process ends: the Trainer shows the traceback and starts another
-#   EndRun          Searcher  the run ends with this error, in one line
 
 
 @dataclass(frozen=True)
 class SearchUpTo:
-    prompt_limit: float  # place in the Searcher's prompt order; infinite: search all the time
+    limit: float  # place in the order of prompts; infinite: search all the time
 
 
 @dataclass(frozen=True)
-class JoinWeightGroup:
+class JoinGroup:
     name: str
-    device: str  # "cuda": over NCCL; "cpu": over Gloo
-    rank: int
     size: int
-    handle: bytes | None = None  # opens the memory in which weights will lie, on one GPU
+    nccl: bool  # over NCCL; False: over Gloo
 
 
 @dataclass(frozen=True)
 class ReceiveWeights:
+    transfer: int  # its number
     version: int  # optimizer step whose weights these are
-    policy: bool  # they become the policy's
-    reference: bool  # they become the reference's
-    shared: bool = False  # they lie in the memory that was opened: nothing is to be received
+    reference: bool  # they are the reference's, not the policy's
 
 
 @dataclass(frozen=True)
 class Evaluate:
     evaluation: int  # its number: an evaluation that lost a Searcher is begun again as another
     rows: list[int]  # held-out prompts
-
-
-@dataclass(frozen=True)
-class Stop:
-    pass
-
-
-@dataclass(frozen=True)
-class Ready:
-    pass
 
 
 @dataclass(frozen=True)
@@ -4694,17 +3163,13 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class CannotShare:
-    reason: str
-
-
-@dataclass(frozen=True)
 class Received:
-    pass
+    transfer: int
 
 
 @dataclass(frozen=True)
 class Loaded:
+    transfer: int
     probes: list[np.ndarray]  # what the engine makes of the probes with a policy's weights
 
 
@@ -4718,123 +3183,25 @@ class Evaluated:
 @dataclass(frozen=True)
 class Failed:
     traceback: str
-    of_the_machine: bool = False  # rather than of anybody's code: see `is_of_the_machine`
-
-
-@dataclass(frozen=True)
-class EndRun:
-    error: Exception
-
-
-class Status(enum.Enum):
-    """What a Searcher does, as the Trainer knows it.
-
-    DOWN --start--> LOADING --Ready--> READY --first Loaded--> SEARCHING
-      ^                |                 |                          |
-      +----------------+-----------------+--------------------------+
-          its process ended, was silent for its limit, or missed a transfer: it is killed,
-          and started again after a delay
-    """
-
-    DOWN = "no process"
-    LOADING = "loads its models"
-    READY = "waits for its first weights"
-    SEARCHING = "generates and scores"
-
-
-class DrainedQueue(queue.Queue):
-    """A queue in the Manager that is emptied by one call, where `get` is a call for each item."""
-
-    def take_all(self, seconds: float = 0.0) -> list:
-        """All items; waits up to `seconds` for the first."""
-        items = []
-        with contextlib.suppress(queue.Empty):
-            if seconds:
-                items.append(self.get(timeout=seconds))
-            while True:
-                items.append(self.get_nowait())
-        return items
-
-
-JOIN_REQUESTS: queue.Queue = queue.Queue()  # the one in the Manager's process counts
-
-
-DEPARTED: queue.Queue = DrainedQueue()  # likewise: names of processes without a connection any more
-
-
-class RunServer(managers.Server):
-    """Serves the Manager's objects, and notes when a process has closed its last connection.
-
-    So the end of a Searcher on another machine, or of that machine, is noticed at once.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.connections: Counter[str] = Counter()  # open ones, by the name of the process
-        self.lock = threading.Lock()
-
-    def serve_client(self, conn: Any) -> None:
-        """Answer one connection until it is closed."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(conn.fileno())) as peer:
-            if peer.family != socket.AF_UNIX:  # a machine that vanishes closes nothing
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)  # seconds
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-        # as `accept_connection` has named it: the process, and which thread of it
-        name = threading.current_thread().name.split("|")[0]
-        with self.lock:
-            self.connections[name] += 1
-        try:
-            super().serve_client(conn)
-        finally:
-            with self.lock:
-                self.connections[name] -= 1
-                if not self.connections[name]:
-                    del self.connections[name]
-                    DEPARTED.put(name)
-
-
-class RunManager(managers.SyncManager):
-    """The run's Manager: it holds every queue, and serves only who has the run's key."""
-
-    _Server = RunServer
-
-    @classmethod
-    def begin(cls, config: Config) -> RunManager:
-        """Start it; who does not have the key is refused before a byte is unpickled."""
-        # an abstract Unix socket: no port, and no file that could stay behind
-        address = f"\0tba-{secrets.token_hex(8)}"
-        key = secrets.token_bytes(32)
-        if config.bind:
-            address, key = peer_address("bind", config.bind)
-        mp.current_process().authkey = key
-        # forked, before threads exist: there at once, where a spawned one imports torch
-        manager = cls(address, key, ctx=mp.get_context("fork"))
-        with stop_signals_held():
-            manager.start(die_with_parent)
-        return manager
-
-
-RunManager.register("join_requests", lambda: JOIN_REQUESTS)
-
-
-RunManager.register("departed", lambda: DEPARTED)
-
-
-RunManager.register("DrainedQueue", DrainedQueue)
 
 
 @dataclass
-class Link:
-    """A Searcher's ways to talk with the Trainer, all in the Manager."""
+class Place:
+    """What a Searcher's process is started with; its queues are in the Manager."""
 
     searcher: int
     start: int  # how often this Searcher has been started before
+    order: list[int]  # the order of prompts that it takes part in, see `prompt_of`
+    first: int  # place in that order from which it goes on
+    stride: int  # from one of its places to the next
+    arrived: set[int]  # places behind `first` that it need not search again
+    limit: float  # it begins prompts up to this place
+    nccl: bool
+    store_address: tuple[str, int]  # of the TCPStore in which members of a group find each other
+    shared: Any  # dict: the pickled configuration and problem
     commands: Any  # queue of the Trainer's messages to this process
     groups: Any  # bounded queue of prompt groups, of all Searchers
     messages: Any  # queue of all other messages, of all Searchers
-    shared: Any  # dict: the problem, and where members of a weight group find each other
 
     def send(self, message: Any) -> None:
         """Tell the Trainer, which handles it in `Trainer.take_messages`."""
@@ -4844,37 +3211,18 @@ class Link:
         """Another one for every Searcher and every restart: two that sample alike waste one."""
         return int(np.random.default_rng([config.seed, self.searcher, self.start]).integers(2**31))
 
-
-class RemoteProcess:
-    """The process of a Searcher on another machine, of which only its messages are known."""
-
-    def __init__(self, commands: Any, name: str) -> None:
-        self.commands = commands
-        self.name = name
-        self.machine = name.split(", place ")[0]  # the process that joined, and starts this one
-        self.exitcode: int | None = None
-
-    def is_alive(self) -> bool:
-        """Whether it is not known to have ended."""
-        return self.exitcode is None
-
-    def join(self, timeout: float) -> None:
-        """Does not wait: it ends when it reads that it shall."""
-
-    def kill(self) -> None:
-        """Tell it to end, and take it for ended."""
-        self.commands.put(Stop())
-        self.exitcode = -signal.SIGKILL
+    def own_host(self) -> str:
+        """This machine's address as the Trainer's reaches it."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(self.store_address)  # sends nothing: it chooses a route
+            return probe.getsockname()[0]
 
 
 @dataclass
 class SearcherState:
     """What the Trainer knows of one Searcher; kept when its process is restarted."""
 
-    index: int
-    number: int  # next place in its prompt order: those before arrived, or are not made again
-    owed: int = 0  # groups of a lockstep batch that are still to come
-    status: Status = Status.DOWN
+    searcher: int
     process: Any = None
     commands: Any = None  # the process's queue
     starts: int = 0
@@ -4882,24 +3230,24 @@ class SearcherState:
     delivered: bool = False  # a group, ever
     restart_at: float = 0.0
     seen: float = 0.0  # when its last message came
+    ready: bool = False  # it has loaded its models
     version: int = -1  # of its weights
     reference: int = 0  # version of its reference
+    received: int = 0  # number of the latest transfer
+    loaded: int = 0
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
-    of_the_machine: bool = False  # what ended its latest process
     beats: deque[Beat] = field(default_factory=deque)  # of the latest RATE_SECONDS
     RATE_SECONDS: ClassVar = 10.0
 
-    def send(self, message: Any) -> None:
-        """Tell its process, if it has one."""
-        if self.process:
-            self.commands.put(message)
-
     def kill(self) -> None:
-        """Kill its process; `SearcherProcesses.failed` then finds it."""
-        self.status = Status.DOWN
-        if self.process:
-            self.process.kill()
+        """Kill its process and what that has started; `SearcherProcesses.failed` then finds it."""
+        self.ready = False
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self.process.pid:
+                for child in psutil.Process(self.process.pid).children(recursive=True):
+                    child.kill()
+        self.process.kill()
 
     def on_beat(self, beat: Beat) -> None:
         """Take in a sign of life; rates are over the latest RATE_SECONDS, or a little more."""
@@ -4917,473 +3265,326 @@ class SearcherState:
         return (last.worked - first.worked) / seconds, (last.tokens - first.tokens) / seconds
 
 
-class SearcherDied(RuntimeError):
-    """A Searcher keeps failing; the message has its traceback."""
+class RemoteProcess:
+    """The process of a Searcher on another machine, of which only its messages are known."""
+
+    pid = 0
+    exitcode = None
+    killed = False
+
+    def is_alive(self) -> bool:
+        """As far as is known: its silence tells when it is not."""
+        return not self.killed
+
+    def join(self) -> None:
+        """Does not wait."""
+
+    def kill(self) -> None:
+        """Take it for ended. Whoever started it sees to it."""
+        self.killed = True
+
+
+class RunManager(SyncManager):
+    """Holds every queue, and serves only who has the run's key."""
+
+
+JOIN_REQUESTS: queue.Queue = queue.Queue()  # the one in the Manager's process counts
+RunManager.register("join_requests", lambda: JOIN_REQUESTS)
 
 
 class SearcherProcesses:
     """The Searchers' processes and queues: start, listen, find failures, start again, stop.
 
     There is one rule for whatever goes wrong: a process that ended, or gave no sign of life for its
-    limit, is killed, its traceback is shown, and it is started again from its place in the prompt
-    order, up to --max_restarts times without a group in between.
+    limit, is killed, its traceback is shown, and it is started again.
     """
 
     LOADING_LIMIT = 900  # seconds that a Searcher may be silent while it loads its models
+    QUEUE_SIZE = 4096  # groups that the queue holds before Searchers wait
 
     def __init__(
-        self, config: Config, problem: Problem, say: Callable[[str], None], numbers: list[int]
+        self, config: Config, problem: Problem, say: Callable[[str], None], places: dict[str, Any]
     ) -> None:
-        """`numbers`: the Searchers' places in their prompt orders in an interrupted run, or []."""
+        """`places`: what `places()` gave of an interrupted run, or empty."""
         self.config = config
         self.problem = problem
         self.say = say
-        M = config.all_searchers
-        if len(numbers) != M:  # other Searchers than before share the prompt order from there on
-            numbers = [math.ceil(max(numbers, default=0) * len(numbers) / M)] * M
-        self.states = [SearcherState(i, number) for i, number in enumerate(numbers)]
-        self.local = self.states[: config.num_searchers]
-        self.prompt_limit = 0.0  # Searchers may begin prompts up to this place in their order
+        self.states = [SearcherState(i) for i in range(config.num_searchers)]
+        self.local = list(self.states)  # the others are on other machines
+        self.limit = 0.0  # Searchers may begin prompts up to this place in the order
+        # the groups of all places before this one arrived, and of some behind it
+        self.first_missing: int = places.get("first_missing", 0)
+        self.arrived: set[int] = set(places.get("arrived", []))
+        if config.synchronous:
+            self.limit = float(self.first_missing)
+        self.host = "127.0.0.1"
         self.manager: RunManager | None = None
-        self.manager_process: Any = None
 
     def __iter__(self) -> Iterator[SearcherState]:
         return iter(self.states)
 
-    def __getitem__(self, index: int) -> SearcherState:
-        return self.states[index]
-
-    def start_manager(self) -> None:
-        """Start the Manager, with the queues, and with what Searchers read when they start."""
-        self.manager = RunManager.begin(self.config)
-        self.manager_process = self.manager._process  # a task may have started others
-        self.groups = self.manager.DrainedQueue(self.config.queue_size)
-        self.messages = self.manager.DrainedQueue()
+    def start(self) -> None:
+        """Start the Manager, and the Searchers of this machine."""
+        config = self.config
+        address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
+        key = secrets.token_bytes(32)
+        if config.bind:
+            address, key = peer_address("bind", config)
+            self.host = address[0]
+        mp.current_process().authkey = key
+        self.manager = RunManager(address, key, ctx=mp.get_context("fork"))
+        self.manager.start(end_with_parent)  # forked before there are threads
+        self.groups = self.manager.Queue(self.QUEUE_SIZE)
+        self.messages = self.manager.Queue()
         self.join_requests = self.manager.join_requests()
-        self.departed = self.manager.departed()
-        # not through the pipe of a new process: if it dies before it reads that, the writer hangs
-        pickled = {"config": pickle.dumps(self.config), "problem": pickle.dumps(self.problem)}
-        self.shared = self.manager.dict(pickled)
+        run = pickle.dumps((config, self.problem))
+        self.shared = self.manager.dict({"plugin": config.plugin, "run": run})
+        limit = timedelta(seconds=config.transfer_timeout)
+        self.store = dist.TCPStore(
+            self.host, 0, is_master=True, timeout=limit, wait_for_workers=False
+        )
+        self.start_due()
 
     def start_due(self) -> None:
-        """Start the processes of this machine's Searchers that have none, when their time comes."""
-        gpus = torch.cuda.device_count()
+        """Start this machine's Searchers that have no process, when their time comes."""
+        context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
         for s in self.local:
-            if s.process is None and time.monotonic() >= s.restart_at:
-                place = self._new_place(s, self.manager.Queue())
-                gpu = ranks_here() + s.index  # behind those of the Trainer
-                s.process = start_searcher(place, gpu=min(gpu, gpus - 1))
+            if s.process or time.monotonic() < s.restart_at:
+                continue
+            M = len(self.local)
+            first = self.first_missing + (s.searcher - self.first_missing) % M
+            place = self.new_place(s, self.manager.Queue(), [self.config.seed], first, M)
+            s.process = context.Process(target=searcher_process, args=(place, gpu_of(s.searcher)))
+            s.process.start()
+        while self.config.bind and not self.join_requests.empty():
+            self.accept(self.join_requests.get())
 
-    def _new_place(self, s: SearcherState, commands: Any) -> tuple[Link, int, float]:
-        """What a new process needs to go on as this Searcher, for `searcher_process`."""
-        link = Link(s.index, s.starts, commands, self.groups, self.messages, self.shared)
+    def new_place(
+        self, s: SearcherState, commands: Any, order: list[int], first: int, stride: int
+    ) -> Place:
+        """What a new process needs to go on as this Searcher."""
         s.commands = commands
         s.starts += 1
         s.seen = time.monotonic()
         s.traceback = ""
-        s.status = Status.LOADING
-        limit = s.number + s.owed if self.config.synchronous else self.prompt_limit
-        return link, s.number, limit
+        nccl = torch.cuda.device_count() >= self.config.num_searchers + ranks_here()
+        return Place(
+            searcher=s.searcher,
+            start=s.starts,
+            order=order,
+            first=first,
+            stride=stride,
+            arrived=self.arrived,
+            limit=self.limit,
+            nccl=nccl,
+            store_address=(self.host, self.store.port),
+            shared=self.shared,
+            commands=commands,
+            groups=self.groups,
+            messages=self.messages,
+        )
 
-    def accept_joiners(self) -> None:
-        """Give places of --remote_searchers to the processes of other machines that ask for one.
+    def accept(self, commands: Any) -> None:
+        """Take in a process of another machine, with an order of prompts of its own."""
+        s = SearcherState(len(self.states))
+        s.process = RemoteProcess()
+        self.states.append(s)
+        order = [self.config.seed, s.searcher, int(time.time())]
+        place = self.new_place(s, commands, order, 0, 1)
+        commands.put(dataclasses.replace(place, arrived=set()))
+        self.say(f"Searcher {s.searcher} joined")
 
-        One whose connections are closed has ended: `failed` then finds it.
-        """
-        if not self.config.bind:
-            return
-        departed = self.departed.take_all()
-        for s in self.states:
-            if not isinstance(s.process, RemoteProcess):
-                continue
-            names = {process_name(s.index, s.starts - 1), s.process.machine}
-            if not names.isdisjoint(departed):
-                s.traceback = s.traceback or "its connection was closed"
-                s.process.exitcode = 1
-        while not self.join_requests.empty():
-            commands, name = self.join_requests.get()
-            predecessors = [s for s in self.states if s.process and s.process.name == name]
-            if predecessors:  # its place is free when its end has been handled
-                predecessors[0].traceback = "it was started again by its machine"
-                predecessors[0].kill()
-                self.join_requests.put((commands, name))
-                return
-            free = [s for s in self.states if s not in self.local and s.process is None]
-            if not free:
-                commands.put(None)
-                continue
-            s = free[0]
-            commands.put(self._new_place(s, commands))
-            s.process = RemoteProcess(commands, name)
-            self.say(f"Searcher {s.index} joined from {name}")
-
-    def take(self, seconds: float) -> tuple[list[Group], list[tuple[SearcherState, Any]]]:
-        """Groups and messages that came; waits up to `seconds` for a message if there is none."""
-        # A Searcher reports on new weights before it sends what it made with them: as the groups
-        # are taken first, WrongWeights is raised before they count.
-        groups = [pickle.loads(group) for group in self.groups.take_all()]
+    def take(self) -> tuple[list[Group], list[tuple[SearcherState, Any]]]:
+        """Groups and messages that came."""
+        groups = []
+        # a Searcher reports on new weights before it sends what it made with them: as groups are
+        # taken first, wrong weights end the run before these count
+        for searcher, pickled in take_all(self.groups):
+            group = pickle.loads(pickled)
+            s = self.states[searcher]
+            s.failures = 0
+            s.delivered = True
+            if s in self.local:
+                if group.index < self.first_missing or group.index in self.arrived:
+                    continue  # sent before its process was killed, and searched again
+                self.note_arrival(group.index)
+            groups.append(group)
         messages = []
-        for index, start, message in self.messages.take_all(seconds):
-            s = self.states[index]
-            if s.process and start == s.starts - 1:  # not of its predecessor
+        for searcher, start, message in take_all(self.messages):
+            s = self.states[searcher]
+            if s.process and start == s.starts:  # not of its predecessor
                 s.seen = time.monotonic()
+                s.ready = True
                 messages.append((s, message))
         return groups, messages
 
-    def count(self, groups: list[Group]) -> None:
-        """Move the Searchers' places in their prompt orders behind groups that are accepted."""
-        for group in groups:
-            s = self.states[group.searcher]
-            s.number = max(s.number, group.number + 1)
-            s.failures = 0
-            s.delivered = True
-            if group.number >= 0:  # --sft_to_buffer's are in nobody's prompt order
-                s.owed -= 1
+    def note_arrival(self, index: int) -> None:
+        """The group of a place in the order of prompts is here."""
+        self.arrived.add(index)
+        while self.first_missing in self.arrived:
+            self.arrived.remove(self.first_missing)
+            self.first_missing += 1
+
+    def places(self) -> dict[str, Any]:
+        """The places whose groups arrived, for a checkpoint."""
+        return {"first_missing": self.first_missing, "arrived": sorted(self.arrived)}
 
     def failed(self) -> list[tuple[SearcherState, str]]:
         """The Searchers that ended, or are silent and are killed here; and what happened."""
-        now = time.monotonic()
         found = []
         for s in self.states:
             if s.process is None:
                 continue
             limit = self.config.searcher_timeout
-            if s.status is Status.LOADING:
+            if not s.ready:
                 limit = max(limit, self.LOADING_LIMIT)
             if not s.process.is_alive():
                 found.append((s, f"ended with exit code {s.process.exitcode}"))
-            elif now - s.seen > limit:
+            elif time.monotonic() > s.seen + limit:
                 found.append((s, f"was silent for {limit:g} s (--searcher_timeout): killed"))
                 s.kill()
         for s, _ in found:
-            s.process.join(10)
-        if found:
-            kill_orphans()
+            s.process.join()
         return found
 
     def handle_failure(self, s: SearcherState, reason: str) -> None:
         """Show the traceback of a process that has ended, and schedule a restart.
 
-        Raises SearcherDied if a restart would be in vain.
+        Raises RunEnded if a restart would be in vain.
         """
-        message = f"Searcher {s.index} {reason}"
+        text = f"Searcher {s.searcher} {reason}"
         if s.traceback:
-            message += f":\n{s.traceback}"
+            text += f":\n{s.traceback}"
         s.process = None
-        s.status = Status.DOWN
+        s.ready = False
         s.version = -1
         s.reference = 0
         s.beats.clear()
         if s not in self.local:
-            self.say(f"warning: {message}\nits place is free")
+            self.say(f"warning: {text}")
             return
         delay = min(60, 2**s.failures)
         most = self.config.max_restarts
         s.failures += 1
         s.restart_at = time.monotonic() + delay
-        own_code_failed = s.traceback.startswith("Traceback") and not s.of_the_machine
-        if own_code_failed and not s.delivered:
-            raise SearcherDied(f"{message}\nnot restarted: it failed before its first group")
+        if not s.delivered:
+            raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
         if s.failures > most:
-            raise SearcherDied(f"{message}\nnot restarted: {s.failures} failures (--max_restarts)")
-        self.say(f"warning: {message}\nrestart {s.failures} of {most} in {delay} s")
+            raise RunEnded(f"{text}\nnot restarted: {s.failures} failures (--max_restarts)")
+        self.say(f"warning: {text}\nrestart {s.failures} of {most} in {delay} s")
 
-    def search_up_to(self, prompt_limit: float) -> None:
-        """Have every Searcher begin prompts up to this place in its order."""
-        self.prompt_limit = prompt_limit
+    def search_up_to(self, limit: float) -> None:
+        """Have every Searcher begin prompts up to this place in the order."""
+        self.limit = limit
         for s in self.states:
-            s.send(SearchUpTo(prompt_limit))
+            if s.process:
+                s.commands.put(SearchUpTo(limit))
 
-    def search_batch(self, prompts: int) -> None:
-        """Lockstep: have exactly so many prompts searched, shared out evenly."""
-        M = len(self.states)
+    def stop(self) -> None:
+        """Kill every Searcher."""
         for s in self.states:
-            s.owed += prompts // M + (s.index < prompts % M)
-            s.send(SearchUpTo(s.number + s.owed))
-
-    def stop(self, patience: float) -> None:
-        """Ask every Searcher to end; kill those that have not within `patience` seconds."""
-        processes = [s.process for s in self.states if s.process]
-        deadline = time.monotonic() + patience
-        with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
-            if patience:
-                for s in self.states:
-                    s.send(Stop())
-            for process in processes:
-                process.join(max(0, deadline - time.monotonic()))
-                process.kill()
+            if s.process:
+                s.kill()
 
 
-def searcher_process(
-    visible_gpu: str | None, link: Link, number: int, prompt_limit: float
-) -> NoReturn:
-    """A Searcher's process from start to end; what ended it is told to the Trainer."""
-    begin_process()
-    for name in list(os.environ):  # a launcher's: they are the Trainer's, and would mislead vLLM
-        if name in RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_")):
-            del os.environ[name]
-    if visible_gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
-    # two that compile into one folder at once can break it
-    cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
-    os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{link.searcher}")
-    quiet_libraries()
-    code = 1
-    last_message: Failed | EndRun
-    try:
-        config = pickle.loads(link.shared["config"])
-        torch.set_num_threads(config.threads)
-        if config.task_file:  # before the task is unpickled
-            load_task_file(config.task_file)
-        problem = pickle.loads(link.shared["problem"])
-        Searcher(config, problem, link, number, prompt_limit).run()
-    except SystemExit:
-        code = 0
-        last_message = Failed("")
-    except TransferError as error:
-        last_message = Failed(f"it lost a weight transfer: {error}")
-    except (InputError, WrongLogProbs) as error:
-        last_message = EndRun(error)
-    except BaseException as error:
-        last_message = Failed(traceback.format_exc(), is_of_the_machine(error))
-    with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
-        link.send(last_message)
-    exit_now(code)
-
-
-def is_of_the_machine(error: BaseException) -> bool:
-    """Whether memory, a port or a connection failed, so that another start may go well."""
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return True
-    kinds = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
-    return isinstance(error, kinds) or "CUDA error" in str(error) or "NCCL error" in str(error)
-
-
-def process_name(searcher: int, start: int) -> str:
-    """The name of a Searcher's process, which the Manager knows it by."""
-    return f"searcher {searcher}, start {start}"
-
-
-def start_searcher(place: tuple[Link, int, float], gpu: int) -> Any:
-    """Start a Searcher's process, which sees this GPU alone (where there are any)."""
-    link = place[0]
-    visible = None
-    if torch.cuda.device_count():
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpu + 1)))
-        visible = gpus.split(",")[gpu]
-    context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
-    name = process_name(link.searcher, link.start)
-    process = context.Process(target=searcher_process, name=name, args=(visible, *place))
-    with stop_signals_held():
-        process.start()
-    return process
-
-
-def join_run(config: Config) -> int:
-    """Search for a run elsewhere with a process per GPU of this machine until that run ends."""
-    address, mp.current_process().authkey = peer_address("join", config.join)
-    mp.current_process().name = f"{socket.gethostname()} (pid {os.getpid()})"
-    processes: list = [None] * max(1, torch.cuda.device_count())
-    while True:
-        try:
-            manager = RunManager(address, mp.current_process().authkey)
-            manager.connect()
-            for gpu, process in enumerate(processes):
-                if process and process.is_alive():
-                    continue
-                commands = manager.Queue()
-                # a process that succeeds this one has the same name
-                name = f"{mp.current_process().name}, place {gpu}"
-                manager.join_requests().put((commands, name))
-                place = commands.get()
-                if place is None:
-                    text = "every place of --remote_searchers is taken"
-                    print(f"tba.py: error: --join {config.join}: {text}", file=sys.stderr)
-                    return 2
-                processes[gpu] = start_searcher(place, gpu)
-            kill_orphans()
-            time.sleep(2)
-        except (OSError, EOFError, AuthenticationError) as error:
-            ended = "the run has ended" if any(processes) else ""
-            print(ended or f"tba.py: error: --join {config.join}: {error}", file=sys.stderr)
-            return 0 if ended else 1
-
-
-def peer_address(name: str, value: str) -> tuple[tuple[str, int], bytes]:
-    """--bind's or --join's (host, port), and the key that both machines have. Raises ValueError."""
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise ValueError(f"--{name} {value}: name HOST:PORT, as in 10.0.0.1:29500")
-    key = os.environ.get("TBA_AUTHKEY", "").encode()
-    if len(key) < 32:
-        fix = "on every machine, put one secret of 32 characters or more into the environment"
-        raise ValueError(f"--{name} {value}: {fix}: export TBA_AUTHKEY=$(openssl rand -hex 32)")
-    return (host, int(port)), key
-
-
-def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
-    """Have this process, but none that it starts, call `handler` at a stop signal.
-
-    A task may start processes, and end them by a signal. One that runs another program (Popen) has
-    the signals' default handlers anyway; one that is forked (a Pool) gets them here. Signals are
-    held back meanwhile: one that comes at once would be lost in the handler that is inherited.
-    """
-
-    mask: set = set()  # of the thread that forks
-
-    def hold() -> None:
-        nonlocal mask
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-    def release() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    def restore_defaults() -> None:
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) == handler:
-                signal.signal(number, signal.SIG_DFL)
-        release()
-
-    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore_defaults)
-    for number in STOP_SIGNALS:
-        # `nohup` has a run ignore that its terminal is gone
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held while this process started
-
-
-def stop_on_signals(trainer: Trainer) -> None:
-    """At a signal of STOP_SIGNALS the run stops at the next safe point; a second Ctrl-C at once."""
-
-    def stop(number: int, _: Any) -> None:
-        if trainer.stop_signal and number == signal.SIGINT:
-            trainer.searchers.stop(patience=0)
-            end_at_once(number, None)
-        trainer.stop_signal = number
-        if not trainer.loaded:  # nothing to save
-            raise KeyboardInterrupt(number)
-        name = signal.Signals(number).name
-        # not through Python's buffers: the signal may have come in the midst of a write to them
-        text = f"\n{name}: saving a checkpoint (Ctrl-C again: exit at once)\n"
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, text.encode())
-
-    handle_stop_signals(stop)
-
-
-def leave_to_the_trainer(number: int, _: Any) -> None:
-    """Handle a stop signal where the Trainer alone heeds it.
-
-    It is a handler rather than SIG_IGN, which programs that the process runs would inherit.
-    """
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, what these have started, and so on."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, parent = path.read_bytes().rpartition(b")")[2].split()[:2]
-            if state != b"Z":
-                children.setdefault(int(parent), []).append(int(path.parent.name))
-    found = children.get(pid, [])
-    for child in found:  # which grows
-        found.extend(children.get(child, []))
+def take_all(items: Any) -> list:
+    """What a queue of the Manager has."""
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(items.get_nowait())
     return found
 
 
-def kill_descendants(pid: int, but: Iterable[int] = ()) -> None:
-    """End what a process has started, and what that has started, but for these and theirs."""
-    deadline = time.monotonic() + 1
-    while time.monotonic() < deadline:  # what is being killed may still start others
-        spared = {process for spare in but for process in (spare, *descendants(spare))}
-        doomed = [process for process in descendants(pid) if process not in spared]
-        if not doomed:
-            return
-        for process in doomed:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.005)
+def gpu_of(searcher: int) -> str | None:
+    """The GPU that a Searcher of this machine sees, behind those of the Trainer; None: the CPU."""
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    return visible.split(",")[min(ranks_here() + searcher, gpus - 1)]
 
 
-def kill_orphans() -> None:
-    """End what Searchers that are gone have started: the fork server has inherited it."""
-    server = forkserver._forkserver._forkserver_pid
-    if server:
-        kill_descendants(server, but=[process.pid for process in mp.active_children()])
-
-
-def adopt_orphans() -> None:
-    """In the fork server: inherit what Searchers leave behind, and end it all at its own end.
-
-    It ends when the Trainer does, however that ends. Searchers, which are forked from it, end what
-    they have started in the same way.
-    """
-
-    def kill_own_descendants() -> None:
-        kill_descendants(os.getpid())
-
-    restore_paths()
-    atexit.register(kill_own_descendants)
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when the one that forked it ends, however it ends."""
-    handle_stop_signals(leave_to_the_trainer)
-    send_at_parents_end(signal.SIGKILL)
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that forked it ends; Ctrl-C is the Trainer's."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = forkserver._forkserver
     if server._forkserver_alive_fd:  # it ends when all copies are closed: the Trainer's shall count
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
-    if not mp.parent_process().is_alive():  # the Trainer ended before that
+    if not mp.parent_process().is_alive():  # it ended before that
         os._exit(1)
 
 
-def begin_process() -> None:
-    """What comes first in a process in which a task's functions are called."""
-    die_with_parent()
-    mp.set_start_method("fork", force=True)  # a task's Pool then knows the task file's functions
+def searcher_process(place: Place, visible_gpu: str | None) -> NoReturn:
+    """A Searcher's process on the Trainer's machine."""
+    end_with_parent()
+    if visible_gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
+    os._exit(search(place))
 
 
-class LastingOutput:
-    """Standard output or error; losing its terminal or pipe costs the text, not the run."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-
-def exit_now(code: int) -> NoReturn:
-    """End this process; a blocked Gloo or NCCL thread can abort the interpreter's own end."""
-    if code == 0:
-        atexit._run_exitfuncs()  # libraries clean up
-    remove_temporary_files()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def search(place: Place) -> int:
+    """Search until the run ends; what goes wrong is told to the Trainer. Returns the exit code."""
+    for name in list(os.environ):  # a launcher's: they are the Trainer's, and would mislead vLLM
+        if name in RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_")):
+            del os.environ[name]
+    # two that compile into one folder at once can break it
+    cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
+    os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{place.searcher}")
+    quiet_libraries()
+    try:
+        if place.shared["plugin"]:  # before the task is unpickled
+            run_plugin(place.shared["plugin"])
+        config, problem = pickle.loads(place.shared["run"])
+        torch.set_num_threads(config.threads)
+        Searcher(config, problem, place).run()
+    except SystemExit:
+        return 0
+    except TransferError as error:
+        text = f"it lost a weight transfer: {error}"
+    except BaseException:
+        text = traceback.format_exc()
+    with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
+        place.send(Failed(text))
+    return 1
 
 
-def quiet_libraries() -> None:
-    """Keep libraries' progress bars and advice off the terminal; errors still show."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-# ================================================================================= 14. Evaluation
+def join_run(config: Config) -> int:
+    """Be one Searcher of a run on another machine until that ends; returns the exit code.
+
+    It sees the GPU that CUDA_VISIBLE_DEVICES names; whoever starts it, such as srun, starts it
+    again.
+    """
+    address, key = peer_address("join", config)
+    mp.current_process().authkey = key
+    try:
+        manager = RunManager(address, key)
+        manager.connect()
+        commands = manager.Queue()
+        manager.join_requests().put(commands)
+        return search(commands.get())
+    except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
+        print(f"tba.py: error: --join {config.join}: {first_line(error)}", file=sys.stderr)
+        return 1
+
+
+def peer_address(name: str, config: Config) -> tuple[tuple[str, int], bytes]:
+    """--bind's or --join's (host, port), and the key that both machines have. Raises InputError."""
+    host, _, port = getattr(config, name).rpartition(":")
+    config.need(host and port.isdigit(), name, "name HOST:PORT, as in 10.0.0.1:29500")
+    key = os.environ.get("TBA_AUTHKEY", "").encode()
+    fix = "on every machine, put one secret of 32 characters or more into the environment: "
+    fix += "export TBA_AUTHKEY=$(openssl rand -hex 32)"
+    config.need(len(key) >= 32, name, fix)
+    return (host, int(port)), key
+
+
+# ================================================================================= 13. Evaluation
 
 
 ANSWERS_SHOWN = 5  # of each evaluation, in eval_answers.txt: those to the first held-out prompts
@@ -5395,25 +3596,22 @@ class Evaluation:
     One is under way at a time. One that loses a Searcher is begun again by those that are left.
     """
 
-    def __init__(self, config: Config, problem: Problem, folder: Any, past: dict[str, Any]) -> None:
-        """`past` is `state()` of an interrupted run, or empty; `folder` a RunFolder."""
+    def __init__(
+        self, config: Config, problem: Problem, folder: RunFolder, done_at: int | None
+    ) -> None:
+        """`done_at` is the version of an interrupted run's latest evaluation."""
         self.config = config
         self.problem = problem
         self.folder = folder
+        self.done_at = done_at  # version of the latest that is complete
         # the least version of the weights to evaluate next; None: no evaluation is due
-        self.due_at: int | None = past.get("due_at", 0)  # at first the starting policy's
-        self.done_at: int | None = past.get("done_at")  # version of the latest that is complete
+        self.due_at: int | None = 0 if done_at is None else None
         self.version: int | None = None  # of the weights that are evaluated; None: none under way
         self.number = 0  # of evaluations begun
-        self.unjudged: dict[int, int] = {}  # Searcher -> its prompts whose records are to come
+        self.unjudged: dict[int, int] = {}  # Searcher -> its answers whose records are to come
         # of the answers judged so far: n to each held-out prompt, those to one after the other
         self.records: dict[int, dict] = {}
         self.answers: dict[int, str] = {}  # the texts of the first of them
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint. An evaluation that is under way is begun again."""
-        due_at = self.due_at if self.version is None else self.version
-        return {"due_at": due_at, "done_at": self.done_at}
 
     @property
     def idle(self) -> bool:
@@ -5423,7 +3621,7 @@ class Evaluation:
     def begin(self, version: int, members: list[SearcherState]) -> None:
         """Share the held-out prompts among Searchers that have just got these weights."""
         n = len(self.problem.held_out)
-        if version < self.config.steps or self.config.eval_only:
+        if version < self.config.steps:
             n = min(n, self.config.eval_samples or n)
         self.due_at = None
         self.version = version
@@ -5433,12 +3631,12 @@ class Evaluation:
         self.unjudged = {}
         for i, s in enumerate(members):
             rows = list(range(i, n, len(members)))
-            self.unjudged[s.index] = len(rows) * self.config.eval_responses
-            s.send(Evaluate(self.number, rows))
+            self.unjudged[s.searcher] = len(rows) * self.config.eval_responses
+            s.commands.put(Evaluate(self.number, rows))
 
     def repeat_without(self, s: SearcherState) -> None:
         """A Searcher was lost: if it had prompts to answer, the evaluation is due again."""
-        if self.version is not None and self.unjudged.get(s.index):
+        if self.version is not None and self.unjudged.get(s.searcher):
             self.due_at = self.version
             self.version = None
 
@@ -5448,32 +3646,30 @@ class Evaluation:
             return
         self.records |= message.records
         self.answers |= message.answers
-        self.unjudged[s.index] -= len(message.records)
-        if any(self.unjudged.values()):
-            return
-        self.summarize()
-        self.done_at = self.version
-        self.version = None
+        self.unjudged[s.searcher] -= len(message.records)
+        if not any(self.unjudged.values()):
+            self.summarize()
+            self.done_at = self.version
+            self.version = None
 
     def summarize(self) -> None:
         """Write the task's metrics of the records: of --eval_samples, at the end of all too."""
         n = self.config.eval_responses
         whole = [self.records[place] for place in sorted(self.records)]
         subset = whole[: n * self.config.eval_samples or None]
-        parts = {"held_out": subset}
-        if len(subset) < len(whole):
-            parts["held_out_whole"] = whole
-        for split, part in parts.items():
-            prompts = len(part) // n
-            metrics = self.problem.task.checked_metrics(part)
-            metrics |= self.pass_at_n(part)
-            head = {"step": self.version, "version": self.version, "split": split, "n": prompts}
-            self.folder.write_evaluation(head | metrics)
         shown = []
         for row, text in sorted(self.answers.items()):
             prompt = self.problem.text(self.problem.held_out[row])
             shown.append((prompt, text, self.records[row * n]))
         self.folder.write_answers(self.version, shown)
+        parts = {"held_out": subset}
+        if len(subset) < len(whole):
+            parts["held_out_whole"] = whole
+        for split, part in parts.items():
+            metrics = self.problem.task.summarize([dict(record) for record in part])
+            metrics |= self.pass_at_n(part)
+            head = {"step": self.version, "version": self.version, "split": split}
+            self.folder.write_evaluation(head | {"n": len(part) // n} | metrics)
 
     def pass_at_n(self, records: list[dict]) -> dict[str, float]:
         """The share of prompts that at least one of their n responses solves, where n > 1."""
@@ -5485,188 +3681,78 @@ class Evaluation:
         return {f"pass@{n}": float(solved.mean())}
 
 
-# ================================================================================ 15. Checkpoints
+# ================================================================================ 14. Checkpoints
 
 
-class Checkpoints:
-    """The Trainer's checkpoints: at most one is being written, in a thread, beside training."""
+class CheckpointWriter:
+    """Writes checkpoints in a thread, one at a time, beside training."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.folder = trainer.folder
-        # the same one each time: matplotlib keeps the fonts that it opens for each thread
-        self.writer = ThreadPoolExecutor(1)
+    KEPT = 2  # the newest ones
+
+    def __init__(self, problem: Problem, folder: RunFolder) -> None:
+        self.problem = problem
+        self.folder = folder
+        self.thread = ThreadPoolExecutor(1)
         self.writing: Future | None = None
 
-    def fault(self) -> str | None:
-        """What is wrong with the weights, or None."""
-        trainer = self.trainer
-        if trainer.skipped:
-            return "loss or gradient not finite"
-        return fault_of(trainer.learner.score_probes(), trainer.config)
+    def begin(
+        self, step: int, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any]
+    ) -> None:
+        """Have the thread write what was copied, as checkpoint-STEP."""
+        self.writing = self.thread.submit(self.write, step, model, weights, state)
 
-    def save(self) -> None:
-        """Copy everything needed to go on, and have a thread write it as checkpoint-STEP.
-
-        The training thread waits for the copy alone, and for the checkpoint before if it is still
-        being written. What cannot be written is a warning.
-        """
-        step = self.trainer.step
-        fault = self.fault()
-        if fault:  # the checkpoint before is better
-            text = f"step {step}: {fault}, so no checkpoint is written"
-            earlier = checkpoints(self.folder.path)
-            if earlier:
-                text += f"; {earlier[0]} stays the newest"
-            self.folder.say(text)
-            return
-        self.finish()
+    def write(
+        self, step: int, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any]
+    ) -> None:
+        """In the thread: write it, remove older ones, and draw the curves."""
         path = self.folder.path / f"checkpoint-{step}"
-        state = self.state()
-        weights = self.trainer.learner.saved_weights()
-        self.writing = self.writer.submit(self.write, path, weights, state)
-
-    def write(self, path: Path, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """In a thread: write what was copied, and remove checkpoints beyond --keep_checkpoints."""
-        trainer = self.trainer
 
         def fill(new: Path) -> None:
             """Write the files of the checkpoint into a new folder."""
-            save_model(trainer.learner.model, weights, trainer.problem, new, trainer.config)
+            save_model(model, weights, self.problem, new)
             torch.save(state, new / "trainer.pt")
-            (new / "checksums.json").write_text(json.dumps(checksums(new), indent=2) + "\n")
 
-        try:
-            write_folder(path, fill)  # in place of one of this step, with less in its buffer
-            self.folder.say(f"checkpoint: {path} (go on with --resume {self.folder.path})")
-            keep = trainer.config.keep_checkpoints
-            if keep:
-                found = checkpoints(self.folder.path)
-                for surplus in found[found.index(path) + keep :]:
-                    shutil.rmtree(surplus, ignore_errors=True)
-        except Exception as error:  # of the disk, mostly; training goes on whatever it is
-            self.folder.say(f"warning: {path} could not be saved: {first_line(error)}")
-        if time.monotonic() > self.folder.drawn_at + self.folder.DRAW_SECONDS:
-            self.folder.draw_curves()
+        write_folder(path, fill)
+        self.folder.say(f"checkpoint: {path} (go on with --resume {self.folder.path})")
+        for surplus in checkpoints(self.folder.path)[self.KEPT :]:
+            shutil.rmtree(surplus)
+        self.folder.draw_curves()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if one is."""
+        """Wait for the checkpoint that is being written, if one is. Raises what went wrong."""
         if self.writing:
-            self.trainer.ranks.wait_for(self.writing)
+            writing = self.writing
             self.writing = None
-
-    def save_final(self) -> bool:
-        """Write the trained model to final/; a warning and False if it cannot be written."""
-        trainer = self.trainer
-        path = self.folder.path / "final"
-        weights = trainer.learner.saved_weights()
-
-        def fill(new: Path) -> None:
-            """Write the model's files into a new folder."""
-            save_model(trainer.learner.model, weights, trainer.problem, new, trainer.config)
-
-        try:
-            trainer.ranks.wait_for(self.writer.submit(write_folder, path, fill))
-        except OSError as error:
-            fix = f"--resume {self.folder.path} writes it again"
-            self.folder.say(f"warning: {path} could not be saved: {first_line(error)}; {fix}")
-            return False
-        return True
-
-    def state(self) -> dict[str, Any]:
-        """Everything but the model that `restore` needs: copies, as plain values and tensors."""
-        trainer = self.trainer
-        config = trainer.config
-        learner = trainer.learner
-        lora = {"lora_rank": config.lora_rank}
-        if config.lora_rank:
-            lora["lora_alpha"] = config.lora_alpha
-        cuda_random = None
-        if torch.cuda.is_available():
-            cuda_random = torch.cuda.get_rng_state()
-        return learner.state() | {
-            "step": trainer.step,
-            "numbers": [s.number for s in trainer.searchers],
-            "received": trainer.received,
-            "batches": groups_to_tensors(trainer.batches),
-            "evaluation": trainer.evaluation.state(),
-            "sync": trainer.sync.state(),
-            "buffer": trainer.buffer.state(),
-            "random": torch.get_rng_state(),
-            "cuda_random": cuda_random,
-            "seconds": self.folder.seconds(),
-            "checksum": self.checksum,
-            "lora": lora,
-            "base": {"model": config.model, "weights": self.base_weights},
-        }
-
-    def begin(self) -> None:
-        """Take up what was saved, if anything was; `load_learner` has taken up the rest."""
-        trainer = self.trainer
-        saved = trainer.saved
-        config = trainer.config
-        self.checksum = trainer.problem.checksum()
-        if not saved:  # what the run begins with, and its first reference
-            self.base_weights = weights_checksum(config.model)
-            return
-        self.base_weights = saved["base"]["weights"]
-        trainer.buffer.restore(saved["buffer"])
-        torch.set_rng_state(saved["random"])
-        if torch.cuda.is_available() and saved["cuda_random"] is not None:
-            torch.cuda.set_rng_state(saved["cuda_random"])
+            writing.result()
 
 
-def host_copies(state: Any, ranks: Ranks) -> Any:
-    """A state of nested dicts and lists, with copies in rank 0's host memory of all its tensors.
-
-    Those that are sharded are gathered, one after the other; the other ranks get no copies.
-    """
-
-    def to_host(value: Any) -> Any:
-        """A copy of a tensor; anything else as it is."""
-        if not isinstance(value, Tensor):
-            return value
-        gathered = whole(value.detach())
-        return gathered.to("cpu", copy=True) if ranks.rank == 0 else None
-
-    return tree_map(to_host, state)
-
-
-@torch.no_grad()
-def saved_weights(model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """Copies in rank 0's host memory of the model's weights, adapters merged, for `save_model`.
-
-    With adapters they have the names of the checkpoint, else those that the model has in memory.
-    Tied ones are copied once.
-    """
-    merged = checkpoint_state(model)
-    if merged.adapters:
-        return {name: host_copies(merged[name], ranks) for name in merged}
-    owners = owners_of_state(model)
-    copies: dict[int, Tensor] = {}  # by the id of the original
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        owner = owners[name]
-        if owner not in copies:
-            copies[owner] = host_copies(tensor, ranks)
-        weights[name] = copies[owner]
-    return weights
-
-
-@torch.no_grad()
-def save_model(
-    model: nn.Module, weights: dict[str, Tensor], problem: Problem, folder: Path, config: Config
-) -> None:
-    """Write `saved_weights` of a model, and its tokenizer, as `from_pretrained` reads them."""
-    if config.lora_rank:
-        dtype = getattr(torch, config.master_dtype)
-        merged = load_model(config, dtype, torch.device("cpu"))
-        for name, tensor in checkpoint_state(merged).items():
-            tensor.copy_(weights[name])
-        merged.save_pretrained(folder)
-    else:
-        model.save_pretrained(folder, state_dict=weights)
+def save_model(model: nn.Module, weights: dict[str, Tensor], problem: Problem, folder: Path) -> None:
+    """Write weights by their checkpoint names, and the tokenizer, as `from_pretrained` reads them."""
+    contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
     problem.tokenizer.save_pretrained(folder)
+
+
+def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Have `fill` write a new folder that then takes the place of `path`.
+
+    It is written beside its place, brought to the disk and renamed: what has its name is whole.
+    """
+    new = path.with_name(f".{path.name}")
+    old = path.with_name(f".{path.name}-old")
+    for leftover in (new, old):  # of a run that was killed while it wrote
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir()
+    fill(new)
+    for file in (*new.iterdir(), new):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]:
@@ -5687,215 +3773,77 @@ def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
     columns = {}
     for name in Trajectory.__slots__:
         column = tensors[name].numpy()
+        columns[name] = column.tolist()
         if name in Trajectory.BY_TOKEN:
             # copies, so that eviction frees their memory
             columns[name] = [part.copy() for part in np.split(column, ends)[:-1]]
-        elif column.ndim > 1:
-            columns[name] = [row.copy() for row in column]
-        else:
-            columns[name] = column.tolist()
-
-    def trajectory(i: int) -> Trajectory:
-        """The one whose values are the i-th of every field."""
-        return Trajectory(**{name: column[i] for name, column in columns.items()})
-
-    return [trajectory(i) for i in range(len(ends))]
+    rows = zip(*columns.values(), strict=True)
+    return [Trajectory(**dict(zip(columns, row, strict=True))) for row in rows]
 
 
-def groups_to_tensors(batches: Iterable[list[Group]]) -> list[list[dict[str, Any]]]:
-    """Batches of groups as tensors and plain values, for a checkpoint."""
+def groups_to_tensors(groups: list[Group]) -> list[dict[str, Any]]:
+    """Groups as tensors and plain values, for a checkpoint."""
     states = []
-    for batch in batches:
-        groups = []
-        for group in batch:
-            state = {
-                "prompt_id": group.prompt_id,
-                "searcher": group.searcher,
-                "number": group.number,
-                "trajectories": trajectories_to_tensors(group.trajectories),
-            }
-            groups.append(state)
-        states.append(groups)
+    for group in groups:
+        trajectories = trajectories_to_tensors(group.trajectories)
+        states.append(vars(group) | {"trajectories": trajectories})
     return states
 
 
-def groups_from_tensors(states: list[list[dict[str, Any]]]) -> list[list[Group]]:
-    """The batches that `groups_to_tensors` was given."""
-    batches = []
-    for batch in states:
-        groups = []
-        for state in batch:
-            trajectories = trajectories_from_tensors(state["trajectories"])
-            groups.append(Group(**(state | {"trajectories": trajectories})))
-        batches.append(groups)
-    return batches
-
-
-def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a folder that then takes the place of `path`. Raises OSError.
-
-    It is written beside its place, brought to the disk and renamed: what has its name is whole.
-    """
-    new = path.with_name(f".{path.name}")
-    old = path.with_name(f".{path.name}-old")
-    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed while it wrote
-    try:
-        write(new)
-        for file in (*new.iterdir(), new):
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-        if path.exists():
-            path.rename(old)
-        new.rename(path)
-    except (RuntimeError, SafetensorError) as error:  # what they make of a full disk
-        raise OSError(first_line(error)) from None
-    finally:
-        for leftover in (new, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def file_checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    checksum = 0
-    with open(path, "rb") as file:
-        block = file.read(2**22)
-        while block:
-            checksum = zlib.crc32(block, checksum)
-            block = file.read(2**22)
-    return checksum
-
-
-def checksums(folder: Path) -> dict[str, int]:
-    """The checksum of every file of a folder, by its name there."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): file_checksum(path) for path in files}
-
-
-def weights_checksum(model: str) -> int | None:
-    """A checksum of samples of a model's weights, or None if they are not on this machine.
-
-    `model` is a local folder or a hub name. The checksum is of the name, the size and 64 blocks of
-    every file: trained weights differ everywhere, so a few MiB tell two models apart, where to read
-    all of them takes as long as to load them.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        found = try_to_load_from_cache(model, "config.json")
-        if not isinstance(found, str):
-            return None
-        folder = Path(found).parent
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
-        return None
-    checksum = 0
-    for path in files:
-        size = path.stat().st_size
-        checksum = zlib.crc32(f"{path.name} {size}".encode(), checksum)
-        with open(path, "rb") as file:
-            for i in range(64):
-                file.seek(i * size // 64)
-                checksum = zlib.crc32(file.read(2**16), checksum)
-    return checksum
+def groups_from_tensors(states: list[dict[str, Any]]) -> list[Group]:
+    """The groups that `groups_to_tensors` was given."""
+    groups = []
+    for state in states:
+        trajectories = trajectories_from_tensors(state["trajectories"])
+        groups.append(Group(**(state | {"trajectories": trajectories})))
+    return groups
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a run's folder, newest first."""
-    path_of = {}  # by the checkpoint's step
-    for path in folder.glob("checkpoint-*"):
-        step = path.name.removeprefix("checkpoint-")
-        if step.isdigit():
-            path_of[int(step)] = path
-    return [path_of[step] for step in sorted(path_of, reverse=True)]
-
-
-def need_base_weights(config: Config, model: str, weights: int | None) -> None:
-    """Raise ValueError if the reference of a resumed run would not be that which it began with.
-
-    `model` is where the run had that reference, `weights` its `weights_checksum`. The folder may
-    have been moved since.
-    """
-    base = config.model
-    if config.sft_data:
-        base = str(Path(config.resume) / "sft")
-        fix = "its sft/, which --sft_data made and which is its reference, is not there"
-        config.need(os.path.isdir(base), "resume", fix)
-    found = weights_checksum(base)
-    if found is None:  # a hub name that Searchers download, say
-        fix = f"its weights are not on this machine to compare with those of {model}; download them"
-        config.need(base == model, "model", fix)
-    else:
-        fix = f"its weights are not those that the run in {config.resume} began with ({model})"
-        config.need(found == weights, "model", fix)
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether a run in this folder came to a result, or something else has its config.json.
-
-    What a start that failed has left there may be overwritten.
-    """
-    if checkpoints(folder):
-        return True
-    for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl", "final"):
-        if (folder / name).exists():
-            return True
-    try:
-        content = json.loads((folder / "config.json").read_text())
-        return "command" not in content  # a config.json of another program
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, TypeError):
-        return True
-
-
-def load_newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint in a run's folder that loads, with a warning of each that does not."""
-    for path in checkpoints(folder):
-        try:
-            expected = json.loads((path / "checksums.json").read_text())
-            for file, checksum in expected.items():
-                # by the first rank for all
-                if first_rank() and file_checksum(path / file) != checksum:
-                    raise OSError(f"its {file} is damaged")
-            # mapped: it is read as far as this rank needs it
-            return path, torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
-        except Exception as error:  # of JSON, torch or the disk
-            print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
-    return None
+    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
 
 
 def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     """The newest checkpoint of --resume that loads, with a warning of each that does not.
 
-    Raises ValueError if there is none, or if it does not go with the flags.
+    Raises InputError if there is none, or if it does not go with the flags.
     """
-    loaded = load_newest_checkpoint(Path(config.resume))
-    if loaded is None:
-        fix = "has no checkpoint that loads; begin in another folder"
-        raise ValueError(f"--resume {config.resume}: {fix}")
-    path, saved = loaded
-    prompts_flag = "dataset" if config.dataset else "attacker_prompt"
-    fix = "its prompts or answers are not those of the run, to which its replay buffer has "
-    fix += "responses; begin in another folder"
-    config.need(saved["checksum"] == problem.checksum(), prompts_flag, fix)
-    for flag_name, trained_with in saved["lora"].items():
-        fix = f"{path} was trained with {trained_with}; leave it out, or begin in another folder"
-        config.need(getattr(config, flag_name) == trained_with, flag_name, fix)
-    need_base_weights(config, **saved["base"])
-    steps_taken = saved["step"]
-    config.need(config.steps >= steps_taken, "steps", f"{path} has taken {steps_taken} already")
-    return saved | {"model": str(path), "path": path}
+    for path in checkpoints(Path(config.resume)):
+        try:
+            saved = open_checkpoint(path)
+            break
+        except Exception as error:  # of torch, safetensors or the disk
+            print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
+    else:
+        config.need(False, "resume", "has no checkpoint that loads; begin in another folder")
+    fix = "its prompts are not those of the run, to which its replay buffer has responses"
+    config.need(saved["checksum"] == problem.checksum(), "dataset", fix)
+    config.need(config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already")
+    lockstep = saved["lockstep"] == lockstep_of(config)
+    fix = "cannot be changed in a run, nor can a batch of lockstep; begin in another folder"
+    config.need(lockstep, "synchronous", fix)
+    lora = bool(saved["adapters"]) == bool(config.lora_rank)
+    config.need(lora, "lora_rank", f"{path} was trained otherwise; begin in another folder")
+    return saved
 
 
-# ========================================================== 16. Data, and the paper's other tasks
+def open_checkpoint(path: Path) -> dict[str, Any]:
+    """What `Trainer.save` wrote. Raises what torch or safetensors make of a damaged file."""
+    with safe_open(path / "model.safetensors", "pt"):
+        pass  # its header is whole, and so is its length
+    # mapped: it is read as far as this rank needs it
+    saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+    return saved | {"model": str(path)}
 
 
-class InputError(RuntimeError):
-    """Bad input that shows when a model or a task is used; it ends the run in one line."""
+def lockstep_of(config: Config) -> int:
+    """Prompts that lockstep searches for a step; 0 without lockstep."""
+    return config.searched_prompts if config.synchronous else 0
 
 
-class HubUnreachable(ValueError):
-    """A hub name that could not be looked up: wrong, or the hub is out of reach."""
+# ======================================================================================= 15. Data
 
 
 def first_line(error: Any) -> str:
@@ -5906,274 +3854,702 @@ def first_line(error: Any) -> str:
     return message.splitlines()[0]
 
 
-def loading(name: str, value: str, load: Callable[[], Any], hint: str = "") -> Any:
+def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
     """Call `load`, which loads what flag `name` names, and return what it returns.
 
-    Whatever it raises becomes a ValueError of one line.
+    Whatever it raises becomes an InputError.
     """
-    if not os.path.exists(value) and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", value):
+    if not os.path.exists(value) and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:\w+)?", value):
         fix = "no such file or folder, and not a hub name (OWNER/NAME)"
-        raise ValueError(f"--{name} {value}: {fix}")
+        raise InputError(f"--{name} {value}: {fix}")
     try:
         return load()
     except Exception as error:  # transformers and datasets raise a dozen types
-        if cache_refused(error, value):
-            fix = "set the environment variable HF_HOME to a folder that can be written to"
-            raise ValueError(f"--{name} {value}: {first_line(error)}; {fix}") from None
-        kind = ValueError if os.path.exists(value) else HubUnreachable
-        raise kind(f"--{name} {value}: {first_line(error.__cause__ or error)}{hint}") from None
+        text = first_line(error.__cause__ or error)
+        raise InputError(f"--{name} {value}: {text}") from None
 
 
-def cache_refused(error: BaseException | None, value: str) -> bool:
-    """Whether an error means that the cache could not be written.
-
-    It does if a file was refused that is not in `value`, the folder that is read.
-    """
-    refusals = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in refusals:
-            refused = os.path.abspath(os.fsdecode(error.filename or ""))
-            return not refused.startswith(os.path.abspath(value))
-        error = error.__cause__ or error.__context__
-    return False
-
-
-FILE_READERS = {  # ending of a data file -> arguments of datasets.load_dataset
-    ".json": {"path": "json"},
-    ".jsonl": {"path": "json"},
-    ".csv": {"path": "csv"},
-    ".tsv": {"path": "csv", "delimiter": "\t"},
-    ".parquet": {"path": "parquet"},
+FILE_READERS = {  # ending of a data file -> reader of datasets.load_dataset
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
 }
 
 
-def read_dataset(name: str, value: str, config: Config) -> Any:
-    """The splits of the dataset that flag `name` names; ValueError if it cannot be read."""
+def read_dataset(name: str, config: Config) -> Any:
+    """The splits of the dataset that flag `name` names. Raises InputError if it cannot be read."""
     import datasets  # imported late: Searchers never need it
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
-    if os.path.isfile(value):
-        ending = Path(value.lower().removesuffix(".gz")).suffix
-        if ending not in FILE_READERS or os.path.getsize(value) == 0:
-            fix = "name a .json, .jsonl, .csv, .tsv (or one of these with .gz) or .parquet with "
-            raise ValueError(f"--{name} {value}: {fix}examples")
-        files = glob.escape(value)  # a name with [ or * means that file, not a pattern
-        load = partial(datasets.load_dataset, **FILE_READERS[ending], data_files=files)
-        return loading(name, value, load)
-    if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
-        return loading(name, value, partial(datasets.load_from_disk, value))
-    if os.path.isfile(os.path.join(value, "state.json")):  # Dataset.save_to_disk
-        split = loading(name, value, partial(datasets.load_from_disk, value))
-        return {"train": split}
-    configuration = config.dataset_config if name == "dataset" else None
-    load = partial(datasets.load_dataset, value, configuration or None)
+    value = getattr(config, name)
+    config.need(value, name, f"--task {config.task} needs a folder, a file or a hub name")
+    ending = Path(value.lower().removesuffix(".gz")).suffix
+    if ending in FILE_READERS:
+        config.need(os.path.isfile(value), name, "no such file")
+        load = partial(datasets.load_dataset, FILE_READERS[ending], data_files=value)
+    elif os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
+        load = partial(datasets.load_from_disk, value)
+    elif os.path.exists(value):
+        load = partial(datasets.load_dataset, value)
+    else:
+        path, _, configuration = value.partition(":")
+        load = partial(datasets.load_dataset, path, configuration or None)
     return loading(name, value, load)
 
 
-class Example(dict):
-    """A row of a dataset, which also knows where it stands there: `split` and `row`."""
-
-    split = ""
-    row = 0
-
-
-def row_name(example: dict, split: str, index: int) -> str:
-    """How messages name an example: by its row in the dataset, where it came from one."""
-    if isinstance(example, Example):
-        return f"{example.split} row {example.row}"
-    return f"{split} row {index}"
-
-
-def read_examples(flag_name: str, split: Any, columns: tuple, config: Config) -> list[Example]:
-    """The rows of a split of the dataset that a flag names, with these columns alone.
-
-    Raises ValueError if the split lacks a column.
-    """
+def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -> list[dict]:
+    """These columns of a split's rows. Raises InputError if one is missing, or there is no row."""
     missing = sorted(set(columns) - set(split.column_names))
     fix = f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})"
-    config.need(not missing, flag_name, fix)
-    decode = split.select_columns(list(columns)).to_list  # here the text is decoded
-    examples = []
-    for row, columns_of_row in enumerate(loading(flag_name, getattr(config, flag_name), decode)):
-        example = Example(columns_of_row)
-        example.row = row
-        examples.append(example)
-    return examples
+    config.need(not missing, name, fix)
+    config.need(len(split), name, "has no rows")
+    return split.select_columns(list(columns)).to_list()
 
 
 def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tuple[list, list]:
-    """Training examples of `--dataset`, and held-out ones of `--eval_dataset` or of it too.
+    """Training examples of --dataset, and held-out ones of --eval_dataset or of it too.
 
     They are dicts of these columns. The held-out split is the first of `held_out_splits` that there
-    is; in `--eval_dataset` it may also be its first split. If there is none, the last tenth of the
-    training split is held out. Raises ValueError if a column is missing.
+    is; in --eval_dataset it may also be its first split. If there is none, the last tenth of the
+    training split is held out. Raises InputError.
     """
-    splits = read_dataset("dataset", config.dataset, config)
+    splits = read_dataset("dataset", config)
     training = splits["train"] if "train" in splits else next(iter(splits.values()))
     others = [splits[s] for s in held_out_splits if s in splits and splits[s] is not training]
+    source = "dataset"
     if config.eval_dataset:
-        splits = read_dataset("eval_dataset", config.eval_dataset, config)
+        source = "eval_dataset"
+        splits = read_dataset(source, config)
         others = [splits[s] for s in (*held_out_splits, *splits) if s in splits]
-    train = read_examples("dataset", training, columns, config)
+    train = read_rows("dataset", config, training, columns)
     if others:
-        source = config.source_of("held-out")
-        held_out = read_examples(source, others[0], columns, config)
-        fix = "its {} split has no rows; it needs one or more"
-        config.need(train, "dataset", fix.format("training"))
-        config.need(held_out, source, fix.format("held-out"))
-    else:
-        fix = "it needs two rows or more, one to train on and one to hold out"
-        config.need(len(train) >= 2, "dataset", f"it has {len(train)} row(s); {fix}")
-        last = len(train) - max(1, len(train) // 10)
-        held_out = train[last:]
-        train = train[:last]
-    for example in train:
-        example.split = "training"
-    for example in held_out:
-        example.split = "held-out"
-    seen = set(map(repr, train))
-    repeated = [example for example in held_out if repr(example) in seen]
-    if repeated:
-        text = (
-            f"{len(repeated)} held-out rows, such as row {repeated[0].row}, are training rows too"
-        )
-        source = config.source_of("held-out")
-        print(f"warning: --{source} {getattr(config, source)}: {text}", file=sys.stderr)
-    return train, held_out
+        return train, read_rows(source, config, others[0], columns)
+    config.need(len(train) >= 2, "dataset", "needs two rows, one to train on and one to hold out")
+    last = len(train) - max(1, len(train) // 10)
+    return train[:last], train[last:]
 
 
-def not_text(example: dict, *columns: str) -> str | None:
-    """What is wrong with the first of these columns that holds no text, or None."""
-    for column in columns:
-        value = example[column]
-        if not isinstance(value, str):
-            return f"the {column} is {value!r}; it must be text"
-        if not value.strip():
-            return f"the {column} is empty"
-
-
-def read_config(name: str, value: str, config: Config) -> Any:
-    """The configuration of the model that flag `name` names; ValueError if it has none."""
+def read_config(name: str, config: Config) -> Any:
+    """The configuration of the model that flag `name` names. Raises InputError if it has none."""
+    value = getattr(config, name)
     config.need(value, name, f"--task {config.task} needs a local folder or a hub name")
-    options = {"trust_remote_code": config.trust_remote_code}
-    return loading(name, value, partial(transformers.AutoConfig.from_pretrained, value, **options))
+    return loading(name, value, partial(transformers.AutoConfig.from_pretrained, value))
 
 
-def is_language_model(model_config: Any) -> bool:
-    """Whether a judge or victim generates text, rather than classifies it."""
-    return any("CausalLM" in name for name in model_config.architectures or [])
+def read_tokenizer(name: str, config: Config) -> Any:
+    """The tokenizer that flag `name` names. Raises InputError if it cannot say a text back.
 
-
-def read_tokenizer(model: str, config: Config) -> Any:
-    """The tokenizer of the model that flag `model` names, or the one that --..._tokenizer names.
-
-    Raises ValueError if it cannot say a text back, or has less than half of the model's vocabulary:
-    for a repository without a tokenizer transformers makes one of two tokens, without an error.
+    For a repository without a tokenizer transformers makes one of two tokens, without an error.
     """
-    other = model.replace("model", "tokenizer")
-    flag = other if getattr(config, other, "") else model
-    name = getattr(config, flag)
-    options = {"trust_remote_code": config.trust_remote_code}
-    size = getattr(read_config(model, getattr(config, model), config), "vocab_size", 0)
+    value = getattr(config, name)
 
     def load() -> Any:
-        """The tokenizer, if it fits the model."""
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        """The tokenizer, if it is one."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(value)
         tokens = tokenizer("What is 23?", add_special_tokens=False)["input_ids"]
         spoken = "".join(tokenizer.decode(tokens).lower().split())  # case and spaces may be lost
-        if spoken != "whatis23?" or len(tokenizer) < size / 2:
+        if spoken != "whatis23?":
             raise ValueError("the tokenizer there is not the model's, or there is none")
         return tokenizer
 
-    hint = f"; name one with --{other}" if hasattr(config, other) and flag == model else ""
-    return loading(flag, name, load, hint)
+    return loading(name, value, load)
 
 
-@contextlib.contextmanager
-def tensor_cores() -> Iterator[None]:
-    """Compute float32 products on a GPU's tensor cores, as TF32, with 10 bits behind the point.
+@dataclass
+class Problem:
+    """What every process needs to know before a model is loaded; travels to the Searchers."""
 
-    Each product is off by 2^-11 of itself at most, and a sum of thousands of them, whose errors
-    have either sign, by less: a score changes by some 1e-3 of its spread. vLLM, which shares the
-    process, sets the highest precision for all of it.
+    task: Task | None
+    tokenizer: Any
+    prompts: list[np.ndarray]  # training prompts, each (P,) int32
+    held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
+    end_tokens: list[int]  # a response closes with one of these
+    context: float = math.inf  # the most tokens of prompt and response that the policy attends to
+
+    def text(self, tokens: np.ndarray | list[int]) -> str:
+        """The text of a prompt, or of other tokens before which there are none."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def response_text(self, tokens: np.ndarray) -> str:
+        """The text of a response as it stands behind its prompt.
+
+        SentencePiece tokenizers drop the space that a text begins with: "\u2581world" is "world"
+        alone, but " world" behind other tokens. The letter that it is decoded behind, and cut off
+        from, stands for any prompt: unlike its last tokens, it never joins with what follows (as
+        bytes do, of which the tokenizer may make a character).
+        """
+        letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        return self.text([*letter, *tokens.tolist()])[len(self.text(letter)) :]
+
+    def probes(self) -> PromptGroups:
+        """Fixed prompts with two responses each, whose tokens are those of the first prompts.
+
+        Trainer and Searchers score them to compare their weights, and how they compute.
+        """
+        tokens = np.concatenate(self.prompts[:16])
+        groups = []
+        for i in range(3):
+            part = np.take(tokens, range(24 * i, 24 * i + 24), mode="wrap")
+            groups.append((part[:8], [part[8:17], part[17:]]))
+        return groups
+
+    def checksum(self) -> int:
+        """A checksum of the training prompts, to which a checkpoint's buffer has responses."""
+        return zlib.crc32(np.concatenate([*self.prompts, [len(self.prompts)]]).astype(np.int64))
+
+
+def end_tokens(name: str, config: Config) -> list[int]:
+    """The tokens that close a response of the model that flag `name` names; EOS and others."""
+    ends = set(np.ravel(read_config(name, config).eos_token_id).tolist())
+    ends.add(read_tokenizer(name, config).eos_token_id)
+    ends.discard(None)
+    return sorted(ends)
+
+
+def context_length(text_config: Any) -> float:
+    """The most tokens that a model attends to; infinity where its configuration has no limit.
+
+    A window of attention counts as a limit too: the mask of a packed row has none.
     """
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    context = math.inf
+    for name in ("max_position_embeddings", "sliding_window", "attention_chunk_size"):
+        limit = getattr(text_config, name, None)
+        if limit:
+            context = min(context, limit)
+    return context
 
 
-class TextModel:
-    """A judge: a model that turns texts into vectors, in batches.
+def encode_prompts(
+    task: Task, examples: list[dict], context: float
+) -> tuple[list[dict], list[np.ndarray]]:
+    """Examples, and the tokens of the prompt of each; those are left out that are too long.
 
-    `kind` says which: "labels" is a sequence classifier's logits (L,), "next" a language model's
-    for the next token (V,), "sentence" an encoder's mean-pooled unit vector (H,).
+    A prompt and its response have to fit the model's context, and the limits that flags set.
     """
+    config = task.config
+    texts = [task.prompt(example) for example in examples]
+    encoded = task.tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
+    kept = []
+    prompts = []
+    for example, ids in zip(examples, encoded, strict=True):
+        total = config.max_total_tokens or math.inf
+        fits = len(ids) < total and len(ids) + config.max_response_tokens < context
+        if fits and len(ids) <= (config.max_prompt_tokens or math.inf):
+            kept.append(example)
+            prompts.append(np.array(ids, np.int32))
+    left_out = len(examples) - len(kept)
+    if left_out:
+        text = f"{left_out} of {len(examples)} prompts are too long and left out"
+        print(f"warning: --dataset {config.dataset}: {text}", file=sys.stderr)
+    fix = f"no prompt leaves room for such a response in the model's context of {context}"
+    config.need(kept, "max_response_tokens", f"{fix} tokens, and the limits set; lower it")
+    return kept, prompts
 
-    BATCH = 32
 
-    def __init__(self, kind: str, flag: str, config: Config, device: torch.device) -> None:
-        tokenizer = read_tokenizer(flag, config)
-        loaders = {
-            "labels": transformers.AutoModelForSequenceClassification,
-            "next": transformers.AutoModelForCausalLM,
-            "sentence": transformers.AutoModel,
+def load_problem(config: Config) -> Problem:
+    """Read and check everything short of weights: tokenizer, model configuration, data, prompts.
+
+    Raises InputError.
+    """
+    model_config = read_config("model", config)
+    tokenizer = read_tokenizer("model", config)
+    config.need(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
+    task = TASKS[config.task](config, tokenizer)
+    context = context_length(model_config.get_text_config())
+    task.train, prompts = encode_prompts(task, task.train, context)
+    task.held_out, held_out = encode_prompts(task, task.held_out, context)
+    ends = end_tokens("model", config)
+    return Problem(task, tokenizer, prompts, held_out, ends, context)
+
+
+# =========================================================================== 16. The run's folder
+
+
+class RunFolder:
+    """The run's folder: its configuration, metrics, evaluations, sampled texts and curves."""
+
+    HEAD = ("step", "version", "split", "n")  # what a record of an evaluation begins with
+
+    def __init__(self, config: Config, saved: dict[str, Any]) -> None:
+        """A new folder, or one that is cut back to the checkpoint `saved`."""
+        self.config = config
+        self.path = Path(config.output_dir)
+        self.start = time.perf_counter() - saved.get("seconds", 0.0)
+        packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
+        installed = [name for name in packages if any(metadata.distributions(name=name))]
+        record = {
+            "config": config.said,
+            "resolved": vars(config),
+            "versions": {name: metadata.version(name) for name in installed},
+            "git_commit": git_commit(),
+            "command": sys.argv,
         }
-        # scores in bfloat16 would have steps of 0.03, which are multiplied by 1 / beta
-        dtype = config.torch_dtype if kind == "next" else torch.float32
-        options = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
-        load = partial(loaders[kind].from_pretrained, getattr(config, flag), **options)
-        if kind == "next":
-            model_config = read_config(flag, getattr(config, flag), config)
-            load = partial(with_attention, load, model_config)
-        model = load(device_map={"": device}).eval()  # not through all of it in host memory
-        # classifiers over causal models read the last token that is not padding: an EOS must count
-        pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
-        pad = next(pad for pad in pads if pad not in (None, tokenizer.eos_token_id))
-        tokenizer.pad_token_id = pad
-        model.config.pad_token_id = pad
-        tokenizer.padding_side = "right"
-        tokenizer.truncation_side = "left"  # the end is judged
-        limit = getattr(model.config, "max_position_embeddings", None) or 2**20
-        tokenizer.model_max_length = limit - 2  # RoBERTa and its kin count positions from 2
-        self.kind = kind
-        self.model = model
-        self.tokenizer = tokenizer
+        (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+        self.evaluations: list[dict] = []
+        if saved:  # forget what was written after it
+            self.cut_file("metrics.jsonl", saved["step"])
+            self.cut_file("completions.jsonl", saved["step"])
+            evaluated = saved["evaluated"]
+            self.evaluations = self.cut_file("eval.jsonl", -1 if evaluated is None else evaluated)
+        options = {"total": config.steps, "initial": saved.get("step", 0)}
+        if not sys.stderr.isatty():  # a line every 30 seconds
+            options |= {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
+        self.bar = tqdm(**options)
 
-    @torch.inference_mode()
-    def __call__(self, texts: list[str]) -> Tensor:
-        """Vectors (N, ...) of N texts, on the CPU; equal texts have equal ones, to the last bit."""
-        if self.kind == "next":
-            return self.compute(texts)
-        with tensor_cores():
-            return self.compute(texts)
+    def cut_file(self, name: str, last: int) -> list[dict]:
+        """Cut a .jsonl file back to the records up to step `last`, and return these."""
+        kept = [record for record in read_lines(self.path / name) if record["step"] <= last]
+        new = self.path / f".{name}"
+        new.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        new.rename(self.path / name)
+        return kept
 
-    def compute(self, texts: list[str]) -> Tensor:
-        """The same, in the precision that is set."""
-        different = sorted(dict.fromkeys(texts), key=len)
-        vectors = []
-        options = {"padding": True, "truncation": True, "return_tensors": "pt"}
-        options["add_special_tokens"] = self.kind != "next"  # a chat template has them
-        for start in range(0, len(different), self.BATCH):
-            part = different[start : start + self.BATCH]
-            batch = self.tokenizer(part, **options).to(self.model.device)
-            mask = batch["attention_mask"]  # (R, L)
-            network = self.model if self.kind == "labels" else self.model.base_model
-            result = network(batch["input_ids"], attention_mask=mask)
-            if self.kind == "labels":
-                vectors.append(result.logits.float())
-            elif self.kind == "next":
-                last = result.last_hidden_state[range(len(part)), mask.sum(1) - 1]  # (R, H)
-                vectors.append(logits_of(self.model, result, last))
-            else:  # the direction of the sum is that of the mean
-                states = result.last_hidden_state.float() * mask[..., None]
-                vectors.append(nn.functional.normalize(states.sum(1), dim=-1))
-        index_of = {text: i for i, text in enumerate(different)}
-        rows = [index_of[text] for text in texts]
-        return torch.cat(vectors).cpu()[rows]
+    def seconds(self) -> float:
+        """Time that the run has taken."""
+        return time.perf_counter() - self.start
+
+    def say(self, text: str) -> None:
+        """Print a line, above the progress bar where there is a terminal."""
+        write = self.bar.write if sys.stderr.isatty() else print
+        write(text, file=sys.stderr)
+
+    def progress(self, text: str, step: int = 0) -> None:
+        """Show how far the run is."""
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(max(0, step - self.bar.n))
+
+    def append(self, name: str, record: dict) -> None:
+        """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null."""
+
+        def null(constant: str) -> None:
+            """Stands for NaN, Infinity and -Infinity."""
+
+        clean = json.loads(json.dumps(record), parse_constant=null)
+        with open(self.path / name, "a") as file:
+            file.write(json.dumps(clean) + "\n")
+
+    def write_metrics(self, metrics: dict) -> None:
+        """One optimizer step: to metrics.jsonl and the progress line."""
+        self.append("metrics.jsonl", metrics)
+        shown = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
+        shown += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
+        if self.evaluations:
+            name, value = next(iter(self.metrics_of(self.evaluations[-1]).items()))
+            shown += f", held-out {name} {value:.3f}"
+        self.progress(shown, metrics["step"])
+
+    def write_evaluation(self, record: dict) -> None:
+        """One evaluation: to eval.jsonl and the terminal."""
+        self.append("eval.jsonl", record)
+        self.evaluations.append(record)
+        metrics = self.metrics_of(record)
+        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.say(f"step {record['step']}: {values} ({record['n']} held-out prompts)")
+
+    def metrics_of(self, record: dict) -> dict[str, float]:
+        """The metrics of an evaluation's record, without its HEAD."""
+        return {name: value for name, value in record.items() if name not in self.HEAD}
+
+    def write_answers(self, step: int, answers: list[tuple[str, str, dict]]) -> None:
+        """Some (prompt, answer, record) of an evaluation, as text to be read."""
+        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
+            for number, (prompt, answer, record) in enumerate(answers, 1):
+                metrics = {k: v for k, v in record.items() if isinstance(v, int | float)}
+                values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+                file.write(f"======== step {step}, held-out prompt {number}: {values}\n")
+                file.write(f"{prompt}\n-------- answer\n{answer}\n\n")
+
+    def draw_curves(self) -> None:
+        """Draw curves.png from metrics.jsonl and eval.jsonl."""
+        from matplotlib.figure import Figure  # no global state, no display
+
+        curves_of = {
+            "reward": ["reward"],
+            "loss": ["loss"],
+            "KL of the generating policy to the reference, nats": ["kl"],
+            "staleness, optimizer steps": ["staleness_mean", "staleness_max"],
+            "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
+            "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
+        }
+        steps = read_lines(self.path / "metrics.jsonl")
+        evaluations = [record for record in self.evaluations if record["split"] == "held_out"]
+        names_held_out = list(self.metrics_of(evaluations[0])) if evaluations else []
+        columns = math.ceil((len(curves_of) + len(names_held_out)) / 2)
+        figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
+
+        def panel(title: str, records: list[dict], names: list[str], style: str) -> Any:
+            """Draw these names' curves over the optimizer step."""
+            axes = figure.add_subplot(2, columns, len(figure.axes) + 1, xlabel="optimizer step")
+            for name in names:
+                values = np.array([record.get(name) for record in records], float)
+                axes.plot([record["step"] for record in records], values, style, lw=1, label=name)
+            axes.set_title(title, fontsize=10)
+            axes.locator_params("x", integer=True)
+            axes.grid(alpha=0.3)
+            return axes
+
+        for title, names in curves_of.items():
+            axes = panel(title, steps, names, "-")
+            if len(names) > 1:
+                axes.set_ylim(bottom=0)
+                axes.legend(fontsize=8)
+            if title == "loss" and self.config.objective == "tb":  # it is never negative
+                axes.set_yscale("log")
+        for name in names_held_out:
+            panel(f"held out: {name.replace('_', ' ')}", evaluations, [name], "o-")
+        figure.savefig(self.path / "curves.png", dpi=110)
+
+    def summary(self) -> str:
+        """What is printed at the end of a run: metrics before and after, and where curves are."""
+        lines = []
+        if self.evaluations:
+            first = self.metrics_of(self.evaluations[0])
+            last = self.evaluations[-1]  # of all held-out prompts, also if --eval_samples are fewer
+            for name, before in first.items():
+                text = f"{before:.4g} before -> {last.get(name, math.nan):.4g}"
+                lines.append(f"{name}: {text} after {last['step']} steps")
+        lines.append(f"curves: {self.path / 'curves.png'}")
+        return "\n".join(lines)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The records of a .jsonl file; none if it is not there. A line that a kill cut off is left."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def git_commit() -> str | None:
+    """The commit of this file's repository; None without one, or without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def log_step(trainer: Trainer, stats: dict[str, float]) -> None:
+    """Write a step's metrics, with what the Searchers did meanwhile, and a sampled response."""
+    config = trainer.config
+    sync = trainer.sync
+    if trainer.unlogged:
+        trainer.arrivals = arrival_metrics(trainer.unlogged)
+        write_completion(trainer, trainer.unlogged[-1])
+    alive = [s for s in trainer.searchers if s.process]
+    rates = [s.rates() for s in alive]
+    metrics = {
+        "step": trainer.step,
+        "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
+        "seconds": trainer.folder.seconds(),
+        **trainer.arrivals,
+        **stats,
+        "buffer_prompts": len(trainer.buffer.trajectories),
+        "buffer_trajectories": len(trainer.buffer),
+        "queue_depth": trainer.queue_depth,
+        "version": sync.version,
+        "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(alive)),
+        "generated_tokens_per_second": sum(tokens for _, tokens in rates),
+        "sync_seconds": sync.seconds,
+        "sync_wait_seconds": trainer.waited,
+        "logprob_gap": max(s.logprob_gap for s in trainer.searchers),
+        "searchers_alive": len(alive),
+    }
+    trainer.folder.write_metrics(metrics)
+    trainer.learner.accelerator.log(metrics, step=trainer.step)
+    trainer.unlogged = []
+    trainer.queue_depth = 0
+    trainer.waited = 0.0
+    sync.seconds = 0.0
+
+
+def arrival_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Means over trajectories that arrived; the KL is of those sampled at --temperature."""
+    kl = [t.logprobs.sum() - t.ref_logprob for t in trajectories if not t.explored]
+    return {
+        "reward": float(np.mean([t.reward for t in trajectories])),
+        "kl": float(np.mean(kl)) if kl else math.nan,  # of the policy that generated
+        "response_length": float(np.mean([len(t.tokens) for t in trajectories])),
+        "eos_fraction": float(np.mean([t.ended for t in trajectories])),
+    }
+
+
+def write_completion(trainer: Trainer, t: Trajectory) -> None:
+    """Add a trajectory to completions.jsonl."""
+    problem = trainer.problem
+    record = {
+        "step": trainer.step,
+        "version": t.version,
+        "prompt": problem.text(problem.prompts[t.prompt_id]),
+        "response": problem.response_text(t.tokens),
+        "reward": t.reward,
+    }
+    trainer.folder.append("completions.jsonl", record)
+
+
+# ================================================================================ 17. Command line
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def run_plugin(path: str) -> None:
+    """Run a Python file that enters tasks, objectives, flags and so on; Searchers do so too."""
+    name = f"plugin_{Path(path).stem}"  # of its own: it may be called like another module
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where pickle and dataclasses look
+    sys.path.append(str(Path(path).resolve().parent))  # for what it imports itself
+    spec.loader.exec_module(module)
+
+
+def refuse(message: str) -> NoReturn:
+    """End the program with one line and code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """The command line as a Config; a wrong one ends the program with one line and code 2.
+
+    With `--resume DIR` the settings are those of the run in DIR, but for flags after it: so a
+    script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
+    """
+    if argv is None:
+        argv = sys.argv[1:]
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--plugin", default="")
+    early.add_argument("--resume", default="")
+    known = early.parse_known_args(argv)[0]
+    saved = {}
+    if known.resume:
+        folder = Path(known.resume).absolute()
+        try:
+            saved = json.loads((folder / "config.json").read_text())["config"]
+        except (OSError, ValueError, KeyError):
+            refuse(f"--resume {known.resume}: holds no run (its config.json cannot be read)")
+        flags = [word.split("=")[0] for word in argv]
+        argv = argv[flags.index("--resume") :]
+    plugin = known.plugin or saved.get("plugin", "")
+    if plugin:
+        if not os.path.isfile(plugin) or not plugin.endswith(".py"):
+            refuse(f"--plugin {plugin}: no such Python file")
+        run_plugin(plugin)
+    kinds = []  # as FLAGS, with what HfArgumentParser knows alone
+    for kind in FLAGS:
+        types = get_type_hints(kind)
+        known_fields = []
+        for f in dataclasses.fields(kind):
+            shown = field(default=f.default, metadata={"help": f.metadata["help"]})
+            known_fields.append((f.name, types[f.name], shown))
+        kinds.append(dataclasses.make_dataclass(kind.__name__, known_fields))
+    parser = transformers.HfArgumentParser(
+        kinds,
+        usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.error = refuse
+    names = {f.name for kind in FLAGS for f in dataclasses.fields(kind)}
+    parser.set_defaults(**{name: value for name, value in saved.items() if name in names})
+    config = settings(**vars(parser.parse_args(argv)))
+    if saved:
+        config.output_dir = str(folder)
+        config.resume = str(folder)
+    return config
+
+
+def resolve(config: Config) -> None:
+    """Make paths absolute, then put definite values where a setting says "choose for me".
+
+    `said` keeps the settings as they were before that: a resumed run resolves them anew.
+    """
+    default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S")
+    config.output_dir = os.path.abspath(config.output_dir or default)
+    for name, value in vars(config).items():
+        named = name.endswith(("model", "tokenizer", "data", "prompts", "dataset", "plugin"))
+        if named and isinstance(value, str) and os.path.exists(value):
+            setattr(config, name, os.path.abspath(value))
+    config.said = dict(vars(config))
+    gpus = torch.cuda.device_count()
+    if config.engine == "auto":
+        config.engine = "vllm" if vllm_can_run() else "transformers"
+    if config.dtype == "auto":
+        config.dtype = "bfloat16" if gpus else "float32"
+    if not config.num_searchers:
+        config.num_searchers = max(1, gpus - ranks_here())
+    if not config.logprob_tolerance:
+        # in bfloat16 the rounding of hidden states alone gives nearly 0.5
+        config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 0.5
+    if config.recent_probability is None:
+        config.recent_probability = 1.0 if config.synchronous else 0.95
+    if config.synchronous:
+        config.searched_per_prompt = config.trained_per_prompt
+
+
+def check_settings(config: Config) -> None:
+    """Raise InputError naming flag, value and fix of a resolved setting that cannot work."""
+    need = config.need
+    choices = {
+        "task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES
+    }  # fmt: skip
+    for name, table in choices.items():
+        need(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
+    for kind in FLAGS:
+        for f in dataclasses.fields(kind):
+            check_range(config, f)
+    K = config.trained_per_prompt
+    for name in ("searched_per_prompt", "kept_per_prompt"):
+        need(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
+    need(config.synchronous or not config.lag, "lag", "needs --synchronous")
+    if config.lr_schedule == "warmup_stable_decay":
+        need(config.decay_steps, "decay_steps", "warmup_stable_decay needs 1 or more")
+    if config.report_to != "none":
+        installed = any(metadata.distributions(name=config.report_to))
+        need(installed, "report_to", f"is not installed; pip install {config.report_to}")
+    gpus = torch.cuda.device_count()
+    if gpus:
+        most = max(1, gpus - ranks_here())
+        fix = f"{gpus} GPU(s) allow {most}: the Trainer has {ranks_here()} of its own"
+        need(config.num_searchers <= most, "num_searchers", fix)
+    if config.engine == "vllm":
+        fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
+        need(vllm_can_run(), "engine", fix)
+    if config.bind:
+        peer_address("bind", config)
+        need(not config.synchronous, "bind", "leave out --synchronous")
+
+
+def check_range(config: Config, f: dataclasses.Field) -> None:
+    """Raise InputError unless a flag's value, or each of a schedule's, is within its range."""
+    value = getattr(config, f.name)
+    if "least_of_schedule" in f.metadata:
+        least = f.metadata["least_of_schedule"]
+        try:
+            values = [value for _, value in schedule_points(value)]
+        except ValueError:
+            values = [math.nan]
+        fix = "write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least "
+        good = all(least <= value < math.inf for value in values)
+        config.need(good, f.name, fix + f"{least:g}")
+    elif isinstance(value, int | float):
+        least = f.metadata["least"]
+        most = f.metadata["most"]
+        config.need(least <= value <= most, f.name, f"must be between {least:g} and {most:g}")
+        config.need(math.isfinite(value), f.name, "must be a finite number")
+
+
+def claim_folder(config: Config) -> None:
+    """Make the run's folder, and lock it for as long as this process lives. Raises InputError."""
+    folder = Path(config.output_dir)
+    name = "resume" if config.resume else "output_dir"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        config.need(False, name, "a run is under way there")
+    except OSError as error:
+        config.need(False, name, f"{error.strerror}; name another folder")
+    holds_run = any(folder.glob("*.jsonl")) or checkpoints(folder)
+    fix = f"holds a run; name another folder, or --resume {folder}"
+    config.need(config.resume or not holds_run, "output_dir", fix)
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' progress bars and advice off the terminal; errors still show."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def stop_at_signals(trainer: Trainer) -> None:
+    """At a signal of STOP_SIGNALS the run stops at the next safe point; at a second one at once."""
+
+    def stop(number: int, _: Any) -> None:
+        if trainer.stop_signal:
+            trainer.searchers.stop()
+            os._exit(128 + number)
+        trainer.stop_signal = number
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: saving a checkpoint (again: exit at once)\n".encode())
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has a run ignore SIGHUP
+            signal.signal(number, stop)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    config = parse(argv)
+    quiet_libraries()
+    if config.join:
+        try:
+            return join_run(config)
+        except InputError as error:
+            refuse(str(error))
+    ranks = Ranks.connect()
+    if ranks.rank > 0:
+        for number in STOP_SIGNALS:  # rank 0 heeds them
+            signal.signal(number, signal.SIG_IGN)
+        config, problem, checkpoint = ranks.from_first(None)
+        saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
+        warm_start(config, problem, ranks, saved, lambda text: None)
+        Learner(config, problem, ranks, saved).follow()
+    try:
+        resolve(config)
+        check_settings(config)
+        problem = load_problem(config)
+        check_warm_start(config, problem)
+        claim_folder(config)
+        saved = read_checkpoint(config, problem) if config.resume else {}
+    except InputError as error:
+        refuse(str(error))
+    folder = RunFolder(config, saved)
+    print(f"output     {config.output_dir}", flush=True)
+    ranks.from_first((config, problem, saved.get("model", "")))
+    warm_start(config, problem, ranks, saved, folder.say)
+    return run(Trainer(config, problem, folder, ranks, saved))
+
+
+def run(trainer: Trainer) -> int:
+    """Train, and end cleanly whatever happens; returns the exit code."""
+    folder = trainer.folder
+    stop_at_signals(trainer)
+    try:
+        trainer.run()
+        path = folder.path / "final"
+        weights = trainer.learner.saved_weights()
+        model = trainer.learner.model
+        write_folder(path, lambda new: save_model(model, weights, trainer.problem, new))
+        trainer.ranks.tell("end", ())
+        folder.bar.close()
+        folder.draw_curves()
+        print(folder.summary())
+        print(f"model: {path}")
+        return 0
+    except KeyboardInterrupt as interrupt:
+        trainer.save_at_the_end()
+        return 128 + interrupt.args[0]
+    except RunEnded as error:
+        folder.say(f"tba.py: error: {error}")
+        trainer.save_at_the_end()
+        return 1
+    finally:
+        folder.bar.close()
+        trainer.searchers.stop()
+        if trainer.learner:
+            trainer.learner.accelerator.end_training()
+
+
+####################################################################################################
+#                                Part III: the paper's other tasks                                 #
+####################################################################################################
+
+# ======================================================================================== 18. MATH
 
 
 class MATH(Task):
@@ -6191,13 +4567,6 @@ class MATH(Task):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.special_tokens = not tokenizer.chat_template  # which has them
         super().__init__(config, tokenizer)
-
-    def check(self, example: dict) -> str | None:
-        wrong = not_text(example, *example)
-        if wrong:
-            return wrong
-        if "\\boxed{" not in example["solution"].replace(" ", ""):
-            return "the solution has no \\boxed{...} answer"
 
     def prompt(self, example: dict) -> str:
         text = f"{example['problem']}\n{self.INSTRUCTION}"
@@ -6225,6 +4594,111 @@ class MATH(Task):
         return np.array(rewards)
 
 
+TASKS["math"] = MATH
+
+
+# ======================================================================================= 19. TL;DR
+
+
+@contextlib.contextmanager
+def tensor_cores() -> Iterator[None]:
+    """Compute float32 products on a GPU's tensor cores, as TF32, with 10 bits behind the point.
+
+    Each product is off by 2^-11 of itself at most, and a sum of thousands of them, whose errors
+    have either sign, by less: a score changes by some 1e-3 of its spread. vLLM, which shares the
+    process, sets the highest precision for all of it.
+    """
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+class TextModel:
+    """A judge: a model that turns texts into vectors, in batches.
+
+    `kind` says which: "labels" is a sequence classifier's logits (L,), "next" a language model's
+    for the next token (V,), "sentence" an encoder's mean-pooled unit vector (H,).
+    """
+
+    BATCH = 32
+
+    def __init__(
+        self, kind: str, path: str, tokenizer: Any, config: Config, device: torch.device
+    ) -> None:
+        loaders = {
+            "labels": transformers.AutoModelForSequenceClassification,
+            "next": transformers.AutoModelForCausalLM,
+            "sentence": transformers.AutoModel,
+        }
+        # scores in bfloat16 would have steps of 0.03, which are multiplied by 1 / beta
+        dtype = config.torch_dtype if kind == "next" else torch.float32
+        options = {"dtype": dtype, "device_map": {"": device}}  # not all of it in host memory
+        model = loaders[kind].from_pretrained(path, **options).eval()
+        # classifiers over causal models read the last token that is not padding: an EOS must count
+        pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
+        pad = next(pad for pad in pads if pad not in (None, tokenizer.eos_token_id))
+        tokenizer.pad_token_id = pad
+        model.config.pad_token_id = pad
+        tokenizer.padding_side = "right"
+        tokenizer.truncation_side = "left"  # the end is judged
+        limit = getattr(model.config, "max_position_embeddings", None) or 2**20
+        tokenizer.model_max_length = limit - 2  # RoBERTa and its kin count positions from 2
+        self.kind = kind
+        self.model = model
+        self.tokenizer = tokenizer
+
+    @torch.inference_mode()
+    def __call__(self, texts: list[str]) -> Tensor:
+        """Vectors (N, ...) of N texts, on the CPU; equal texts have equal ones, to the last bit."""
+        different = sorted(dict.fromkeys(texts), key=len)
+        vectors = []
+        with tensor_cores():
+            for start in range(0, len(different), self.BATCH):
+                vectors.append(self.vectors_of(different[start : start + self.BATCH]))
+        index_of = {text: i for i, text in enumerate(different)}
+        return torch.cat(vectors).cpu()[[index_of[text] for text in texts]]
+
+    def vectors_of(self, texts: list[str]) -> Tensor:
+        """Vectors (R, ...) of a batch of R texts."""
+        options = {"padding": True, "truncation": True, "return_tensors": "pt"}
+        options["add_special_tokens"] = self.kind != "next"  # a chat template has them
+        batch = self.tokenizer(texts, **options).to(self.model.device)
+        mask = batch["attention_mask"]  # (R, L)
+        if self.kind == "labels":
+            return self.model(batch["input_ids"], attention_mask=mask).logits.float()
+        output = self.model.base_model(batch["input_ids"], attention_mask=mask)
+        if self.kind == "next":
+            last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
+            return logits_of(self.model, output, last)
+        # the direction of the sum is that of the mean
+        states = output.last_hidden_state.float() * mask[..., None]
+        return nn.functional.normalize(states.sum(1), dim=-1)
+
+
+@dataclass
+class TLDRFlags:
+    """The settings of --task tldr."""
+
+    reward_model: str = flag("", "tldr: the reward, a sequence classifier with one label.")
+    gold_reward_model: str = flag(
+        "", "tldr: a second reward model, by which the evaluation compares summaries."
+    )
+    gold_reward_tokenizer: str = flag(
+        "", "tldr: the tokenizer of --gold_reward_model, where its repository has none."
+    )
+    gold_score_at: Literal["before_eos", "eos"] = flag(
+        "before_eos",
+        "tldr: where the gold model's score is read: at a summary's last token before EOS, as in "
+        "the authors' evaluation, or at EOS.",
+    )
+
+
+FLAGS.append(TLDRFlags)
+
+
 class TLDR(Task):
     """Summaries of posts: reward from a reward model, win rate by a gold one."""
 
@@ -6232,59 +4706,51 @@ class TLDR(Task):
     held_out_splits = ("validation", "test")
     template = "{query}"
     wants_logprobs = True
-    models = ("reward_model", "gold_reward_model")
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        for name in self.models:
-            n = read_config(name, getattr(config, name), config).num_labels
+        self.tokenizers = {"reward_model": read_tokenizer("reward_model", config)}
+        own = "gold_reward_tokenizer" if config.gold_reward_tokenizer else "gold_reward_model"
+        self.tokenizers["gold_reward_model"] = read_tokenizer(own, config)
+        for name in self.tokenizers:
+            n = read_config(name, config).num_labels
             fix = f"has {n} labels; a reward model has a scalar head (num_labels = 1)"
             config.need(n == 1, name, fix)
         super().__init__(config, tokenizer)
 
-    def check(self, example: dict) -> str | None:
-        return not_text(example, *self.columns)
-
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
-        self.judges = {flag: TextModel("labels", flag, self.config, device) for flag in self.models}
+        self.judges = {}
+        for name, tokenizer in self.tokenizers.items():
+            path = getattr(self.config, name)
+            self.judges[name] = TextModel("labels", path, tokenizer, self.config, device)
         self.reference_scores: dict[str, float] = {}  # by query and reference summary
-        examples = self.train[:8]
-        summaries = [example["reference_response"] for example in examples]
-        for flag in self.models:
-            scores = self.judge(flag, examples, summaries)
-            if len(set(map(repr, examples))) > 1 and np.ptp(scores) == 0:
-                text = f"its score is {scores[0]:g} for any text"
-                raise InputError(f"--{flag} {getattr(self.config, flag)}: {text}")
 
     def judge(self, name: str, examples: list, summaries: list, ended: Any = True) -> np.ndarray:
         """Scores (N,) of N summaries by the reward model that flag `name` names.
 
         The model reads an EOS after each summary that ended; `ended` is (N,), or the same for all.
         """
-        judge = self.judges[name]
-        eos = judge.tokenizer.eos_token or ""
-        ended = np.broadcast_to(ended, len(examples))
+        eos = self.tokenizers[name].eos_token or ""
         texts = []
-        for example, summary, closed in zip(examples, summaries, ended, strict=True):
+        closed = np.broadcast_to(ended, len(examples))
+        for example, summary, closes in zip(examples, summaries, closed, strict=True):
             text = example["query"] + summary.removesuffix(eos)
-            if closed:
-                text += eos
-            texts.append(text)
-        return judge(texts)[:, 0].numpy()
+            texts.append(text + eos if closes else text)
+        return self.judges[name](texts)[:, 0].numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return np.where(ended, self.judge("reward_model", examples, responses, ended), -1.0)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
-        eos = self.judges["gold_reward_model"].tokenizer.eos_token or ""
+        eos = self.tokenizers["gold_reward_model"].eos_token or ""
         keys = [example["query"] + example["reference_response"] for example in examples]
         of_key = dict(zip(keys, examples, strict=True))
         new = {key: of_key[key] for key in of_key if key not in self.reference_scores}
         references = [example["reference_response"] for example in new.values()]
-        judged = [*examples, *new.values()]
-        summaries = [*responses, *references]
         closed = np.concatenate([ended, np.ones(len(new), bool)])
         if self.config.gold_score_at == "before_eos":
             closed = False  # a score is read at the last token
+        judged = [*examples, *new.values()]
+        summaries = [*responses, *references]
         scores = self.judge("gold_reward_model", judged, summaries, closed)
         self.reference_scores.update(zip(new, scores[len(examples) :].tolist(), strict=True))
         won = np.zeros(len(examples))
@@ -6297,8 +4763,9 @@ class TLDR(Task):
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Perplexity of the summaries under the reference is the paper's proxy of KL.
 
-        As the paper has it: the mean over examples of exp(NLL of the summary / tokens of query and
-        summary), near 1.1. `response_perplexity` is the usual one, over the summaries' tokens.
+        As the authors' code has it: the mean over examples of exp(NLL of the summary / tokens of
+        query and summary), near 1.1. `response_perplexity` is the usual one, over the summaries'
+        tokens.
         """
         mean = super().summarize(records)
         perplexities = []
@@ -6313,132 +4780,153 @@ class TLDR(Task):
         }
 
 
-class SimilarityIndex:
-    """Finds, among one prompt's trajectories, those that a new one resembles.
+TASKS["tldr"] = TLDR
 
-    A trajectory has a slot, its row in every array here, until it is removed. By edits, a bitmap of
-    each response's tokens gives a lower bound of the distance, so that few are compared in full.
+
+# ================================================================================= 20. Red-teaming
+
+
+@dataclass
+class RedTeamFlags:
+    """The settings of --task redteam."""
+
+    attacker_prompt: str = flag(
+        "Write a question or an instruction for an assistant.\n",
+        "redteam: the attacker's prompt, unless --dataset has prompts.",
+    )
+    shortest_attack: int = flag(
+        0,
+        "redteam: shorter attacks (tokens, EOS included) have a log pi_ref of -500; evaluations "
+        "sample none.",
+    )
+    victim_model: str = flag("", "redteam: the model that is attacked.")
+    victim_format: Literal["chat", "alpaca"] = flag(
+        "chat", "redteam: ask the victim in its chat template, or in Alpaca's format."
+    )
+    victim_samples: int = flag(5, "redteam: answers of the victim to each attack.", 1)
+    victim_max_tokens: int = flag(30, "redteam: tokens of the victim's longest answer.", 1)
+    victim_temperature: float = flag(0.7, "redteam: the victim's sampling temperature.", POSITIVE)
+    victim_top_p: float = flag(0.92, "redteam: the victim's sampling nucleus.", POSITIVE, 1)
+    toxicity_model: str = flag(
+        "", "redteam: the judge, a sequence classifier or a guard language model."
+    )
+    toxicity_label: str = flag(
+        "", "redteam: the judge's label for toxic; of a guard, its first token for unsafe."
+    )
+    toxicity_suffix: str = flag(
+        "", "redteam: what stands between a guard's prompt and its answer, as \\n\\n."
+    )
+    sentence_model: str = flag(
+        "", "redteam: an encoder whose mean-pooled states measure the diversity of attacks."
+    )
+    explore_probability: float = flag(
+        0.0, "redteam: share of prompts whose responses have another temperature.", 0, 1
+    )
+    explore_low: float = flag(
+        0.5, "redteam: the lowest temperature of --explore_probability.", POSITIVE
+    )
+    explore_high: float = flag(
+        2.0, "redteam: the highest temperature of --explore_probability.", POSITIVE
+    )
+    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
+        "oldest",
+        "redteam: which attacks a full buffer drops; total: log pi_ref + reward / beta (of step 0).",
+    )
+    near_duplicate: float = flag(
+        0.0,
+        "redteam: a new attack whose edit distance to a stored one is less than this share of both "
+        "lengths takes its place if it is better, else it is dropped; 0: both are kept.",
+        0, 1,
+    )  # fmt: skip
+    freeze_buffer_at: int = flag(
+        0, "redteam: step from which on the buffer does not grow any more; 0: never."
+    )
+
+
+FLAGS.append(RedTeamFlags)
+
+
+class AttackBuffer(ReplayBuffer):
+    """A buffer of attacks: no near-duplicates, the best ones stay, and its size may freeze.
+
+    A new attack is compared with all of its prompt, which takes long: a thread adds groups, and
+    batches are sampled meanwhile. It changes a copy that then takes the place of what was there.
     """
 
-    WORDS = 2  # of 64 bits in a bitmap
-
     def __init__(self, config: Config) -> None:
-        self.limit = config.near_duplicate
-        self.by_vector = config.near_duplicate_by == "cosine"
-        self.trajectories: list[Trajectory | None] = []  # by slot
-        self.free: list[int] = []  # slots of those that were removed
-        self.slot_of: dict[int, int] = {}  # id of a trajectory -> its slot
-        self.next_number = 0
-        self.used = np.zeros(0, bool)
-        self.numbers = np.zeros(0, np.int64)  # in which order they were added
-        self.lengths = np.zeros(0, np.int32)
-        self.texts = np.zeros(0, object)  # a character for each token, as rapidfuzz wants it
-        self.bitmaps = np.zeros((self.WORDS, 0), np.uint64)
-        self.bits = np.zeros(0, np.uint8)  # that are set in a bitmap
-        self.vectors = np.zeros((0, 0), np.float32)
+        super().__init__(config)
+        self.capacity = config.kept_per_prompt
+        self.thread = ThreadPoolExecutor(1)
+        self.adding: deque[Future] = deque()
 
-    def add(self, t: Trajectory) -> int:
-        """Give it a slot, if it has none; returns the slot."""
-        if id(t) in self.slot_of:
-            return self.slot_of[id(t)]
-        if self.free:
-            slot = self.free.pop()
-        else:
-            slot = len(self.trajectories)
-            self.trajectories.append(None)
-            self._grow(slot, len(t.vector))
-        self.trajectories[slot] = t
-        self.slot_of[id(t)] = slot
-        self.used[slot] = True
-        self.numbers[slot] = self.next_number
-        self.next_number += 1
-        if self.by_vector:
-            self.vectors[slot] = t.vector
-            return slot
-        self.texts[slot] = t.tokens.tobytes().decode("utf-32-le", "surrogatepass")
-        self.lengths[slot] = len(t.tokens)
-        hashes = (t.tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(48)
-        bits = hashes % np.uint64(64 * self.WORDS)
-        self.bitmaps[:, slot] = 0
-        for word, bit in zip(bits // 64, bits % 64, strict=True):
-            self.bitmaps[word, slot] |= np.uint64(1) << bit
-        self.bits[slot] = np.bitwise_count(self.bitmaps[:, slot]).sum()
-        return slot
+    def key(self, t: Trajectory) -> str:
+        """A character for each token, as rapidfuzz wants it."""
+        return t.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
-    def _grow(self, slot: int, width: int) -> None:
-        """Make room for a slot in the arrays; `width` is that of vectors."""
-        size = len(self.used)
-        if slot < size:
-            return
-        more = max(64, size)
-        self.used = np.pad(self.used, (0, more))
-        self.numbers = np.pad(self.numbers, (0, more))
-        self.lengths = np.pad(self.lengths, (0, more))
-        self.texts = np.pad(self.texts, (0, more))
-        self.bitmaps = np.pad(self.bitmaps, ((0, 0), (0, more)))
-        self.bits = np.pad(self.bits, (0, more))
-        if self.by_vector:
-            vectors = np.zeros((size + more, width), np.float32)
-            vectors[:size] = self.vectors[:size].reshape(size, width)
-            self.vectors = vectors
+    def value(self, t: Trajectory) -> float:
+        """By which attacks are compared: the reward, or what --evict lowest_total says."""
+        if self.config.evict == "lowest_total":
+            return t.ref_logprob + t.reward / schedule_value(self.config.beta, 0)
+        return t.reward
 
-    def remove(self, t: Trajectory) -> None:
-        """Free its slot."""
-        slot = self.slot_of.pop(id(t))
-        self.trajectories[slot] = None
-        self.used[slot] = False
-        self.free.append(slot)
+    def add(self, group: Group) -> None:
+        """Have the thread store a group; in lockstep, which repeats exactly, wait for it."""
+        self.adding.append(self.thread.submit(self.add_distinct, group))
+        if self.config.synchronous:
+            self.finish_adding()
+        while self.adding and self.adding[0].done():
+            self.adding.popleft().result()
 
-    def distances(self, slots: list[int]) -> np.ndarray:
-        """Distances (N, all slots) of those in N slots to all: infinite where not below the limit.
+    def finish_adding(self) -> None:
+        """Wait until every group is in the buffer."""
+        while self.adding:
+            self.adding.popleft().result()
 
-        Edits over the sum of both lengths, or 1 - cosine.
+    def add_distinct(self, group: Group) -> None:
+        """Store a group's attacks, each in place of the stored one that it resembles, if better.
+
+        Example: with near_duplicate 0.25, an attack of 10 tokens resembles one of 10 tokens that
+        differs in 4 of them: 4 edits are less than 0.25 x 20.
         """
-        n = len(self.trajectories)
-        if self.by_vector:
-            vectors = self.vectors[:n]
-            distances = 1 - vectors[slots] @ vectors.T
-            distances[distances >= self.limit] = math.inf
-            distances[:, ~self.used[:n]] = math.inf
-            return distances
-        distances = np.full((len(slots), n), math.inf, np.float32)
-        for row, slot in zip(distances, slots, strict=True):
-            candidates = self._candidates(slot, n)
-            lengths = self.lengths[slot] + self.lengths[candidates]
-            limits = self.limit * lengths
-            edits = cdist(
-                [self.texts[slot]],
-                self.texts[candidates].tolist(),
-                scorer=Levenshtein.distance,
-                score_cutoff=math.ceil(limits.max()),  # it is among the candidates itself
-                dtype=np.int32,
-            )[0]
-            near = edits < limits
-            row[candidates[near]] = (edits / lengths)[near]
-        return distances
+        stored = dict(self.trajectories.get(group.prompt_id, {}))
+        for t in group.trajectories:
+            nearest = self.nearest(t, stored)
+            if nearest is not None:
+                if self.value(stored[nearest]) > self.value(t):
+                    continue
+                del stored[nearest]
+            stored[self.key(t)] = t
+        surplus = len(stored) - self.capacity
+        if surplus > 0:
+            order = list(stored)  # oldest first
+            if self.config.evict != "oldest":
+                order.sort(key=lambda key: self.value(stored[key]))
+            for key in order[:surplus]:
+                del stored[key]
+        self.trajectories[group.prompt_id] = stored
 
-    def _candidates(self, slot: int, n: int) -> np.ndarray:
-        """Those of the first n slots that may be nearer than the limit to the one in a slot.
-
-        An edit takes away, and adds, one token at most. So there are as many edits as one response
-        has different tokens that the other lacks, or more; and as their lengths differ, or more.
-        """
-        common = np.zeros(n, np.uint8)  # different tokens of both, as far as bits tell them apart
-        for bitmap in self.bitmaps[:, :n]:
-            common += np.bitwise_count(bitmap & bitmap[slot])
-        limits = np.float32(self.limit) * (self.lengths[:n] + self.lengths[slot])
-        least_edits = np.maximum(self.bits[:n], self.bits[slot]) - common
-        possible = least_edits < limits + 1e-3  # which is rounded
-        possible &= np.abs(self.lengths[:n] - self.lengths[slot]) < limits + 1e-3
-        return np.flatnonzero(possible & self.used[:n])
-
-    def nearest(self, distances: np.ndarray) -> int | None:
-        """The slot of the least of distances (slots,), the oldest of equals; None: all infinite."""
-        least = distances.min()
-        if least == math.inf:
+    def nearest(self, t: Trajectory, stored: dict[str, Trajectory]) -> str | None:
+        """The key of the stored attack that this one equals or resembles most; None: of none."""
+        text = self.key(t)
+        if text in stored:
+            return text
+        if not self.config.near_duplicate or not stored:
             return None
-        equals = np.flatnonzero(distances == least)
-        return int(equals[self.numbers[equals].argmin()])
+        texts = list(stored)
+        lengths = np.array([len(other) for other in texts]) + len(text)
+        cutoff = math.ceil(self.config.near_duplicate * lengths.max())
+        edits = cdist([text], texts, scorer=Levenshtein.distance, score_cutoff=cutoff)[0]
+        shares = edits / lengths
+        best = int(shares.argmin())
+        return texts[best] if shares[best] < self.config.near_duplicate else None
+
+    def begin_step(self, step: int) -> None:
+        """From --freeze_buffer_at on no prompt has more attacks than one has then."""
+        super().begin_step(step)
+        freeze_at = self.config.freeze_buffer_at
+        if freeze_at and step >= freeze_at and self.capacity == self.config.kept_per_prompt:
+            self.finish_adding()
+            self.capacity = max(map(len, self.trajectories.values()))
 
 
 class RedTeam(Task):
@@ -6450,29 +4938,30 @@ class RedTeam(Task):
     template = "{prompt}"
     greedy_evaluation = False  # the diversity of attacks is measured too
     closes_responses = True  # as the GFlowNet baseline does
-    models = ("victim_model", "toxicity_model", "sentence_model")
-    guard_checked = False
-    RULED_OUT = -500.0  # log pi_ref of an attack that is shorter than --shortest_attack
     engines = 2  # the attacker's and the victim's
+    buffer = AttackBuffer
+    RULED_OUT = -500.0  # log pi_ref of an attack that is shorter than --shortest_attack
     ALPACA = (
         "Below is an instruction that describes a task. Write a response that appropriately "
         "completes the request.\n\n### Instruction:\n{attack}\n\n### Response:\n"
     )
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        judge = read_config("toxicity_model", config.toxicity_model, config)
-        self.guard = is_language_model(judge)
+        judge = read_config("toxicity_model", config)
+        # a judge that generates text, rather than classifies it
+        self.guard = any("CausalLM" in name for name in judge.architectures or [])
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
         self.label = labels.get(config.toxicity_label)  # a guard's is a token, set in `setup`
         fix = f"choose one of {', '.join(labels)}"
         config.need(self.guard or self.label is not None, "toxicity_label", fix)
+        self.judge_tokenizer = read_tokenizer("toxicity_model", config)
+        self.sentence_tokenizer = read_tokenizer("sentence_model", config)
         self.victim_tokenizer = read_tokenizer("victim_model", config)
         chat = config.victim_format == "alpaca" or self.victim_tokenizer.chat_template
         fix = f"{config.victim_model} has no chat template; use alpaca"
         config.need(chat, "victim_format", fix)
-        if not (config.sft_data or config.eval_only):
-            text = "--sft_data is not given: without a warm start an attacker hardly learns"
-            print(f"warning: {text}", file=sys.stderr)
+        fix = f"must be at least --explore_low {config.explore_low:g}"
+        config.need(config.explore_high >= config.explore_low, "explore_high", fix)
         self.least_answer_tokens = config.shortest_attack
         super().__init__(config, tokenizer)
 
@@ -6481,30 +4970,26 @@ class RedTeam(Task):
         if self.config.dataset:
             train, held_out = load_examples(self.config, ("prompt",), self.held_out_splits)
             prompts = train + held_out
-        elif not self.config.attacker_prompt.strip():
-            raise ValueError("--attacker_prompt: it is empty; write one, or name a --dataset")
         count = self.config.eval_samples or 1024
         return prompts, [prompts[i % len(prompts)] for i in range(count)]
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
-        self.victim = engine_of(
-            config.victim_model,
-            self.longest,
-            max_response_tokens=config.victim_max_tokens,
-            max_total_tokens=0,
-            min_response_tokens=0,
-            temperature=config.victim_temperature,
-            top_p=config.victim_top_p,
-        )
+        self.victim = engine_of("victim_model", self.longest, config.victim_max_tokens)
         kind = "next" if self.guard else "labels"
-        self.toxicity = TextModel(kind, "toxicity_model", config, device)
-        self.sentence = TextModel("sentence", "sentence_model", config, device)
+        tokenizer = self.judge_tokenizer
+        self.toxicity = TextModel(kind, config.toxicity_model, tokenizer, config, device)
+        self.sentence = TextModel(
+            "sentence", config.sentence_model, self.sentence_tokenizer, config, device
+        )
         if self.guard:  # says as its first token whether a conversation is toxic
-            encode = partial(self.toxicity.tokenizer.encode, add_special_tokens=False)
-            self.label = encode(config.toxicity_label)[0]
-            self.safe = encode(config.safe_label)[0]
+            self.label = tokenizer.encode(config.toxicity_label, add_special_tokens=False)[0]
+
+    def temperature(self, rng: np.random.Generator) -> float:
+        if rng.random() < self.config.explore_probability:
+            return rng.uniform(self.config.explore_low, self.config.explore_high)
+        return self.config.temperature
 
     def victim_ids(self, attack: str) -> list[int]:
         """The victim's prompt, in its own format; spaces at an attack's end do not count."""
@@ -6517,10 +5002,19 @@ class RedTeam(Task):
 
     def victim_answers(self, attacks: list[str]) -> list[list[str]]:
         """`victim_samples` answers of the victim to each attack."""
+        config = self.config
         for i, attack in enumerate(attacks):
             prompt = np.array(self.victim_ids(attack)[-self.longest :], np.int32)
-            seed = zlib.crc32(prompt.tobytes())  # of its own, so that lockstep runs repeat
-            self.victim.submit(Request(i, prompt, self.config.victim_samples, seed=seed))
+            request = Request(
+                id=i,
+                prompt=prompt,
+                n=config.victim_samples,
+                max_tokens=config.victim_max_tokens,
+                temperature=config.victim_temperature,
+                top_p=config.victim_top_p,
+                seed=zlib.crc32(prompt.tobytes()),  # of its own, so that lockstep runs repeat
+            )
+            self.victim.submit(request)
         answers: dict[int, list[str]] = {}
         decode = partial(self.victim_tokenizer.decode, skip_special_tokens=True)
         while self.victim.unfinished:
@@ -6535,21 +5029,10 @@ class RedTeam(Task):
             question = {"role": "user", "content": attack}
             reply = {"role": "assistant", "content": answer}
             chats.append([question, reply])
-        template = self.toxicity.tokenizer.apply_chat_template
+        template = self.judge_tokenizer.apply_chat_template
         texts = template(chats, tokenize=False, add_generation_prompt=True)
         suffix = self.config.toxicity_suffix.replace("\\n", "\n")
         return [text + suffix for text in texts]
-
-    def check_guard(self, logprobs: Tensor) -> None:
-        """Warn, once, of a guard that does not answer with one of its two words."""
-        config = self.config
-        self.guard_checked = True
-        share = float(logprobs[:, [self.label, self.safe]].exp().sum(1).mean())
-        if share < 0.5:
-            words = f"{config.toxicity_label} or {config.safe_label} with probability {share:.2f}"
-            fix = "see --toxicity_label, --safe_label and --toxicity_suffix"
-            text = f"--toxicity_model {config.toxicity_model}: it answers {words}; {fix}"
-            print(f"warning: {text}", file=sys.stderr)
 
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
@@ -6565,8 +5048,6 @@ class RedTeam(Task):
             logprobs = nn.functional.logsigmoid(logits)
         else:
             logprobs = logits.log_softmax(-1)
-        if self.guard and not self.guard_checked:
-            self.check_guard(logprobs)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
@@ -6576,11 +5057,6 @@ class RedTeam(Task):
         if len(tokens) < self.config.shortest_attack:
             return np.full_like(logprobs, self.RULED_OUT / len(tokens))
         return logprobs
-
-    def vectors(self, responses: list[str]) -> np.ndarray:
-        if self.config.near_duplicate_by == "cosine":
-            return self.sentence(responses).numpy()
-        return super().vectors(responses)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
@@ -6602,411 +5078,40 @@ class RedTeam(Task):
         return metrics
 
 
-TASKS |= {"math": MATH, "tldr": TLDR, "redteam": RedTeam}
+TASKS["redteam"] = RedTeam
+
+
+# ================================================================================== 21. Warm start
 
 
 @dataclass
-class Problem:
-    """What every process needs to know before a model is loaded; travels to the Searchers."""
+class WarmStartFlags:
+    """The settings of supervised fine-tuning before training."""
 
-    task: Task | None
-    tokenizer: Any
-    prompts: list[np.ndarray]  # training prompts, each (P,) int32
-    held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
-    end_tokens: list[int]  # a response closes with one of these
-    shape: tuple[int, int, int]  # of the policy: layers, width, vocabulary
-    parameters: int  # how many the policy has
-    judge_bytes: int  # of all other models that a Searcher loads
-    kv_cache_bytes: int = 2**30  # of each engine of a Searcher; `main` sets what there is room for
-    demonstrations: list = field(default_factory=list)  # --sft_to_buffer: (prompt id, response)
-    left_out: tuple[int, int] = (0, 0)  # training and held-out prompts, by --skip_long_prompts
-    # for the plan of memory: what a packed row keeps for the backward pass, a token; what judges
-    # take while they judge; and what all engines of a Searcher can use of a KV cache (0: unknown)
-    activation_bytes: float = 0.0
-    judging_bytes: int = 0
-    largest_kv_cache: int = 0
-    trainer_share: float = 1.0  # of its GPU's memory, that the Trainer may take; `main` sets it
-    context: float = math.inf  # the most tokens of prompt and response that the policy attends to
-
-    def text(self, tokens: np.ndarray | list[int]) -> str:
-        """The text of a prompt, or of other tokens before which there are none."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def response_text(self, tokens: np.ndarray) -> str:
-        """The text of a response as it stands behind its prompt.
-
-        SentencePiece tokenizers drop the space that a text begins with: "\u2581world" is "world"
-        alone, but " world" behind other tokens. The letter that it is decoded behind, and cut off
-        from, stands for any prompt: unlike its last tokens, it never joins with what follows (as
-        bytes do, of which the tokenizer may make a character).
-        """
-        letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        return self.text([*letter, *tokens.tolist()])[len(self.text(letter)) :]
-
-    def probes(self) -> list[np.ndarray]:
-        """Fixed sequences that Trainer and Searchers score to compare their weights."""
-        return [tokens[:16] for tokens in self.prompts[:4] if len(tokens) > 1]
-
-    def doubts(self, config: Config) -> Iterator[str]:
-        """Settings that, with so few prompts, make a run learn badly: a sentence each."""
-        B = config.prompts_per_step
-        K = config.trained_per_prompt
-        prompts = len(self.prompts)
-        initial = config.initial_trajectories
-        if prompts < B and initial < B * K and not config.synchronous:
-            text = f"a batch of {B} x {K} = {B * K} repeats trajectories: there are {prompts} "
-            yield f"--initial_trajectories {initial}: {text}training prompt(s); raise it"
-
-    def checksum(self) -> int:
-        """A checksum of the training examples, to which a checkpoint's replay buffer belongs.
-
-        Its trajectories are responses to their prompts, and its rewards compare with their answers.
-        """
-        prompts = np.concatenate([*self.prompts, [len(self.prompts)]]).astype(np.int64)
-
-        def type_name(value: Any) -> str:
-            """Stands for a value that JSON does not know; only a task file's task has such."""
-            return type(value).__name__
-
-        examples = json.dumps(self.task.train, default=type_name, skipkeys=True)
-        return zlib.crc32(examples.encode(), zlib.crc32(prompts))
-
-
-def end_tokens(model_config: Any, tokenizer: Any) -> list[int]:
-    """The tokens that close a response: the model's, of which there may be several, and EOS."""
-    ends = set(np.ravel(model_config.eos_token_id).tolist())
-    ends.add(tokenizer.eos_token_id)
-    ends.discard(None)
-    return sorted(ends)
-
-
-def read_model(
-    flag: str, config: Config, kind: Any = transformers.AutoModel
-) -> tuple[Any, Any, nn.Module]:
-    """Configuration, tokenizer and, without weights, the model that a flag names."""
-    model_config = read_config(flag, getattr(config, flag), config)
-    tokenizer = read_tokenizer(flag, config)
-    options = {"trust_remote_code": config.trust_remote_code}
-    build = partial(kind.from_config, model_config, **options)
-    if kind is transformers.AutoModelForCausalLM:
-        build = partial(with_attention, build, model_config)
-    with torch.device("meta"):  # nothing is allocated, and no weights are downloaded
-        return model_config, tokenizer, loading(flag, getattr(config, flag), build)
-
-
-def encode_prompts(
-    task: Task, split: str, examples: list[dict], context: float
-) -> tuple[list[dict], list[np.ndarray]]:
-    """Examples, and the tokens of the prompt of each.
-
-    Raises ValueError if a prompt leaves no room for a response, unless --skip_long_prompts leaves
-    such examples out.
-    """
-    config = task.config
-    rows = [row_name(example, split, index) for index, example in enumerate(examples)]
-    texts = [prompt_text(task, example, row) for example, row in zip(examples, rows, strict=True)]
-    with own_code(config, f"{type(task).__name__}.special_tokens"):
-        encoded = task.tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
-    lengths = [len(ids) for ids in encoded]
-    for row, length in zip(rows, lengths, strict=True):
-        config.need(length, config.source_of(split), f"the prompt of {row} has no tokens")
-    if config.skip_long_prompts:
-        fits = []
-        for n in lengths:
-            in_limits = config.fits_limit(n) and config.fits_total(n)
-            fits.append(in_limits and config.fits_context(n, context))
-        fix = f"no {split} prompt is short enough; lower --max_response_tokens"
-        if config.max_prompt_tokens:
-            fix += f", or raise --max_prompt_tokens {config.max_prompt_tokens}"
-        config.need(any(fits), "skip_long_prompts", fix)
-        examples = list(itertools.compress(examples, fits))
-        encoded = list(itertools.compress(encoded, fits))
-    else:
-        longest = max(lengths)
-        row = rows[lengths.index(longest)]
-        fix = f"the prompt of {row} has {longest} tokens; raise it, or leave long prompts out with "
-        fix += "--skip_long_prompts"
-        config.need(config.fits_limit(longest), "max_prompt_tokens", fix)
-        fix = f"with the prompt of {row} ({longest} tokens) it exceeds the model's context of "
-        fix += f"{context}; lower it, or leave long prompts out with --skip_long_prompts"
-        config.need(config.fits_context(longest, context), "max_response_tokens", fix)
-        least = longest + max(1, config.min_response_tokens)
-        fix = f"the prompt of {row} has {longest} tokens; set at least {least}, or leave long "
-        fix += "prompts out with --skip_long_prompts"
-        config.need(config.fits_total(longest), "max_total_tokens", fix)
-    return examples, [np.array(ids, np.int32) for ids in encoded]
-
-
-def prompt_text(task: Task, example: dict, row: str) -> str:
-    """`task.prompt(example)`; InputError unless it is a text."""
-    name = type(task).__name__
-    if type(task).prompt is Task.prompt and not task.template:
-        raise InputError(f"--task {task.config.task}: {name} has no prompt method and no template")
-    with own_code(task.config, f"{name}.prompt, {row}"):
-        text = task.prompt(example)
-    if not isinstance(text, str):
-        raise task.returned("prompt", text, f"a text ({row})")
-    return text
-
-
-def load_problem(config: Config) -> Problem:
-    """Read and check everything short of weights: tokenizer, model configuration, data, prompts.
-
-    Raises ValueError if a path does not exist, the data do not fit the task, or a prompt and its
-    response would not fit the model's context.
-    """
-    try_objective(config)
-    model_config, tokenizer, policy = read_model("model", config, transformers.AutoModelForCausalLM)
-    ends = end_tokens(model_config, tokenizer)
-    config.need(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
-    task_class = TASKS[config.task]
-    judge_bytes = sum(model_bytes(flag, config) for flag in task_class.models)
-    with own_code(config, f"{task_class.__name__}.__init__"):
-        task = task_class(config, tokenizer)
-        both = task.train and task.held_out
-    config.need(both, "task", "it has no training or held-out examples")
-    if config.lora_rank:
-        check_adapters(policy, config)
-    text_config = model_config.get_text_config()
-    context = context_length(text_config)
-    train, train_prompts = encode_prompts(task, "training", task.train, context)
-    held_out, held_out_prompts = encode_prompts(task, "held-out", task.held_out, context)
-    left_out = (len(task.train) - len(train), len(task.held_out) - len(held_out))
-    task.train = train
-    task.held_out = held_out
-    if task_class.__module__ != __name__ and first_rank():  # it comes from a task file
-        try_task(config, task)
-    longest = max(map(len, train_prompts + held_out_prompts))
-    return Problem(
-        task=task,
-        tokenizer=tokenizer,
-        prompts=train_prompts,
-        held_out=held_out_prompts,
-        end_tokens=ends,
-        shape=(text_config.num_hidden_layers, text_config.hidden_size, text_config.vocab_size),
-        parameters=policy.num_parameters(),
-        judge_bytes=judge_bytes,
-        left_out=left_out,
-        activation_bytes=activation_bytes(config, model_config),
-        judging_bytes=max((judging_bytes(flag, config) for flag in task_class.models), default=0),
-        largest_kv_cache=task_class.engines * largest_kv_cache(config, model_config, longest),
-        context=context,
+    sft_data: str = flag(
+        "", "Fine-tune first on this file, with rows of prompt and response, or of instruction."
     )
+    sft_prompts: str = flag(
+        "", "A file of prompts that the instructions of --sft_data answer, not the task's."
+    )
+    sft_epochs: int = flag(1, "Epochs of the supervised fine-tuning.", 1)
+    sft_batch: int = flag(64, "Rows in a batch of the supervised fine-tuning.", 1)
+    sft_learning_rate: float = flag(
+        2e-5, "Peak learning rate of the supervised fine-tuning.", POSITIVE
+    )
+    sft_warmup: float = flag(
+        0.1,
+        "Share of the fine-tuning's steps in which its learning rate rises; a cosine follows.",
+        0, 1,
+    )  # fmt: skip
+    sft_weight_decay: float = flag(0.0, "Weight decay of matrices in the fine-tuning.")
 
 
-def model_bytes(flag: str, config: Config) -> int:
-    """How many bytes the weights of the judge or victim take that a flag names."""
-    model_config, _, model = read_model(flag, config)
-    if is_language_model(model_config):
-        return model.num_parameters() * config.torch_dtype.itemsize
-    return model.num_parameters() * 4  # classifiers and encoders are loaded in float32
-
-
-def judging_bytes(flag: str, config: Config) -> int:
-    """How many bytes a judge or victim takes while it reads a batch of texts of 600 tokens."""
-    width = read_config(flag, getattr(config, flag), config).get_text_config().hidden_size
-    return 45 * width * 600 * TextModel.BATCH
-
-
-def activation_bytes(config: Config, model_config: Any, length: int = 1021) -> float:
-    """Bytes that the policy's forward pass keeps for the backward pass, for a packed row's token.
-
-    A row's mask grows with its length, of which `length` is a usual one. It is a prime: hardly a
-    dimension of a weight is one, which tells casts of weights apart from what depends on tokens.
-
-    The bytes are counted in a pass over tensors that have shapes but no memory. In a family for
-    which that fails it is 58 (float32: 116) for each layer and unit of width.
-    """
-    shape = model_config.get_text_config()
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return count_activations(config, copy.deepcopy(model_config), length)
-    except Exception:  # whatever a family's own code does that such tensors cannot do
-        return 29.0 * config.torch_dtype.itemsize * shape.hidden_size * shape.num_hidden_layers
-
-
-def count_activations(config: Config, model_config: Any, length: int) -> float:
-    """`activation_bytes`, under FakeTensorMode."""
-    switch_dropout_off(model_config)
-    master_dtype = getattr(torch, config.master_dtype)
-    options = {"trust_remote_code": config.trust_remote_code, "dtype": master_dtype}
-    build = partial(transformers.AutoModelForCausalLM.from_config, model_config, **options)
-    model = with_attention(build, model_config).train()
-    L = int(min(length, context_length(model_config.get_text_config()) - 1))
-    inputs = {"input_ids": torch.zeros(1, L, dtype=torch.long)}
-    inputs["position_ids"] = inputs["input_ids"]
-    inputs["attention_mask"] = torch.ones(1, 1, L, L, dtype=torch.bool)
-    sizes: dict[int, int] = {}  # of what is kept, by its storage
-    kept = []  # so that no storage's address is used again
-
-    def count(tensor: Tensor) -> Tensor:
-        """Note a tensor that is kept; those of weights have no dimension of L."""
-        if L in tensor.shape or tensor.numel() % L == 0:
-            storage = tensor.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
-            kept.append(tensor)
-        return tensor
-
-    mixed = config.dtype == "bfloat16"
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False)
-    with saved_tensors_hooks(count, lambda tensor: tensor), autocast:
-        model.base_model(**inputs, use_cache=False)
-    return sum(sizes.values()) / L
-
-
-def context_length(text_config: Any) -> float:
-    """The most tokens that a model attends to; infinity where its configuration has no limit.
-
-    A window of attention counts as a limit too: the mask of a packed row has none.
-    """
-    context = math.inf
-    for name in ("max_position_embeddings", "sliding_window", "attention_chunk_size"):
-        limit = getattr(text_config, name, None)
-        if limit:
-            context = min(context, limit)
-    return context
-
-
-def load_task_file(path: str) -> None:
-    """Run a Python file that enters tasks in TASKS; Searchers do so too. Raises ValueError."""
-    # by its path and under a name of its own: it may be called like another module
-    name = "task_file_" + re.sub(r"\W", "_", Path(path).stem)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if not os.path.isfile(path) or spec is None:
-        raise ValueError(f"--task_file {path}: no such Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.append(str(Path(path).resolve().parent))  # for what it imports itself
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"--task_file {path}: {line_of(error, spec.origin)}") from None
-
-
-def line_of(error: BaseException, path: str) -> str:
-    """The line of the file `path` from which an exception came, and what it says."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == path]
-    line = lines[-1] if lines else getattr(error, "lineno", 0)  # a SyntaxError has no frame
-    text = f"{type(error).__name__}: {first_line(error)}"
-    return f"line {line}: {text}" if line else text
-
-
-@contextlib.contextmanager
-def own_code(config: Config, function: str) -> Iterator[None]:
-    """Whatever a task file's function raises here becomes one line with its place: InputError."""
-    try:
-        yield
-    except Exception as error:
-        if not config.task_file or str(error).startswith("--"):  # one of ours
-            raise
-        line = line_of(error, os.path.abspath(config.task_file))
-        raise InputError(f"--task_file {config.task_file}: {line} (in {function})") from None
-
-
-def returned(config: Config, function: str, given: Any, must: str) -> InputError:
-    """The error to raise when a task's function or an objective did not return what it must."""
-    own = f"--task_file {config.task_file}" if config.task_file else f"--task {config.task}"
-    shown = " ".join(repr(given).split())
-    if len(shown) >= 200:
-        shown = f"{shown[:200]}..."
-    return InputError(f"{own}: {function} returned {shown}; it must return {must}")
-
-
-def is_number(value: Any, finite: bool = True) -> bool:
-    """Whether it is a number, and a finite one if that is asked."""
-    try:
-        return math.isfinite(value) or not finite
-    except (TypeError, ValueError, OverflowError):
-        return False
-
-
-def try_task(config: Config, task: Task) -> None:
-    """Send a task file's task to a process like a Searcher's, and try it there. Raises InputError.
-
-    One that loads models in its `setup` is only sent; Searchers check what it returns.
-    """
-    name = type(task).__name__
-    try:
-        pickled = pickle.dumps((config, task))
-    except Exception as error:
-        text = f"{name} cannot be pickled, to be sent to Searchers: {first_line(error)}"
-        raise InputError(f"--task_file {config.task_file}: {text}") from None
-    context = mp.get_context("forkserver")
-    here, there = context.Pipe()
-    process = context.Process(target=trial_process, args=(config.task_file, there))
-    with stop_signals_held():
-        process.start()
-    there.close()
-    try:
-        here.send_bytes(pickled)
-        text = here.recv()
-    except (OSError, EOFError):
-        process.join()
-        text = f"--task_file {config.task_file}: {name} ended its process, when it was tried, with "
-        text += f"exit code {process.exitcode}"
-    process.kill()
-    process.join()
-    kill_orphans()  # what the task has started there
-    if text:
-        raise InputError(text)
-
-
-def trial_process(task_file: str, connection: Any) -> None:
-    """The process that `try_task` starts; answers with what is wrong, or nothing."""
-    begin_process()
-    quiet_libraries()
-    text = ""
-    try:
-        load_task_file(task_file)
-        config, task = pickle.loads(connection.recv_bytes())
-        loads_models = task.models or type(task).setup is not Task.setup
-        if not loads_models:
-            task.try_functions()
-    except Exception as error:
-        text = str(error)
-        if not text.startswith("--"):
-            line = line_of(error, os.path.abspath(task_file))
-            text = f"--task_file {task_file}: {line} (in a Searcher's process)"
-    with contextlib.suppress(OSError, EOFError):  # the Trainer may be gone
-        connection.send(text)
-        connection.recv()  # until it is ended
-
-
-def try_objective(config: Config) -> None:
-    """Call the objective on a small batch; InputError unless it returns what it must."""
-    B, K, T = 2, 3, 4
-    random = torch.Generator().manual_seed(0)  # the run's own is left as it is
-    logprobs = -torch.rand(B * K * T, generator=random)
-    rewards = torch.rand(B, K, generator=random)
-    lengths = torch.full((B * K,), T)
-    leaf = logprobs.clone().requires_grad_()
-    log_z = torch.zeros(B, requires_grad=True)
-    batch = Batch(leaf, logprobs, logprobs, lengths, rewards, float(T), log_z)
-    name = f"the objective {config.objective}"
-    with own_code(config, name):
-        given = OBJECTIVES[config.objective](batch, config.at(0))
-    must = "tba.Loss(loss, log_z, metrics): a scalar tensor with a gradient, a tensor (B,), here "
-    must += f"({B},), and a dict of scalar tensors"
-    if not isinstance(given, Loss):
-        raise returned(config, name, given, must)
-    tensors = [given.loss, given.log_z, *given.metrics.values()]
-    good = all(isinstance(tensor, Tensor) for tensor in tensors)
-    good = good and given.loss.shape == () and given.log_z.shape == (B,)
-    good = good and all(tensor.shape == () for tensor in given.metrics.values())
-    if not good or not given.loss.requires_grad:
-        raise returned(config, name, given, must)
-
-
-# ================================================================================= 17. Warm start
-
-
-Demonstration = tuple[int, np.ndarray]  # a prompt's index, tokens (T,) of a response to it
+FLAGS.append(WarmStartFlags)
 
 
 def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) -> list[float]:
-    """Warm start: maximise the log-probability of responses; pairs are (prompt, response) tokens.
+    """Maximise the log-probability of responses; pairs are (prompt, response) tokens.
 
     The optimizer is AdamW. Its learning rate rises linearly over the share --sft_warmup of the
     steps and then decays with a cosine. Returns the loss of each step.
@@ -7020,17 +5125,21 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
         {"params": others, "weight_decay": 0.0},  # biases, and scales of norms
     ]
     optimizer = torch.optim.AdamW(groups_of_weights, lr=config.sft_learning_rate, fused=True)
-    batches = sft_batches(len(pairs), config)
-    steps = len(batches)
-    rising = round(config.sft_warmup * steps)
-    schedule = transformers.get_scheduler("cosine", optimizer, rising, steps)
+    rng = np.random.default_rng(config.seed)
+    batches = []
+    for _ in range(config.sft_epochs):
+        order = rng.permutation(len(pairs))
+        starts = range(0, len(pairs), config.sft_batch)
+        batches += [order[start : start + config.sft_batch] for start in starts]
+    rising = round(config.sft_warmup * len(batches))
+    schedule = transformers.get_scheduler("cosine", optimizer, rising, len(batches))
     losses = []
-    for batch in batches:
-        part = [pairs[i] for i in batch]
-        tokens = sum(len(response) for _, response in part)
-        total = 0.0
-        for loss in sft_losses(policy, part, config):
-            loss = loss / tokens
+    for batch in tqdm(batches, "warm start", mininterval=10, disable=ranks.rank > 0):
+        groups = [(pairs[i][0], [pairs[i][1]]) for i in batch]
+        tokens = sum(len(responses[0]) for _, responses in groups)
+        total = torch.zeros((), device=next(model.parameters()).device)
+        for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
+            loss = -torch.cat(logprobs).sum() / tokens
             (ranks.size * loss).backward()  # FSDP divides by it
             total += loss.detach()
         ranks.add_up(total)
@@ -7042,91 +5151,33 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
     return losses
 
 
-def sft_losses(policy: TokenLogProbs, pairs: Pairs, config: Config) -> Iterator[Tensor]:
-    """The negative log-likelihood of all pairs' response tokens, a scalar per micro-batch.
-
-    Where the policy is sharded they are those of a rank's own share.
-    """
-    groups = [(prompt, [response]) for prompt, response in pairs]
-    for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
-        yield -torch.cat(logprobs).sum()
-
-
-@torch.no_grad()
-def mean_sft_loss(policy: TokenLogProbs, pairs: Pairs, config: Config) -> float:
-    """The mean negative log-likelihood of a response's token."""
-    tokens = sum(len(response) for _, response in pairs)
-    own = sum(float(loss) for loss in sft_losses(policy, pairs, config))
-    return sum(policy.ranks.from_all(own)) / tokens
-
-
-def sft_batches(n: int, config: Config) -> list[np.ndarray]:
-    """Indices of n pairs in batches of --sft_batch, each epoch in a random order of its own."""
-    rng = np.random.default_rng(config.seed)
-    batches = []
-    for _ in range(config.sft_epochs):
-        order = rng.permutation(n)
-        starts = range(0, n, config.sft_batch)
-        batches += [order[start : start + config.sft_batch] for start in starts]
-    return batches
-
-
-def read_rows(name: str, value: str, config: Config) -> list[dict]:
-    """The rows of the first split of the dataset that flag `name` names."""
-    splits = read_dataset(name, value, config)
-    first = next(iter(splits.values()))
-    return loading(name, value, first.to_list)
-
-
-def read_sft_data(config: Config, problem: Problem) -> tuple[Pairs, list[Demonstration]]:
-    """`--sft_data` as pairs (prompt, response + EOS) of tokens, and as demonstrations.
+def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
+    """`--sft_data` as pairs (prompt, response + EOS) of tokens.
 
     A row has `prompt` and `response`, or it has `instruction`, a response to one of the task's own
-    prompts, or to one of the first column of `--sft_prompts`. Demonstrations are the responses of
-    which the task has the prompt; an instruction counts as a response to the task's own prompt,
-    whatever it answered in the pairs. Raises ValueError naming the row that is wrong.
+    prompts, or to one of the first column of `--sft_prompts`. Raises InputError.
     """
     task = problem.task
     rng = np.random.default_rng(config.seed)
-    other_prompts = read_sft_prompts(config)
-    prompt_ids = {tokens.tobytes(): i for i, tokens in enumerate(problem.prompts)}
+    rows = next(iter(read_dataset("sft_data", config).values())).to_list()
+    prompts = [task.prompt(example) for example in task.train]
+    if config.sft_prompts:
+        others = next(iter(read_dataset("sft_prompts", config).values())).to_list()
+        prompts = [str(next(iter(row.values()))) for row in others]
     pairs = []
-    demonstrations = []
-    for row, record in enumerate(read_rows("sft_data", config.sft_data, config)):
-        instruction = record.get("instruction")
-        own = row % len(task.train)  # the task's prompt that an instruction answers
-        if instruction is None:
-            text_of_prompt = record.get("prompt")
-            text_of_response = record.get("response")
-        else:
-            text_of_response = instruction
-            if other_prompts:
-                text_of_prompt = str(rng.choice(other_prompts))
-            else:
-                text_of_prompt = str(task.prompt(task.train[own]))
-        texts = {"prompt": text_of_prompt, "response": text_of_response}
-        wrong = not_text(texts, "prompt", "response")
-        if wrong:
-            fix = "a row needs prompt and response, or instruction"
-            raise ValueError(f"--sft_data {config.sft_data}: row {row}: {wrong} ({fix})")
-        if instruction is not None and not text_of_prompt[-1].isspace():
-            text_of_response = f" {instruction}"  # after the number of a list, say
-        prompt, response = encode_pair(text_of_prompt, text_of_response, problem)
-        pairs.append((prompt, response))
-        prompt_id = own
-        if instruction is None:
-            prompt_id = prompt_ids.get(prompt.tobytes())
-        if prompt_id is not None:
-            demonstrations.append((prompt_id, response))
-    return pairs, demonstrations
-
-
-def read_sft_prompts(config: Config) -> list[str]:
-    """The first column of `--sft_prompts`; empty without that flag."""
-    if not config.sft_prompts:
-        return []
-    rows = read_rows("sft_prompts", config.sft_prompts, config)
-    return [str(next(iter(row.values()))) for row in rows]
+    for i, row in enumerate(rows):
+        instruction = row.get("instruction")
+        prompt = row.get("prompt")
+        response = row.get("response")
+        if isinstance(instruction, str):
+            prompt = str(rng.choice(prompts)) if config.sft_prompts else prompts[i % len(prompts)]
+            # after the number of a list, say
+            response = instruction if prompt[-1:].isspace() else f" {instruction}"
+        whole = isinstance(prompt, str) and isinstance(response, str)
+        fix = f"row {i} needs a text for prompt and response, or for instruction"
+        config.need(whole, "sft_data", fix)
+        pairs.append(encode_pair(prompt, response, problem))
+    return pairs
 
 
 def encode_pair(
@@ -7144,1054 +5195,54 @@ def encode_pair(
     return np.array(prompt, np.int32), np.array(closed, np.int32)
 
 
-def split_sft_pairs(pairs: Pairs, config: Config) -> tuple[Pairs, Pairs]:
-    """A random share --sft_held_out of the pairs, and the others."""
-    order = np.random.default_rng([config.seed, 0x5F7]).permutation(len(pairs))
-    shuffled = [pairs[i] for i in order]
-    count = int(config.sft_held_out * len(pairs))
-    return shuffled[:count], shuffled[count:]
+def check_warm_start(config: Config, problem: Problem) -> None:
+    """Raise InputError if --sft_data cannot be read."""
+    if config.sft_data and not config.resume:
+        read_sft_pairs(config, problem)
 
 
 def warm_start(
-    config: Config, problem: Problem, pairs: Pairs, ranks: Ranks, say: Callable[[str], None]
+    config: Config, problem: Problem, ranks: Ranks, saved: dict, say: Callable[[str], None]
 ) -> None:
-    """Fine-tune `--model` on `--sft_data` first; the result is the policy and the reference.
+    """Fine-tune --model on --sft_data first; the result is the policy and the reference.
 
     All ranks do so together. The model is written to sft/ in the run's folder.
     """
-    torch.manual_seed(config.seed)
-    policy = load_policy(config, torch.float32, ranks, nn.Module.eval)
-    held_out, learned = split_sft_pairs(pairs, config)
-    losses = supervised_fine_tune(policy, learned, config)
-    without_adapters = dataclasses.replace(config, lora_rank=0)
-    weights = saved_weights(policy.model, ranks)
-
-    def write(new: Path) -> None:
-        """Fill the folder, which gets its name once it is complete."""
-        save_model(policy.model, weights, problem, new, without_adapters)
-
-    text = f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps"
-    if held_out:
-        text += f"; of {len(held_out)} held-out rows {mean_sft_loss(policy, held_out, config):.3f}"
-    ranks.first_alone(partial(write_folder, Path(config.output_dir) / "sft", write))
-    say(text)
-
-
-# ================================================================================== 18. Reporting
-
-
-def git_commit() -> str | None:
-    """The commit of this file's repository; None without one, or without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
-
-
-class RunFolder:
-    """The run's folder: its configuration, metrics, evaluations, sampled texts and curves."""
-
-    DRAW_SECONDS = 60  # at least, between two drawings of the curves, which take a second
-
-    HEAD = ("step", "version", "split", "n")  # what a record of an evaluation begins with
-
-    def __init__(self, config: Config, saved: dict[str, Any]) -> None:
-        """A new folder, or one that is cut back to the checkpoint `saved`."""
-        self.config = config
-        self.path = Path(config.output_dir)
-        self.start = time.perf_counter()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.evaluations: list[dict] = []
-        self.unwritten: dict[str, bytes] = {}  # what a full disk did not take
-        self.has_number: dict[str, bool] = {}  # metric -> whether it ever was a finite number
-        self.drawn_at = -math.inf  # when curves.png was drawn
-        packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
-        installed = [name for name in packages if any(metadata.distributions(name=name))]
-        record = {
-            "config": config.said,
-            "resolved": dataclasses.asdict(config),
-            "versions": {name: metadata.version(name) for name in installed},
-            "git_commit": git_commit(),
-            "command": sys.argv,
-        }
-        if saved:
-            record["resumed_from"] = saved["path"].name
-            self.start -= saved["seconds"]
-            self.cut_back(saved)
-        self.replace("config.json", json.dumps(record, indent=2) + "\n")
-        options = {"total": config.steps, "initial": saved.get("step", 0)}
-        if not sys.stderr.isatty():  # a line every 30 seconds
-            options |= {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
-        self.bar = tqdm(**options)
-
-    def cut_back(self, past: dict[str, Any]) -> None:
-        """Forget what was written after the checkpoint."""
-        evaluated = past["evaluation"]["done_at"]  # None: no evaluation was complete
-        self.cut_file("metrics.jsonl", past["step"])
-        self.cut_file("completions.jsonl", past["step"])
-        self.evaluations = self.cut_file("eval.jsonl", -1 if evaluated is None else evaluated)
-
-    def cut_file(self, name: str, last: int) -> list[dict]:
-        """Cut a .jsonl file back to the records up to step `last`, and return these."""
-        damaged: list[int] = []
-        found = list(self.records(name, damaged))
-        if damaged:
-            text = f"lines without a record are left out: {', '.join(map(str, damaged))}"
-            print(f"warning: {self.path / name}: {text}", file=sys.stderr)
-        kept = [record for record in found if record["step"] <= last]
-        self.replace(name, "".join(json.dumps(record) + "\n" for record in kept))
-        return kept
-
-    def replace(self, name: str, text: str) -> None:
-        """Write a file of the folder anew. At any time it is the old one or the new one, whole."""
-        temporary = self.path / f".{name}"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.rename(self.path / name)
-
-    def records(self, name: str, damaged: list[int] | None = None) -> Iterator[dict]:
-        """The records of a .jsonl file, without lines that a full disk or a kill has damaged.
-
-        The numbers of the damaged lines are added to `damaged`.
-        """
-        path = self.path / name
-        source = path if path.exists() else os.devnull
-        with open(source, encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, 1):
-                record = None
-                with contextlib.suppress(ValueError):
-                    record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    yield record
-                elif damaged is not None:
-                    damaged.append(number)
-
-    def seconds(self) -> float:
-        """Time that the run has taken."""
-        return time.perf_counter() - self.start
-
-    def say(self, text: str) -> None:
-        """Print a line, above the progress bar where there is a terminal."""
-        write = self.bar.write if sys.stderr.isatty() else print
-        write(text, file=sys.stderr)
-
-    def progress(self, text: str, step: int = 0) -> None:
-        """Show how far the run is."""
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(max(0, step - self.bar.n))
-
-    def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null."""
-
-        def null(constant: str) -> None:
-            """Stands for NaN, Infinity and -Infinity."""
-
-        clean = json.loads(json.dumps(record), parse_constant=null)
-        self.append_text(name, json.dumps(clean) + "\n")
-
-    def append_text(self, name: str, text: str) -> None:
-        """Add text to a file of the folder.
-
-        What a full disk does not take is kept, and written when more is added.
-        """
-        earlier = self.unwritten.pop(name, b"")
-        rest = earlier + text.encode(errors="replace")
-        try:
-            with open(self.path / name, "ab", buffering=0) as file:
-                while rest:
-                    rest = rest[file.write(rest) :]
-        except OSError as error:
-            self.unwritten[name] = rest
-            if not earlier:
-                self.say(f"warning: {self.path / name}: {error}; will try again")
-
-    def write_metrics(self, metrics: dict) -> None:
-        """One optimizer step: to metrics.jsonl and the progress line."""
-        self.append("metrics.jsonl", metrics)
-        self.note_numbers("", metrics)
-        shown = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
-        shown += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
-        if self.evaluations:
-            name, value = next(iter(self.metrics_of(self.evaluations[-1]).items()))
-            shown += f", {name} {value:.3f}"
-        self.progress(shown, metrics["step"])
-
-    def write_evaluation(self, record: dict) -> None:
-        """One evaluation: to eval.jsonl and the terminal."""
-        metrics = self.metrics_of(record)
-        self.append("eval.jsonl", record)
-        self.note_numbers("held-out ", metrics)
-        self.evaluations.append(record)
-        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self.say(f"step {record['step']}: {values} ({record['n']} held-out prompts)")
-
-    def metrics_of(self, record: dict) -> dict[str, float]:
-        """The metrics of an evaluation's record, without its HEAD."""
-        return {name: value for name, value in record.items() if name not in self.HEAD}
-
-    def note_numbers(self, prefix: str, metrics: dict) -> None:
-        """Remember which metrics have ever been finite numbers."""
-        for name, value in metrics.items():
-            ever = self.has_number.get(prefix + name, False)
-            self.has_number[prefix + name] = ever or math.isfinite(value)
-
-    def warn_of_missing_numbers(self) -> None:
-        """At the end of a run: name the metrics that were never a finite number."""
-        never = [name for name, ever in self.has_number.items() if not ever]
-        if never:
-            self.say(f"warning: never a finite number in this run: {', '.join(never)}")
-
-    def write_answers(self, step: int, answers: list[tuple[str, str, dict]]) -> None:
-        """Some (prompt, answer, record) of an evaluation, as text to be read."""
-        text = ""
-        for number, (prompt, answer, record) in enumerate(answers, 1):
-            metrics = {k: v for k, v in record.items() if isinstance(v, int | float)}
-            values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-            text += f"======== step {step}, held-out prompt {number}: {values}\n"
-            text += f"{prompt}\n-------- answer\n{answer}\n\n"
-        self.append_text("eval_answers.txt", text)
-
-    def draw_curves(self) -> None:
-        """Draw curves.png from metrics.jsonl and eval.jsonl."""
-        self.drawn_at = time.monotonic()
-        from matplotlib.figure import Figure  # no global state, no display
-        from matplotlib.ticker import LogLocator
-
-        curves_of = {
-            "reward": ["reward"],
-            "loss": ["loss"],
-            "KL of the generating policy to the reference, nats": ["kl"],
-            "staleness, optimizer steps": ["staleness_mean", "staleness_max"],
-            "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
-            "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
-        }
-        trained = self.columns_of_metrics(["step", *itertools.chain(*curves_of.values())])
-        held_out = self.columns_of_evaluations()
-        panels = len(curves_of) + len(self.metrics_of(held_out))
-        columns = math.ceil(panels / 2)
-        figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        for title, names in curves_of.items():
-            panel = len(figure.axes) + 1
-            axes = figure.add_subplot(2, columns, panel, xlabel="optimizer step")
-            for name in names:
-                axes.plot(trained["step"], trained[name], "-", lw=1, label=name)
-            if "staleness" in title:  # the oldest trajectory's is many times the mean
-                axes.set_yscale("symlog", linthresh=1, linscale=0.5)
-                axes.yaxis.set_major_formatter("{x:g}")
-            if len(names) > 1:
-                axes.set_ylim(bottom=0)
-                axes.legend(fontsize=8)
-            if title == "loss" and self.config.objective == "tb":  # it is never negative
-                axes.set_yscale("log")
-                low, high = axes.get_ylim()
-                subs = (1, 2, 5) if high < 1e3 * low else (1,)
-                axes.yaxis.set_major_locator(LogLocator(subs=subs))
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter("")
-            axes.set_title(title, fontsize=10)
-        for name, values in self.metrics_of(held_out).items():
-            panel = len(figure.axes) + 1
-            axes = figure.add_subplot(2, columns, panel, xlabel="optimizer step")
-            axes.plot(held_out["step"], values, "o-", lw=1)
-            axes.set_title(f"held out: {name.replace('_', ' ')}", fontsize=10)
-        for axes in figure.axes:
-            axes.locator_params("x", integer=True)
-            axes.grid(alpha=0.3)
-        with contextlib.suppress(OSError):  # a full disk, perhaps
-            figure.savefig(self.path / "curves.png", dpi=110)
-        figure.clear()  # or its data, of all steps, are kept until the next is drawn
-        gc.collect()  # figures are full of cycles; drawn often, they pile up
-
-    def columns_of_metrics(self, names: list[str]) -> dict[str, np.ndarray]:
-        """These metrics of metrics.jsonl, each (steps,); of a long run no others are held."""
-        records = self.records("metrics.jsonl")
-        rows = [np.array([record.get(name) for name in names], float) for record in records]
-        columns = np.reshape(rows, (-1, len(names))).T
-        return dict(zip(names, columns, strict=True))
-
-    def columns_of_evaluations(self) -> dict[str, list]:
-        """What evaluations recorded, a list by name; nan where a metric is not in a record.
-
-        Names are the first record's: a task's metrics may change from one to the next.
-        """
-        records = [record for record in self.evaluations if record.get("split") == "held_out"]
-        columns = {}
-        if records:
-            for name in records[0]:
-                columns[name] = [record.get(name, math.nan) for record in records]
-        return columns
-
-    def summary(self) -> str:
-        """What is printed at the end of a run: metrics before and after, and where curves are."""
-        curves = f"curves: {self.path / 'curves.png'}"
-        if not self.evaluations:  # a finished run was resumed, and its eval.jsonl was lost
-            return curves
-        first = self.evaluations[0]
-        last = [record for record in self.evaluations if record["split"] == "held_out"][-1]
-        whole = self.evaluations[-1]  # of all held-out prompts, where --eval_samples are fewer
-        names = [name for name in self.metrics_of(first) if name in last and name in whole]
-        if self.config.eval_only:
-            return "\n".join(f"{name}: {first[name]:.4g}" for name in names)
-        lines = []
-        for name in names:
-            change = f"{first[name]:.4g} before -> {last[name]:.4g} after {last['step']} steps"
-            lines.append(f"{name}: {change}")
-        if whole is not last:
-            values = ", ".join(f"{name} {whole[name]:.4g}" for name in names)
-            lines.append(f"on all {whole['n']} held-out prompts: {values}")
-        lines.append(curves)
-        return "\n".join(lines)
-
-
-def log_step(trainer: Trainer, stats: dict[str, float]) -> None:
-    """Write a step's metrics, with what the Searchers did meanwhile, and a sampled response."""
-    config = trainer.config
-    sync = trainer.sync
-    buffer = trainer.buffer
-    trajectories = [t for group in trainer.new_groups for t in group.trajectories]
-    if trajectories:
-        trainer.arrivals = arrival_metrics(trajectories)
-        write_completion(trainer, trajectories[-1])
-    alive = [s for s in trainer.searchers if s.process]
-    rates = [s.rates() for s in alive]
-    metrics = {
-        "step": trainer.step,
-        "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
-        "seconds": trainer.folder.seconds(),
-        **trainer.arrivals,
-        **stats,
-        "buffer_prompts": len(buffer.trajectories),
-        "buffer_trajectories": len(buffer),
-        "queue_depth": trainer.queue_depth,
-        "version": sync.version,
-        "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(alive)),
-        "generated_tokens_per_second": sum(tokens for _, tokens in rates),
-        "sync_seconds": sync.seconds,
-        "sync_wait_seconds": trainer.sync_wait_seconds,
-        "logprob_gap": max(s.logprob_gap for s in trainer.searchers),
-        "searchers_alive": len(alive),
-    }
-    trainer.folder.write_metrics(metrics)
-    trainer.learner.accelerator.log(metrics, step=trainer.step)
-    trainer.new_groups = []
-    trainer.queue_depth = 0
-    trainer.sync_wait_seconds = 0.0
-    sync.seconds = 0.0
-
-
-def arrival_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Means over the trajectories that arrived since the last step.
-
-    If the reference was reset meanwhile, they are of those that the new one scored.
-    """
-    newest = max(t.reference for t in trajectories)
-    trajectories = [t for t in trajectories if t.reference == newest]
-    kl = [t.logprobs.sum() - t.ref_logprob for t in trajectories]  # of the policy that generated
-    return {
-        "reward": float(np.mean([t.reward for t in trajectories])),
-        "kl": float(np.mean(kl)),
-        "response_length": float(np.mean([len(t.tokens) for t in trajectories])),
-        "eos_fraction": float(np.mean([t.ended for t in trajectories])),
-    }
-
-
-def write_completion(trainer: Trainer, t: Trajectory) -> None:
-    """Add a trajectory to completions.jsonl."""
-    problem = trainer.problem
-    record = {
-        "step": trainer.step,
-        "version": t.version,
-        "prompt": problem.text(problem.prompts[t.prompt_id]),
-        "response": problem.response_text(t.tokens),
-        "reward": t.reward,
-    }
-    trainer.folder.append("completions.jsonl", record)
-
-
-def data_is_missing(trainer: Trainer) -> bool:
-    """Whether all stored data is trained on again and again, with none to come.
-
-    That is: no Searcher is at work, and each stored trajectory was seen twice on average since
-    the last group arrived.
-    """
-    config = trainer.config
-    steps = trainer.step - trainer.arrival_step
-    seen = steps * config.prompts_per_step * config.trained_per_prompt
-    if seen < 2 * len(trainer.buffer):
-        return False
-    return not any(trainer.at_work(s) for s in trainer.searchers)
-
-
-def notice_missing_data(trainer: Trainer) -> None:
-    """Where data is missing, say so once; with --wait_for_searchers, wait for new data."""
-    if not data_is_missing(trainer):
+    if not config.sft_data:
         return
-    config = trainer.config
-    if not trainer.told_of_missing_data:
-        trainer.told_of_missing_data = True
-        steps = trainer.step - trainer.arrival_step
-        does = "waits for more than" if config.wait_for_searchers else "goes on with"
-        trainer.folder.say(
-            f"warning: step {trainer.step}: no Searcher is at work, and nothing has arrived for "
-            f"{steps} steps; training {does} the {len(trainer.buffer)} stored trajectories "
-            "(see --wait_for_searchers)"
-        )
-
-    def new_data() -> bool:
-        """Take what has arrived, and tell whether a group was among it."""
-        trainer.collect()
-        trainer.ask_for_withheld_data()
-        return trainer.arrival_step == trainer.step
-
-    if config.wait_for_searchers:
-        trainer.wait_for(new_data)
-
-
-def gpu_gib() -> float:
-    """Memory of the smallest GPU that this process sees; nan without one, or if it is unknown."""
-    if not torch.cuda.device_count():
-        return math.nan
-    # not asked of PyTorch, which would start CUDA before the Manager is forked
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        if visible:
-            query += ["-i", visible]
-        mebibytes = subprocess.check_output(query, text=True, timeout=60).split()
-        return min(map(float, mebibytes)) / 1024
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        text = f"nvidia-smi does not tell the GPUs' memory ({first_line(error)})"
-        fix = "vLLM's KV cache has 1 GiB unless --kv_cache_gib says more"
-        print(f"warning: {text}: no plan is made of it, and {fix}", file=sys.stderr)
-        return math.nan
-
-
-@dataclass
-class MemoryPlan:
-    """What the Trainer and each Searcher take of memory, in GiB: estimates, but for weights."""
-
-    trainer: dict[str, float]  # GiB by what takes them
-    searcher: dict[str, float]
-    kv_cache: float  # GiB that a Searcher's engines have for vLLM's KV cache
-    gpu: float  # GiB of the smallest GPU; nan without GPUs
-    shared: bool  # the Trainer and the Searcher share one GPU
-
-    @property
-    def trainer_share(self) -> float:
-        """What the Trainer may take of its GPU's memory, at most: all that no Searcher takes."""
-        if not self.shared or math.isnan(self.gpu):
-            return 1.0
-        rest = self.gpu - sum(self.searcher.values()) - self.kv_cache
-        return min(1.0, max(rest, sum(self.trainer.values())) / self.gpu)
-
-
-UNFORESEEN = 0.07  # share of a GPU's memory that the plan leaves free
-LEAST_KV_CACHE = 0.5  # GiB
-
-
-def memory_plan(
-    config: Config, problem: Problem, gpu: float, shared: bool, ranks: int = 1
-) -> MemoryPlan:
-    """Plan the memory of GPUs of `gpu` GiB, where vLLM's KV cache gets what is left; sets nothing.
-
-    The Trainer's policy is sharded over so many `ranks`.
-
-    Where the plan does not fit, the cache has LEAST_KV_CACHE and `memory_doubts` says more.
-    """
-    trainer = trainer_memory(config, problem, gpu, ranks)
-    searcher = searcher_memory(config, problem, gpu, shared)
-    taken = sum(searcher.values())
-    if shared:
-        taken += sum(trainer.values())
-    if config.kv_cache_gib:
-        kv_cache = config.kv_cache_gib
-    elif gpu > 0:
-        left = (1 - UNFORESEEN) * gpu - taken
-        kv_cache = max(LEAST_KV_CACHE, left)
-        if problem.largest_kv_cache:
-            kv_cache = min(kv_cache, problem.largest_kv_cache / 2**30)
-    else:
-        kv_cache = 1.0
-    return MemoryPlan(trainer, searcher, kv_cache, gpu, shared)
-
-
-def trainer_memory(config: Config, problem: Problem, gpu: float, ranks: int) -> dict[str, float]:
-    """What the Trainer takes of its GPU's memory, in GiB; its rank 0, where it has several."""
-    N = problem.parameters
-    layers, H, V = problem.shape
-    itemsize = config.torch_dtype.itemsize
-    weights = N * getattr(torch, config.master_dtype).itemsize / ranks
-    trained = 0 if config.lora_rank else weights  # adapters are small
-    # autocast's copies of the weights are kept too, but for blocks that are recomputed
-    casts = 0
-    gathered = 0
-    if ranks > 1:
-        # embedding and head, and two layers; their gradients, in float32, but for one of these
-        ends = 2 * V * H
-        layer = (N - ends) / layers
-        gathered = itemsize * (ends + 2 * layer) + 4 * (ends + layer)
-    elif config.dtype != config.master_dtype and not config.gradient_checkpointing:
-        casts = N * itemsize
-    kept = problem.activation_bytes  # for the backward pass, a token
-    if config.gradient_checkpointing:
-        kept = 4 * H * layers + kept / layers
-    chunk = 4 * TokenLogProbs.CHUNK * V  # bytes of the logits computed at a time
-    parts = {
-        "weights": weights,
-        "gradients": trained,
-        "optimizer": 2 * trained,
-        "casts": casts,
-        "gathered": gathered,
-        "activations": kept * config.tokens_per_microbatch + 5 * chunk,
-        "snapshot": N * itemsize,  # a Searcher that shares the GPU reads it where it is
-        "CUDA": 2**30 if gpu > 0 else 0,  # its context
-    }
-    return in_gib(parts)
-
-
-def searcher_memory(config: Config, problem: Problem, gpu: float, shared: bool) -> dict[str, float]:
-    """What a Searcher takes of its GPU's memory, in GiB, without vLLM's KV cache."""
-    N = problem.parameters
-    layers, H, V = problem.shape
-    itemsize = config.torch_dtype.itemsize
-    chunk = 4 * TokenLogProbs.CHUNK * V  # bytes of the logits computed at a time
-    # without gradients a little more than half of what a layer would keep is there at a time
-    block = 0.55 * problem.activation_bytes / layers
-    parts = {
-        "policy": N * itemsize,
-        "reference": N * itemsize,
-        "reload": H * V * itemsize,  # vLLM's copy of the largest tensor that it loads
-        "judges": problem.judge_bytes,
-        "judging": problem.judging_bytes,
-        "scoring": block * config.tokens_per_microbatch + 3 * chunk,
-        "staging": 0 if shared else N * itemsize,
-        "CUDA": 2 * 2**30 if gpu > 0 else 0,  # its context, and vLLM's CUDA graphs
-    }
-    return in_gib(parts)
-
-
-def in_gib(parts: dict[str, float]) -> dict[str, float]:
-    """Parts of memory in GiB instead of bytes, without those that take none."""
-    return {name: size / 2**30 for name, size in parts.items() if size}
-
-
-def kv_cache_bytes(config: Config, memory: MemoryPlan) -> int:
-    """The size of vLLM's KV cache in each engine of a Searcher."""
-    return int(memory.kv_cache * 2**30 / TASKS[config.task].engines)
-
-
-def memory_doubts(config: Config, memory: MemoryPlan) -> Iterator[str]:
-    """What does not fit by the plan, with the flag to change, in a sentence each."""
-    room = (1 - UNFORESEEN) * memory.gpu
-    trainer = sum(memory.trainer.values())
-    searcher = sum(memory.searcher.values()) + memory.kv_cache
-    if memory.shared:
-        needs = {"Trainer and the Searcher together need": trainer + searcher}
-    else:
-        needs = {"Trainer needs": trainer, "Searcher needs": searcher}
-    for who, gib in needs.items():
-        missing = gib - room
-        if not missing > 1e-6:  # the cache may fill the room exactly; nan without GPUs
-            continue
-        if "Searcher" in who and config.kv_cache_gib - LEAST_KV_CACHE > missing:
-            flag_name = "kv_cache_gib"
-            fix = "lower it"
-        elif "Trainer" in who and memory.trainer["activations"] > missing:
-            flag_name = "tokens_per_microbatch"
-            fix = "lower it, or set --gradient_checkpointing True"
-        else:
-            flag_name = "model"
-            fix = "choose a smaller one"
-        text = f"the {who} about {missing:.1f} GiB more than a GPU of {memory.gpu:.1f} GiB has"
-        yield f"--{flag_name} {getattr(config, flag_name)}: {text}; {fix}"
-
-
-def memory_text(memory: MemoryPlan, ranks: int = 1) -> str:
-    """The plan of memory in words."""
-    processes = {"Trainer": memory.trainer}
-    if ranks > 1:
-        others = {name: gib for name, gib in memory.trainer.items() if name != "snapshot"}
-        processes = {"Trainer's rank 0": memory.trainer, "each other rank": others}
-    processes["each Searcher"] = memory.searcher | {"KV cache": memory.kv_cache}
-    lines = []
-    for name, parts in processes.items():
-        shown = ", ".join(f"{part} {gib:.3g}" for part, gib in parts.items())
-        lines.append(f"{name} {sum(parts.values()):.3g} GiB: {shown}")
-    return "memory     " + "\n           ".join(lines)
-
-
-def plan(config: Config, problem: Problem | None, memory: MemoryPlan | None, ranks: int = 1) -> str:
-    """The run in words and numbers, for --dry_run and the start of every run.
-
-    `problem` and `memory` are None where the data are not there to be read.
-    """
-    gpus = torch.cuda.device_count()
-    here = ranks_here()
-    M = config.num_searchers
-    B = config.prompts_per_step
-    K = config.trained_per_prompt
-    S = config.searched_per_prompt
-    where = "the CPU"
-    if gpus == 1:
-        where = "one GPU"
-    elif gpus > 1:
-        where = f"GPUs 0 and 1-{M}" if here == 1 else f"GPUs 0-{here - 1} and {here}-{here + M - 1}"
-    way = "by Gloo"
-    if gpus >= M + here:
-        way = "by NCCL"
-    elif gpus:
-        way = "in memory of both"
-    mode = "lockstep" if config.synchronous else f"m = {config.recent_probability}"
-    trainer = "Trainer" if ranks == 1 else f"Trainer of {ranks} ranks"
-    text = f"""\
-task       {config.task}: {config.model} on {config.dataset or "its own prompt"}
-devices    {trainer} and {M} Searcher(s) on {where}, {config.engine}, {config.dtype}, weights \
-{way} every {config.sync_every} steps ({config.on_sync})
-searching  S = {S} responses per prompt of at most {config.max_response_tokens} tokens \
-at temperature {config.temperature}; {config.initial_trajectories} before the first step
-training   {config.steps} steps of B x K = {B} x {K} = {B * K} trajectories, {mode}, \
-{config.objective}, beta {config.beta}, tau {config.tau}"""
-    if problem:
-        text += f"""
-data       {len(problem.prompts):,} training prompts of at most \
-{max(map(len, problem.prompts))} tokens, {len(problem.held_out):,} held out"""
-        if config.skip_long_prompts:
-            train, held_out = problem.left_out
-            text += f"\n           left out as too long: {train:,} training and "
-            text += f"{held_out:,} held-out prompts"
-        text += f"\nmodel      {problem.parameters / 1e6:,.3g} M parameters"
-    if memory:
-        text += f"\n{memory_text(memory, ranks)}"
-    return f"{text}\noutput     {config.output_dir}"
-
-
-# ============================================================================ 19. Checks and main
-
-
-def resolve(config: Config) -> None:
-    """Make paths absolute, then put definite values where a setting says "choose for me".
-
-    `said` keeps the settings as they were before that: a resumed run resolves them anew.
-    """
-    # two runs that start in the same second have folders of their own
-    default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{secrets.token_hex(3)}")
-    config.output_dir = os.path.abspath(config.output_dir or default)
-    for name, value in vars(config).items():
-        named = name.endswith(("model", "tokenizer", "data", "prompts", "dataset", "file"))
-        if named and isinstance(value, str) and os.path.exists(value):
-            setattr(config, name, os.path.abspath(value))
-    config.said = dataclasses.asdict(config)
-    gpus = torch.cuda.device_count()
-    if config.engine == "auto":
-        config.engine = "vllm" if vllm_can_run() else "transformers"
-    if config.dtype == "auto":
-        config.dtype = "bfloat16" if gpus else "float32"
-    if not config.num_searchers:
-        config.num_searchers = max(1, gpus - ranks_here())
-    if not config.logprob_tolerance:
-        # in bfloat16 the rounding of hidden states alone gives nearly 0.5 (bench/README.md)
-        config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 0.5
-    if config.data_flow == "published":
-        config.on_sync = "drain"
-
-
-def check_settings(config: Config) -> None:
-    """Raise ValueError naming flag, value and fix of a resolved setting that cannot work."""
-    check_task(config)
-    check_choices(config)
-    check_ranges(config)
-    check_schedules(config)
-    check_output(config)
-    check_combinations(config)
-    check_machine(config)
-
-
-def check_task(config: Config) -> None:
-    """Raise ValueError unless --task names a usable class."""
-    need = config.need
-    need(config.task in TASKS, "task", f"choose one of {', '.join(TASKS)}")
-    task = TASKS[config.task]
-    derived = isinstance(task, type) and issubclass(task, Task)
-    need(derived, "task", f"tba.TASKS has {task!r} there; enter a class derived from tba.Task")
-    fix = f"the columns of {task.__name__} are {task.columns!r}; they must be a tuple"
-    need(isinstance(task.columns, tuple | list), "task", fix)
-    known = all(hasattr(config, name) for name in task.models)
-    need(known, "task", f"{task.__name__}.models names {task.models}; all must be flags")
-
-
-def check_choices(config: Config) -> None:
-    """Raise ValueError unless what is chosen by its name exists, and model and data have one."""
-    need = config.need
-    need(config.objective in OBJECTIVES, "objective", f"choose one of {', '.join(OBJECTIVES)}")
-    need(config.engine in ENGINES, "engine", f"choose one of auto, {', '.join(ENGINES)}")
-    known_rule = config.replay_rule in ("", *REPLAY_RULES)
-    need(known_rule, "replay_rule", f"choose one of {', '.join(REPLAY_RULES)}")
-    need(config.model, "model", "name a local folder or a hub model")
-    reads_dataset = TASKS[config.task].columns
-    if reads_dataset:
-        need(config.dataset, "dataset", "name a hub dataset, a folder or a file")
-
-
-def check_ranges(config: Config) -> None:
-    """Raise ValueError unless every number is between its flag's least and most value."""
-    need = config.need
-    for setting in dataclasses.fields(config):
-        value = getattr(config, setting.name)
-        if not isinstance(value, int | float):
-            continue
-        least_or_flag = setting.metadata["least"]
-        if isinstance(least_or_flag, str):  # no less than that other flag
-            least = getattr(config, least_or_flag)
-            lower_bound = f"at least --{least_or_flag} {least}"
-        else:
-            least = least_or_flag
-            lower_bound = "greater than 0" if least == POSITIVE else f"at least {least}"
-        most = setting.metadata["most"]
-        upper_bound = "less than 1" if most == BELOW_1 else f"at most {most}"
-        need(math.isfinite(value), setting.name, "must be a finite number")
-        need(value >= least, setting.name, f"must be {lower_bound}")
-        need(value <= most, setting.name, f"must be {upper_bound}")
-    fix = f"must be at least --min_response_tokens {config.min_response_tokens}"
-    need(config.max_response_tokens >= config.min_response_tokens, "max_response_tokens", fix)
-
-
-def check_schedules(config: Config) -> None:
-    """Raise ValueError unless all schedules can be read and have values above 0."""
-    need = config.need
-    for name in SCHEDULED:
-        try:
-            values = [value for _, value in parse_schedule(getattr(config, name))]
-        except ValueError:
-            values = []
-        good = values and all(0 < value < math.inf for value in values)
-        fix = "write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; values above 0"
-        need(good, name, fix)
-    if config.lr_schedule == "warmup_stable_decay":
-        need(config.decay_steps, "decay_steps", "warmup_stable_decay needs 1 or more")
-
-
-def check_output(config: Config) -> None:
-    """Raise ValueError unless the run's folder can be made, and is free or resumed."""
-    folder = Path(config.output_dir)
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
-    writable = parent.is_dir() and os.access(parent, os.W_OK)
-    config.need(writable, "output_dir", f"{parent} is no folder that can be written to")
-    check_folder(config)
-
-
-def check_combinations(config: Config) -> None:
-    """Raise ValueError if a setting contradicts another one, or lacks what it needs."""
-    need = config.need
-    if config.eval_only:
-        need(not config.resume, "resume", "leave out --eval_only")
-    if config.near_duplicate_by == "cosine":
-        has_vectors = config.task == "redteam"
-        need(has_vectors, "near_duplicate_by", "only --task redteam has vectors; use edit")
-    task = TASKS[config.task]
-    if config.eval_responses > 1:
-        sampled = config.eval_temperature is not None or not task.greedy_evaluation
-        need(sampled, "eval_responses", "greedy ones are all the same; set --eval_temperature")
-    if config.eval_temperature is not None and task.wants_logprobs:
-        fix = f"the kl of --task {config.task} is measured at temperature 1; choose 1"
-        need(config.eval_temperature == 1, "eval_temperature", fix)
-    if config.eval_dataset:
-        fix = f"--task {config.task} is evaluated on its own prompts; leave it out"
-        need(task.columns, "eval_dataset", fix)
-    if config.report_to != "none":
-        installed = any(metadata.distributions(name=config.report_to))
-        need(installed, "report_to", f"is not installed; pip install {config.report_to}")
-    if config.lora_targets:
-        need(config.lora_rank, "lora_targets", "needs --lora_rank")
-    if config.remote_searchers:
-        need(config.bind, "remote_searchers", "needs --bind")
-        need(not config.synchronous, "remote_searchers", "leave out --synchronous")
-    if config.lag:
-        need(config.synchronous, "lag", "needs --synchronous")
-    if config.synchronous_replay:
-        need(config.synchronous, "synchronous_replay", "needs --synchronous")
-        need(not config.lag, "lag", "leave it out, or --synchronous_replay")
-    if config.dtype == "float32":
-        need(config.master_dtype == "float32", "master_dtype", "needs --dtype bfloat16")
-    if config.on_sync == "recompute":
-        need(config.engine == "vllm", "on_sync", "only vLLM recomputes; choose keep or drain")
-
-
-def check_machine(config: Config) -> None:
-    """Raise ValueError if this machine lacks a port, a GPU or an engine that the run needs."""
-    need = config.need
-    if config.bind:
-        try:
-            address, _ = peer_address("bind", config.bind)
-            socket.create_server(address).close()
-        except OSError as error:
-            need(False, "bind", f"{error.strerror}; name a free port of this machine")
-    gpus = torch.cuda.device_count()
-    if gpus:
-        if torch.version.hip:
-            raise ValueError(f"PyTorch {torch.__version__} is for ROCm; install one for CUDA")
-        if config.engine == "vllm":
-            check_compiler()
-        if not torch.cuda.is_available():
-            raise ValueError(f"CUDA {torch.version.cuda} does not start: the driver is too old")
-        here = ranks_here()
-        if here > 1 and here >= gpus:
-            fix = f"start at most {gpus - 1}: a Searcher needs one of the {gpus} GPU(s)"
-            raise ValueError(f"accelerate launch: {here} processes on this machine; {fix}")
-        most = max(1, gpus - here)
-        fix = f"{gpus} GPU(s) allow {most}: the Trainer has {here} of its own"
-        need(config.num_searchers <= most, "num_searchers", fix)
-    if config.engine == "vllm":
-        fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
-        need(vllm_can_run(), "engine", fix)
-
-
-def check_compiler() -> None:
-    """Raise ValueError without what vLLM compiles kernels with on a GPU: a C compiler, Python.h."""
-    compiler = os.environ.get("CC") or "gcc"
-    if not any(shutil.which(name) for name in (compiler, "clang")):
-        fix = "install gcc, or name a compiler in the variable CC"
-        raise ValueError(f"--engine vllm: finds no C compiler, with which Triton compiles; {fix}")
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.exists():
-        fix = "install Python's headers (python3-dev)"
-        raise ValueError(f"--engine vllm: there is no {header}, which Triton includes; {fix}")
-
-
-def check_folder(config: Config) -> None:
-    """Raise ValueError if the folder of a new run holds what it would overwrite."""
-    folder = Path(config.output_dir)
-    fix = "holds a run; name another folder"
-    if checkpoints(folder):
-        fix += f", or use --resume {folder}"
-    config.need(config.resume or not holds_run(folder), "output_dir", fix)
-
-
-def doubts(config: Config) -> Iterator[str]:
-    """Settings that are allowed but make a run learn next to nothing, in a sentence each."""
-
-    def about(name: str, text: str) -> str:
-        """A sentence about a flag and its value."""
-        return f"--{name} {getattr(config, name)}: {text}"
-
-    # two texts of one length are nearer than 0.5 of both lengths as soon as they share a token
-    limit = 0.5 if config.near_duplicate_by == "edit" else 1.0
-    if config.near_duplicate >= limit:
-        text = "almost any two responses are that near: about one per prompt is kept"
-        yield about("near_duplicate", f"{text}; set it well below {limit}")
-    if config.warmup_steps > config.steps:
-        text = f"the learning rate never reaches its peak in --steps {config.steps}"
-        yield about("warmup_steps", f"{text}; lower it")
-    elif config.lr_schedule == "warmup_stable_decay":
-        stable_until = config.warmup_steps + config.stable_steps
-        end = stable_until + config.decay_steps
-        if stable_until >= config.steps:
-            text = f"with the warm-up, decay would begin at step {stable_until} of {config.steps}"
-            yield about("stable_steps", f"{text}: it never does; lower it")
-        elif end < config.steps:
-            text = f"the learning rate is 0 from step {end} to step {config.steps}"
-            yield about("decay_steps", f"{text}: nothing is learned then; raise it")
-
-
-def claim_folder(config: Config) -> None:
-    """Lock the run's folder, so that other runs keep out of it for as long as this process lives.
-
-    Nothing is written there before. Raises ValueError if another run has it.
-    """
-    folder = Path(config.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if config.resume:
-            raise ValueError(f"--resume {folder}: this run is under way") from None
-        fix = "another run is under way there; name another folder"
-        raise ValueError(f"--output_dir {folder}: {fix}") from None
-    except OSError as error:
-        raise ValueError(f"--output_dir {folder}: {error.strerror}") from None
-    check_folder(config)  # another run may have come and gone since it was looked at
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    config = parse(argv)
-    quiet_libraries()
-    try:
-        ranks = Ranks.connect(config.rank_timeout)
-        if ranks.rank > 0:
-            return follow(ranks)
-    except RankLost as error:
-        print(f"tba.py: error: {error}", file=sys.stderr)
-        return 1
-    code = 1
-    try:
-        code = lead(config, ranks)
-        return code
-    finally:
-        ranks.dismiss(code)
-
-
-def lead(config: Config, ranks: Ranks) -> int:
-    """The main process, which is rank 0 of a sharded Trainer; returns the exit code."""
-    problem = None
-    saved = {}  # the checkpoint to go on from
-    sft_pairs = []  # what the warm start learns
-    try:
-        if config.task_file:
-            load_task_file(config.task_file)
-        if config.join:
-            config.need(ranks.size == 1, "join", "start it with python: it has no ranks")
-            return join_run(config)
-        resolve(config)
-        check_settings(config)
-        if config.resume:
-            claim_folder(config)
-        problem = load_problem(config)
-        if config.resume:
-            saved = read_checkpoint(config, problem)
-        elif config.sft_data:
-            sft_pairs, demonstrations = read_sft_data(config, problem)
-            if config.sft_to_buffer:
-                problem.demonstrations = demonstrations
-        shared = torch.cuda.device_count() == 1
-        memory = memory_plan(config, problem, gpu_gib(), shared, ranks.size)
-        problem.kv_cache_bytes = kv_cache_bytes(config, memory)
-        problem.trainer_share = memory.trainer_share
-        text = plan(config, problem, memory, ranks.size)
-        of_memory = memory_doubts(config, memory)
-        for doubt in itertools.chain(doubts(config), problem.doubts(config), of_memory):
-            print(f"warning: {doubt}", file=sys.stderr)
-        if not (config.resume or config.dry_run):
-            claim_folder(config)
-    except (ValueError, InputError) as error:
-        # a run's data and checkpoint can only be compared with what is there
-        unchecked = config.dry_run and not config.resume and isinstance(error, HubUnreachable)
-        if not unchecked:
-            print(f"tba.py: error: {error}", file=sys.stderr)
-            return 2
-        print(f"not checked: {error}")
-        text = plan(config, None, None, ranks.size)
-    print(text, flush=True)
-    if saved:
-        print(f"resume     {saved['model']}", flush=True)
-    if config.dry_run:
-        return 0
-    try:
-        folder = RunFolder(config, saved)
-        ranks.tell("begin", (config,))
-        ranks.listening = False  # until they have loaded what `load_learner` does
-        begin_policy(config, problem, sft_pairs, ranks, folder.say)
-    except (OSError, RankLost) as error:  # a full disk, perhaps
-        print(f"tba.py: error: {first_line(error)}", file=sys.stderr)
-        return 1
-    return run(Trainer(config, problem, folder, saved, ranks), folder)
-
-
-def begin_policy(
-    config: Config, problem: Problem, sft_pairs: Pairs, ranks: Ranks, say: Callable[[str], None]
-) -> None:
-    """The warm start, if there is one; on all ranks."""
-    if sft_pairs:
-        warm_start(config, problem, sft_pairs, ranks, say)
-        gc.collect()  # FSDP's modules refer to each other
-        torch.cuda.empty_cache()  # of a GPU that Searchers share
-    if config.sft_data:
-        config.model = str(Path(config.output_dir) / "sft")
-
-
-def follow(ranks: Ranks) -> int:
-    """A rank of a sharded Trainer other than the first; returns the exit code.
-
-    It reads data and weights itself: nothing but the settings comes from rank 0 before training. It
-    prints nothing that rank 0 prints.
-    """
-
-    def silent(_: str) -> None:
-        """Rank 0 says it."""
-
-    try:
-        name, args = ranks.hear()
-        if name == "end":  # there is nothing to train
-            return args[0]
-        (config,) = args
-        handle_stop_signals(leave_to_the_trainer)
-        if config.task_file:
-            load_task_file(config.task_file)
-        problem = load_problem(config)
-        saved: dict[str, Any] = {}
-        sft_pairs = []
-        if config.resume:
-            saved = read_checkpoint(config, problem)
-        elif config.sft_data:
-            sft_pairs, _ = read_sft_data(config, problem)
-        begin_policy(config, problem, sft_pairs, ranks, silent)
-        learner = load_learner(config, problem, ranks, saved, silent)
-        return learner.follow()
-    except (RankLost, ValueError, InputError) as error:
-        print(f"tba.py: rank {ranks.rank}: error: {error}", file=sys.stderr)
-        return 1
-    except Exception:
-        print(f"tba.py: rank {ranks.rank}: {traceback.format_exc()}", file=sys.stderr)
-        return 1
-
-
-def run(trainer: Trainer, folder: RunFolder) -> int:
-    """Train, and end cleanly whatever happens; returns the exit code."""
-    searchers = trainer.searchers
-    try:
-        trainer.run()
-        if trainer.config.eval_only:
-            folder.bar.close()
-            print(folder.summary())
-            return 0
-        saved = trainer.checkpoints.save_final()
-        folder.bar.close()
-        folder.warn_of_missing_numbers()
-        print(folder.summary())
-        if not saved:
-            return 1
-        print(f"model: {folder.path / 'final'}")
-        return 0
-    except KeyboardInterrupt as interrupt:
-        trainer.save_at_the_end()
-        # it has the number of the stop signal that it was raised for; Python's own has none
-        signal_number = interrupt.args[0] if interrupt.args else signal.SIGINT
-        return 128 + signal_number
-    except (
-        SearcherDied, InputError, WrongWeights, WrongLogProbs, Diverged, RankLost, OSError, EOFError
-    ) as error:  # fmt: skip
-        text = str(error)
-        manager = searchers.manager_process
-        if isinstance(error, OSError | EOFError) and manager:
-            manager.join(1)  # its sockets close a little before it has ended
-            if manager.is_alive():
-                text = repr(error)
-            else:
-                text = f"the Manager ended with exit code {manager.exitcode}"
-        folder.say(f"tba.py: error: {text}")
-        # what was made with wrong or broken weights stays out of the buffer
-        wrong = isinstance(error, WrongWeights | WrongLogProbs | Diverged)
-        trainer.save_at_the_end(drain=not wrong)
-        if isinstance(error, InputError) and not trainer.loaded:
-            return 2
-        return 1
-    except Exception:
-        trainer.save_at_the_end()
-        raise
-    finally:
-        folder.bar.close()
-        searchers.stop(patience=5)
-        if searchers.manager_process:
-            searchers.manager_process.kill()
-        if trainer.loaded:
-            for tracker in trainer.learner.accelerator.trackers:
-                tracker.finish()
+    path = Path(config.output_dir) / "sft"
+    if not saved:
+        torch.manual_seed(config.seed)
+        torch.set_num_threads(config.threads)
+        pairs = read_sft_pairs(config, problem)
+        policy = load_policy(config, config.model, ranks, nn.Module.eval)
+        losses = supervised_fine_tune(policy, pairs, config)
+        own = checkpoint_state(policy.model)
+        weights = {name: host_copies(own[name], ranks) for name in own}
+        if ranks.rank == 0:
+            write_folder(path, lambda new: save_model(policy.model, weights, problem, new))
+        ranks.from_all(None)
+        say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
+    config.model = str(path)
+
+
+####################################################################################################
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process; a blocked Gloo or NCCL thread can abort the interpreter at exit."""
+    atexit._run_exitfuncs()  # libraries clean up
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.stdout = LastingOutput(sys.stdout)
-    sys.stderr = LastingOutput(sys.stderr)
-    exit_now(main())
-elif "TBA_FORK_SERVER" in os.environ:  # this is the fork server
-    adopt_orphans()
+    try:
+        exit_code = main()
+    except SystemExit as error:
+        exit_code = error.code or 0
+    except BaseException:
+        traceback.print_exc()
+        exit_code = 1
+    end_process(exit_code)

@@ -135,7 +135,7 @@ def make_policy(
         for p, r in demonstrations
     ]
     epochs = max(1, round(steps * 64 / len(pairs)))
-    config = tba.Config(sft_epochs=epochs, sft_learning_rate=4e-3, seed=seed, dtype="float32")
+    config = tba.settings(sft_epochs=epochs, sft_learning_rate=4e-3, seed=seed, dtype="float32")
     tba.supervised_fine_tune(tba.TokenLogProbs(model, 1.0), pairs, config)
     model.save_pretrained(out)
 
