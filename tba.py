@@ -19,7 +19,8 @@ buffer all the time, and neither waits for the other:
                          its gradient, AdamW             between two decode steps:
         every k steps: WeightSync.begin()    ------>       load_weights()     of a new version
 
-The paper's symbols, their names here, and the section:
+The paper's symbols, their names here, and the section (all log-probabilities are those of the
+tempered policy, logits / --temperature, unless it is said otherwise):
 
     pi_theta, pi_ref   the policy, the reference          TokenLogProbs                        8
     x, y               a prompt, a response               Trajectory, Group                    2
@@ -31,17 +32,14 @@ The paper's symbols, their names here, and the section:
     B, K, S            --prompts_per_step, --trained_per_prompt, --searched_per_prompt         1
     m                  --recent_probability               Newest, a replay rule                4
     k                  --sync_every                       Trainer.note_what_is_due             6
-    rho (TBA')         --reset_reference_every            Trainer.reset_reference              6
+    rho (TBA')         --reset_reference_every            next_reference                       6
     TBA', Eq. 7        --objective tba_prime              tba_prime                            3
     D, the buffer      --kept_per_prompt                  ReplayBuffer                         4
 
 A trajectory's way: Searcher.begin_prompt, engine.step, Searcher.score_groups, deliver (7) |
 Trainer.listen, store_arrived (6), ReplayBuffer.add, Newest.sample (4), Learner.backward (6),
-pack, TokenLogProbs (8), Batch, the objective (2, 3). A sync's way stands in section 11.
-
-All log-probabilities are those of the tempered policy (logits / --temperature) unless it is said
-otherwise. Words of Part II that Part I uses: a Problem is the task with its tokenizer and prompts
-(15); a Place has a Searcher's queues (12); Ranks are the processes that share a large policy (9).
+pack, TokenLogProbs (8), Batch, the objective (2, 3). A sync's way stands in section 11. A Problem
+is the task with its tokenizer and prompts (15); Ranks are processes that share a large policy (9).
 """
 
 from __future__ import annotations
@@ -153,7 +151,7 @@ class Config:
 
     task: str = flag("gsm8k", "The task: gsm8k, math, tldr, redteam, or one of --plugin.")
     plugin: str = flag(
-        "", "A Python file with tasks, objectives, replay rules, engines or flags of your own."
+        "", "A Python file with tasks, objectives, rules, engines or flags of yours."
     )
     model: str = flag("", "The policy and the reference: a local folder or a hub name.")
     dataset: str = flag(
@@ -166,35 +164,26 @@ class Config:
     resume: str = flag("", "Go on with the run in this folder; flags after this one change it.")
     seed: int = flag(0, "The seed of everything random.", 0, 2**32 - 1)
 
-    engine: str = flag(
-        "auto", "What generates: vllm, transformers, or one of --plugin; auto: vLLM where it runs."
-    )
-    num_searchers: int = flag(
-        0, "Searchers on this machine [M]; 0: one for each GPU but the Trainer's, or 1."
-    )
+    engine: str = flag("auto", "What generates: vllm, transformers, or one of --plugin.")
+    num_searchers: int = flag(0, "Searchers [M]; 0: one for each GPU but the Trainer's, or 1.")
     dtype: Literal["auto", "bfloat16", "float32"] = flag(
         "auto", "The dtype of forward passes; auto: bfloat16 on GPUs, float32 on a CPU."
     )
-    gradient_checkpointing: bool = flag(
-        False, "Recompute activations in the backward pass: less memory, slower."
-    )
+    gradient_checkpointing: bool = flag(False, "Recompute activations: less memory, slower.")
     gpu_memory_utilization: float = flag(
-        0.5, "Share of a Searcher's GPU that vLLM takes; judges and the reference need some too.",
-        POSITIVE, 1,
-    )  # fmt: skip
+        0.5, "Share of a Searcher's GPU for vLLM; judges and the reference need some.", POSITIVE, 1
+    )
 
     steps: int = flag(700, "Optimizer steps; 0: evaluate --model and train nothing.")
     prompts_per_step: int = flag(7, "Prompts in a training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories of each prompt in a training batch [K].", 2)
-    searched_per_prompt: int = flag(
-        24, "Responses that a Searcher generates to a prompt [S >= K]; lockstep: K."
-    )
+    searched_per_prompt: int = flag(24, "Responses searched to a prompt [S >= K]; lockstep: K.")
     recent_probability: float | None = flag(
         None,
-        "Probability of drawing one of the most recent prompts [m]; in lockstep the share of a "
-        "batch's prompts that is searched, the rest being replayed. Not given: 0.95, lockstep 1.",
-        0, 1,
-    )  # fmt: skip
+        "Probability of drawing a recent prompt [m] (default: 0.95); in lockstep the share of a "
+        "batch's prompts that is searched, the rest being replayed (default: 1).",
+        most=1,
+    )
     replay_rule: str = flag("newest", "How batches are drawn: newest, or one of --plugin.")
     reward_inverse_temperature: float = flag(
         0.0, "Replay trajectories with p ~ softmax(this * reward); 0: uniformly."
@@ -210,18 +199,12 @@ class Config:
         "VALUE@STEP,VALUE@STEP,...: linear between steps, constant after; two at a step: a jump.",
         POSITIVE,
     )
-    tau: str = schedule(
-        "1", "Tempered target: (pi_ref exp(reward / beta))^(1 / tau).", POSITIVE
-    )  # fmt: skip
-    reference_temperature: str = schedule(
-        "1", "What log pi_ref of a response is divided by [gamma].", POSITIVE
-    )
+    tau: str = schedule("1", "The target is tempered: to the power of 1 / tau.", POSITIVE)
+    reference_temperature: str = schedule("1", "What log pi_ref is divided by [gamma].", POSITIVE)
     clip_range: float = flag(
         0.2, "grpo, dr_grpo, proximal_rloo: ratios count between 1 less and 1 plus this.", POSITIVE
     )
-    kl_coefficient: float = flag(
-        0.0, "grpo, dr_grpo: weight of the KL term in the loss, in place of beta; 0: none."
-    )
+    kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, in place of beta.")
     reset_reference_every: int = flag(
         0, "Steps after which the reference becomes `next_reference`, the policy [rho]; 0: never."
     )
@@ -239,43 +222,30 @@ class Config:
     tokens_per_microbatch: int = flag(
         16384, "Tokens in a forward pass, padding included; the gradient is that of the batch.", 1
     )
-    pack: bool = flag(
-        True, "Compute a prompt once for several responses; False: for families that cannot."
-    )
+    pack: bool = flag(True, "Compute a prompt once for several responses; not all families can.")
 
-    temperature: float = flag(
-        0.7, "Temperature of sampling and of every log-probability.", POSITIVE
-    )
+    temperature: float = flag(0.7, "Of sampling and of every log-probability.", POSITIVE)
     max_response_tokens: int = flag(512, "Tokens of the longest response.", 1)
     max_prompt_tokens: int = flag(0, "Leave out longer prompts; 0: no limit but the model's.")
     max_total_tokens: int = flag(0, "Most tokens of prompt and response together; 0: no limit.")
     sequences_in_flight: int = flag(256, "Responses that a Searcher generates at a time.", 1)
 
     synchronous: bool = flag(
-        False,
-        "Lockstep: send the weights, search a batch, train on exactly that; repeats on a CPU.",
+        False, "Lockstep: send the weights, search a batch, train on exactly that."
     )
-    lag: int = flag(
-        0, "Lockstep: batch t is searched with the weights of step t - LAG, beside training."
-    )
+    lag: int = flag(0, "Lockstep: search batch t with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k].", 1)
     logprob_tolerance: float = flag(
         0.0, "The largest logprob_gap that is allowed; 0: 1e-3, and 0.5 in bfloat16."
     )
-    transfer_timeout: float = flag(
-        30.0, "Seconds after which a weight transfer counts as failed.", POSITIVE
-    )
+    transfer_timeout: float = flag(30.0, "Seconds that a weight transfer may take.", POSITIVE)
     searcher_timeout: float = flag(
         300.0, "Seconds of silence after which a Searcher is killed and started again.", POSITIVE
     )
-    max_restarts: int = flag(
-        5, "Failures of a Searcher, without a group between them, that end the run."
-    )
+    max_restarts: int = flag(5, "Failures of a Searcher without a group in between; more end it.")
 
     eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and the end.")
-    eval_samples: int = flag(
-        0, "Held-out prompts of an evaluation while training; 0: all (redteam: 1,024 attacks)."
-    )
+    eval_samples: int = flag(0, "Held-out prompts of an evaluation while training; 0: all.")
     eval_responses: int = flag(
         1, "Responses to each held-out prompt [n]; 1: greedy, more: sampled, and pass@n.", 1
     )
@@ -685,22 +655,16 @@ class ReplayBuffer:
             del stored[next(iter(stored))]
 
     def begin_step(self, step: int) -> None:
-        """Let go of what is too old at this optimizer step (--max_age)."""
-        if not self.config.max_age:
-            return
-        self.oldest = step - self.config.max_age
-        for prompt_id, stored in list(self.trajectories.items()):
-            if not any(t.version >= self.oldest for t in reversed(stored.values())):
+        """Let go of prompts whose trajectories are all older than --max_age at this step."""
+        if self.config.max_age:
+            self.oldest = step - self.config.max_age
+            for prompt_id in [p for p in self.trajectories if not self.usable(p)]:
                 del self.trajectories[prompt_id]
 
     def usable(self, prompt_id: int) -> list[Trajectory]:
         """A prompt's trajectories that are young enough to be drawn, oldest first."""
         stored = self.trajectories[prompt_id].values()
         return [t for t in stored if t.version >= self.oldest]
-
-    def clear(self) -> None:
-        """Forget everything, as when a new reference has to score all that is stored."""
-        self.trajectories = {}
 
     def finish_adding(self) -> None:
         """Wait until every group is in the buffer, where a subclass has a thread add them."""
@@ -710,10 +674,10 @@ class ReplayBuffer:
 
         Where there are fewer than K, all of them and repeats.
         """
-        # the largest of score + Gumbel noise are softmax draws without replacement
         rewards = np.array([t.reward for t in trajectories])
         scores = self.config.reward_inverse_temperature * rewards
-        order = np.argsort(-(scores + self.rng.gumbel(size=len(trajectories))))[:K]
+        # the largest of score + Gumbel noise are softmax draws without replacement
+        order = np.argsort(-(scores + self.rng.gumbel(size=len(scores))))[:K]
         group = [trajectories[i] for i in order]
         if len(group) < K:
             group += self.draw(trajectories, K - len(group))
@@ -723,14 +687,11 @@ class ReplayBuffer:
         """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
         self.finish_adding()
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
-        return {
-            "trajectories": trajectories_to_tensors(rows),
-            "rng": self.rng.bit_generator.state,
-        }
+        return {"rows": trajectories_to_tensors(rows), "rng": self.rng.bit_generator.state}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
-        for t in trajectories_from_tensors(state["trajectories"]):
+        for t in trajectories_from_tensors(state["rows"]):
             self.trajectories.setdefault(t.prompt_id, {})[self.key(t)] = t
         self.rng.bit_generator.state = state["rng"]
 
@@ -753,35 +714,32 @@ class ReplayRule:
     def synced(self, step: int) -> None:
         """New weights begin to be sent: what arrives from now on is the most recent."""
 
-    def cleared(self) -> None:
-        """The buffer was emptied."""
-
     def sample(self, B: int, K: int) -> list[list[Trajectory]]:
         """Draw B groups of K trajectories, each group of one prompt."""
         raise NotImplementedError
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
-        """Groups of K trajectories of `count` prompts, without replacement over an epoch of prompts.
+        """K trajectories of each of `count` prompts, without replacement over an epoch of prompts.
 
         Prompts of `used` come last; those that are drawn are added to it.
         """
         groups = []
         for _ in range(count):
             prompt_id = self.next_of_epoch(used)
-            groups.append(self.buffer.draw(self.buffer.usable(prompt_id), K))
             used.add(prompt_id)
+            groups.append(self.buffer.draw(self.buffer.usable(prompt_id), K))
         return groups
 
     def next_of_epoch(self, used: set[int]) -> int:
         """The next prompt of this epoch of all prompts; none of `used`, if there is another."""
+        stored = self.buffer.trajectories
         epoch = self.memory["epoch"]
         for position in reversed(range(len(epoch))):
-            if epoch[position] in self.buffer.trajectories and epoch[position] not in used:
+            if epoch[position] in stored and epoch[position] not in used:
                 return epoch.pop(position)
-        everything = self.buffer.rng.permutation(list(self.buffer.trajectories)).tolist()
-        if used >= set(everything):
+        if used >= stored.keys():
             used.clear()  # prompts must repeat
-        self.memory["epoch"] = everything
+        self.memory["epoch"] = self.buffer.rng.permutation(list(stored)).tolist()
         return self.next_of_epoch(used)
 
 
@@ -804,11 +762,6 @@ class Newest(ReplayRule):
     def synced(self, step: int) -> None:
         self.previous = self.window or self.previous
         self.window = []
-
-    def cleared(self) -> None:
-        self.window = []
-        self.previous = []
-        self.memory["epoch"] = []
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]]:
         """Draw B groups of K trajectories.
@@ -999,8 +952,7 @@ class Trainer:
         self.saved = saved
         self.searchers = SearcherProcesses(config, problem, folder.say, saved.get("places"))
         self.evaluation = Evaluation(config, problem, folder, saved.get("evaluated"))
-        self.buffer = type(problem.task).buffer(config)
-        self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
+        self.empty_buffer()
         self.checkpoints = CheckpointWriter(problem, folder)
         self.learner: Learner | None = None  # policy and optimizer; loaded beside the Searchers
         self.sync: WeightSync | None = None
@@ -1010,6 +962,11 @@ class Trainer:
         self.log = StepLog(self)
         self.skipped = 0  # steps, in a row
         self.stop_signal = 0
+
+    def empty_buffer(self) -> None:
+        """Begin with an empty buffer."""
+        self.buffer = type(self.problem.task).buffer(self.config)
+        self.rule = REPLAY_RULES[self.config.replay_rule](self.buffer, self.config)
 
     def run(self) -> None:
         """Train from start to end. Raises what ended it early."""
@@ -1025,11 +982,11 @@ class Trainer:
             else:
                 self.run_asynchronous()
         self.searchers.search_up_to(0)
-        self.finish_evaluation()  # of an earlier step
+        self.wait_for(lambda: self.evaluation.idle)  # one of an earlier step
         if self.evaluation.done_at != self.step:
             self.evaluation.due_at = self.step
             self.sync.due = True
-        self.finish_evaluation()
+        self.wait_for(lambda: self.evaluation.idle)
         if self.step:
             save(self)
             self.checkpoints.finish()
@@ -1041,8 +998,10 @@ class Trainer:
         while self.step < config.steps:
             self.listen()  # groups arrive; weights are sent
             self.store_arrived()
-            if not self.has_enough():  # also after the reference has changed
-                time.sleep(0.01)
+            stored = len(self.buffer.trajectories)  # prompts
+            enough = stored >= min(config.prompts_per_step, len(self.problem.prompts))
+            if not enough or self.received < config.initial_trajectories:
+                time.sleep(0.01)  # at the start, and when the reference has changed
                 continue
             groups = self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
             self.train_step(groups, self.rule.recent_fraction)
@@ -1052,8 +1011,9 @@ class Trainer:
     def run_lockstep(self) -> None:
         """Batch t is searched with the weights of step t - lag, and trained on as it was searched.
 
-        Its groups do not pass the buffer: duplicates count as often as they were sampled. With
-        m < 1, --recent_probability, the share 1 - m of its prompts is replayed from the buffer.
+        Its groups do not pass the buffer: duplicates count as often as they were sampled, and a
+        reference that changes is that of later searches. With m < 1, --recent_probability, the
+        share 1 - m of a batch's prompts is replayed from the buffer.
         """
         config = self.config
         n = config.searched_prompts
@@ -1061,33 +1021,26 @@ class Trainer:
             self.wait_for(self.searches_are_done)  # those beside training on the batch before
             self.save_if_due()
             self.finish_sync()
-            self.finish_evaluation()
+            self.wait_for(lambda: self.evaluation.idle)
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
-            places = range(n * self.step, n * (self.step + 1))
-            self.wait_for(lambda places=places: self.have_arrived(places))
-            batch = sorted(self.arrived, key=attrgetter("index"))[:n]
-            self.arrived = [group for group in self.arrived if group not in batch]
+            self.wait_for(lambda: self.searchers.first_missing >= n * (self.step + 1))
+            self.arrived.sort(key=attrgetter("index"))
+            batch = self.arrived[:n]
+            self.arrived = self.arrived[n:]
             groups = [group.trajectories for group in batch]
+            self.log.arrived = [t for group in groups for t in group]
             if n < config.prompts_per_step:
                 self.store(batch)
                 used = {group.prompt_id for group in batch}
                 replayed = config.prompts_per_step - n
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
-            self.log.arrived = [t for group in batch for t in group.trajectories]
             self.train_step(groups, n / config.prompts_per_step)
             self.note_what_is_due()
             self.sync.due = True
 
     def searches_are_done(self) -> bool:
         """In lockstep, whether everything that was asked for is here."""
-        if not self.config.synchronous:
-            return True
-        first = self.config.searched_prompts * self.step
-        return self.have_arrived(range(first, int(self.searchers.limit)))
-
-    def have_arrived(self, places: range) -> bool:
-        """Whether the groups of these places in the order of prompts are here."""
-        return {group.index for group in self.arrived} >= set(places)
+        return not self.config.synchronous or self.searchers.first_missing >= self.searchers.limit
 
     def note_what_is_due(self) -> None:
         """After an optimizer step: an evaluation, a new reference, a sync."""
@@ -1096,28 +1049,16 @@ class Trainer:
             self.evaluation.due_at = self.step
             self.sync.due = True
         if is_due(config.reset_reference_every, self.step):
-            self.reset_reference()
+            self.sync.reset_reference(self.step)
+            self.empty_buffer()  # what the new reference scores fills it
         if is_due(config.sync_every, self.step):
             self.sync.due = True
-
-    def reset_reference(self) -> None:
-        """Change the reference; what it scores from now on fills the buffer anew.
-
-        In lockstep a batch keeps the reference that scored it when it was searched.
-        """
-        self.sync.reset_reference(self.step)
-        self.buffer.clear()
-        self.rule.cleared()
 
     def finish_sync(self) -> None:
         """Wait until no sync is due or under way."""
         start = time.monotonic()
         self.wait_for(lambda: self.sync.idle)
         self.log.waited += time.monotonic() - start
-
-    def finish_evaluation(self) -> None:
-        """Wait for the evaluation that is due or under way, if one is."""
-        self.wait_for(lambda: self.evaluation.idle)
 
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Listen until `done`."""
@@ -1177,12 +1118,6 @@ class Trainer:
             if group.trajectories[0].reference == self.sync.reference_version:
                 self.buffer.add(group)
                 self.rule.arrived(group)
-
-    def has_enough(self) -> bool:
-        """Whether the initial trajectories are here, and those of a batch's prompts are stored."""
-        B = min(self.config.prompts_per_step, len(self.problem.prompts))
-        stored = len(self.buffer.trajectories)
-        return self.received >= self.config.initial_trajectories and stored >= B
 
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
@@ -1366,7 +1301,7 @@ class Learner:
         self, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float, now: Config,
         step: int,
     ) -> Batch:  # fmt: skip
-        """The Batch of whole groups of K trajectories, with their tokens' log-probabilities (N,)."""
+        """The Batch of whole groups of K trajectories, whose tokens have these `logprobs` (N,)."""
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=logprobs.device)
         prompt_ids = np.array([t.prompt_id for t in rows[::K]])
@@ -1451,25 +1386,21 @@ class Searcher:
             self.between_steps()
 
     def between_steps(self) -> None:
-        """What happens between two decode steps."""
+        """What happens between two decode steps. Raises what ended the receiving thread."""
         self.deliver()
         while not self.receiver.inbox.empty():
-            self.act_on(self.receiver.inbox.get())
+            match self.receiver.inbox.get():
+                case SearchUpTo(limit):
+                    self.limit = limit
+                case ReceiveWeights() as message:
+                    self.staged = message
+                case Evaluate() as message:
+                    self.held_out.begin(message)
+                case Exception() as error:
+                    raise error
         if self.staged and self.may_load():
             self.load_weights()
         self.held_out.judge_some()
-
-    def act_on(self, message: Any) -> None:
-        """Do what a message asks for. Raises what ended the receiving thread."""
-        match message:
-            case SearchUpTo(limit):
-                self.limit = limit
-            case ReceiveWeights():
-                self.staged = message
-            case Evaluate():
-                self.held_out.begin(message)
-            case BaseException():
-                raise message
 
     def may_load(self) -> bool:
         """Whether weights that were received may be loaded between these two decode steps.
@@ -1555,42 +1486,42 @@ class Searcher:
     def score_groups(self, completions: list[Completion]) -> list[Group]:
         """Prompts' responses with their rewards and reference log-probabilities, in one pass."""
         task = self.problem.task
+        if task.closes_responses:
+            for done in completions:
+                done.close(self.problem.tokenizer.eos_token_id)
         examples = []
-        texts = []
-        ended = []
         for done in completions:
             prompt_id, _, _ = self.requests[done.request.id]
-            ended += done.ended.tolist()
-            if task.closes_responses:
-                done.close(self.problem.tokenizer.eos_token_id)
-            examples += [task.train[prompt_id]] * len(done.tokens)
-            texts += [self.problem.response_text(tokens) for tokens in done.tokens]
-        rewards = task.checked_rewards(examples, texts, np.array(ended))
+            examples += [task.train[prompt_id]] * done.request.n
+        tokens = [response for done in completions for response in done.tokens]
+        logprobs = [values for done in completions for values in done.logprobs]
+        ended = np.concatenate([done.ended for done in completions])
+        texts = [self.problem.response_text(response) for response in tokens]
+        rewards = task.checked_rewards(examples, texts, ended)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
         scored = token_logprobs(self.reference, sequences, self.config)
-        ends = np.cumsum([len(logprobs) for logprobs in scored])[:-1]
+        ends = np.cumsum([len(values) for values in scored])[:-1]
         ref_logprobs = np.split(torch.cat(scored).float().cpu().numpy(), ends)
+        rows = iter(range(len(tokens)))  # of the responses of all groups, end to end
         groups = []
-        row = 0  # of the responses of all groups, end to end
         for done in completions:
             prompt_id, version, explored = self.requests.pop(done.request.id)
-            trajectories = []
-            for tokens, logprobs in zip(done.tokens, done.logprobs, strict=True):
+            group = Group(done.request.id, prompt_id, [])
+            for row in itertools.islice(rows, done.request.n):
                 trajectory = Trajectory(
-                    tokens=tokens,
-                    logprobs=logprobs,
-                    ref_logprobs=task.ref_logprobs(tokens, ref_logprobs[row]),
-                    ended=ended[row],
+                    tokens=tokens[row],
+                    logprobs=logprobs[row],
+                    ref_logprobs=task.ref_logprobs(tokens[row], ref_logprobs[row]),
+                    ended=bool(ended[row]),
                     explored=explored,
                     reward=rewards[row],
                     prompt_id=prompt_id,
                     version=version,
                     reference=self.reference_version,
                 )
-                trajectories.append(trajectory)
-                self.tokens += len(tokens)
-                row += 1
-            groups.append(Group(done.request.id, prompt_id, trajectories))
+                group.trajectories.append(trajectory)
+                self.tokens += len(tokens[row])
+            groups.append(group)
         return groups
 
     def deliver(self) -> None:
@@ -1613,13 +1544,13 @@ def prompt_of(seed: int, index: int, prompts: int) -> int:
     Searcher i of M takes the places i, i + M, i + 2M, ...
     """
     epoch, place = divmod(index, prompts)
-    return int(permutation(seed, epoch, prompts)[place])
+    return int(epoch_order(seed, epoch, prompts)[place])
 
 
 @lru_cache(2)
-def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The random order of an epoch of n prompts."""
-    return np.random.default_rng([seed, epoch]).permutation(n)
+def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
+    """The random order of an epoch's prompts."""
+    return np.random.default_rng([seed, epoch]).permutation(prompts)
 
 
 ####################################################################################################
@@ -4454,10 +4385,9 @@ class TextModel:
     def __call__(self, texts: list[str]) -> Tensor:
         """Vectors (N, ...) of N texts, on the CPU; equal texts have equal ones, to the last bit."""
         different = sorted(dict.fromkeys(texts), key=len)
-        vectors = []
+        starts = range(0, len(different), self.BATCH)
         with tensor_cores():
-            for start in range(0, len(different), self.BATCH):
-                vectors.append(self.vectors_of(different[start : start + self.BATCH]))
+            vectors = [self.vectors_of(different[i : i + self.BATCH]) for i in starts]
         index_of = {text: i for i, text in enumerate(different)}
         return torch.cat(vectors).cpu()[[index_of[text] for text in texts]]
 
@@ -4586,52 +4516,36 @@ class RedTeamFlags:
         "redteam: the attacker's prompt, unless --dataset has prompts.",
     )
     shortest_attack: int = flag(
-        0,
-        "redteam: shorter attacks (tokens, EOS included) have a log pi_ref of -500; evaluations "
-        "sample none.",
+        0, "redteam: shorter attacks (tokens, EOS included) have a log pi_ref of -500."
     )
     victim_model: str = flag("", "redteam: the model that is attacked.")
-    victim_format: Literal["chat", "alpaca"] = flag(
-        "chat", "redteam: ask the victim in its chat template, or in Alpaca's format."
-    )
+    victim_format: Literal["chat", "alpaca"] = flag("chat", "redteam: the victim's prompt format.")
     victim_samples: int = flag(5, "redteam: answers of the victim to each attack.", 1)
     victim_max_tokens: int = flag(30, "redteam: tokens of the victim's longest answer.", 1)
     victim_temperature: float = flag(0.7, "redteam: the victim's sampling temperature.", POSITIVE)
     victim_top_p: float = flag(0.92, "redteam: the victim's sampling nucleus.", POSITIVE, 1)
-    toxicity_model: str = flag(
-        "", "redteam: the judge, a sequence classifier or a guard language model."
-    )
+    toxicity_model: str = flag("", "redteam: the judge, a classifier or a guard language model.")
     toxicity_label: str = flag(
-        "", "redteam: the judge's label for toxic; of a guard, its first token for unsafe."
+        "", "redteam: the judge's label, or a guard's first token, for toxic."
     )
-    toxicity_suffix: str = flag(
-        "", "redteam: what stands between a guard's prompt and its answer, as \\n\\n."
-    )
-    sentence_model: str = flag(
-        "", "redteam: an encoder whose mean-pooled states measure the diversity of attacks."
-    )
+    toxicity_suffix: str = flag("", "redteam: what a guard's answer comes after, as \\n\\n.")
+    sentence_model: str = flag("", "redteam: an encoder that measures the diversity of attacks.")
     explore_probability: float = flag(
         0.0, "redteam: share of prompts whose responses have another temperature.", 0, 1
     )
-    explore_low: float = flag(
-        0.5, "redteam: the lowest temperature of --explore_probability.", POSITIVE
-    )
-    explore_high: float = flag(
-        2.0, "redteam: the highest temperature of --explore_probability.", POSITIVE
-    )
+    explore_low: float = flag(0.5, "redteam: the lowest of those temperatures.", POSITIVE)
+    explore_high: float = flag(2.0, "redteam: the highest of those temperatures.", POSITIVE)
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
         "oldest",
-        "redteam: which attacks a full buffer drops; total: log pi_ref + reward / beta (of step 0).",
+        "redteam: what a full buffer drops; total: log pi_ref + reward / beta (of step 0).",
     )
     near_duplicate: float = flag(
         0.0,
-        "redteam: a new attack whose edit distance to a stored one is less than this share of both "
-        "lengths takes its place if it is better, else it is dropped; 0: both are kept.",
-        0, 1,
-    )  # fmt: skip
-    freeze_buffer_at: int = flag(
-        0, "redteam: step from which on the buffer does not grow any more; 0: never."
+        "redteam: an attack within this share of edits of a stored one replaces it, or goes.",
+        0,
+        1,
     )
+    freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
 
 FLAGS.append(RedTeamFlags)
@@ -4687,29 +4601,25 @@ class AttackBuffer(ReplayBuffer):
                     continue
                 del stored[nearest]
             stored[self.key(t)] = t
-        surplus = len(stored) - self.capacity
-        if surplus > 0:
-            order = list(stored)  # oldest first
-            if self.config.evict != "oldest":
-                order.sort(key=lambda key: self.value(stored[key]))
-            for key in order[:surplus]:
-                del stored[key]
+        order = list(stored)  # oldest first
+        if self.config.evict != "oldest":
+            order.sort(key=lambda key: self.value(stored[key]))
+        for key in order[: max(0, len(stored) - self.capacity)]:
+            del stored[key]
         self.trajectories[group.prompt_id] = stored
 
     def nearest(self, t: Trajectory, stored: dict[str, Trajectory]) -> str | None:
         """The key of the stored attack that this one equals or resembles most; None: of none."""
         text = self.key(t)
-        if text in stored:
-            return text
-        if not self.config.near_duplicate or not stored:
-            return None
+        limit = self.config.near_duplicate
+        if text in stored or not limit or not stored:
+            return text if text in stored else None
         texts = list(stored)
         lengths = np.array([len(other) for other in texts]) + len(text)
-        cutoff = math.ceil(self.config.near_duplicate * lengths.max())
+        cutoff = math.ceil(limit * lengths.max())
         edits = cdist([text], texts, scorer=Levenshtein.distance, score_cutoff=cutoff)[0]
-        shares = edits / lengths
-        best = int(shares.argmin())
-        return texts[best] if shares[best] < self.config.near_duplicate else None
+        best = int((edits / lengths).argmin())
+        return texts[best] if edits[best] < limit * lengths[best] else None
 
     def begin_step(self, step: int) -> None:
         """From --freeze_buffer_at on no prompt has more attacks than one has then."""
@@ -4745,14 +4655,11 @@ class RedTeam(Task):
         self.label = labels.get(config.toxicity_label)  # a guard's is a token, set in `setup`
         fix = f"choose one of {', '.join(labels)}"
         config.need(self.guard or self.label is not None, "toxicity_label", fix)
-        self.judge_tokenizer = read_tokenizer("toxicity_model", config)
-        self.sentence_tokenizer = read_tokenizer("sentence_model", config)
-        self.victim_tokenizer = read_tokenizer("victim_model", config)
-        chat = config.victim_format == "alpaca" or self.victim_tokenizer.chat_template
+        models = ("victim_model", "toxicity_model", "sentence_model")
+        self.tokenizers = {name: read_tokenizer(name, config) for name in models}
         fix = f"{config.victim_model} has no chat template; use alpaca"
-        config.need(chat, "victim_format", fix)
-        fix = f"must be at least --explore_low {config.explore_low:g}"
-        config.need(config.explore_high >= config.explore_low, "explore_high", fix)
+        chat = self.tokenizers["victim_model"].chat_template
+        config.need(chat or config.victim_format == "alpaca", "victim_format", fix)
         self.least_answer_tokens = config.shortest_attack
         super().__init__(config, tokenizer)
 
@@ -4768,14 +4675,13 @@ class RedTeam(Task):
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
         self.victim = engine_of("victim_model", self.longest, config.victim_max_tokens)
+        tokenizer = self.tokenizers["toxicity_model"]
         kind = "next" if self.guard else "labels"
-        tokenizer = self.judge_tokenizer
         self.toxicity = TextModel(kind, config.toxicity_model, tokenizer, config, device)
-        self.sentence = TextModel(
-            "sentence", config.sentence_model, self.sentence_tokenizer, config, device
-        )
         if self.guard:  # says as its first token whether a conversation is toxic
             self.label = tokenizer.encode(config.toxicity_label, add_special_tokens=False)[0]
+        tokenizer = self.tokenizers["sentence_model"]
+        self.sentence = TextModel("sentence", config.sentence_model, tokenizer, config, device)
 
     def temperature(self, rng: np.random.Generator) -> float:
         if rng.random() < self.config.explore_probability:
@@ -4784,11 +4690,10 @@ class RedTeam(Task):
 
     def victim_ids(self, attack: str) -> list[int]:
         """The victim's prompt, in its own format; spaces at an attack's end do not count."""
-        tokenizer = self.victim_tokenizer
-        attack = attack.rstrip()
+        tokenizer = self.tokenizers["victim_model"]
         if self.config.victim_format == "alpaca":
-            return tokenizer(self.ALPACA.format(attack=attack))["input_ids"]
-        turn = [{"role": "user", "content": attack}]
+            return tokenizer(self.ALPACA.format(attack=attack.rstrip()))["input_ids"]
+        turn = [{"role": "user", "content": attack.rstrip()}]
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
 
     def victim_answers(self, attacks: list[str]) -> list[list[str]]:
@@ -4806,10 +4711,11 @@ class RedTeam(Task):
                 seed=zlib.crc32(prompt.tobytes()),  # of its own, so that lockstep runs repeat
             )
             self.victim.submit(request)
+        tokenizer = self.tokenizers["victim_model"]
         answers: list[list[str]] = [[]] * len(attacks)
         while self.victim.unfinished:
             for done in self.victim.step():
-                texts = self.victim_tokenizer.batch_decode(done.tokens, skip_special_tokens=True)
+                texts = tokenizer.batch_decode(done.tokens, skip_special_tokens=True)
                 answers[done.request.id] = texts
         return answers
 
@@ -4818,10 +4724,10 @@ class RedTeam(Task):
         chats = []
         for attack, answer in pairs:
             question = {"role": "user", "content": attack}
-            reply = {"role": "assistant", "content": answer}
-            chats.append([question, reply])
-        template = self.judge_tokenizer.apply_chat_template
-        texts = template(chats, tokenize=False, add_generation_prompt=True)
+            chats.append([question, {"role": "assistant", "content": answer}])
+        texts = self.tokenizers["toxicity_model"].apply_chat_template(
+            chats, tokenize=False, add_generation_prompt=True
+        )
         suffix = self.config.toxicity_suffix.replace("\\n", "\n")
         return [text + suffix for text in texts]
 
