@@ -1078,11 +1078,11 @@ class Trainer:
             self.evaluation.repeat_without(s)
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
-        # an evaluation comes before the next sync, which would take its weights away
-        if not self.sync.under_way:
+        if self.sync.is_over():
+            # an evaluation comes before the next sync, which would take its weights away
             self.evaluation.begin_if_due(self.sync.version, self.searchers)
-        if self.sync.poll(self.step):
-            self.rule.synced(self.step)
+            if self.sync.begin_if_due(self.step):
+                self.rule.synced(self.step)
 
     def take_messages(self) -> None:
         """Take groups and messages from the queues."""
@@ -2684,18 +2684,16 @@ class WeightSync:
         pairs = zip(self.members, self.starts, strict=True)
         return [s for s, starts in pairs if s.process and s.starts == starts]
 
-    def poll(self, step: int) -> bool:
-        """End a sync that is over; begin one that is due. Never waits.
-
-        Returns whether the policy's weights have just begun to be sent.
-        """
+    def is_over(self) -> bool:
+        """Bring the latest sync to its end; whether it is over, so that the next one may begin."""
         if self.sending and self.sending.done():
             self.end_sending()
-        if self.under_way:
-            late = time.monotonic() > self.deadline
-            if late and (self.sending or self.lacking()):
-                self.give_up("it took too long (--transfer_timeout)")
-            return False
+        if self.under_way and time.monotonic() > self.deadline and (self.sending or self.lacking()):
+            self.give_up("it took too long (--transfer_timeout)")
+        return not self.under_way
+
+    def begin_if_due(self, step: int) -> bool:
+        """Begin the next sync; returns whether the policy's weights have begun to be sent."""
         ready = [s for s in self.searchers if s.ready]
         self.due |= any(s.version < 0 for s in ready)
         if not (self.due and ready) or self.is_too_early():
