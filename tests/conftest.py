@@ -1,8 +1,7 @@
-"""Fixtures: the tiny models and data, and tba.py as a command."""
+"""Fixtures: the tiny models and data."""
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import hypothesis
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -71,12 +69,6 @@ def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> None:
-    """Searchers' processes, and those in which tasks are tried, start at once in this process."""
-    tba.start_fork_server()
-
-
 @pytest.fixture(autouse=True)
 def end_all_runs():
     """A test that fails leaves no run behind."""
@@ -87,81 +79,3 @@ def end_all_runs():
             os.kill(pid, signal.SIGKILL)
         run.process.wait()
         run.log.close()
-
-
-def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
-    """Flags of a very small run; a flag of value None is left out."""
-    settings = {
-        "task": "gsm8k",
-        "model": gsm8k and gsm8k / "model",
-        "dataset": gsm8k and gsm8k / "data",
-        "output_dir": out,
-        "engine": "transformers",
-        "steps": 4,
-        "prompts_per_step": 4,
-        "trained_per_prompt": 8,
-        "searched_per_prompt": 8,
-        "initial_trajectories": 32,
-        "beta": 0.05,
-        "learning_rate": 1e-4,
-        "temperature": 1.0,
-        "max_response_tokens": 32,
-        "sequences_in_flight": 64,
-        "eval_samples": 40,
-        "searcher_timeout": 120,
-        **flags,
-    }
-    return [
-        part
-        for name, value in settings.items()
-        if value is not None
-        for part in (f"--{name}", str(value))
-    ]
-
-
-def start_tba(args: list[str]) -> subprocess.Popen:
-    """Start tba.py as a user does."""
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "tba.py"), *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def run_tba(args: list[str], code: int = 0, timeout: float = 900) -> tuple[str, str]:
-    """Run tba.py to its end; returns (stdout, stderr) after checking the exit code."""
-    process = start_tba(args)
-    out, err = process.communicate(timeout=timeout)
-    assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
-    return out, err
-
-
-def trainer_of(gsm8k: Path, out: Path, **flags: object) -> tba.Trainer:
-    """A Trainer without Searchers."""
-    config = tba.parse(arguments(gsm8k, out, **flags))
-    tba.resolve(config)
-    tba.check_settings(config)
-    problem = tba.load_problem(config)
-    trainer = tba.Trainer(config, problem, tba.RunFolder(config, {}), {})
-    trainer.load()
-    return trainer
-
-
-def random_groups(
-    problem: tba.Problem, B: int, K: int, seed: int = 0, longest: int = 24
-) -> list[list[tba.Trajectory]]:
-    """K random trajectories of each of B random prompts."""
-    rng = np.random.default_rng(seed)
-    groups = []
-    for prompt_id in rng.permutation(50)[:B]:
-        groups.append([])
-        for _ in range(K):
-            length = int(rng.integers(1, longest))
-            tokens = rng.integers(0, len(problem.tokenizer), length).astype(np.int32)
-            logprobs = np.zeros(length, np.float32)
-            reward, ref_logprobs = float(rng.integers(0, 2)), -rng.uniform(0.1, 5, length)
-            numbers = reward, ref_logprobs.astype(np.float32), int(prompt_id)
-            groups[-1].append(tba.Trajectory(tokens, logprobs, True, *numbers, 0, 0))
-    return groups

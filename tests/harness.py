@@ -1,4 +1,4 @@
-"""Runs of tba.py under faults: for the tests, and for bench/soak.py."""
+"""Runs of tba.py: for the tests, and for bench/soak.py."""
 
 import json
 import os
@@ -8,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 from typing import ClassVar
+
+import numpy as np
+
+import tba
 
 ROOT = Path(__file__).resolve().parents[1]
 HOOKS = ROOT / "tests" / "faults.py"
@@ -77,7 +81,7 @@ class Run:
         self.out, self.faults = out, notes / f"{out.name}-faults"
         self.faults.mkdir(exist_ok=True)
         os.environ["TBA_FAULTS"] = str(self.faults)
-        more = ["--task_file", str(HOOKS)] if hooks else []
+        more = ["--plugin", str(HOOKS)] if hooks else []
         self.log = open(notes / f"{out.name}.log", "a+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "tba.py"), *args, *more],
@@ -142,3 +146,87 @@ class Run:
     def suffered(self, fault: str) -> None:
         """Wait until a process has met a fault that was wanted."""
         self.until(lambda: not (self.faults / fault).exists(), f"{fault} suffered")
+
+
+def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
+    """Flags of a very small run; a flag of value None is left out."""
+    settings = {
+        "task": "gsm8k",
+        "model": gsm8k and gsm8k / "model",
+        "dataset": gsm8k and gsm8k / "data",
+        "output_dir": out,
+        "engine": "transformers",
+        "steps": 4,
+        "prompts_per_step": 4,
+        "trained_per_prompt": 8,
+        "searched_per_prompt": 8,
+        "initial_trajectories": 32,
+        "beta": 0.05,
+        "learning_rate": 1e-4,
+        "temperature": 1.0,
+        "max_response_tokens": 32,
+        "sequences_in_flight": 64,
+        "eval_samples": 40,
+        "searcher_timeout": 120,
+        **flags,
+    }
+    return [
+        part
+        for name, value in settings.items()
+        if value is not None
+        for part in (f"--{name}", str(value))
+    ]
+
+
+def run_tba(args: list[str], code: int = 0, timeout: float = 900) -> tuple[str, str]:
+    """Run tba.py to its end; returns (stdout, stderr) after checking the exit code."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "tba.py"), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+    assert not processes_of(process.pid), "processes of the run remain"
+    return out, err
+
+
+def problem_of(files: Path, out: Path, **flags: object) -> tuple[tba.Config, tba.Problem]:
+    """The resolved settings of a very small run, and its data."""
+    config = tba.parse(arguments(files, out, **flags))
+    tba.resolve(config)
+    tba.check_settings(config)
+    return config, tba.load_problem(config)
+
+
+def learner_of(files: Path, out: Path, **flags: object) -> tba.Learner:
+    """A Learner of a very small run, without a Trainer."""
+    config, problem = problem_of(files, out, **flags)
+    return tba.load_learner(config, problem, tba.Ranks(), {})
+
+
+def random_groups(
+    problem: tba.Problem, B: int, K: int, longest: int = 24, first_prompt: int = 0
+) -> list[list[tba.Trajectory]]:
+    """K random trajectories of each of B random prompts."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for prompt_id in first_prompt + rng.permutation(50)[:B]:
+        groups.append([])
+        for _ in range(K):
+            length = int(rng.integers(1, longest))
+            trajectory = tba.Trajectory(
+                tokens=rng.integers(0, len(problem.tokenizer), length).astype(np.int32),
+                logprobs=np.zeros(length, np.float32),
+                ref_logprobs=-rng.uniform(0.1, 5, length).astype(np.float32),
+                ended=True,
+                explored=False,
+                reward=float(rng.integers(0, 2)),
+                prompt_id=int(prompt_id),
+                version=0,
+                reference=0,
+            )
+            groups[-1].append(trajectory)
+    return groups
