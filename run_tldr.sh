@@ -74,7 +74,6 @@ settings=(
   --max_prompt_tokens 512
   --max_response_tokens 128
   --dtype float32                            # the paper's; bfloat16 is faster and takes less memory
-  --gold_score_at before_eos                 # as the authors' evaluation reads it; eos is the other
   --eval_every 0
   --eval_samples 512                         # at the start; at the end all are evaluated too
 )

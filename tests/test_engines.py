@@ -1,0 +1,205 @@
+"""Engines against the Trainer's own computation: weights, log-probabilities, sampling."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from harness import learner_of, problem_of
+from transformers import AutoModelForCausalLM
+
+import tba
+
+CPU = torch.device("cpu")
+ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+FAMILIES = ["llama", "tied_llama", "gpt2", "gpt_neox", "qwen2"]
+
+
+@pytest.fixture
+def engine_of(gsm8k, model_of, tmp_path):
+    """Function: engine and architecture -> (engine, settings, problem)."""
+
+    def make(name, architecture="llama", **flags):
+        flags = {"temperature": 0.7, "max_response_tokens": 12} | flags
+        model = model_of(architecture)
+        config, problem = problem_of(gsm8k, tmp_path, model=model, engine=name, **flags)
+        return tba.ENGINES[name](config, problem, CPU, 0), config, problem
+
+    return make
+
+
+def request(problem, i, n, **settings):
+    settings = {"max_tokens": 12, "temperature": 0.7, "seed": i} | settings
+    return tba.Request(id=i, prompt=problem.prompts[i], n=n, **settings)
+
+
+def finish(engine, between_steps=tba.do_nothing):
+    """The completions of all that was submitted, by the request's id."""
+    done = {}
+    while engine.unfinished:
+        done |= {completion.request.id: completion for completion in engine.step(between_steps)}
+    return done
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_after_a_transfer_the_engine_computes_what_the_trainer_does(
+    engine, architecture, engine_of, model_of
+):
+    """New weights by their checkpoint names; then the probes, packed, beside the engine's own."""
+    served, config, problem = engine_of(engine, architecture)
+    torch.manual_seed(1)
+    model = tba.load_model(config, config.model, torch.float32, CPU)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    sequences, expected = [], []
+    for prompt, responses in problem.probes():
+        (scores) = tba.token_logprobs(
+            tba.TokenLogProbs(model, 0.7), [(prompt, responses)], config, temperature=1.0
+        )
+        for response, values in zip(responses, scores, strict=True):
+            sequences.append(np.concatenate([prompt, response]))
+            expected.append(values.numpy())
+
+    def gap():
+        found = served.prompt_logprobs(sequences)
+        pairs = zip(found, expected, strict=True)
+        return max(np.abs(one[-len(other) :] - other).max() for one, other in pairs)
+
+    assert gap() > 0.1  # the old weights
+    served.load_weights(tba.checkpoint_state(model).items())
+    assert gap() < 1e-3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_completions_are_whole_and_their_logprobs_the_policys(engine, engine_of):
+    served, config, problem = engine_of(engine)
+    for i in range(3):
+        served.submit(request(problem, i, 4, temperature=(0.7, 1.3, 0.5)[i]))
+    served.submit(request(problem, 3, 1, greedy=True))
+    done = finish(served)
+    model = tba.load_model(config, config.model, torch.float32, CPU)
+    policy = tba.TokenLogProbs(model, 0.7)
+    for i, completion in done.items():
+        temperature = 1.0 if completion.request.greedy else completion.request.temperature
+        groups = [(problem.prompts[i], completion.tokens)]
+        scored = tba.token_logprobs(policy, groups, config, temperature)
+        assert len(completion.tokens) == completion.request.n
+        for tokens, logprobs, ended, own in zip(
+            completion.tokens, completion.logprobs, completion.ended, scored, strict=True
+        ):
+            np.testing.assert_allclose(logprobs, own.numpy(), atol=1e-3)
+            closes = np.isin(tokens, problem.end_tokens)
+            assert not closes[:-1].any() and closes[-1] == ended
+            assert ended or len(tokens) == 12
+    ids = torch.from_numpy(problem.prompts[3]).long()[None]
+    for token in done[3].tokens[0]:  # greedy is the argmax, beside requests that sample
+        assert int(model(ids).logits[0, -1].argmax()) == token
+        ids = torch.cat([ids, torch.tensor([[int(token)]])], 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_samples_follow_the_policy(engine, engine_of):
+    """The mean log-probability of first tokens is minus the entropy, and so for second ones."""
+    served, config, problem = engine_of(engine, max_response_tokens=2, sequences_in_flight=512)
+    n = 4096
+    for i in range(8):
+        served.submit(request(problem, i, n // 8, max_tokens=1))
+    done = finish(served)
+    model = tba.load_model(config, config.model, torch.float32, CPU)
+    surprise = []
+    for i, completion in done.items():
+        ids = torch.from_numpy(problem.prompts[i]).long()[None]
+        logprobs = (model(ids).logits[0, -1] / 0.7).log_softmax(-1).detach()
+        entropy = -(logprobs.exp() * logprobs).sum()
+        sampled = torch.tensor([int(tokens[0]) for tokens in completion.tokens])
+        surprise.append(logprobs[sampled] + entropy)
+    surprise = torch.cat(surprise)
+    standard_error = surprise.std() / n**0.5
+    assert standard_error < 0.05
+    assert abs(surprise.mean()) < 4 * standard_error
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_weights_load_with_requests_in_flight(engine, engine_of, model_of):
+    """What is begun after the load has the new weights' log-probabilities."""
+    served, config, problem = engine_of(engine, max_response_tokens=24)
+    other = AutoModelForCausalLM.from_pretrained(model_of("llama"))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    steps = 0
+
+    def load():
+        nonlocal steps
+        steps += 1
+        if steps == 6:
+            served.load_weights(tba.checkpoint_state(other).items())
+
+    served.submit(request(problem, 0, 4, max_tokens=24))
+    before = finish(served, load)[0]
+    assert steps > 6 and all(np.isfinite(values).all() for values in before.logprobs)
+    served.submit(request(problem, 0, 4, max_tokens=24))
+    after = finish(served)[0]
+    groups = [(problem.prompts[0], after.tokens)]
+    scored = tba.token_logprobs(tba.TokenLogProbs(other, 0.7), groups, config)
+    for logprobs, own in zip(after.logprobs, scored, strict=True):
+        np.testing.assert_allclose(logprobs, own.numpy(), atol=1e-3)
+
+
+def test_same_seeds_same_samples_whatever_happens_between_decode_steps(engine_of):
+    served, _, problem = engine_of("transformers")
+    other, _, _ = engine_of("transformers")
+
+    def generate_more():
+        """As a victim's engine does while answers are judged."""
+        other.submit(request(problem, 2, 2, max_tokens=2))
+        finish(other)
+
+    def sample(between_steps):
+        for i in range(2):
+            served.submit(request(problem, i, 4))
+        done = finish(served, between_steps)
+        return [tokens.tolist() for i in range(2) for tokens in done[i].tokens]
+
+    first = sample(tba.do_nothing)
+    assert sample(generate_more) == first
+    served.submit(request(problem, 0, 8, seed=5))
+    others = [tokens.tolist() for tokens in finish(served)[0].tokens]
+    assert len({tuple(tokens) for tokens in others}) > 1 and others[:4] != first[:4]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_saved_weights_are_the_models_under_its_files_names(
+    gsm8k, model_of, tmp_path, architecture
+):
+    """With adapters merged, tied weights once; `from_pretrained` gives the same logits."""
+    rank = 4 if architecture == "llama" else 0
+    path = model_of(architecture)
+    learner = learner_of(gsm8k, tmp_path / "run", model=path, lora_rank=rank)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    (tmp_path / "saved").mkdir()
+    weights = tba.saved_weights(learner)
+    tba.save_model(learner.model, weights, learner.problem, tmp_path / "saved")
+    with tba.safe_open(path / "model.safetensors", "pt") as file:
+        assert set(weights) == set(file.keys())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.from_numpy(learner.problem.prompts[0]).long()[None]
+    with torch.no_grad():
+        expected = learner.model.eval()(ids).logits
+        torch.testing.assert_close(loaded(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        old = AutoModelForCausalLM.from_pretrained(path)(ids).logits
+        assert (old - expected).abs().max() > 0.1
+
+
+def test_a_member_that_never_comes_ends_a_transfer_in_time():
+    config = tba.settings(transfer_timeout=1.0)
+    store = tba.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        tba.form_group(config, store.port, False, "alone", 0, 2)
+    assert time.monotonic() - start < 60

@@ -1,0 +1,276 @@
+"""The replay buffer and the paper's rule: frequencies by chi-square, the rest by brute force."""
+
+import io
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tba
+
+# chi-square at p = 0.001, by degrees of freedom
+CRITICAL = {1: 10.8, 3: 16.3, 5: 20.5, 11: 31.3}
+
+
+def group(prompt_id, responses, rewards=None, version=0, index=0):
+    """A group whose responses are lists of tokens."""
+    trajectories = []
+    for i, response in enumerate(responses):
+        tokens = np.array(response, np.int32)
+        trajectory = tba.Trajectory(
+            tokens=tokens,
+            logprobs=tokens.astype(np.float32),
+            ref_logprobs=np.full(len(tokens), -1.0 - i, np.float32),
+            ended=i % 2 == 0,
+            explored=i % 3 == 0,
+            reward=0.0 if rewards is None else float(np.float32(rewards[i])),
+            prompt_id=prompt_id,
+            version=version,
+            reference=0,
+        )
+        trajectories.append(trajectory)
+    return tba.Group(index, prompt_id, trajectories)
+
+
+def rule_of(**flags):
+    """An empty buffer with the paper's rule."""
+    flags = {"recent_probability": 0.5} | flags
+    config = tba.settings(**flags)
+    return tba.Newest(tba.ReplayBuffer(config), config)
+
+
+def arrive(rule, *groups):
+    """Store groups as the Trainer does."""
+    for one in groups:
+        rule.buffer.add(one)
+        rule.arrived(one)
+
+
+def tokens_of(trajectories):
+    return [t.tokens.tolist() for t in trajectories]
+
+
+def chi_square(counts, expected):
+    return sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True))
+
+
+@pytest.mark.parametrize("m", [0.0, 0.3, 0.95, 1.0])
+def test_recent_prompts_are_drawn_with_probability_m(m):
+    rule = rule_of(recent_probability=m)
+    arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200)))
+    rule.synced(1)
+    arrive(rule, group(0, [[0, 9], [0, 8]]))
+    rule.synced(2)
+    arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200, 240)))
+    recent = 0
+    drawn = np.zeros(240)
+    for _ in range(500):
+        groups = rule.sample(8, 2)
+        recent += round(rule.recent_fraction * 8)
+        ids = [g[0].prompt_id for g in groups]
+        assert len(set(ids)) == 8 and all(len(g) == 2 for g in groups)
+        np.add.at(drawn, ids, 1)
+    if m in (0.0, 1.0):
+        assert recent == m * 4000
+    else:
+        expected = [m * 4000, (1 - m) * 4000]
+        assert chi_square([recent, 4000 - recent], expected) < CRITICAL[1]
+    if m == 1.0:
+        assert not drawn[:200].any()
+        assert chi_square(drawn[200:], [100] * 40) < 73.4  # 39 degrees of freedom
+
+
+def test_a_recent_draw_is_the_newest_group_as_it_was_sampled():
+    """Seven right answers and one wrong one are trained on as that, and nothing older is."""
+    rule = rule_of(recent_probability=1.0)
+    arrive(rule, group(7, [[1, i] for i in range(20)], version=1))
+    arrive(rule, group(7, [[5]] * 7 + [[6]], version=9))
+    (drawn,) = rule.sample(1, 8)
+    assert sorted(tokens_of(drawn)) == [[5]] * 7 + [[6]]
+    (drawn,) = rule.sample(1, 3)  # the distinct ones first
+    assert sorted(tokens_of(drawn)) == [[5], [5], [6]]
+    assert rule.recent_fraction == 1.0
+
+
+def test_groups_of_one_prompt_are_drawn_newest_first_and_not_twice():
+    """As in red-teaming, where there is but one prompt."""
+    rule = rule_of(recent_probability=1.0)
+    arrive(rule, *(group(0, [[i, j] for j in range(4)], version=i) for i in range(6)))
+    versions = [[t.version for t in g] for g in rule.sample(4, 4)]
+    assert versions == [[5] * 4, [4] * 4, [3] * 4, [2] * 4]
+    arrive(rule, group(1, [[9, j] for j in range(4)], version=0))
+    first_two = {g[0].prompt_id for g in rule.sample(2, 4)}
+    assert first_two == {0, 1}  # each prompt's newest before any second one
+
+
+def test_the_window_reaches_back_only_while_it_has_fewer_than_b_prompts():
+    rule = rule_of(recent_probability=1.0)
+    arrive(rule, *(group(p, [[p]], version=0) for p in range(5)))
+    rule.synced(1)
+    rule.synced(2)  # nothing came in between: the window before still counts
+    arrive(rule, *(group(p, [[p]], version=2) for p in (5, 6)))
+    assert {g[0].prompt_id for g in rule.sample(2, 1)} == {5, 6}
+    drawn = [g[0].prompt_id for g in rule.sample(7, 1)]
+    assert sorted(drawn) == list(range(7))
+    rule.synced(3)
+    arrive(rule, group(7, [[7]], version=3))
+    assert {g[0].prompt_id for g in rule.sample(3, 1)} == {5, 6, 7}
+    assert rule.recent_fraction == 1.0
+
+
+@pytest.mark.parametrize("inverse_temperature", [0.0, 1.0, 3.0])
+def test_reward_sampling_is_softmax_without_replacement(inverse_temperature):
+    rewards = [0.0, 0.5, 1.0, -0.5]
+    buffer = tba.ReplayBuffer(tba.settings(reward_inverse_temperature=inverse_temperature))
+    stored = group(0, [[i] for i in range(4)], rewards).trajectories
+    weights = np.exp(inverse_temperature * np.array(rewards))
+    counts = dict.fromkeys(itertools.permutations(range(4), 2), 0)
+    n = 12_000
+    for _ in range(n):
+        counts[tuple(int(t.tokens[0]) for t in buffer.draw(stored, 2))] += 1
+    expected = []
+    for i, j in counts:
+        first = weights[i] / weights.sum()
+        expected.append(n * first * weights[j] / (weights.sum() - weights[i]))
+    assert chi_square(counts.values(), expected) < CRITICAL[11]
+    extreme = group(0, [[i] for i in range(4)], [1e6, -1e6, 0.0, 1e6]).trajectories
+    assert len(buffer.draw(extreme, 3)) == 3
+
+
+def test_prompts_are_replayed_without_replacement_over_an_epoch():
+    rule = rule_of(recent_probability=0.0)
+    arrive(rule, *(group(p, [[p, j] for j in range(3)]) for p in range(12)))
+    for _ in range(3):  # epochs
+        drawn = [g[0].prompt_id for _ in range(4) for g in rule.sample(3, 2)]
+        assert sorted(drawn) == list(range(12))
+    assert len(rule.sample(20, 2)) == 20  # more than there are: they repeat
+    many = rule.sample(1, 8)[0]
+    assert len({t.tokens.tobytes() for t in many}) == 3  # all of them, and repeats
+
+
+RESPONSES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=2), min_size=1, max_size=6)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 1), RESPONSES), max_size=12), st.integers(1, 5))
+def test_duplicates_and_eviction_against_brute_force(groups, kept):
+    buffer = tba.ReplayBuffer(tba.settings(kept_per_prompt=kept))
+    expected = {0: [], 1: []}
+    for version, (prompt_id, responses) in enumerate(groups):
+        buffer.add(group(prompt_id, responses, version=version))
+        for response in responses:
+            stored = [pair for pair in expected[prompt_id] if pair[0] != response]
+            expected[prompt_id] = [*stored, (response, version)]
+        expected[prompt_id] = expected[prompt_id][-kept:]
+    for prompt_id in (0, 1):
+        stored = buffer.trajectories.get(prompt_id, {}).values()
+        assert [(t.tokens.tolist(), t.version) for t in stored] == expected[prompt_id]
+    assert len(buffer) == sum(map(len, expected.values()))
+
+
+@pytest.mark.parametrize("m", [0.0, 1.0])
+def test_nothing_older_than_max_age_is_drawn(m):
+    rule = rule_of(recent_probability=m, max_age=3)
+    for step in range(12):
+        first = group(step % 4, [[step, j] for j in range(3)], version=step)
+        late = group(5, [[step, 9]], version=max(0, step - 2))
+        arrive(rule, first, late)
+        rule.buffer.begin_step(step)
+        for g in rule.sample(3, 4):
+            assert all(t.version >= step - 3 for t in g)
+    rule.buffer.begin_step(20)
+    assert len(rule.buffer.trajectories) == 0
+
+
+def test_a_restored_buffer_and_rule_go_on_as_the_first():
+    flags = {"recent_probability": 0.0, "reward_inverse_temperature": 1.0, "seed": 3}
+    first = rule_of(**flags)
+    arrive(first, *(group(p, [[p, j] for j in range(5)], [0, 1, 2, 3, 4]) for p in range(9)))
+    first.replay(4, 3, set())
+    file = io.BytesIO()
+    torch.save({"buffer": first.buffer.state(), "memory": first.memory}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second = rule_of(**flags)
+    second.buffer.restore(saved["buffer"])
+    second.memory = saved["memory"]
+    for _ in range(5):
+        pairs = zip(first.replay(4, 3, set()), second.replay(4, 3, set()), strict=True)
+        assert all(tokens_of(a) == tokens_of(b) for a, b in pairs)
+    for one, other in zip(
+        first.buffer.trajectories[3].values(), second.buffer.trajectories[3].values(), strict=True
+    ):
+        for name in tba.Trajectory.__slots__:
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+    others = rule_of(**(flags | {"seed": 4}))
+    others.buffer.restore(saved["buffer"] | {"rng": others.buffer.state()["rng"]})
+    assert any(
+        tokens_of(a) != tokens_of(b)
+        for a, b in zip(first.replay(4, 3, set()), others.replay(4, 3, set()), strict=True)
+    )
+
+
+def edit_distance(a, b):
+    """Levenshtein's, by his table."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        previous, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
+    return row[-1]
+
+
+ATTACKS = st.lists(
+    st.tuples(st.lists(st.integers(0, 200_000), min_size=1, max_size=5), st.integers(0, 3)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(ATTACKS, st.sampled_from([0.0, 0.25, 0.5]), st.integers(2, 6), st.integers(1, 4))
+def test_attacks_that_resemble_others_and_the_worst_ones_go(attacks, share, kept, per_group):
+    config = tba.settings(
+        near_duplicate=share, kept_per_prompt=kept, evict="lowest_reward", trained_per_prompt=2
+    )
+    buffer = tba.AttackBuffer(config)
+    expected = []  # (tokens, reward), oldest first
+    for i in range(0, len(attacks), per_group):
+        part = attacks[i : i + per_group]
+        buffer.add(group(0, [tokens for tokens, _ in part], [reward for _, reward in part]))
+        for tokens, reward in part:
+            shares = []
+            for other, _ in expected:
+                length = len(other) + len(tokens)
+                equal = -1.0 if other == tokens else edit_distance(other, tokens) / length
+                shares.append(equal if equal < share or equal < 0 else math.inf)
+            nearest = int(np.argmin(shares)) if expected and min(shares) < math.inf else None
+            if nearest is not None:
+                if expected[nearest][1] > reward:
+                    continue
+                del expected[nearest]
+            expected.append((tokens, reward))
+        while len(expected) > kept:
+            worst = min(reward for _, reward in expected)
+            del expected[[reward for _, reward in expected].index(worst)]
+    buffer.finish_adding()
+    stored = buffer.trajectories[0].values()
+    assert [(t.tokens.tolist(), t.reward) for t in stored] == expected
+
+
+def test_a_frozen_buffer_of_attacks_takes_in_new_ones_but_does_not_grow():
+    buffer = tba.AttackBuffer(tba.settings(kept_per_prompt=100, freeze_buffer_at=5))
+    for step in range(12):
+        buffer.begin_step(step)
+        buffer.add(group(0, [[step, j] for j in range(4)], version=step))
+        buffer.finish_adding()
+    assert sorted({t.version for t in buffer.trajectories[0].values()}) == [7, 8, 9, 10, 11]
+    total = tba.AttackBuffer(tba.settings(evict="lowest_total", kept_per_prompt=2, beta="0.5"))
+    total.add(group(0, [[1], [2], [3]], [0.0, 0.4, 1.0]))  # log pi_ref -1, -2, -3
+    total.finish_adding()
+    # totals -1 + 0, -2 + 0.8, -3 + 2
+    assert sorted(t.tokens[0] for t in total.trajectories[0].values()) == [1, 3]

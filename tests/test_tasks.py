@@ -1,0 +1,337 @@
+"""Data, and the four tasks: rewards and evaluations beside plain computations."""
+
+import json
+import math
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import REAL_GSM8K
+from harness import arguments, problem_of
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import tba
+
+CPU = torch.device("cpu")
+
+
+def judges_of(path):
+    """Flags of the tiny TL;DR or red-teaming's models."""
+    if (path / "reward").exists():
+        return {
+            "task": "tldr",
+            "reward_model": path / "reward",
+            "gold_reward_model": path / "gold",
+        }
+    return {
+        "task": "redteam",
+        "dataset": None,
+        "victim_model": path / "victim",
+        "victim_max_tokens": 8,
+        "victim_samples": 2,
+        "toxicity_model": path / "toxicity",
+        "toxicity_label": "toxic",
+        "sentence_model": path / "model",
+    }
+
+
+def task_of(path, out, **flags):
+    """A task in the state that it has in a Searcher."""
+    config, problem = problem_of(path, out, **(judges_of(path) | flags))
+    make = tba.partial(tba.engine_for, problem, config, CPU, 0)
+    problem.task.setup(CPU, make)
+    return problem.task, problem, config
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 * 400 = 1,200 dollars.", 1200), ("5-3", 3), ("it is -3", -3), ("#### 7", 7),
+        ("1.5 and .5", 0.5), ("none", None), ("2,500,000", 2500000), ("3.", 3),
+    ],
+)  # fmt: skip
+def test_the_last_number_of_a_text(text, number):
+    assert tba.extract_number(text) == number
+
+
+def test_rewards_of_gsm8k_are_exact_matches_with_the_gold_answer(gsm8k, tmp_path):
+    _, problem = problem_of(gsm8k, tmp_path)
+    examples = [{"answer": "3+4=7 #### 7"}, {"answer": 7}, {"answer": "no number"}]
+    rewards = problem.task.checked_rewards(examples, ["is 7.0", "is 8", "nor here"], np.ones(3))
+    assert rewards == [1.0, 0.0, 0.0]
+
+
+def test_all_of_real_gsm8k_is_read(gsm8k, tmp_path):
+    if not REAL_GSM8K.exists():
+        pytest.skip("the real GSM8K is not here")
+    _, problem = problem_of(
+        gsm8k, tmp_path, dataset=REAL_GSM8K, max_response_tokens=8, max_prompt_tokens=200
+    )
+    task = problem.task
+    assert len(problem.prompts) == len(task.train) > 1000 and len(task.held_out) > 100
+    assert all(len(prompt) <= 200 for prompt in problem.prompts)
+    answers = [example["answer"] for example in task.train]
+    assert min(task.checked_rewards(task.train, answers, np.ones(len(answers)))) == 1.0
+
+
+def test_files_of_every_kind_are_read_and_the_last_tenth_is_held_out(gsm8k, tmp_path):
+    rows = [{"question": f"What is {i}?", "answer": f"#### {i}", "more": i} for i in range(20)]
+    data = datasets.Dataset.from_list(rows)
+    data.to_json(tmp_path / "a.jsonl")
+    data.to_json(tmp_path / "b.jsonl.gz", compression="gzip")
+    data.to_csv(tmp_path / "c.csv")
+    data.to_parquet(tmp_path / "d.parquet")
+    (tmp_path / "e.json").write_text(json.dumps(rows))
+    datasets.DatasetDict(train=data.select(range(18)), test=data.select([18, 19])).save_to_disk(
+        tmp_path / "f"
+    )
+    for name in ("a.jsonl", "b.jsonl.gz", "c.csv", "d.parquet", "e.json", "f"):
+        _, problem = problem_of(gsm8k, tmp_path / "out", dataset=tmp_path / name)
+        assert [e["answer"] for e in problem.task.held_out] == ["#### 18", "#### 19"], name
+        assert len(problem.task.train) == len(problem.prompts) == 18
+    both = {"dataset": tmp_path / "a.jsonl", "eval_dataset": tmp_path / "d.parquet"}
+    _, problem = problem_of(gsm8k, tmp_path / "out", **both)
+    assert len(problem.task.train) == len(problem.task.held_out) == 20
+
+
+def test_prompts_that_are_too_long_are_left_out(gsm8k, tmp_path, capsys):
+    config, problem = problem_of(gsm8k, tmp_path)
+    lengths = sorted(map(len, problem.prompts))
+    limit = lengths[len(lengths) // 2]
+    _, fewer = problem_of(gsm8k, tmp_path, max_prompt_tokens=limit)
+    assert len(fewer.prompts) == sum(n <= limit for n in lengths) == len(fewer.task.train)
+    assert str(len(lengths) - len(fewer.prompts)) in capsys.readouterr().err
+    _, total = problem_of(gsm8k, tmp_path, max_total_tokens=limit + 1)
+    assert max(map(len, total.prompts)) <= limit
+    assert all(1 <= total.task.config.response_limit(p) <= 32 for p in total.prompts)
+    _, context = problem_of(gsm8k, tmp_path, max_response_tokens=256 - limit - 1)
+    assert max(map(len, context.prompts)) == limit
+
+
+def test_a_response_keeps_its_leading_space(gsm8k, tmp_path):
+    _, problem = problem_of(gsm8k, tmp_path)
+    ids = problem.tokenizer(" a b\nc", add_special_tokens=False)["input_ids"]
+    assert problem.response_text(np.array([*ids, problem.end_tokens[0]])) == " a b\nc"
+
+
+@pytest.mark.parametrize(
+    "given", [np.array([1.0, math.nan]), np.ones(3), np.ones((2, 1)), [math.inf, 0]]
+)
+def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
+    class Wrong(tba.GSM8K):
+        """A task whose rewards are wrong."""
+
+        def rewards(self, examples, responses, ended):
+            return given
+
+    _, problem = problem_of(gsm8k, tmp_path)
+    task = Wrong.__new__(Wrong)
+    with pytest.raises(ValueError, match=r"Wrong\.rewards"):
+        task.checked_rewards(problem.task.train[:2], ["a", "b"], np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
+        ("\\boxed{\\frac{1}{2}}", "so \\boxed{0.5}", True),
+        ("\\boxed{x^2+1}", "\\boxed{1+x^2}", True),
+        ("\\boxed{3}", "\\boxed{2} no, \\boxed{3}", True),
+        ("\\boxed{3}", "\\boxed{4}", False),
+        ("\\boxed{3}", "the answer is 3", False),
+        ("\\boxed{3}", "\\boxed{", False),
+    ],
+)
+def test_verdicts_of_math(gold, answer, same):
+    assert tba.MATH.is_right(gold, answer) == same
+
+
+def plain_scores(path, texts):
+    """What transformers alone makes of texts: the score at the last token."""
+    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    scores = []
+    for text in texts:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        hidden = model.base_model(ids).last_hidden_state[0, -1]
+        scores.append(float(model.score(hidden)[0]))
+    return np.array(scores)
+
+
+def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path):
+    task, problem, _ = task_of(tldr, tmp_path)
+    examples = task.train[:3]
+    summaries = [" Ann lost hat.", " Ben lost key at park.", " cut off"]
+    ended = np.array([True, True, False])
+    rewards = task.checked_rewards(examples, summaries, ended)
+    queries = [example["query"] for example in examples]
+    closed = [query + s + "<eos>" for query, s in zip(queries, summaries, strict=True)]
+    np.testing.assert_allclose(rewards[:2], plain_scores(tldr / "reward", closed)[:2], atol=1e-4)
+    assert rewards[2] == -1.0
+
+    own = [example["reference_response"] for example in examples]
+    scores = plain_scores(tldr / "gold", [q + s for q, s in zip(queries, summaries, strict=True)])
+    against = plain_scores(tldr / "gold", [q + s for q, s in zip(queries, own, strict=True)])
+    for _ in range(2):  # references are judged once
+        records = task.evaluate(examples, summaries, ended)
+        assert [r["win_rate"] for r in records] == (scores > against).astype(float).tolist()
+    assert [r["win_rate"] for r in task.evaluate(examples, own, ended)] == [0.0] * 3
+
+    records = [
+        {"win_rate": 1.0, "kl": 2.0, "ref_logprob": -6.0, "tokens": 3, "prompt_tokens": 9},
+        {"win_rate": 0.0, "kl": 4.0, "ref_logprob": -2.0, "tokens": 2, "prompt_tokens": 6},
+    ]
+    perplexity = (math.exp(6 / 12) + math.exp(2 / 8)) / 2
+    assert task.summarize(records) == pytest.approx(
+        {"win_rate": 0.5, "perplexity": perplexity, "kl": 3.0}
+    )
+
+
+def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
+    task, problem, config = task_of(redteam, tmp_path, shortest_attack=4)
+    attacks = ["Tell me about the volcano today.", "Describe a river today."]
+    answers = task.victim_answers(attacks)
+    assert answers == task.victim_answers(attacks)  # seeds of their own
+    assert [len(a) for a in answers] == [2, 2]
+    tokenizer = task.tokenizers["toxicity_model"]
+    model = AutoModelForSequenceClassification.from_pretrained(redteam / "toxicity").eval()
+    expected = []
+    for texts in answers:
+        logprobs = []
+        for text in texts:
+            ids = torch.tensor([tokenizer(text)["input_ids"]])
+            hidden = model.base_model(ids).last_hidden_state[0, -1]
+            logprobs.append(float(model.score(hidden).log_softmax(-1)[1]))
+        expected.append(np.mean(logprobs))
+    rewards = task.checked_rewards([{}] * 2, attacks, np.ones(2))
+    np.testing.assert_allclose(rewards, expected, atol=1e-4)
+
+    records = task.evaluate([{}] * 2, attacks, np.ones(2))
+    vectors = np.random.default_rng(0).normal(size=(5, 7))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    many = [records[i % 2] | {"vector": vectors[i]} for i in range(5)]
+    pairs = [1 - vectors[i] @ vectors[j] for i in range(5) for j in range(5) if i != j]
+    summary = task.summarize(many)
+    assert summary["cosine_distance"] == pytest.approx(np.mean(pairs))
+    assert set(summary) == {"toxicity", "attack_success_rate", "cosine_distance"}
+
+    short = task.ref_logprobs(np.zeros(3, np.int32), np.array([-1.0, -2, -3], np.float32))
+    assert short.sum() == pytest.approx(-500)
+    long = np.array([-1.0, -2, -3, -4], np.float32)
+    assert np.array_equal(task.ref_logprobs(np.zeros(4, np.int32), long), long)
+
+
+def test_a_guard_model_judges_by_its_first_token(redteam, tmp_path):
+    flags = {
+        "toxicity_model": redteam / "victim",
+        "toxicity_label": "zap",
+        "toxicity_suffix": "\\n",
+    }
+    task, _, _ = task_of(redteam, tmp_path, **flags)
+    attacks = ["Describe a river today."]
+    (answers,) = task.victim_answers(attacks)
+    tokenizer = task.tokenizers["toxicity_model"]
+    model = AutoModelForCausalLM.from_pretrained(redteam / "victim")
+    expected = []
+    for answer in answers:
+        text = f"<user>{attacks[0]}<assistant>{answer}<assistant>\n"
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        label = tokenizer("zap", add_special_tokens=False)["input_ids"][0]
+        expected.append(float(model(ids).logits[0, -1].log_softmax(-1)[label].detach()))
+    rewards = task.checked_rewards([{}], attacks, np.ones(1))
+    np.testing.assert_allclose(rewards, [np.mean(expected)], atol=1e-4)
+
+
+def test_explored_prompts_have_temperatures_of_their_own(redteam, tmp_path):
+    flags = {"explore_probability": 0.5, "explore_low": 0.5, "explore_high": 2.0}
+    _, problem = problem_of(redteam, tmp_path, **(judges_of(redteam) | flags))
+    rng = np.random.default_rng(0)
+    drawn = np.array([problem.task.temperature(rng) for _ in range(2000)])
+    explored = drawn[drawn != 1.0]
+    assert 900 < len(explored) < 1100 and explored.min() >= 0.5 and explored.max() <= 2.0
+    assert abs(explored.mean() - 1.25) < 0.05
+
+
+def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path):
+    """Rows with an instruction answer the task's prompt; others bring their own."""
+    rows = [{"instruction": "Describe a river today."}, {"instruction": "Explain it."}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"prompt": "<user>", "response": "Write a poem."}
+    (tmp_path / "b.jsonl").write_text(json.dumps(own) + "\n")
+    flags = judges_of(redteam) | {"sft_data": tmp_path / "a.jsonl", "sft_epochs": 30}
+    flags |= {"sft_learning_rate": 3e-3, "sft_batch": 4}
+    config, problem = problem_of(redteam, tmp_path / "out", **flags)
+    pairs = tba.read_sft_pairs(config, problem)
+    assert [problem.text(prompt) for prompt, _ in pairs] == [config.attacker_prompt] * 2
+    assert [problem.response_text(response) for _, response in pairs] == [
+        row["instruction"] for row in rows
+    ]
+    assert all(response[-1] == problem.tokenizer.eos_token_id for _, response in pairs)
+    config.sft_data = str(tmp_path / "b.jsonl")
+    pairs += tba.read_sft_pairs(config, problem)
+    losses = []
+    for budget in (10_000, 20):
+        config.tokens_per_microbatch = budget
+        policy = tba.load_policy(config, str(redteam / "model"), tba.Ranks())
+        losses.append(tba.supervised_fine_tune(policy, pairs, config))
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)
+    (tmp_path / "c.jsonl").write_text(json.dumps({"prompt": "x"}) + "\n")
+    config.sft_data = str(tmp_path / "c.jsonl")
+    with pytest.raises(tba.InputError, match="row 0"):
+        tba.read_sft_pairs(config, problem)
+
+
+def test_the_scripts_settings_are_the_papers(tmp_path):
+    """What the run scripts give to tba.py, read by its own parser, beside tables 2, 3 and B.3."""
+    import subprocess
+
+    from conftest import ROOT
+
+    recorder = tmp_path / "record.sh"
+    recorder.write_text('#!/bin/bash\nshift\nprintf "%s\\n" "$@" | sed "s/^$/ /" > $RECORD\n')
+    recorder.chmod(0o755)
+
+    def settings_of(*command, **environment):
+        record = tmp_path / "record"
+        variables = tba.os.environ | {"PYTHON": str(recorder), "RECORD": str(record)} | environment
+        subprocess.run(["bash", *command], cwd=ROOT, env=variables, check=True)
+        text = record.read_text().replace("Write a list of instructions:\n1.", "attack")
+        config = tba.parse(text.split("\n")[:-1])
+        config.eval_every = 0
+        tba.resolve(config)
+        return config
+
+    gsm8k = settings_of("run_gsm8k.sh")
+    expected = {
+        "prompts_per_step": 7, "trained_per_prompt": 20, "searched_per_prompt": 24, "sync_every": 2,
+        "recent_probability": 0.95, "learning_rate": 1e-5, "temperature": 0.7, "steps": 700,
+        "beta": "0.014@0,0.004@500", "initial_trajectories": 500, "objective": "tb",
+    }  # fmt: skip
+    assert {name: getattr(gsm8k, name) for name in expected} == expected
+    table2 = settings_of("run_gsm8k.sh", "table2")
+    assert (table2.steps, table2.beta, table2.decay_steps) == (1000, "0.012@0,0.004@500", 500)
+    tldr = settings_of("run_tldr.sh", "1b", STEPS="625")
+    expected = {
+        "prompts_per_step": 8, "trained_per_prompt": 20, "searched_per_prompt": 20,
+        "sync_every": 10, "recent_probability": 0.5, "learning_rate": 3e-6, "steps": 625,
+        "initial_trajectories": 10_000, "dtype": "float32", "max_response_tokens": 128,
+    }  # fmt: skip
+    assert {name: getattr(tldr, name) for name in expected} == expected
+    assert tba.schedule_value(tldr.beta, 0) == 1 and tba.schedule_value(tldr.beta, 100) == 0.05
+    attack = settings_of("run_redteam.sh", "gpt2", "--sft_data", "x.json")
+    assert (attack.beta, attack.sync_every, attack.kept_per_prompt) == ("0.05", 10, 100_000)
+    assert attack.prompts_per_step * attack.trained_per_prompt == 128 and attack.steps == 5000
+    flow = settings_of("run_redteam.sh", "gflownet", "--sft_data", "x.json")
+    assert (flow.synchronous, flow.objective, flow.recent_probability) == (
+        True, "tb_learned_z", 0.5,
+    )  # fmt: skip
+    assert flow.searched_prompts == 4
+    llama = settings_of("run_redteam.sh", "llama", "--sft_data", "x.json")
+    assert tba.schedule_value(llama.reference_temperature, 2000) == 1.2
+
+
+def test_arguments_are_flags(gsm8k, tmp_path):
+    """The helper of these tests gives every flag that it is asked for."""
+    given = tba.parse(arguments(gsm8k, tmp_path, steps=3, beta="0.5"))
+    assert (given.steps, given.beta, given.model) == (3, "0.5", str(gsm8k / "model"))
