@@ -951,7 +951,7 @@ class Trainer:
         self.ranks = ranks
         self.saved = saved
         self.searchers = SearcherProcesses(config, problem, folder.say, saved.get("places"))
-        self.evaluation = Evaluation(config, problem, folder, saved.get("evaluated"))
+        self.evaluation = Evaluation(config, problem, folder, saved)
         self.empty_buffer()
         self.checkpoints = CheckpointWriter(problem, folder)
         self.learner: Learner | None = None  # policy and optimizer; loaded beside the Searchers
@@ -3160,15 +3160,14 @@ class Evaluation:
     """
 
     def __init__(
-        self, config: Config, problem: Problem, folder: RunFolder, done_at: int | None
+        self, config: Config, problem: Problem, folder: RunFolder, saved: dict[str, Any]
     ) -> None:
-        """`done_at` is the version of an interrupted run's latest evaluation."""
         self.config = config
         self.problem = problem
         self.folder = folder
-        self.done_at = done_at  # version of the latest that is complete
+        self.done_at: int | None = saved.get("evaluated")  # version of the latest that is complete
         # the least version of the weights to evaluate next; None: no evaluation is due
-        self.due_at: int | None = 0 if done_at is None else None
+        self.due_at: int | None = saved.get("to_evaluate", 0)
         self.version: int | None = None  # of the weights that are evaluated; None: none under way
         self.number = 0  # of evaluations begun
         self.unjudged: dict[int, int] = {}  # Searcher -> its answers whose records are to come
@@ -3180,6 +3179,10 @@ class Evaluation:
     def idle(self) -> bool:
         """No evaluation is due or under way."""
         return self.due_at is None and self.version is None
+
+    def undone(self) -> int | None:
+        """Which evaluation a run that goes on from here has to begin."""
+        return self.due_at if self.version is None else self.version
 
     def begin_if_due(self, version: int, searchers: Iterable[SearcherState]) -> None:
         """Share the held-out prompts among Searchers, if their weights are new enough."""
@@ -3346,6 +3349,7 @@ def save(trainer: Trainer) -> None:
         "arrived": groups_to_tensors(trainer.arrived),
         "places": trainer.searchers.places(),
         "evaluated": trainer.evaluation.done_at,
+        "to_evaluate": trainer.evaluation.undone(),
         "reference": trainer.sync.reference,
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),

@@ -125,8 +125,12 @@ class Run:
         ended = lambda: self.process.poll() is not None
         self.until(ended, "its end", alive=False, seconds=seconds)
         assert self.process.returncode == code, self.text()
-        wait_until(lambda: not processes_of(self.process.pid), "every process gone", seconds=GONE)
+        self.gone()
         return self.text()
+
+    def gone(self) -> None:
+        """Wait until no process of the run is left."""
+        wait_until(lambda: not processes_of(self.process.pid), "every process gone", seconds=GONE)
 
     def searchers(self) -> list[int]:
         return searcher_pids(self.process.pid)

@@ -1,0 +1,83 @@
+"""The command line: mistakes end in one line that names the flag, with exit code 2."""
+
+import dataclasses
+import json
+
+import pytest
+from harness import Run, arguments, run_tba
+
+import tba
+
+
+def refused(args, capsys):
+    """The one line that this process says of a command line, which it refuses."""
+    with pytest.raises(SystemExit) as ended:
+        tba.main([str(arg) for arg in args])
+    assert ended.value.code == 2
+    lines = [line for line in capsys.readouterr().err.split("\n") if "error:" in line]
+    assert len(lines) == 1
+    return lines[0]
+
+
+MISTAKES = [
+    {"task": "chess"}, {"objective": "ppo"}, {"engine": "llamacpp"}, {"replay_rule": "oldest"},
+    {"model": "/nowhere/model"}, {"dataset": "/nowhere/data"}, {"dataset": "missing.jsonl"},
+    {"eval_dataset": "missing.csv"}, {"plugin": "missing.py"}, {"resume": "/nowhere/run"},
+    {"steps": -1}, {"prompts_per_step": 0}, {"trained_per_prompt": 1}, {"learning_rate": 0},
+    {"recent_probability": 1.5}, {"temperature": "nan"}, {"seed": 2**32}, {"beta": "0"},
+    {"beta": "1@5"}, {"beta": "1@0,x@3"}, {"tau": "-1"}, {"dtype": "float16"}, {"steps": "many"},
+    {"searched_per_prompt": 4}, {"kept_per_prompt": 4}, {"lag": 2}, {"max_response_tokens": 4000},
+    {"lr_schedule": "warmup_stable_decay", "decay_steps": 0}, {"victim_top_p": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: "-".join(map(str, mistake)))
+def test_mistakes_are_told_in_one_line_and_leave_nothing(mistake, gsm8k, tmp_path, capsys):
+    out = tmp_path / "run"
+    line = refused(arguments(gsm8k, out, **mistake), capsys)
+    name, value = list(mistake.items())[-1]
+    assert f"--{name}" in line and str(value).split("@")[0] in line
+    assert not out.exists()
+
+
+def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert "--stpes" in refused([*arguments(gsm8k, out), "--stpes", "3"], capsys)
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "1+1?", "solution": "2"}) + "\n")
+    line = refused(arguments(gsm8k, out, dataset=data), capsys)
+    assert "answer" in line and str(data) in line
+    data.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    assert "--dataset" in refused(arguments(gsm8k, out, dataset=data), capsys)
+    judges = {"task": "tldr", "reward_model": tldr / "model", "gold_reward_model": tldr / "gold"}
+    assert "--reward_model" in refused(arguments(tldr, out, **judges), capsys)
+    if not tba.vllm_can_run():
+        assert "--engine vllm" in refused(arguments(gsm8k, out, engine="vllm"), capsys)
+    assert not out.exists()
+
+
+def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path, capsys):
+    out = tmp_path / "run"
+    run = Run(out, arguments(gsm8k, out, steps=10_000, eval_every=0, eval_samples=8, save_every=1))
+    run.until(lambda: list(out.glob("checkpoint-*")), "a checkpoint")
+    assert "--output_dir" in refused(arguments(gsm8k, out), capsys)
+    assert "--resume" in refused(["--resume", out], capsys)
+    run.process.kill()
+    run.process.wait()
+    run.gone()
+    assert "--output_dir" in refused(arguments(gsm8k, out), capsys)
+    assert "--steps" in refused(["--resume", out, "--steps", 0], capsys)
+    assert "--synchronous" in refused(["--resume", out, "--synchronous"], capsys)
+    assert "--lora_rank" in refused(["--resume", out, "--lora_rank", 2], capsys)
+    flags = ["--resume", out, "--dataset", gsm8k / "data" / "test.jsonl"]
+    assert "--dataset" in refused(flags, capsys)
+
+
+def test_help_tells_of_every_flag():
+    said, _ = run_tba(["--help"])
+    for kind in tba.FLAGS:
+        for f in dataclasses.fields(kind):
+            assert f"--{f.name} " in said
+            assert len(f.metadata["help"]) > 10
+    counts = {kind.__name__: len(dataclasses.fields(kind)) for kind in tba.FLAGS}
+    assert counts["Config"] <= 60 and sum(counts.values()) <= 90

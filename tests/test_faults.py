@@ -1,0 +1,140 @@
+"""Searchers that die, hang or raise, wrong weights, signals: what promises 2 to 5 say."""
+
+import os
+import signal
+import time
+
+import pytest
+from harness import Run, arguments, processes_of, read_lines, run_tba
+
+
+def endless(gsm8k, out, **flags):
+    """Flags of a run that goes on until it is ended."""
+    settings = {
+        "steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0, "num_searchers": 3,
+        "max_restarts": 20, "transfer_timeout": 3, "searcher_timeout": 10, "sync_every": 1,
+    }  # fmt: skip
+    return arguments(gsm8k, out, **(settings | flags))
+
+
+def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
+    """Killed, hanging and raising Searchers, in each phase of a weight transfer too."""
+    out = tmp_path / "run"
+    run = Run(out, endless(gsm8k, out))
+    run.want("slow-trainer", "0.05")
+    # each Searcher has sent a group, without which a failure ends the run
+    run.until(lambda: len({index % 3 for index, *_ in run.noted("stored")}) == 3, "groups of all")
+    faults = ["die-generating", "hang-receiving", "raise", "die-loading", "hang-generating"]
+    faults += ["die-received", "hang-loading", "die-receiving", "die-joining", "hang-joining"]
+    for number, fault in enumerate(faults, 1):
+        run.want(fault)
+        run.suffered(fault)
+        run.until(lambda n=number: len(run.failed()) >= n, f"{fault} noticed")
+        before = run.noted("stored")[-1]
+        run.until(lambda last=before: run.noted("stored")[-1] != last, f"data after {fault}")
+        version = read_lines(out / "metrics.jsonl")[-1]["version"]
+        run.until(
+            lambda v=version: read_lines(out / "metrics.jsonl")[-1]["version"] > v,
+            f"new weights after {fault}",
+        )
+    run.until(lambda: read_lines(out / "metrics.jsonl")[-1]["searchers_alive"] == 3, "all back")
+    assert "ArithmeticError: a fault on demand" in run.text()
+    os.kill(run.process.pid, signal.SIGINT)
+    run.ends(128 + signal.SIGINT)
+    places = [index for index, *_ in run.noted("stored")]
+    assert len(places) == len(set(places))  # none twice
+    first_missing = next(place for place in range(10**6) if place not in set(places))
+    assert max(places) - first_missing < 200  # none lost: only the latest are on their way
+    assert max(m["logprob_gap"] for m in read_lines(out / "metrics.jsonl")) < 1e-3
+    # what it left can be gone on with
+    step = read_lines(out / "metrics.jsonl")[-1]["step"]
+    run_tba(["--resume", str(out), "--steps", str(step + 3)])
+    assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
+
+
+def test_a_killed_trainer_leaves_nothing_and_a_second_signal_ends_at_once(gsm8k, tmp_path):
+    out = tmp_path / "killed"
+    run = Run(out, endless(gsm8k, out, num_searchers=2))
+    run.reaches(3)
+    assert len(processes_of(run.process.pid)) >= 5  # Trainer, Manager, fork server, two Searchers
+    run.process.kill()
+    run.process.wait()
+    run.gone()
+
+    run = Run(out, ["--resume", str(out)]) if list(out.glob("checkpoint-*")) else None
+    assert run is None  # it had saved nothing
+    out = tmp_path / "twice"
+    run = Run(out, endless(gsm8k, out, synchronous=True, max_restarts=0))
+    run.want("slow-trainer", "1000")
+    run.until(lambda: "step 0:" in run.text(), "the first evaluation")
+    time.sleep(3)  # it is within a step, which lasts
+    os.kill(run.process.pid, signal.SIGINT)
+    run.says("SIGINT")
+    os.kill(run.process.pid, signal.SIGINT)
+    run.ends(128 + signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_saves_a_checkpoint(gsm8k, tmp_path, number):
+    out = tmp_path / "run"
+    run = Run(out, endless(gsm8k, out, num_searchers=1))
+    run.reaches(3)
+    os.kill(run.process.pid, number)
+    run.ends(128 + number)
+    step = read_lines(out / "metrics.jsonl")[-1]["step"]
+    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+
+
+def test_faults_that_end_a_run(gsm8k, tmp_path):
+    """A failure before the first group ever, too many failures, wrong weights: one exit code."""
+    out = tmp_path / "first"
+    run = Run(out, endless(gsm8k, out))
+    run.want("raise")
+    said = run.ends(1)
+    assert "ArithmeticError: a fault on demand" in said and not (out / "metrics.jsonl").exists()
+
+    out = tmp_path / "many"
+    run = Run(out, endless(gsm8k, out, num_searchers=1, max_restarts=1, initial_trajectories=10**6))
+    run.until(lambda: run.noted("stored") or run.noted("searched"), "a group")
+    time.sleep(1)
+    for _ in range(2):
+        run.want("die-loading" if False else "raise")
+        run.suffered("raise")
+    said = run.ends(1)
+    assert said.count("ArithmeticError: a fault on demand") == 2
+
+    out = tmp_path / "wrong"
+    run = Run(out, endless(gsm8k, out))
+    run.reaches(2)
+    run.want("corrupt")
+    said = run.ends(1)
+    assert "logprob_tolerance" in said and not list(out.glob("checkpoint-*"))
+
+
+def test_a_reward_may_use_a_pool_of_processes(gsm8k, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        '''"""A task whose rewards are computed by other processes."""
+import multiprocessing
+import numpy as np
+import tba
+
+def right(pair):
+    example, response = pair
+    return tba.extract_number(example["answer"]) == tba.extract_number(response)
+
+class Pooled(tba.GSM8K):
+    """GSM8K, judged by a pool."""
+
+    def rewards(self, examples, responses, ended):
+        with multiprocessing.Pool(2) as pool:
+            return np.array(pool.map(right, zip(examples, responses)))
+
+tba.TASKS["pooled"] = Pooled
+'''
+    )
+    out = tmp_path / "run"
+    flags = {"task": "pooled", "plugin": plugin, "steps": 3, "eval_every": 0, "eval_samples": 8}
+    run_tba(arguments(gsm8k, out, **flags))
+    rewards = [m["reward"] for m in read_lines(out / "metrics.jsonl")]
+    assert len(rewards) == 3 and 0 < max(rewards) <= 1

@@ -1,0 +1,220 @@
+"""Whole runs as a user starts them: what they leave, lockstep, resuming."""
+
+import json
+import math
+import os
+import shutil
+import signal
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from harness import Run, arguments, read_lines, run_tba
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+METRICS = set(
+    "step episode seconds reward loss log_z kl beta lr grad_norm entropy equal_rewards "
+    "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
+    "recent_fraction buffer_prompts buffer_trajectories queue_depth version trainer_busy "
+    "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
+    "sync_wait_seconds logprob_gap searchers_alive".split()
+)
+OF_TIME = {
+    "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second", "queue_depth",
+    "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds",
+}  # fmt: skip
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same_weights(one, other):
+    one, other = weights_of(one), weights_of(other)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
+    """Two Searchers, a sync after every step, and still every evaluation that is due."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    out = tmp_path / "run"
+    flags = {"steps": 24, "sync_every": 1, "eval_every": 8, "eval_samples": 8, "save_every": 8}
+    run = Run(out, arguments(gsm8k, out, num_searchers=2, **flags))
+    run.want("slow-trainer", "0.3")
+    said = run.ends(0)
+    assert "24 steps" in said and list(temporary.iterdir()) == []
+
+    metrics = read_lines(out / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(1, 25))
+    for m in metrics:
+        assert set(m) == METRICS and all(math.isfinite(value) for value in m.values())
+    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-3)  # the policy is the reference
+    assert metrics[0]["effective_sample_size"] == pytest.approx(1, abs=1e-4)
+    assert 0 < metrics[-1]["staleness_mean"] <= metrics[-1]["staleness_max"] < 24
+    assert metrics[-1]["buffer_trajectories"] <= metrics[-1]["buffer_prompts"] * 8
+    assert metrics[-1]["version"] >= 20 and metrics[-1]["searchers_alive"] == 2
+    evaluations = read_lines(out / "eval.jsonl")
+    assert [e["step"] for e in evaluations] == [0, 8, 16, 24, 24]
+    assert [e["n"] for e in evaluations] == [8, 8, 8, 8, 200]
+    assert all(0 <= e["accuracy"] <= 1 and e["version"] == e["step"] for e in evaluations)
+    config = json.loads((out / "config.json").read_text())
+    assert config["resolved"]["steps"] == 24 and "torch" in config["versions"]
+    completion = read_lines(out / "completions.jsonl")[0]
+    assert set(completion) == {"step", "version", "prompt", "response", "reward"}
+    assert (out / "eval_answers.txt").read_text().count("-------- answer") >= 5
+    assert min(matplotlib.image.imread(out / "curves.png").shape[:2]) > 300
+
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == [
+        "checkpoint-16",
+        "checkpoint-24",
+    ]
+    AutoTokenizer.from_pretrained(out / "final")
+    model = AutoModelForCausalLM.from_pretrained(out / "final")
+    assert same_weights(out / "final", out / "checkpoint-24")
+    assert not same_weights(out / "final", gsm8k / "model")
+    assert sum(p.numel() for p in model.parameters()) > 100_000
+    places = sorted(index for index, *_ in run.noted("stored"))
+    assert len(places) == len(set(places)) and places[:20] == list(range(20))
+
+
+def lockstep_flags(prompts):
+    """A policy that repeats itself, two Searchers."""
+    return {
+        "synchronous": True, "temperature": 0.3, "eval_every": 0, "eval_samples": 8,
+        "num_searchers": 2, "prompts_per_step": prompts,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def ten_prompts(gsm8k, tmp_path):
+    """A folder of data with ten training prompts."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, count in (("train", 10), ("test", 8)):
+        lines = (gsm8k / "data" / f"{name}.jsonl").read_text().split("\n")[:count]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_lockstep_trains_on_the_very_groups_that_were_searched(gsm8k, ten_prompts, tmp_path, lag):
+    """Ten prompts, four epochs: duplicates count, all trajectories are exactly `lag` steps old."""
+    out = tmp_path / "run"
+    flags = lockstep_flags(5) | {"steps": 8, "lag": lag, "dataset": ten_prompts}
+    run = Run(out, arguments(gsm8k, out, learning_rate=3e-4, **flags))
+    run.ends(0)
+    searched = {index: numbers for index, *numbers in sorted(run.noted("searched"))}
+    trained = run.noted("trained")
+    assert len(trained) == 40 and len(searched) >= 40
+    duplicates = 0
+    for place, (step, newest, oldest, *numbers) in enumerate(trained):
+        assert step == place // 5
+        assert numbers == searched[place]  # prompt, rewards and lengths of the group, in order
+        assert newest == oldest == max(0, step - lag)
+        responses = list(zip(numbers[1:9], numbers[9:], strict=True))
+        duplicates += len(responses) - len(set(responses))
+    assert duplicates > 40
+    for epoch in range(4):
+        part = trained[10 * epoch : 10 * epoch + 10]
+        assert len({prompt for _, _, _, prompt, *_ in part}) == 10
+    staleness = [m["staleness_max"] for m in read_lines(out / "metrics.jsonl")]
+    assert staleness == [min(step, lag) for step in range(8)]
+
+
+def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k, tmp_path):
+    def flags(name, **more):
+        settings = lockstep_flags(4) | {"steps": 10, "lag": 2, "save_every": 4}
+        settings |= {"recent_probability": 0.5, "eval_every": 4, "temperature": 1.0}
+        return arguments(gsm8k, tmp_path / name, **settings, **more)
+
+    def outcome(name):
+        metrics = read_lines(tmp_path / name / "metrics.jsonl")
+        evaluations = read_lines(tmp_path / name / "eval.jsonl")
+        logged = [{k: v for k, v in m.items() if k not in OF_TIME} for m in metrics]
+        return logged, evaluations
+
+    run_tba(flags("whole"))
+    stopped = Run(tmp_path / "stopped", flags("stopped"))
+    stopped.want("slow-trainer", "0.5")
+    stopped.reaches(6)
+    os.kill(stopped.process.pid, signal.SIGTERM)
+    stopped.ends(128 + signal.SIGTERM)
+    assert len(read_lines(tmp_path / "stopped" / "metrics.jsonl")) < 10
+    run_tba(["--resume", str(tmp_path / "stopped")])
+
+    killed = Run(tmp_path / "killed", flags("killed"))
+    killed.want("slow-trainer", "0.5")
+    killed.until(lambda: (tmp_path / "killed" / "checkpoint-4").exists(), "a checkpoint")
+    killed.reaches(6)
+    killed.process.kill()
+    killed.process.wait()
+    killed.gone()
+    run_tba(["--resume", str(tmp_path / "killed")])
+    for name in ("stopped", "killed"):
+        assert outcome(name) == outcome("whole")
+        assert same_weights(tmp_path / name / "final", tmp_path / "whole" / "final")
+
+    rows = outcome("whole")[0]
+    assert all(row["recent_fraction"] == 0.5 for row in rows)
+    assert rows[-1]["staleness_max"] > 2  # the other half is replayed
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "lockstep"])
+def test_a_reference_that_is_reset_scores_what_is_trained_on(gsm8k, tmp_path, mode):
+    """The policy becomes the reference: the KL begins anew, and older groups are not used."""
+    out = tmp_path / "run"
+    flags = {"steps": 9, "reset_reference_every": 4, "learning_rate": 2e-3, "sync_every": 1}
+    flags |= {"eval_every": 0, "eval_samples": 8, "recent_probability": 1}
+    if mode == "lockstep":
+        flags["synchronous"] = True
+    run = Run(out, arguments(gsm8k, out, **flags))
+    run.want("slow-trainer", "0.3")
+    run.ends(0)
+    kl = [m["kl"] for m in read_lines(out / "metrics.jsonl")]
+    assert kl[3] > 0.1
+    if mode == "lockstep":
+        assert kl[4] == pytest.approx(0, abs=1e-3) and kl[8] == pytest.approx(0, abs=1e-3)
+        return
+    stored = run.noted("stored")
+    references = [reference for _, _, reference in stored]
+    assert references == sorted(references) and set(references) == {0, 4, 8}
+
+
+def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path):
+    out = tmp_path / "evaluation"
+    flags = {"steps": 0, "eval_responses": 4, "eval_samples": 20}
+    said, _ = run_tba(arguments(gsm8k, out, **flags))
+    (record,) = read_lines(out / "eval.jsonl")
+    assert record["n"] == 20 and record["accuracy"] <= record["pass@4"] <= 4 * record["accuracy"]
+    assert not list(out.glob("checkpoint-*")) and not (out / "metrics.jsonl").exists()
+
+    out = tmp_path / "run"
+    adapters = {"lora_rank": 4, "learning_rate": 1e-3, "lr_schedule": "warmup_stable_decay"}
+    adapters |= {"warmup_steps": 2, "stable_steps": 2, "decay_steps": 8, "objective": "tba_prime"}
+    run_tba(arguments(gsm8k, out, eval_every=0, **adapters))
+    base, final = weights_of(gsm8k / "model"), weights_of(out / "final")
+    changed = {name for name in base if not torch.equal(base[name], final[name])}
+    assert changed and all("_proj" in name for name in changed)
+    # of two checkpoints the newer one is damaged: the older one is used, and that is said
+    shutil.copytree(out / "checkpoint-4", out / "checkpoint-9")
+    state = (out / "checkpoint-9" / "trainer.pt").read_bytes()
+    (out / "checkpoint-9" / "trainer.pt").write_bytes(state[: len(state) // 2])
+    _, err = run_tba(["--resume", str(out), "--steps", "6"])
+    assert "checkpoint-9" in err
+    rates = [m["lr"] for m in read_lines(out / "metrics.jsonl")]
+    assert len(rates) == 6 and rates[1] == rates[2] == 1e-3 and 0 < rates[5] < rates[4] < 1e-3
+
+
+@pytest.mark.vllm
+def test_a_run_with_vllm(gsm8k, tmp_path):
+    out = tmp_path / "run"
+    flags = {"engine": "vllm", "steps": 6, "num_searchers": 2, "eval_every": 3, "sync_every": 1}
+    run_tba(arguments(gsm8k, out, **flags))
+    metrics = read_lines(out / "metrics.jsonl")
+    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-3)
+    assert np.max([m["logprob_gap"] for m in metrics]) < 1e-3
+    assert {e["step"] for e in read_lines(out / "eval.jsonl")} >= {0, 6}
