@@ -3131,6 +3131,7 @@ def searcher_process(place: Place, visible_gpu: str | None) -> NoReturn:
     # two that compile into one folder at once can break it
     cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
     os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{place.searcher}")
+    mp.set_start_method("fork", force=True)  # a task's Pool then knows the plug-in's functions
     quiet_libraries()
     try:
         if place.shared["plugin"]:  # before the task is unpickled

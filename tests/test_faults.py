@@ -43,8 +43,10 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     run.ends(128 + signal.SIGINT)
     places = [index for index, *_ in run.noted("stored")]
     assert len(places) == len(set(places))  # none twice
-    first_missing = next(place for place in range(10**6) if place not in set(places))
-    assert max(places) - first_missing < 200  # none lost: only the latest are on their way
+    for searcher in range(3):  # none lost: of each one's places only the latest are on their way
+        own = {place for place in places if place % 3 == searcher}
+        missing = next(place for place in range(searcher, 10**6, 3) if place not in own)
+        assert max(own) - missing < 3 * 16
     assert max(m["logprob_gap"] for m in read_lines(out / "metrics.jsonl")) < 1e-3
     # what it left can be gone on with
     step = read_lines(out / "metrics.jsonl")[-1]["step"]
@@ -98,7 +100,7 @@ def test_faults_that_end_a_run(gsm8k, tmp_path):
     run.until(lambda: run.noted("stored") or run.noted("searched"), "a group")
     time.sleep(1)
     for _ in range(2):
-        run.want("die-loading" if False else "raise")
+        run.want("raise")
         run.suffered("raise")
     said = run.ends(1)
     assert said.count("ArithmeticError: a fault on demand") == 2

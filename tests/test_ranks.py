@@ -1,0 +1,82 @@
+"""A policy sharded over two processes: the same numbers as one, and the end of either."""
+
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+from harness import GONE, PATIENCE, ROOT, arguments, processes_of, read_lines, run_tba, wait_until
+from safetensors.torch import load_file
+
+
+def start_ranks(args, log):
+    """Two ranks, as a launcher starts them; returns the launcher's process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--master_port", "0", "--standalone", str(ROOT / "tba.py"), *args]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def run_ranks(args, tmp_path):
+    """Run two ranks to their end, which has to be a good one."""
+    path = tmp_path / "ranks.log"
+    with open(path, "a") as log:
+        process = start_ranks(args, log)
+        assert process.wait(PATIENCE) == 0, path.read_text()
+    wait_until(lambda: not processes_of(process.pid), "every process gone", seconds=GONE)
+
+
+def flags_of(gsm8k, out, **more):
+    """Lockstep, groups over the budget of a micro-batch, a warm-up, clipped gradients."""
+    flags = {
+        "synchronous": True, "steps": 4, "eval_every": 0, "eval_samples": 8, "max_grad_norm": 1,
+        "tokens_per_microbatch": 300, "save_every": 2, "learning_rate": 1e-3,
+    }  # fmt: skip
+    return arguments(gsm8k, out, **(flags | more))
+
+
+@pytest.mark.parametrize("objective", ["tb", "tb_learned_z"])
+def test_two_ranks_train_as_one_process_does(gsm8k, tmp_path, objective):
+    run_tba(flags_of(gsm8k, tmp_path / "one", objective=objective))
+    run_ranks(flags_of(gsm8k, tmp_path / "two", objective=objective), tmp_path)
+    one = read_lines(tmp_path / "one" / "metrics.jsonl")
+    two = read_lines(tmp_path / "two" / "metrics.jsonl")
+    assert len(one) == len(two) == 4
+    for name in ("loss", "grad_norm", "entropy", "log_z", "kl", "reward", "lr"):
+        first = [m[name] for m in one][:2]  # later ones differ by what rounding lets be sampled
+        second = [m[name] for m in two][:2]
+        np.testing.assert_allclose(first, second, rtol=2e-3, atol=2e-3, err_msg=name)
+    start = load_file(gsm8k / "model" / "model.safetensors")
+    ends = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two")]
+    moved = sum(float((ends[0][name] - start[name]).square().sum()) for name in start) ** 0.5
+    apart = sum(float((ends[0][name] - ends[1][name]).square().sum()) for name in start) ** 0.5
+    assert moved > 0.1 and apart < 0.1 * moved
+    # a run goes on with another number of ranks
+    run_tba(["--resume", str(tmp_path / "two"), "--steps", "5"])
+    run_ranks(["--resume", str(tmp_path / "one"), "--steps", "5"], tmp_path)
+    for name in ("one", "two"):
+        assert len(read_lines(tmp_path / name / "metrics.jsonl")) == 5
+
+
+def test_a_lost_rank_ends_the_run_and_a_signal_saves_a_checkpoint(gsm8k, tmp_path):
+    endless = {"steps": 100_000, "synchronous": None}
+    for case in ("lost", "signal"):
+        out = tmp_path / case
+        with open(tmp_path / f"{case}.log", "a") as log:
+            process = start_ranks(flags_of(gsm8k, out, **endless), log)
+        metrics = out / "metrics.jsonl"
+        wait_until(lambda path=metrics: path.exists() and path.read_text(), "a step")
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 5  # two ranks, Manager, fork server, Searcher
+        if case == "signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            ranks = [p for p in family if str(ROOT / "tba.py") in p.cmdline()]
+            (second,) = [p for p in ranks if p.environ().get("RANK") == "1"]
+            second.kill()
+        assert process.wait(PATIENCE) != 0
+        _, alive = psutil.wait_procs(family, timeout=2 * GONE)
+        assert not alive
+    step = read_lines(tmp_path / "signal" / "metrics.jsonl")[-1]["step"]
+    assert (tmp_path / "signal" / f"checkpoint-{step}").exists()
