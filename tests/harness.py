@@ -193,7 +193,7 @@ def run_tba(args: list[str], code: int = 0, timeout: float = 900) -> tuple[str, 
     )
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
-    assert not processes_of(process.pid), "processes of the run remain"
+    wait_until(lambda: not processes_of(process.pid), "every process gone", seconds=GONE)
     return out, err
 
 

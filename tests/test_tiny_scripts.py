@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import tiny
-from conftest import CACHE, ROOT, arguments, run_tba
-from harness import read_lines
+from conftest import CACHE, ROOT
+from harness import arguments, read_lines, run_tba
 
 pytestmark = pytest.mark.slow
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -32,16 +32,14 @@ def evaluations(out):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gsm8k_and_a_longer_run_by_the_same_script(engine, tmp_path):
     out = tmp_path / "run"
-    flags = ["--engine", engine, "--output_dir", out, "--eval_every", 40]
-    stdout, _ = run_script("run_gsm8k.sh", *flags)
+    stdout, _ = run_script("run_gsm8k.sh", "--engine", engine, "--output_dir", out)
     before, after = evaluations(out)
-    assert after["accuracy"] >= before["accuracy"] + 0.4 and after["n"] == 200
+    assert before["accuracy"] < 0.15 and after["accuracy"] > 0.9 and after["n"] == 200
     assert f"{after['accuracy']:.4g} after 80 steps" in stdout and "curves.png" in stdout
     if engine == "vllm":
         return
     # flags before --resume are the script's and do not count, those after it are wishes
     stdout, _ = run_script("run_gsm8k.sh", "--resume", out, "--steps", 84, "--eval_every", 0)
-    assert f"resume     {out}/checkpoint-80" in stdout
     assert "after 84 steps" in stdout
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, 85))
     config = json.loads((out / "config.json").read_text())["config"]
@@ -51,14 +49,9 @@ def test_gsm8k_and_a_longer_run_by_the_same_script(engine, tmp_path):
 def test_tldr(tmp_path):
     run_script("run_tldr.sh", "--engine", "transformers", "--output_dir", tmp_path / "run")
     before, after = evaluations(tmp_path / "run")
-    assert after["win_rate"] >= before["win_rate"] + 0.08
-    assert 1 < after["perplexity"] < 3 and after["kl"] < 10
-    picture = tmp_path / "pareto.png"
-    command = [sys.executable, str(ROOT / "bench" / "pareto.py"), str(tmp_path / "run")]
-    done = subprocess.run(
-        [*command, "--out", str(picture)], capture_output=True, text=True, check=True
-    )
-    assert f"{after['win_rate']:.4g}" in done.stdout and picture.read_bytes()[:4] == b"\x89PNG"
+    assert after["win_rate"] >= before["win_rate"] + 0.25
+    assert abs(before["kl"]) < 1e-3 < after["kl"] < 10
+    assert 1 < before["perplexity"] < after["perplexity"] < 1.5
 
 
 def test_redteam(tmp_path):
