@@ -2762,8 +2762,8 @@ class WeightSync:
         if not np.isfinite(np.concatenate(self.probes)).all():
             fix = "training diverged; lower --learning_rate, raise --beta, or set --max_grad_norm"
         raise RunEnded(
-            f"step {s.version}: the log-probabilities of Searcher {s.searcher}'s engine differ from "
-            f"the Trainer's by {s.logprob_gap:.3g} (--logprob_tolerance): {fix}"
+            f"step {s.version}: the log-probabilities of Searcher {s.searcher}'s engine differ "
+            f"from the Trainer's by {s.logprob_gap:.3g} (--logprob_tolerance): {fix}"
         )
 
     def reset_reference(self, step: int) -> None:

@@ -70,7 +70,7 @@ def train_with_trl(args: argparse.Namespace) -> list[tuple[int, float, float, fl
 
     torch.set_num_threads(CORES)
     imported = time.time()
-    config = tba.Config(model=str(args.files / "model"), dataset=str(args.files / "data"))
+    config = tba.settings(model=str(args.files / "model"), dataset=str(args.files / "data"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, padding_side="left")
     task = tba.GSM8K(config, tokenizer)
     model = transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
@@ -125,7 +125,7 @@ def train_on_valence(args: argparse.Namespace) -> dict:
     tokenizer = transformers.AutoTokenizer.from_pretrained(files / "model", padding_side="left")
     model = load(files / "model", dtype=torch.float32)
     reference = load(files / "model", dtype=torch.float32).eval()
-    config = tba.Config(model=str(files / "model"), dataset=str(files / "data"))
+    config = tba.settings(model=str(files / "model"), dataset=str(files / "data"))
     task = claims.Valence(config, tokenizer)
 
     def reward(prompts, completions, completion_ids, **_) -> list[float]:

@@ -446,11 +446,9 @@ def command_of(cell: Cell, files: Path, out: Path) -> list[str]:
     """The command line of a cell's run."""
     flags: dict[str, object] = {
         "objective": cell.objective, "learning_rate": cell.learning_rate, "seed": cell.seed,
-        "beta": cell.beta, "steps": cell.steps, "output_dir": out, "task_file": __file__,
+        "beta": cell.beta, "steps": cell.steps, "output_dir": out, "plugin": __file__,
         "engine": "transformers", "eval_every": 0, "save_every": 0,
     }  # fmt: skip
-    if cell.mode != "asynchronous":
-        flags["sync_every"] = 1
     if cell.mode == "lockstep":
         flags["lag"] = cell.lag
     if cell.task == "valence":
@@ -460,18 +458,16 @@ def command_of(cell: Cell, files: Path, out: Path) -> list[str]:
             "dataset": files / "valence" / "data", "num_searchers": 1, "prompts_per_step": 8,
             "trained_per_prompt": 16, "searched_per_prompt": 16, "sequences_in_flight": 128,
             "temperature": 1.0, "max_response_tokens": 64, "eval_every": 0 if cell.slow else 10,
-            "eval_responses": 4, "eval_temperature": 1.0, "initial_trajectories": 128,
+            "eval_responses": 4, "initial_trajectories": 128,
             "max_grad_norm": CLIPPED_AT[cell.objective],
             "kl_coefficient": KL_COEFFICIENT if cell.objective == "grpo" else 0.0,
         }  # fmt: skip
     else:
         command = ["bash", str(ROOT / f"run_{cell.task}.sh"), "--tiny"]
     if cell.task == "tldr":
-        flags |= {"eval_temperature": 1.0, "eval_every": 20}  # at which its KL is measured
+        flags |= {"eval_every": 20}
     if cell.mode != "asynchronous":
         command.append("--synchronous")
-    if cell.mode == "replay":
-        command.append("--synchronous_replay")
     flags |= dict(cell.flags)
     return command + [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 

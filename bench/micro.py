@@ -1,0 +1,158 @@
+"""What single parts cost, as ratios of two things that are timed in turn, in one run.
+
+    python bench/micro.py [--files FOLDER]      # a tiny task's files: bash run_gsm8k.sh --tiny
+
+* packed: a training step on packed rows over one with a row for each response, for prompts and
+  responses of GSM8K's and of TL;DR's proportions;
+* sync: what a sync costs the training thread (a snapshot, and the probes) over a plain copy of the
+  weights and the probes;
+* replay: the draw of a batch from a full buffer, as a share of a training step;
+* queue: groups a second that the Manager's queue takes and gives.
+"""
+
+import argparse
+import pickle
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import tba
+
+
+def seconds_of(*functions, rounds: int = 7) -> list[float]:
+    """The median time of each function, taken in turn."""
+    times = [[] for _ in functions]
+    for _ in range(rounds):
+        for function, own in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            own.append(time.perf_counter() - start)
+    return [float(np.median(own)) for own in times]
+
+
+def learner_of(model: Path, files: Path, packs: bool) -> tba.Learner:
+    """A Learner of a model of some width."""
+    config = tba.settings(
+        model=str(model), dataset=str(files / "data"), engine="transformers", dtype="float32",
+        num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95, pack=packs,
+        max_response_tokens=32, temperature=1.0, tokens_per_microbatch=4096,
+    )  # fmt: skip
+    config.said = {}
+    return tba.load_learner(config, tba.load_problem(config), tba.Ranks(), {})
+
+
+def wide_model(files: Path, folder: Path) -> Path:
+    """A Llama of 4 layers of width 256, with random weights."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(files / "model")
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+        num_attention_heads=4, max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def groups_of(learner: tba.Learner, prompt: int, response: int) -> list[list[tba.Trajectory]]:
+    """3 groups of 16 responses around these lengths; the problem's first prompts are replaced."""
+    rng = np.random.default_rng(0)
+    vocabulary = len(learner.problem.tokenizer)
+    groups = []
+    for prompt_id in range(3):
+        learner.problem.prompts[prompt_id] = rng.integers(0, vocabulary, prompt).astype(np.int32)
+        group = []
+        for _ in range(16):
+            T = int(rng.integers(response // 2, response * 3 // 2))
+            trajectory = tba.Trajectory(
+                tokens=rng.integers(0, vocabulary, T).astype(np.int32),
+                logprobs=np.full(T, -5, np.float32),
+                ref_logprobs=np.full(T, -5, np.float32),
+                ended=True,
+                explored=False,
+                reward=float(rng.random()),
+                prompt_id=prompt_id,
+                version=0,
+                reference=0,
+            )
+            group.append(trajectory)
+        groups.append(group)
+    return groups
+
+
+def main() -> None:
+    """Measure, and print a line for each ratio."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "tiny-gsm8k")
+    files = parser.parse_args().files
+    torch.set_num_threads(1)
+    tba.quiet_libraries()
+    with tempfile.TemporaryDirectory() as folder:
+        model = wide_model(files, Path(folder))
+        packed = learner_of(model, files, packs=True)
+        plain = learner_of(model, files, packs=False)
+    now = tba.at(packed.config, 0)
+    for name, prompt, response in (("GSM8K", 140, 150), ("TL;DR", 350, 35)):
+        groups = groups_of(packed, prompt, response)
+        groups_of(plain, prompt, response)
+
+        def step(learner: tba.Learner, groups: list = groups) -> None:
+            """A training step."""
+            learner.step(groups, now, 0)
+
+        of_packed, of_plain = seconds_of(lambda: step(packed), lambda: step(plain))
+        print(
+            f"packed, {name}: {of_plain / of_packed:.2f} times as fast ({of_packed:.2f} s a step)"
+        )
+
+    shapes = {name: tensor.shape for name, tensor in packed.weights.data.items()}
+    snapshot = tba.FlatWeights(shapes, torch.float32, torch.device("cpu"))
+    own = torch.cat([tensor.flatten() for tensor in packed.weights.data.values()]).detach()
+    other = torch.empty_like(own)
+
+    def sync() -> None:
+        """What `WeightSync.begin` does in the training thread."""
+        tba.copy_weights(packed, snapshot)
+        tba.score_probes(packed)
+
+    def copy_and_probes() -> None:
+        """The least that it could be."""
+        other.copy_(own)
+        tba.score_probes(packed)
+
+    of_sync, least = seconds_of(sync, copy_and_probes, rounds=21)
+    print(f"sync: {of_sync / least:.2f} times a copy and the probes ({1000 * of_sync:.1f} ms)")
+
+    config = packed.config
+    rule = tba.Newest(tba.ReplayBuffer(config), config)
+    for index in range(2000):
+        for group in groups_of(packed, 4, 8):
+            for t in group:
+                t.prompt_id = index
+            rule.buffer.add(tba.Group(index, index, group))
+        if index > 1900:
+            rule.arrived(tba.Group(index, index, group))
+    (draw,) = seconds_of(lambda: rule.sample(7, 16), rounds=50)
+    print(f"replay: a draw of 7 x 16 takes {draw / of_packed:.4f} of a training step")
+
+    manager = tba.SyncManager()
+    manager.start()
+    queue = manager.Queue(4096)
+    pickled = pickle.dumps(groups_of(packed, 4, 250)[0])
+    start = time.perf_counter()
+    for _ in range(500):
+        queue.put_nowait((0, pickled))
+    taken = tba.take_all(queue)
+    print(f"queue: {len(taken) / (time.perf_counter() - start):.0f} groups a second")
+    manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()
