@@ -81,7 +81,7 @@ from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 if __name__ == "__main__":
     # the process that Searchers are forked from; it imports these while this one does
@@ -130,19 +130,33 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it builds and keeps a plan for ev
 FLAGS: list[type] = []
 
 POSITIVE = sys.float_info.min  # the least value of a flag that must be greater than 0
+Dtype = Literal["auto", "bfloat16", "float32"]
+LearningRateSchedule = Literal["constant", "linear", "warmup_stable_decay"]
+Tracker = Literal["none", "wandb", "tensorboard", "trackio"]
+
+
+class Help(str):
+    """A flag's help text, which also knows the flag's range."""
+
+    least: float = 0
+    most: float = math.inf
+    scheduled = False
 
 
 def flag(default: Any, text: str, least: float = 0, most: float = math.inf) -> Any:
-    """A dataclass field that is a command-line flag."""
+    """A dataclass field that is a command-line flag, with a value in this range."""
     unset = default in ("", None) or default is False
-    text += "" if unset else f" (default: {default})"
-    return field(default=default, metadata={"help": text, "least": least, "most": most})
+    help_text = Help(text if unset else f"{text} (default: {default})")
+    help_text.least = least
+    help_text.most = most
+    return field(default=default, metadata={"help": help_text})
 
 
 def schedule(default: str, text: str, least: float = 0) -> Any:
     """A flag whose value changes with the optimizer step; `at` gives its value at a step."""
-    text += f" A schedule (see --beta) (default: {default})"
-    return field(default=default, metadata={"help": text, "least_of_schedule": least})
+    made = flag(default, f"{text} A schedule (see --beta)", least)
+    made.metadata["help"].scheduled = True
+    return made
 
 
 @dataclass
@@ -154,11 +168,7 @@ class Config:
         "", "A Python file with tasks, objectives, rules, engines or flags of yours."
     )
     model: str = flag("", "The policy and the reference: a local folder or a hub name.")
-    dataset: str = flag(
-        "",
-        "The prompts: a folder, a JSON, JSONL, CSV or Parquet file, or a hub name, as "
-        "openai/gsm8k:main with a configuration.",
-    )
+    dataset: str = flag("", "The prompts: a folder, a file, or a hub name, as openai/gsm8k:main.")
     eval_dataset: str = flag("", "Held-out prompts, as --dataset; not given: those of --dataset.")
     output_dir: str = flag("", "The run's folder; runs/TASK-DATE-TIME if it is not given.")
     resume: str = flag("", "Go on with the run in this folder; flags after this one change it.")
@@ -166,13 +176,9 @@ class Config:
 
     engine: str = flag("auto", "What generates: vllm, transformers, or one of --plugin.")
     num_searchers: int = flag(0, "Searchers [M]; 0: one for each GPU but the Trainer's, or 1.")
-    dtype: Literal["auto", "bfloat16", "float32"] = flag(
-        "auto", "The dtype of forward passes; auto: bfloat16 on GPUs, float32 on a CPU."
-    )
+    dtype: Dtype = flag("auto", "Of forward passes; auto: bfloat16 on GPUs, float32 on a CPU.")
     gradient_checkpointing: bool = flag(False, "Recompute activations: less memory, slower.")
-    gpu_memory_utilization: float = flag(
-        0.5, "Share of a Searcher's GPU for vLLM; judges and the reference need some.", POSITIVE, 1
-    )
+    gpu_memory_utilization: float = flag(0.5, "vLLM's share of a Searcher's GPU.", POSITIVE, 1)
 
     steps: int = flag(700, "Optimizer steps; 0: evaluate --model and train nothing.")
     prompts_per_step: int = flag(7, "Prompts in a training batch [B].", 1)
@@ -185,9 +191,7 @@ class Config:
         most=1,
     )
     replay_rule: str = flag("newest", "How batches are drawn: newest, or one of --plugin.")
-    reward_inverse_temperature: float = flag(
-        0.0, "Replay trajectories with p ~ softmax(this * reward); 0: uniformly."
-    )
+    reward_inverse_temperature: float = flag(0.0, "Replay with p ~ softmax(this * reward).")
     kept_per_prompt: int = flag(100, "Trajectories of a prompt that the buffer keeps.")
     max_age: int = flag(0, "Steps after which a trajectory is not drawn any more; 0: no limit.")
     initial_trajectories: int = flag(500, "Trajectories searched before the first step.")
@@ -201,27 +205,19 @@ class Config:
     )
     tau: str = schedule("1", "The target is tempered: to the power of 1 / tau.", POSITIVE)
     reference_temperature: str = schedule("1", "What log pi_ref is divided by [gamma].", POSITIVE)
-    clip_range: float = flag(
-        0.2, "grpo, dr_grpo, proximal_rloo: ratios count between 1 less and 1 plus this.", POSITIVE
-    )
+    clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: of ratios around 1.", POSITIVE)
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, in place of beta.")
-    reset_reference_every: int = flag(
-        0, "Steps after which the reference becomes `next_reference`, the policy [rho]; 0: never."
-    )
+    reset_reference_every: int = flag(0, "Steps between calls of `next_reference` [rho]; 0: none.")
     lora_rank: int = flag(0, "Train low-rank adapters of this rank; 0: train all weights.")
     learning_rate: float = flag(1e-5, "AdamW's peak learning rate.", POSITIVE)
-    lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
-        "constant", "The learning rate's schedule after the warm-up."
-    )
+    lr_schedule: LearningRateSchedule = flag("constant", "What follows the warm-up.")
     warmup_steps: int = flag(0, "Steps of linear warm-up.")
     stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak.")
     decay_steps: int = flag(0, "warmup_stable_decay: steps of decay after the peak.")
     weight_decay: float = flag(0.0, "AdamW's weight decay.")
     adam_beta2: float = flag(0.999, "AdamW's decay of the squared gradient's mean.", 0, 1)
     max_grad_norm: float = flag(0.0, "Clip the gradient's norm at this; 0: no clipping.")
-    tokens_per_microbatch: int = flag(
-        16384, "Tokens in a forward pass, padding included; the gradient is that of the batch.", 1
-    )
+    tokens_per_microbatch: int = flag(16384, "Tokens in a forward pass, padding included.", 1)
     pack: bool = flag(True, "Compute a prompt once for several responses; not all families can.")
 
     temperature: float = flag(0.7, "Of sampling and of every log-probability.", POSITIVE)
@@ -230,29 +226,19 @@ class Config:
     max_total_tokens: int = flag(0, "Most tokens of prompt and response together; 0: no limit.")
     sequences_in_flight: int = flag(256, "Responses that a Searcher generates at a time.", 1)
 
-    synchronous: bool = flag(
-        False, "Lockstep: send the weights, search a batch, train on exactly that."
-    )
+    synchronous: bool = flag(False, "Lockstep: search a batch, and train on exactly that.")
     lag: int = flag(0, "Lockstep: search batch t with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k].", 1)
-    logprob_tolerance: float = flag(
-        0.0, "The largest logprob_gap that is allowed; 0: 1e-3, and 0.5 in bfloat16."
-    )
+    logprob_tolerance: float = flag(0.0, "Of `logprob_gap`; 0: 1e-3, and 0.5 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Seconds that a weight transfer may take.", POSITIVE)
-    searcher_timeout: float = flag(
-        300.0, "Seconds of silence after which a Searcher is killed and started again.", POSITIVE
-    )
-    max_restarts: int = flag(5, "Failures of a Searcher without a group in between; more end it.")
+    searcher_timeout: float = flag(300.0, "Seconds until a silent Searcher is killed.", POSITIVE)
+    max_restarts: int = flag(5, "Failures of a Searcher without a group between; more end a run.")
 
     eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and the end.")
     eval_samples: int = flag(0, "Held-out prompts of an evaluation while training; 0: all.")
-    eval_responses: int = flag(
-        1, "Responses to each held-out prompt [n]; 1: greedy, more: sampled, and pass@n.", 1
-    )
+    eval_responses: int = flag(1, "Responses to each [n]; 1: greedy, more: sampled, pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag(
-        "none", "A tracker that gets every step's metrics."
-    )
+    report_to: Tracker = flag("none", "A tracker that gets every step's metrics.")
 
     def need(self, ok: Any, name: str, fix: str) -> None:
         """Raise InputError with flag, value and fix unless it is `ok`."""
@@ -287,22 +273,25 @@ class InputError(ValueError):
     """Bad input: a flag, a path, a column. It ends the run in one line, with exit code 2."""
 
 
+def all_flags() -> list[dataclasses.Field]:
+    """The fields of all dataclasses of FLAGS."""
+    return [f for kind in FLAGS for f in dataclasses.fields(kind)]
+
+
 def settings(**values: Any) -> Config:
-    """A Config with these values, and the defaults of all other flags of FLAGS."""
+    """A Config with these values, and the defaults of all other flags."""
     config = Config()
-    for kind in FLAGS:
-        for f in dataclasses.fields(kind):
-            setattr(config, f.name, values.get(f.name, f.default))
+    for f in all_flags():
+        setattr(config, f.name, values.get(f.name, f.default))
     return config
 
 
 def at(config: Config, step: int) -> Config:
     """The settings with the values that schedules have after `step` optimizer steps."""
     now = copy.copy(config)
-    for kind in FLAGS:
-        for f in dataclasses.fields(kind):
-            if "least_of_schedule" in f.metadata:
-                setattr(now, f.name, schedule_value(getattr(config, f.name), step))
+    for f in all_flags():
+        if f.metadata["help"].scheduled:
+            setattr(now, f.name, schedule_value(getattr(config, f.name), step))
     return now
 
 
@@ -1252,46 +1241,38 @@ class Learner:
         ranks = self.ranks
         budget = now.tokens_per_microbatch
         flat = [t for group in groups for t in group]
+        tokens = sum(len(t.tokens) for t in flat)
         sequences = []
         for group in groups:
             prompt = self.problem.prompts[group[0].prompt_id]
             sequences.append((prompt, [t.tokens for t in group]))
-        pairs, units = plan_rows(sequences, break_even_length(self.policy), budget)
-        shapes = [unit_shape(pairs, unit) for unit in units]
-        whole_groups = all(rows * length <= budget for rows, length in shapes)
-        tokens = sum(len(response) for _, response in pairs)
         batch_of = partial(
             self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
         )
+        pairs, units = plan_rows(sequences, break_even_length(self.policy), budget)
+        shapes = [unit_shape(pairs, unit) for unit in units]
+        whole_groups = all(rows * length <= budget for rows, length in shapes)
         if not whole_groups:
             leaf = torch.cat(token_logprobs(self.policy, sequences, now)).requires_grad_()
             objective(batch_of(leaf, flat), now).loss.backward()
             derivatives = leaf.grad.split([len(t.tokens) for t in flat])
-            units = [[row] for unit in units for row in unit]
-            shapes = [unit_shape(pairs, unit) for unit in units]
-        found: dict[int, Tensor] = {}  # log-probabilities (T,) of each response
+        parts = []
         entropy = torch.zeros((), device=self.device)
-        for microbatch in share_out(shapes, budget, ranks.size)[ranks.rank]:
-            packed_rows = [row for i in microbatch for row in units[i]]
-            packed = pack(pairs, packed_rows or [[0]], self.device)
+        for order, packed in microbatches(self.policy, sequences, budget, whole_groups):
             logprobs, entropies = self.policy(**packed, entropy=True)
-            order = [i for row in packed_rows for i in row]
-            if not order:  # a pass that adds nothing, while other ranks make one that does
-                self.accelerator.backward(0.0 * logprobs.sum())
-                continue
-            if whole_groups:
+            parts.append((order, logprobs.detach()))
+            if not order:
+                loss = 0.0 * logprobs.sum()
+            elif whole_groups:
                 part = batch_of(logprobs, [flat[i] for i in order])
                 loss = objective(part, now).loss * len(order) / len(flat)
             else:
                 loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
             self.accelerator.backward(ranks.size * loss)  # FSDP divides by it
-            parts = logprobs.detach().split([len(pairs[i][1]) for i in order])
-            found.update(zip(order, parts, strict=True))
-            entropy += entropies.sum()
+            entropy += entropies.sum() * bool(order)
         ranks.add_up(entropy)
-        every = torch.cat(in_order(found, pairs, ranks, self.device))
         with torch.no_grad():
-            batch = batch_of(every, flat)
+            batch = batch_of(torch.cat(in_order(parts, sequences, ranks)), flat)
             result = objective(batch, now)
             measured = {"loss": result.loss, "log_z": result.log_z.mean()}
             measured |= {"entropy": entropy / tokens} | batch_metrics(batch) | result.metrics
@@ -1850,32 +1831,36 @@ def share_out(shapes: list[tuple[int, int]], budget: int, ranks: int) -> list[li
     return [plan + [[]] * (passes - len(plan)) for plan in plans]
 
 
-def logprobs_by_microbatch(
-    policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
-) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
-    """Responses' log-probabilities, a micro-batch at a time: (indices, of each its tokens' (T,)).
+def microbatches(
+    policy: TokenLogProbs, groups: PromptGroups, budget: int, whole_groups: bool = False
+) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """Micro-batches of packed rows: the indices of their responses, and input for the policy.
 
     The indices number the responses of all groups, end to end. Where the policy is sharded these
-    are a rank's own share; a pass for the sake of other ranks has no index, and zeros.
+    are a rank's own share; one without indices is for a pass that other ranks make.
     """
     ranks = policy.ranks
     device = next(policy.parameters()).device
-    budget = config.tokens_per_microbatch
-    pairs, rows_by_group = plan_rows(groups, break_even_length(policy), budget)
-    rows = [row for group_rows in rows_by_group for row in group_rows]
-    shapes = [unit_shape(pairs, [row]) for row in rows]
+    pairs, units = plan_rows(groups, break_even_length(policy), budget)
+    if not whole_groups:
+        units = [[row] for unit in units for row in unit]
+    shapes = [unit_shape(pairs, unit) for unit in units]
+    for microbatch in share_out(shapes, budget, ranks.size)[ranks.rank]:
+        rows = [row for i in microbatch for row in units[i]]
+        yield [i for row in rows for i in row], pack(pairs, rows or [[0]], device)
+
+
+def logprobs_by_microbatch(
+    policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Responses' indices and their tokens' log-probabilities (N,), a micro-batch at a time."""
     # in bfloat16 if --dtype says so; without a cache, a weight's copy goes with its graph
     options = {"enabled": config.dtype == "bfloat16", "cache_enabled": False}
-    for row_numbers in share_out(shapes, budget, ranks.size)[ranks.rank]:
-        packed_rows = [rows[number] for number in row_numbers or [0]]
-        packed = pack(pairs, packed_rows, device)
-        with torch.autocast(device.type, torch.bfloat16, **options):
-            logprobs, _ = policy(**packed, temperature=temperature)  # (N,)
-        if not row_numbers:
-            yield [], (0.0 * logprobs,)
-            continue
-        order = [i for row in packed_rows for i in row]
-        yield order, logprobs.split([len(pairs[i][1]) for i in order])
+    for order, packed in microbatches(policy, groups, config.tokens_per_microbatch):
+        device = packed["targets"].device.type
+        with torch.autocast(device, torch.bfloat16, **options):
+            logprobs, _ = policy(**packed, temperature=temperature)
+        yield order, logprobs if order else 0.0 * logprobs
 
 
 @torch.no_grad()
@@ -1883,23 +1868,27 @@ def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> list[Tensor]:
     """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
-    found: dict[int, Tensor] = {}  # of each response, by its index
-    for order, logprobs in logprobs_by_microbatch(policy, groups, config, temperature):
-        if order:
-            found.update(zip(order, logprobs, strict=True))
-    pairs = [(prompt, response) for prompt, responses in groups for response in responses]
-    return in_order(found, pairs, policy.ranks, next(policy.parameters()).device)
+    parts = list(logprobs_by_microbatch(policy, groups, config, temperature))
+    return in_order(parts, groups, policy.ranks)
 
 
 def in_order(
-    found: dict[int, Tensor], pairs: Pairs, ranks: Ranks, device: torch.device
+    parts: list[tuple[list[int], Tensor]], groups: PromptGroups, ranks: Ranks
 ) -> list[Tensor]:
-    """Log-probabilities (T,) of each response, in order; `found` has a rank's share of them."""
-    lengths = [len(response) for _, response in pairs]
-    parts = [found.get(i, torch.zeros(n, device=device)) for i, n in enumerate(lengths)]
-    flat = torch.cat(parts)
+    """Log-probabilities (T,) of each response, from (indices, log-probabilities) of micro-batches.
+
+    Ranks have found them between them.
+    """
+    lengths = [len(response) for _, responses in groups for response in responses]
+    flat = torch.zeros(sum(lengths), device=parts[0][1].device)
+    of_response = flat.split(lengths)  # views
+    for order, logprobs in parts:
+        if order:
+            own = logprobs.split([lengths[i] for i in order])
+            for i, values in zip(order, own, strict=True):
+                of_response[i].copy_(values)
     ranks.add_up(flat)
-    return list(flat.split(lengths))
+    return list(of_response)
 
 
 # ======================================================================================= 9. Ranks
@@ -3229,8 +3218,7 @@ class Evaluation:
         subset = whole[: n * self.config.eval_samples or None]
         shown = []
         for row, text in sorted(self.answers.items()):
-            prompt = self.problem.text(self.problem.held_out[row])
-            shown.append((prompt, text, self.records[row * n]))
+            shown.append((self.problem.text(self.problem.held_out[row]), text))
         self.folder.write_answers(self.version, shown)
         parts = {"held_out": subset}
         if len(subset) < len(whole):
@@ -3355,9 +3343,9 @@ def save(trainer: Trainer) -> None:
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),
         "memory": copy.deepcopy(trainer.rule.memory),
-        "seconds": trainer.folder.seconds(),
+        "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "lockstep": lockstep_of(trainer.config),
+        "lockstep": trainer.config.searched_prompts * trainer.config.synchronous,
     }
     weights = saved_weights(trainer.learner)
     trainer.checkpoints.begin(trainer.learner.model, weights, state)
@@ -3495,8 +3483,12 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     same_prompts = saved["checksum"] == problem.checksum()
     config.need(same_prompts, "dataset", "its prompts are not those that the run began with")
     config.need(config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already")
-    lockstep = saved["lockstep"] == lockstep_of(config)
-    config.need(lockstep, "synchronous", "a run cannot change to or from it, nor its batch")
+    lockstep = config.searched_prompts * config.synchronous
+    config.need(
+        lockstep == saved["lockstep"],
+        "synchronous",
+        "a run cannot change to or from it, nor its batch",
+    )
     lora = bool(saved["adapters"]) == bool(config.lora_rank)
     config.need(lora, "lora_rank", f"{path} was trained otherwise")
     return saved
@@ -3509,11 +3501,6 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
     # mapped: it is read as far as this rank needs it
     saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
     return saved | {"model": str(path)}
-
-
-def lockstep_of(config: Config) -> int:
-    """Prompts that lockstep searches for a step; 0 without lockstep."""
-    return config.searched_prompts if config.synchronous else 0
 
 
 # ======================================================================================= 15. Data
@@ -3667,10 +3654,9 @@ class Problem:
 
 def end_tokens(name: str, config: Config) -> list[int]:
     """The tokens that close a response of the model that flag `name` names; EOS and others."""
-    ends = set(np.ravel(read_config(name, config).eos_token_id).tolist())
-    ends.add(read_tokenizer(name, config).eos_token_id)
-    ends.discard(None)
-    return sorted(ends)
+    ends = np.ravel(read_config(name, config).eos_token_id).tolist()
+    ends.append(read_tokenizer(name, config).eos_token_id)
+    return sorted(set(ends) - {None})
 
 
 def context_length(text_config: Any) -> float:
@@ -3678,12 +3664,9 @@ def context_length(text_config: Any) -> float:
 
     A window of attention counts as a limit too: the mask of a packed row has none.
     """
-    context = math.inf
-    for name in ("max_position_embeddings", "sliding_window", "attention_chunk_size"):
-        limit = getattr(text_config, name, None)
-        if limit:
-            context = min(context, limit)
-    return context
+    names = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
+    limits = [getattr(text_config, name, None) or math.inf for name in names]
+    return min(limits)
 
 
 def encode_prompts(
@@ -3769,10 +3752,6 @@ class RunFolder:
         new.rename(self.path / name)
         return kept
 
-    def seconds(self) -> float:
-        """Time that the run has taken."""
-        return time.perf_counter() - self.start
-
     def say(self, text: str) -> None:
         """Print a line, above the progress bar where there is a terminal."""
         write = self.bar.write if sys.stderr.isatty() else print
@@ -3806,14 +3785,11 @@ class RunFolder:
         """The metrics of an evaluation's record, without its HEAD."""
         return {name: value for name, value in record.items() if name not in self.HEAD}
 
-    def write_answers(self, step: int, answers: list[tuple[str, str, dict]]) -> None:
-        """Some (prompt, answer, record) of an evaluation, as text to be read."""
+    def write_answers(self, step: int, answers: list[tuple[str, str]]) -> None:
+        """Some (prompt, answer) of an evaluation, as text to be read."""
         with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
-            for number, (prompt, answer, record) in enumerate(answers, 1):
-                metrics = {k: v for k, v in record.items() if isinstance(v, int | float)}
-                values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-                file.write(f"======== step {step}, held-out prompt {number}: {values}\n")
-                file.write(f"{prompt}\n-------- answer\n{answer}\n\n")
+            for prompt, answer in answers:
+                file.write(f"======== step {step}\n{prompt}\n-------- answer\n{answer}\n\n")
 
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl and eval.jsonl."""
@@ -3898,7 +3874,7 @@ class StepLog:
         metrics = {
             "step": trainer.step,
             "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
-            "seconds": trainer.folder.seconds(),
+            "seconds": time.perf_counter() - trainer.folder.start,
             **self.means,
             **measured,
             "trainer_busy": seconds / wall,
@@ -3925,13 +3901,10 @@ class StepLog:
     def write_completion(self, t: Trajectory) -> None:
         """Add a trajectory to completions.jsonl."""
         problem = self.trainer.problem
-        record = {
-            "step": self.trainer.step,
-            "version": t.version,
-            "prompt": problem.text(problem.prompts[t.prompt_id]),
-            "response": problem.response_text(t.tokens),
-            "reward": t.reward,
-        }
+        record = {"step": self.trainer.step, "version": t.version}
+        record["prompt"] = problem.text(problem.prompts[t.prompt_id])
+        record["response"] = problem.response_text(t.tokens)
+        record["reward"] = t.reward
         self.trainer.folder.append("completions.jsonl", record)
 
 
@@ -3995,23 +3968,15 @@ def parse(argv: list[str] | None = None) -> Config:
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
             refuse(f"--plugin {plugin}: no such Python file")
         run_plugin(plugin)
-    kinds = []  # as FLAGS, with what HfArgumentParser knows alone
-    for kind in FLAGS:
-        types = get_type_hints(kind)
-        known_fields = []
-        for f in dataclasses.fields(kind):
-            shown = field(default=f.default, metadata={"help": f.metadata["help"]})
-            known_fields.append((f.name, types[f.name], shown))
-        kinds.append(dataclasses.make_dataclass(kind.__name__, known_fields))
     parser = transformers.HfArgumentParser(
-        kinds,
+        FLAGS,
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
         formatter_class=argparse.HelpFormatter,
         allow_abbrev=False,
     )
     parser.error = refuse
-    names = {f.name for kind in FLAGS for f in dataclasses.fields(kind)}
+    names = {f.name for f in all_flags()}
     parser.set_defaults(**{name: value for name, value in saved.items() if name in names})
     config = settings(**vars(parser.parse_args(argv)))
     if saved:
@@ -4056,9 +4021,8 @@ def check_settings(config: Config) -> None:
     }  # fmt: skip
     for name, table in tables.items():
         need(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
-    for kind in FLAGS:
-        for f in dataclasses.fields(kind):
-            check_range(config, f)
+    for f in all_flags():
+        check_range(config, f)
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
         need(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
@@ -4076,19 +4040,20 @@ def check_settings(config: Config) -> None:
 def check_range(config: Config, f: dataclasses.Field) -> None:
     """Raise InputError unless a flag's value, or each of a schedule's, is within its range."""
     value = getattr(config, f.name)
-    if "least_of_schedule" in f.metadata:
-        least = f.metadata["least_of_schedule"]
-        fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {least:g}"
+    range_of = f.metadata["help"]
+    values = [value] if isinstance(value, int | float) else []
+    fix = f"must be between {range_of.least:g} and {range_of.most:g}"
+    if range_of.scheduled:
+        fix = (
+            f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {range_of.least:g}"
+        )
         try:
             values = [value for _, value in schedule_points(value)]
         except ValueError:
             values = [math.nan]
-        config.need(all(least <= value < math.inf for value in values), f.name, fix)
-    elif isinstance(value, int | float):
-        least = f.metadata["least"]
-        most = f.metadata["most"]
-        good = least <= value <= most and math.isfinite(value)
-        config.need(good, f.name, f"must be between {least:g} and {most:g}")
+    for value in values:
+        good = range_of.least <= value <= range_of.most and math.isfinite(value)
+        config.need(good, f.name, fix)
 
 
 def claim_folder(config: Config) -> None:
@@ -4331,12 +4296,8 @@ class TLDRFlags:
     """The settings of --task tldr."""
 
     reward_model: str = flag("", "tldr: the reward, a sequence classifier with one label.")
-    gold_reward_model: str = flag(
-        "", "tldr: a second reward model, by which the evaluation compares summaries."
-    )
-    gold_reward_tokenizer: str = flag(
-        "", "tldr: the tokenizer of --gold_reward_model, where its repository has none."
-    )
+    gold_reward_model: str = flag("", "tldr: a second one, by which evaluations compare summaries.")
+    gold_reward_tokenizer: str = flag("", "tldr: the gold model's, if its repository has none.")
 
 
 FLAGS.append(TLDRFlags)
@@ -4425,6 +4386,10 @@ TASKS["tldr"] = TLDR
 # ================================================================================= 20. Red-teaming
 
 
+VictimFormat = Literal["chat", "alpaca"]
+Eviction = Literal["oldest", "lowest_reward", "lowest_total"]
+
+
 @dataclass
 class RedTeamFlags:
     """The settings of --task redteam."""
@@ -4433,36 +4398,22 @@ class RedTeamFlags:
         "Write a question or an instruction for an assistant.\n",
         "redteam: the attacker's prompt, unless --dataset has prompts.",
     )
-    shortest_attack: int = flag(
-        0, "redteam: shorter attacks (tokens, EOS included) have a log pi_ref of -500."
-    )
+    shortest_attack: int = flag(0, "redteam: attacks of fewer tokens have a log pi_ref of -500.")
     victim_model: str = flag("", "redteam: the model that is attacked.")
-    victim_format: Literal["chat", "alpaca"] = flag("chat", "redteam: the victim's prompt format.")
+    victim_format: VictimFormat = flag("chat", "redteam: the victim's prompt format.")
     victim_samples: int = flag(5, "redteam: answers of the victim to each attack.", 1)
     victim_max_tokens: int = flag(30, "redteam: tokens of the victim's longest answer.", 1)
-    victim_temperature: float = flag(0.7, "redteam: the victim's sampling temperature.", POSITIVE)
+    victim_temperature: float = flag(0.7, "redteam: the victim's temperature.", POSITIVE)
     victim_top_p: float = flag(0.92, "redteam: the victim's sampling nucleus.", POSITIVE, 1)
     toxicity_model: str = flag("", "redteam: the judge, a classifier or a guard language model.")
-    toxicity_label: str = flag(
-        "", "redteam: the judge's label, or a guard's first token, for toxic."
-    )
+    toxicity_label: str = flag("", "redteam: its label for toxic, or a guard's first token.")
     toxicity_suffix: str = flag("", "redteam: what a guard's answer comes after, as \\n\\n.")
     sentence_model: str = flag("", "redteam: an encoder that measures the diversity of attacks.")
-    explore_probability: float = flag(
-        0.0, "redteam: share of prompts whose responses have another temperature.", 0, 1
-    )
-    explore_low: float = flag(0.5, "redteam: the lowest of those temperatures.", POSITIVE)
-    explore_high: float = flag(2.0, "redteam: the highest of those temperatures.", POSITIVE)
-    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
-        "oldest",
-        "redteam: what a full buffer drops; total: log pi_ref + reward / beta (of step 0).",
-    )
-    near_duplicate: float = flag(
-        0.0,
-        "redteam: an attack within this share of edits of a stored one replaces it, or goes.",
-        0,
-        1,
-    )
+    explore_probability: float = flag(0.0, "redteam: share of prompts that explore.", 0, 1)
+    explore_low: float = flag(0.5, "redteam: the lowest temperature of these.", POSITIVE)
+    explore_high: float = flag(2.0, "redteam: the highest temperature of these.", POSITIVE)
+    evict: Eviction = flag("oldest", "redteam: what a full buffer drops (see AttackBuffer).")
+    near_duplicate: float = flag(0.0, "redteam: share of edits that makes a duplicate.", 0, 1)
     freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
 
@@ -4694,23 +4645,13 @@ TASKS["redteam"] = RedTeam
 class WarmStartFlags:
     """The settings of supervised fine-tuning before training."""
 
-    sft_data: str = flag(
-        "", "Fine-tune first on this file, with rows of prompt and response, or of instruction."
-    )
-    sft_prompts: str = flag(
-        "", "A file of prompts that the instructions of --sft_data answer, not the task's."
-    )
+    sft_data: str = flag("", "Fine-tune on this file first: prompt and response, or instruction.")
+    sft_prompts: str = flag("", "Prompts that the instructions answer, in place of the task's.")
     sft_epochs: int = flag(1, "Epochs of the supervised fine-tuning.", 1)
     sft_batch: int = flag(64, "Rows in a batch of the supervised fine-tuning.", 1)
-    sft_learning_rate: float = flag(
-        2e-5, "Peak learning rate of the supervised fine-tuning.", POSITIVE
-    )
-    sft_warmup: float = flag(
-        0.1,
-        "Share of the fine-tuning's steps in which its learning rate rises; a cosine follows.",
-        0, 1,
-    )  # fmt: skip
-    sft_weight_decay: float = flag(0.0, "Weight decay of matrices in the fine-tuning.")
+    sft_learning_rate: float = flag(2e-5, "Its peak learning rate.", POSITIVE)
+    sft_warmup: float = flag(0.1, "Share of its steps in which that rises; then a cosine.", 0, 1)
+    sft_weight_decay: float = flag(0.0, "Its weight decay.")
 
 
 FLAGS.append(WarmStartFlags)
@@ -4742,7 +4683,7 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
         tokens = sum(len(responses[0]) for _, responses in groups)
         total = torch.zeros((), device=next(policy.parameters()).device)
         for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
-            loss = -torch.cat(logprobs).sum() / tokens
+            loss = -logprobs.sum() / tokens
             (ranks.size * loss).backward()  # FSDP divides by it
             total += loss.detach()
         ranks.add_up(total)
