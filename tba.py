@@ -857,12 +857,11 @@ class Task:
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
         """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
         given = np.asarray(self.rewards(examples, responses, ended), np.float32)
+        name = f"{type(self).__name__}.rewards"
         if given.shape != (len(responses),):
-            text = f"returned an array {given.shape}, not one number for each response"
-            raise ValueError(f"{type(self).__name__}.rewards {text}, ({len(responses)},)")
+            raise ValueError(f"{name}: an array {given.shape} for {len(responses)} responses")
         for i in np.flatnonzero(~np.isfinite(given)):
-            text = f"{given[i]} for the response {responses[i]!r} to {examples[i]!r}"
-            raise ValueError(f"{type(self).__name__}.rewards returned {text}")
+            raise ValueError(f"{name}: {given[i]} for {responses[i]!r} to {examples[i]!r}")
         return given.tolist()
 
     def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
@@ -1929,7 +1928,7 @@ class Ranks:
 
     def tell(self, name: str, args: tuple) -> None:
         """Rank 0: have the others call this function of ON_EVERY_RANK (see `follow`)."""
-        if self.size > 1 and self.rank == 0:
+        if self.rank == 0:
             self.from_first((name, args))
 
     def add_up(self, tensor: Tensor) -> None:
@@ -1973,6 +1972,10 @@ def host_copies(state: Any, ranks: Ranks) -> Any:
         return gathered.to("cpu", copy=True) if ranks.rank == 0 else None
 
     return tree_map(to_host, state)
+
+
+LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, where an objective learns it
+LORA_ALPHA = 16  # adapters are scaled by this over their rank
 
 
 def load_learner(config: Config, problem: Problem, ranks: Ranks, saved: dict[str, Any]) -> Learner:
@@ -2023,12 +2026,6 @@ def load_learner(config: Config, problem: Problem, ranks: Ranks, saved: dict[str
     if saved:
         restore_learner(learner, saved)
     return learner
-
-
-LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, where an objective learns it
-
-
-LORA_ALPHA = 16  # adapters are scaled by this over their rank
 
 
 def make_scheduler(config: Config, optimizer: Any, step: int) -> Any:
@@ -2691,7 +2688,12 @@ class WeightSync:
                 self.snapshot.views[name].copy_(tensor)
         else:
             copy_weights(self.learner, self.snapshot)  # now the optimizer may change them
-            self.probes = score_probes(self.learner)
+            try:
+                self.probes = score_probes(self.learner)
+            except (RuntimeError, TypeError) as error:  # of a family that takes no such mask
+                if step > 0 or not self.config.pack:
+                    raise
+                raise RunEnded(f"packed rows fail; try --pack False: {first_line(error)}") from None
             self.version = step
             self.due = False
         if self.snapshot.flat.is_cuda:
@@ -3029,14 +3031,12 @@ class SearcherProcesses:
         """The Searchers that ended, or are silent and are killed here; and what happened."""
         found = []
         for s in self.states:
-            if s.process is None:
-                continue
             limit = self.config.searcher_timeout
             if not s.ready:
                 limit = max(limit, self.LOADING_LIMIT)
-            if not s.process.is_alive():
+            if s.process and not s.process.is_alive():
                 found.append((s, f"ended with exit code {s.process.exitcode}"))
-            elif time.monotonic() > s.seen + limit:
+            elif s.process and time.monotonic() > s.seen + limit:
                 found.append((s, f"was silent for {limit:g} s (--searcher_timeout): killed"))
                 s.kill()
                 s.process.join()
@@ -3113,7 +3113,9 @@ def searcher_process(place: Place, visible_gpu: str | None) -> NoReturn:
     """A Searcher's process; what goes wrong in it is told to the Trainer."""
     end_with_parent()
     for name in list(os.environ):  # a launcher's: they are the Trainer's, and would mislead vLLM
-        if name in RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_")):
+        if name.startswith(
+            ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_")
+        ):
             del os.environ[name]
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
@@ -3132,9 +3134,6 @@ def searcher_process(place: Place, visible_gpu: str | None) -> NoReturn:
         with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
             place.send(Failed(traceback.format_exc()))
     os._exit(1)
-
-
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
 # ================================================================================= 13. Evaluation
@@ -3508,10 +3507,8 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
 
 def first_line(error: Any) -> str:
     """The first line of an exception's message, for one-line errors."""
-    message = str(error).strip()
-    if not message:
-        return type(error).__name__
-    return message.splitlines()[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def loading(name: str, value: str, load: Callable[[], Any]) -> Any:

@@ -218,3 +218,17 @@ def test_a_run_with_vllm(gsm8k, tmp_path):
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-3)
     assert np.max([m["logprob_gap"] for m in metrics]) < 1e-3
     assert {e["step"] for e in read_lines(out / "eval.jsonl")} >= {0, 6}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_on_gpus(gsm8k, tmp_path, engine, dtype):
+    out = tmp_path / "run"
+    flags = {"engine": engine, "dtype": dtype, "steps": 40, "gpu_memory_utilization": 0.2}
+    run_tba(arguments(gsm8k, out, eval_every=20, **flags))
+    metrics = read_lines(out / "metrics.jsonl")
+    limit = 1e-3 if dtype == "float32" else 0.5
+    assert len(metrics) == 40 and max(m["logprob_gap"] for m in metrics) < limit
+    evaluations = read_lines(out / "eval.jsonl")
+    assert evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]
