@@ -621,7 +621,7 @@ class ReplayBuffer:
         self.oldest = -math.inf  # version that may still be drawn
 
     def __len__(self) -> int:
-        return sum(map(len, self.trajectories.values()))
+        return sum(map(len, list(self.trajectories.values())))  # a thread may add one
 
     def key(self, t: Trajectory) -> Any:
         """By which equal responses are found."""
@@ -816,7 +816,6 @@ class Task:
     metric = "reward"  # what an evaluation calls the mean reward
     special_tokens = True  # the tokenizer adds its own to the prompt, such as BOS
     greedy_evaluation = True
-    pass_metric = ""  # one of 0 or 1, of which pass@n is reported: whether any of n responses has 1
     least_answer_tokens = 0  # that an answer in an evaluation has before it may end
     closes_responses = False  # responses that do not end get the EOS that they lack
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
@@ -903,7 +902,6 @@ class GSM8K(Task):
     columns = ("question", "answer")
     template = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
     metric = "accuracy"
-    pass_metric = "accuracy"
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         rewards = []
@@ -2860,8 +2858,7 @@ class Evaluated(NamedTuple):
     """Some of an evaluation's answers are judged."""
 
     evaluation: int
-    records: dict[int, dict]  # by row
-    answers: dict[int, str]  # the texts of some of these, to be shown
+    records: dict[int, dict]  # by row; those of the first rows have their `answer`
 
 
 class Failed(NamedTuple):
@@ -3139,9 +3136,6 @@ def searcher_process(place: Place, visible_gpu: str | None) -> NoReturn:
 # ================================================================================= 13. Evaluation
 
 
-ANSWERS_SHOWN = 5  # of each evaluation, in eval_answers.txt: those to the first held-out prompts
-
-
 class Evaluation:
     """The Trainer's end of evaluations: held-out prompts are shared out among the Searchers.
 
@@ -3162,7 +3156,6 @@ class Evaluation:
         self.unjudged: dict[int, int] = {}  # Searcher -> its answers whose records are to come
         # of the answers judged so far: n to each held-out prompt, those to one after the other
         self.records: dict[int, dict] = {}
-        self.answers: dict[int, str] = {}  # the texts of the first of them
 
     @property
     def idle(self) -> bool:
@@ -3185,7 +3178,6 @@ class Evaluation:
         self.version = version
         self.number += 1
         self.records = {}
-        self.answers = {}
         self.unjudged = {}
         for i, s in enumerate(members):
             rows = list(range(i, n, len(members)))
@@ -3203,7 +3195,6 @@ class Evaluation:
         if self.version is None or message.evaluation != self.number:  # begun again since
             return
         self.records |= message.records
-        self.answers |= message.answers
         self.unjudged[s.searcher] -= len(message.records)
         if not any(self.unjudged.values()):
             self.summarize()
@@ -3214,11 +3205,11 @@ class Evaluation:
         """Write the task's metrics of the records: of --eval_samples, at the end of all too."""
         n = self.config.eval_responses
         whole = [self.records[place] for place in sorted(self.records)]
+        for place, record in enumerate(whole):
+            if "answer" in record:
+                prompt = self.problem.text(self.problem.held_out[place // n])
+                self.folder.write_answer(self.version, prompt, record.pop("answer"))
         subset = whole[: n * self.config.eval_samples or None]
-        shown = []
-        for row, text in sorted(self.answers.items()):
-            shown.append((self.problem.text(self.problem.held_out[row]), text))
-        self.folder.write_answers(self.version, shown)
         parts = {"held_out": subset}
         if len(subset) < len(whole):
             parts["held_out_whole"] = whole
@@ -3229,12 +3220,11 @@ class Evaluation:
             self.folder.write_evaluation(head | {"n": len(part) // n} | metrics)
 
     def pass_at_n(self, records: list[dict]) -> dict[str, float]:
-        """The share of prompts that at least one of their n responses solves, where n > 1."""
+        """The share of prompts that at least one of their n > 1 responses solves (accuracy)."""
         n = self.config.eval_responses
-        metric = self.problem.task.pass_metric
-        if n == 1 or not metric:
+        if n == 1 or "accuracy" not in records[0]:
             return {}
-        solved = np.array([record[metric] for record in records]).reshape(-1, n).max(1)
+        solved = np.array([record["accuracy"] for record in records]).reshape(-1, n).max(1)
         return {f"pass@{n}": float(solved.mean())}
 
 
@@ -3242,6 +3232,7 @@ class HeldOutAnswers:
     """A Searcher's end of evaluations: it answers held-out prompts, and judges the answers."""
 
     JUDGED_AT_ONCE = 8  # answers, between two decode steps
+    SHOWN = 5  # of an evaluation, in eval_answers.txt: answers to the first held-out prompts
 
     def __init__(self, searcher: Searcher) -> None:
         self.searcher = searcher
@@ -3294,10 +3285,12 @@ class HeldOutAnswers:
         records = task.evaluate([task.held_out[row] for row in rows], texts, ended)
         if task.wants_logprobs:
             self.add_logprobs(records, part)
-        places = [row * n + i % n for i, row in enumerate(rows)]
-        shown = {row: text for row, text in zip(rows, texts, strict=True) if row < ANSWERS_SHOWN}
-        of_place = dict(zip(places, records, strict=True))
-        searcher.place.send(Evaluated(self.evaluation, of_place, shown))
+        of_place = {}
+        for i, row in enumerate(rows):
+            of_place[row * n + i % n] = records[i]
+            if row < self.SHOWN and i % n == 0:
+                records[i]["answer"] = texts[i]
+        searcher.place.send(Evaluated(self.evaluation, of_place))
 
     def add_logprobs(self, records: list[dict], part: list[Completion]) -> None:
         """Add to the records of answers what the policy and the reference make of them.
@@ -3615,7 +3608,6 @@ class Problem:
     prompts: list[np.ndarray]  # training prompts, each (P,) int32
     held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
     end_tokens: list[int]  # a response closes with one of these
-    context: float = math.inf  # the most tokens of prompt and response that the policy attends to
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
         """The text of a prompt, or of other tokens before which there are none."""
@@ -3704,7 +3696,7 @@ def load_problem(config: Config) -> Problem:
     task.train, prompts = encode_prompts(task, task.train, context)
     task.held_out, held_out = encode_prompts(task, task.held_out, context)
     ends = end_tokens("model", config)
-    return Problem(task, tokenizer, prompts, held_out, ends, context)
+    return Problem(task, tokenizer, prompts, held_out, ends)
 
 
 # =========================================================================== 16. The run's folder
@@ -3782,11 +3774,10 @@ class RunFolder:
         """The metrics of an evaluation's record, without its HEAD."""
         return {name: value for name, value in record.items() if name not in self.HEAD}
 
-    def write_answers(self, step: int, answers: list[tuple[str, str]]) -> None:
-        """Some (prompt, answer) of an evaluation, as text to be read."""
+    def write_answer(self, step: int, prompt: str, answer: str) -> None:
+        """One of an evaluation's answers, as text to be read."""
         with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
-            for prompt, answer in answers:
-                file.write(f"======== step {step}\n{prompt}\n-------- answer\n{answer}\n\n")
+            file.write(f"======== step {step}\n{prompt}\n-------- answer\n{answer}\n\n")
 
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl and eval.jsonl."""
@@ -4172,7 +4163,6 @@ class MATH(Task):
 
     columns = ("problem", "solution")
     metric = "accuracy"
-    pass_metric = "accuracy"
     INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
