@@ -379,7 +379,7 @@ def test_gradient_is_exact_for_any_micro_batches(gsm8k, tmp_path, budget, varian
         prompt = learner.problem.prompts[t.prompt_id]
         values, entropies = plain_logprobs(exact, prompt, t.tokens, temperature)
         logprobs.append(values.sum())
-        entropy += float(entropies.sum())
+        entropy += float(entropies.sum().detach())
         ref_logprobs.append(t.ref_logprob / (1.2 if recomputed else 1))
         rewards.append(t.reward)
     tensor = lambda x: torch.tensor(x, dtype=torch.float64).view(3, 6)

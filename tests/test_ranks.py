@@ -52,6 +52,8 @@ def test_two_ranks_train_as_one_process_does(gsm8k, tmp_path, objective):
     moved = sum(float((ends[0][name] - start[name]).square().sum()) for name in start) ** 0.5
     apart = sum(float((ends[0][name] - ends[1][name]).square().sum()) for name in start) ** 0.5
     assert moved > 0.1 and apart < 0.1 * moved
+    if objective != "tb":
+        return
     # a run goes on with another number of ranks
     run_tba(["--resume", str(tmp_path / "two"), "--steps", "5"])
     run_ranks(["--resume", str(tmp_path / "one"), "--steps", "5"], tmp_path)
