@@ -617,15 +617,15 @@ class ReplayBuffer:
         self.config = config
         self.rng = np.random.default_rng([config.seed, 0xB0F])
         # prompt id -> its trajectories by their tokens, oldest first
-        self.trajectories: dict[int, dict[Any, Trajectory]] = {}
+        self.trajectories: dict[int, dict[str, Trajectory]] = {}
         self.oldest = -math.inf  # version that may still be drawn
 
     def __len__(self) -> int:
         return sum(map(len, list(self.trajectories.values())))  # a thread may add one
 
-    def key(self, t: Trajectory) -> Any:
-        """By which equal responses are found."""
-        return t.tokens.tobytes()
+    def key(self, t: Trajectory) -> str:
+        """By which equal responses are found: a text with a character for each token."""
+        return t.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the newest of its prompt.
@@ -1323,7 +1323,7 @@ class Searcher:
         self.problem = problem
         self.place = place
         self.index = place.first  # its next place in the order of prompts
-        self.limit = place.limit  # it begins prompts up to this place
+        self.limit = 0.0  # it begins prompts up to this place
         self.device = own_device()
         # another one for every Searcher and every start: two that sample alike waste one
         rng = np.random.default_rng([config.seed, place.searcher, place.start])
@@ -2185,29 +2185,16 @@ class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
     `generate` calls it with scores (R, V) before a token is sampled, and with None after.
     """
 
-    def __init__(self, temperature: Tensor, top_p: float, between_steps: Callable) -> None:
+    def __init__(self, temperature: Tensor, between_steps: Callable) -> None:
         self.temperature = temperature  # (R, 1)
-        self.nucleus = None
-        if top_p < 1:  # it sorts the vocabulary, even where it then keeps all of it
-            self.nucleus = transformers.TopPLogitsWarper(top_p)
         self.between_steps = between_steps
         self.logprobs: list[Tensor] = []  # (R, 1) for each token sampled so far
 
     def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
-        if scores is None:
-            return self.after_token(ids)
-        return self.before_token(ids, scores)
-
-    def before_token(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Log-probabilities (R, V) to sample from; ids (R, L) are the tokens so far."""
-        tempered = scores.float() / self.temperature
-        if self.nucleus is not None:
-            tempered = self.nucleus(ids, tempered)
-        self.distribution = tempered.log_softmax(-1)
-        return self.distribution
-
-    def after_token(self, ids: Tensor) -> Tensor:
-        """Record the log-probability of the last of ids (R, L); no row (R,) stops for it."""
+        """Log-probabilities (R, V) to sample from; after it, that no row (R,) of ids stops."""
+        if scores is not None:
+            self.distribution = (scores.float() / self.temperature).log_softmax(-1)
+            return self.distribution
         self.logprobs.append(self.distribution.gather(1, ids[:, -1:]))
         self.between_steps()
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
@@ -2269,7 +2256,7 @@ class TransformersEngine:
         greedy = batch[0].greedy
         temperatures = [[1.0 if greedy else request.temperature] for request in rows]
         temperature = torch.tensor(temperatures, device=self.device)  # (R, 1)
-        hook = DecodeHook(temperature, batch[0].top_p, between_steps)
+        hook = DecodeHook(temperature, between_steps)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         prompt_ids = pad(prompts).to(self.device)  # (R, P), P of the longest
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (R, P)
@@ -2281,6 +2268,7 @@ class TransformersEngine:
                 attention_mask=mask,
                 do_sample=not greedy,
                 top_k=0,
+                top_p=None if greedy else batch[0].top_p,
                 min_new_tokens=batch[0].min_tokens or None,
                 max_new_tokens=int(limits.max()),
                 eos_token_id=self.end_tokens,
@@ -2875,7 +2863,6 @@ class Place:
     start: int  # how often this Searcher has been started
     first: int  # place in the order of prompts from which it goes on
     arrived: set[int]  # places behind `first` that it need not search again
-    limit: float  # it begins prompts up to this place
     nccl: bool  # weights travel over NCCL
     port: int  # of the TCPStore at which members of a process group find each other
     shared: Any  # dict: the plug-in's path; the configuration and the problem, pickled
@@ -2976,6 +2963,7 @@ class SearcherProcesses:
             if s.process or time.monotonic() < s.restart_at:
                 continue
             s.commands = self.manager.Queue()
+            s.commands.put(SearchUpTo(self.limit))
             s.starts += 1
             s.seen = time.monotonic()
             s.traceback = ""
@@ -2985,7 +2973,6 @@ class SearcherProcesses:
                 start=s.starts,
                 first=self.first_missing + offset,
                 arrived=self.arrived,
-                limit=self.limit,
                 nccl=use_nccl(self.config),
                 port=self.port,
                 shared=self.shared,
@@ -4419,10 +4406,6 @@ class AttackBuffer(ReplayBuffer):
         self.capacity = config.kept_per_prompt
         self.thread = ThreadPoolExecutor(1)
         self.adding: deque[Future] = deque()
-
-    def key(self, t: Trajectory) -> str:
-        """A character for each token, as rapidfuzz wants it."""
-        return t.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
     def value(self, t: Trajectory) -> float:
         """By which attacks are compared: the reward, or what --evict lowest_total says."""

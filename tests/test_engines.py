@@ -203,3 +203,16 @@ def test_a_member_that_never_comes_ends_a_transfer_in_time():
     with pytest.raises(RuntimeError):
         tba.form_group(config, store.port, False, "alone", 0, 2)
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_nucleus_of_almost_nothing_is_the_argmax(engine, engine_of):
+    served, _, problem = engine_of(engine)
+    served.submit(request(problem, 0, 8, temperature=1.5, top_p=0.001))
+    served.submit(request(problem, 1, 8, temperature=1.5))
+    served.submit(tba.Request(id=2, prompt=problem.prompts[0], n=1, max_tokens=12, temperature=1.0,
+                              greedy=True))  # fmt: skip
+    done = finish(served)
+    (greedy,) = done[2].tokens
+    assert all(np.array_equal(tokens, greedy) for tokens in done[0].tokens)
+    assert len({tokens.tobytes() for tokens in done[1].tokens}) > 1
