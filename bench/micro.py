@@ -4,6 +4,8 @@
 
 * packed: a training step on packed rows over one with a row for each response, for prompts and
   responses of GSM8K's and of TL;DR's proportions;
+* TRL: the same step over one of TRL's GRPOTrainer on the same responses, padded in one micro-batch
+  as it does (pip install --no-deps trl==1.16.0; left out without it);
 * sync: what a sync costs the training thread (a snapshot, and the probes) over a plain copy of the
   weights and the probes;
 * replay: the draw of a batch from a full buffer, as a share of a training step;
@@ -11,6 +13,7 @@
 """
 
 import argparse
+import importlib.util
 import pickle
 import sys
 import tempfile
@@ -87,6 +90,47 @@ def groups_of(learner: tba.Learner, prompt: int, response: int) -> list[list[tba
     return groups
 
 
+def trl_step(model: Path, groups: list[list[tba.Trajectory]], prompts: list[np.ndarray]):
+    """A function: TRL's own loss of GRPO on these responses, its gradient, AdamW."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    flat = [t for group in groups for t in group]
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model).train()
+    config = GRPOConfig(
+        output_dir=str(model), use_cpu=True, bf16=False, report_to="none", num_generations=16,
+        per_device_train_batch_size=len(flat), gradient_checkpointing=False, max_steps=1,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        policy,
+        lambda completions, **_: [0.0] * len(completions),
+        config,
+        Dataset.from_list([{"prompt": "a"}]),
+        processing_class=transformers.AutoTokenizer.from_pretrained(model),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    pad = torch.nn.utils.rnn.pad_sequence
+    responses = [torch.from_numpy(t.tokens).long() for t in flat]
+    inputs = {
+        "prompt_ids": torch.stack([torch.from_numpy(prompts[t.prompt_id]).long() for t in flat]),
+        "completion_ids": pad(responses, batch_first=True),
+        "completion_mask": pad([torch.ones_like(tokens) for tokens in responses], batch_first=True),
+        "old_per_token_logps": pad([torch.from_numpy(t.logprobs) for t in flat], batch_first=True),
+        "advantages": torch.randn(len(flat)),
+    }
+    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    inputs["prompt_mask"] = torch.ones_like(inputs["prompt_ids"])
+    optimizer = torch.optim.AdamW(policy.parameters(), 1e-5, fused=True)
+
+    def step() -> None:
+        """One optimizer step."""
+        trainer._compute_loss(policy, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def main() -> None:
     """Measure, and print a line for each ratio."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -94,10 +138,10 @@ def main() -> None:
     files = parser.parse_args().files
     torch.set_num_threads(1)
     tba.quiet_libraries()
-    with tempfile.TemporaryDirectory() as folder:
-        model = wide_model(files, Path(folder))
-        packed = learner_of(model, files, packs=True)
-        plain = learner_of(model, files, packs=False)
+    folder = tempfile.TemporaryDirectory()
+    model = wide_model(files, Path(folder.name))
+    packed = learner_of(model, files, packs=True)
+    plain = learner_of(model, files, packs=False)
     now = tba.at(packed.config, 0)
     for name, prompt, response in (("GSM8K", 140, 150), ("TL;DR", 350, 35)):
         groups = groups_of(packed, prompt, response)
@@ -107,19 +151,24 @@ def main() -> None:
             """A training step."""
             learner.step(groups, now, 0)
 
-        of_packed, of_plain = seconds_of(lambda: step(packed), lambda: step(plain))
+        steps = [lambda: step(packed), lambda: step(plain)]
+        if importlib.util.find_spec("trl"):
+            steps.append(trl_step(model, groups, packed.problem.prompts))
+        of_packed, of_plain, *of_trl = seconds_of(*steps)
         print(
             f"packed, {name}: {of_plain / of_packed:.2f} times as fast ({of_packed:.2f} s a step)"
         )
+        for seconds in of_trl:
+            print(f"TRL, {name}: a step takes {of_packed / seconds:.2f} of one of TRL's")
 
     shapes = {name: tensor.shape for name, tensor in packed.weights.data.items()}
-    snapshot = tba.FlatWeights(shapes, torch.float32, torch.device("cpu"))
+    packed.snapshot = tba.FlatWeights(shapes, torch.float32, torch.device("cpu"))
     own = torch.cat([tensor.flatten() for tensor in packed.weights.data.values()]).detach()
     other = torch.empty_like(own)
 
     def sync() -> None:
         """What `WeightSync.begin` does in the training thread."""
-        tba.copy_weights(packed, snapshot)
+        tba.copy_weights(packed)
         tba.score_probes(packed)
 
     def copy_and_probes() -> None:
@@ -136,9 +185,9 @@ def main() -> None:
         for group in groups_of(packed, 4, 8):
             for t in group:
                 t.prompt_id = index
-            rule.buffer.add(tba.Group(index, index, group))
+            rule.buffer.add(tba.Group(index, group))
         if index > 1900:
-            rule.arrived(tba.Group(index, index, group))
+            rule.arrived(tba.Group(index, group))
     (draw,) = seconds_of(lambda: rule.sample(7, 16), rounds=50)
     print(f"replay: a draw of 7 x 16 takes {draw / of_packed:.4f} of a training step")
 
@@ -152,6 +201,7 @@ def main() -> None:
     taken = tba.take_all(queue)
     print(f"queue: {len(taken) / (time.perf_counter() - start):.0f} groups a second")
     manager.shutdown()
+    folder.cleanup()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def engine_of(gsm8k, model_of, tmp_path):
         flags = {"temperature": 0.7, "max_response_tokens": 12} | flags
         model = model_of(architecture)
         config, problem = problem_of(gsm8k, tmp_path, model=model, engine=name, **flags)
-        return tba.ENGINES[name](config, problem, CPU, 0), config, problem
+        return tba.make_engine(config, CPU, 0, "model", 400), config, problem
 
     return make
 
@@ -33,7 +33,7 @@ def request(problem, i, n, **settings):
     return tba.Request(id=i, prompt=problem.prompts[i], n=n, **settings)
 
 
-def finish(engine, between_steps=tba.do_nothing):
+def finish(engine, between_steps=lambda: None):
     """The completions of all that was submitted, by the request's id."""
     done = {}
     while engine.unfinished:
@@ -55,12 +55,12 @@ def test_after_a_transfer_the_engine_computes_what_the_trainer_does(
             parameter.add_(0.05 * torch.randn_like(parameter))
     sequences, expected = [], []
     for prompt, responses in problem.probes():
-        (scores) = tba.token_logprobs(
+        scores = tba.token_logprobs(
             tba.TokenLogProbs(model, 0.7), [(prompt, responses)], config, temperature=1.0
         )
         for response, values in zip(responses, scores, strict=True):
             sequences.append(np.concatenate([prompt, response]))
-            expected.append(values.numpy())
+            expected.append(values)
 
     def gap():
         found = served.prompt_logprobs(sequences)
@@ -89,8 +89,8 @@ def test_completions_are_whole_and_their_logprobs_the_policys(engine, engine_of)
         for tokens, logprobs, ended, own in zip(
             completion.tokens, completion.logprobs, completion.ended, scored, strict=True
         ):
-            np.testing.assert_allclose(logprobs, own.numpy(), atol=1e-3)
-            closes = np.isin(tokens, problem.end_tokens)
+            np.testing.assert_allclose(logprobs, own, atol=1e-3)
+            closes = np.isin(tokens, tba.end_tokens("model", config))
             assert not closes[:-1].any() and closes[-1] == ended
             assert ended or len(tokens) == 12
     ids = torch.from_numpy(problem.prompts[3]).long()[None]
@@ -145,7 +145,7 @@ def test_weights_load_with_requests_in_flight(engine, engine_of, model_of):
     groups = [(problem.prompts[0], after.tokens)]
     scored = tba.token_logprobs(tba.TokenLogProbs(other, 0.7), groups, config)
     for logprobs, own in zip(after.logprobs, scored, strict=True):
-        np.testing.assert_allclose(logprobs, own.numpy(), atol=1e-3)
+        np.testing.assert_allclose(logprobs, own, atol=1e-3)
 
 
 def test_same_seeds_same_samples_whatever_happens_between_decode_steps(engine_of):
@@ -163,7 +163,7 @@ def test_same_seeds_same_samples_whatever_happens_between_decode_steps(engine_of
         done = finish(served, between_steps)
         return [tokens.tolist() for i in range(2) for tokens in done[i].tokens]
 
-    first = sample(tba.do_nothing)
+    first = sample(lambda: None)
     assert sample(generate_more) == first
     served.submit(request(problem, 0, 8, seed=5))
     others = [tokens.tolist() for tokens in finish(served)[0].tokens]

@@ -45,10 +45,10 @@ def test_probes_are_exact_or_the_check_shows_that_they_are_not(family, tmp_path)
     model.save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, VOCABULARY, 30).astype(np.int32) for _ in range(4)]
-    problem = tba.Problem(None, None, prompts, prompts, [1])
+    problem = tba.Problem(None, None, prompts, prompts)
     config = tba.settings(model=str(tmp_path), dtype="float32")
     cpu = torch.device("cpu")
-    engine = tba.TransformersEngine(config, problem, cpu)
+    engine = tba.TransformersEngine(config, config.model, [1], 400, cpu, 0)
     engine.load_weights(tba.checkpoint_state(model).items())
     policy = tba.TokenLogProbs(tba.load_model(config, config.model, torch.float32, cpu), 1.0)
 
@@ -58,7 +58,7 @@ def test_probes_are_exact_or_the_check_shows_that_they_are_not(family, tmp_path)
             scored = tba.token_logprobs(policy, [(prompt, responses)], config)
             for response, own in zip(responses, scored, strict=True):
                 (whole,) = engine.prompt_logprobs([np.concatenate([prompt, response])])
-                largest = max(largest, np.abs(own.numpy() - whole[len(prompt) - 1 :]).max())
+                largest = max(largest, np.abs(own - whole[len(prompt) - 1 :]).max())
         return largest
 
     policy.packs = False

@@ -39,7 +39,7 @@ def judges_of(path):
 def task_of(path, out, **flags):
     """A task in the state that it has in a Searcher."""
     config, problem = problem_of(path, out, **(judges_of(path) | flags))
-    make = tba.partial(tba.engine_for, problem, config, CPU, 0)
+    make = tba.partial(tba.make_engine, config, CPU, 0)
     problem.task.setup(CPU, make)
     return problem.task, problem, config
 
@@ -112,7 +112,7 @@ def test_prompts_that_are_too_long_are_left_out(gsm8k, tmp_path, capsys):
 def test_a_response_keeps_its_leading_space(gsm8k, tmp_path):
     _, problem = problem_of(gsm8k, tmp_path)
     ids = problem.tokenizer(" a b\nc", add_special_tokens=False)["input_ids"]
-    assert problem.response_text(np.array([*ids, problem.end_tokens[0]])) == " a b\nc"
+    assert problem.response_text(np.array([*ids, problem.tokenizer.eos_token_id])) == " a b\nc"
 
 
 @pytest.mark.parametrize(
