@@ -11,9 +11,8 @@
 # evaluated on the whole test set; to watch a run, add --eval_every 50 --eval_samples 256.
 #
 # The authors' code differs from the paper in that the learning rate decays over 600 steps
-# (--decay_steps 600). It trains bfloat16 weights without float32 masters, hands data over at
-# blocking syncs only, and draws recent prompts without replacement: for these three, add
-#   --master_dtype bfloat16 --data_flow published
+# (--decay_steps 600). It also trains bfloat16 weights without float32 masters, hands data over at
+# blocking syncs only, and draws recent prompts without replacement; no flags do that here.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}

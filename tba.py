@@ -132,6 +132,7 @@ FLAGS: list[type] = []
 POSITIVE = sys.float_info.min  # the least value of a flag that must be greater than 0
 Dtype = Literal["auto", "bfloat16", "float32"]
 LearningRateSchedule = Literal["constant", "linear", "warmup_stable_decay"]
+Divergence = Literal["reverse_kl", "forward_kl", "hellinger"]
 Tracker = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
@@ -154,7 +155,7 @@ def flag(default: Any, text: str, least: float = 0, most: float = math.inf) -> A
 
 def schedule(default: str, text: str, least: float = 0) -> Any:
     """A flag whose value changes with the optimizer step; `at` gives its value at a step."""
-    made = flag(default, f"{text} A schedule (see --beta)", least)
+    made = flag(default, text, least)
     made.metadata["help"].scheduled = True
     return made
 
@@ -163,10 +164,24 @@ def schedule(default: str, text: str, least: float = 0) -> Any:
 class Config:
     """The settings of the method and the system. Symbols in brackets are the paper's."""
 
+    # what most runs set
     task: str = flag("gsm8k", "The task: gsm8k, math, tldr, redteam, or one of --plugin.")
-    plugin: str = flag("", "A Python file with tasks, objectives, rules, engines or flags.")
     model: str = flag("", "The policy and the reference: a local folder or a hub name.")
     dataset: str = flag("", "The prompts: a folder, a file, or a hub name, as openai/gsm8k:main.")
+    steps: int = flag(700, "Optimizer steps; 0: evaluate --model and train nothing.")
+    prompts_per_step: int = flag(7, "Prompts in a training batch [B].", 1)
+    trained_per_prompt: int = flag(20, "Trajectories of each prompt in a training batch [K].", 2)
+    searched_per_prompt: int = flag(24, "Responses searched to a prompt [S >= K]; lockstep: K.")
+    beta: str = schedule(
+        "0.014",
+        "KL coefficient: the target is pi_ref exp(reward / beta). VALUE, or "
+        "VALUE@STEP,VALUE@STEP,...: linear between steps, constant after; two at a step: a jump.",
+        POSITIVE,
+    )
+    learning_rate: float = flag(1e-5, "AdamW's peak learning rate.", POSITIVE)
+    max_response_tokens: int = flag(512, "Tokens of the longest response.", 1)
+
+    plugin: str = flag("", "A Python file with tasks, objectives, rules, engines or flags.")
     eval_dataset: str = flag("", "Held-out prompts, as --dataset; not given: those of --dataset.")
     output_dir: str = flag("", "The run's folder; runs/TASK-DATE-TIME if it is not given.")
     resume: str = flag("", "Go on with the run in this folder; flags after this one change it.")
@@ -178,10 +193,6 @@ class Config:
     gradient_checkpointing: bool = flag(False, "Recompute activations: less memory, slower.")
     gpu_memory_utilization: float = flag(0.5, "vLLM's share of a Searcher's GPU.", POSITIVE, 1)
 
-    steps: int = flag(700, "Optimizer steps; 0: evaluate --model and train nothing.")
-    prompts_per_step: int = flag(7, "Prompts in a training batch [B].", 1)
-    trained_per_prompt: int = flag(20, "Trajectories of each prompt in a training batch [K].", 2)
-    searched_per_prompt: int = flag(24, "Responses searched to a prompt [S >= K]; lockstep: K.")
     recent_probability: float | None = flag(
         None,
         "Probability of drawing a recent prompt [m] (default: 0.95); in lockstep the share of a "
@@ -195,19 +206,15 @@ class Config:
     initial_trajectories: int = flag(500, "Trajectories searched before the first step.")
 
     objective: str = flag("tb", "The objective: one of OBJECTIVES (section 3), or of --plugin.")
-    beta: str = schedule(
-        "0.014",
-        "KL coefficient: the target is pi_ref exp(reward / beta). VALUE, or "
-        "VALUE@STEP,VALUE@STEP,...: linear between steps, constant after; two at a step: a jump.",
-        POSITIVE,
-    )
-    tau: str = schedule("1", "The target is tempered: to the power of 1 / tau.", POSITIVE)
-    reference_temperature: str = schedule("1", "What log pi_ref is divided by [gamma].", POSITIVE)
+    tau: str = schedule("1", "The target's power is 1 / tau; a schedule, as --beta.", POSITIVE)
+    reference_temperature: str = schedule("1", "Divides log pi_ref [gamma]; as --beta.", POSITIVE)
+    divergence: Divergence = flag("reverse_kl", "ftb: reverse_kl, forward_kl or hellinger.")
+    behaviour_beta: float = flag(0.1, "oapl: its second beta.", POSITIVE)
     clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: of ratios around 1.", POSITIVE)
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, in place of beta.")
     reset_reference_every: int = flag(0, "Steps between calls of `next_reference` [rho]; 0: none.")
     lora_rank: int = flag(0, "Train low-rank adapters of this rank; 0: train all weights.")
-    learning_rate: float = flag(1e-5, "AdamW's peak learning rate.", POSITIVE)
+    scale_rate_by_ess: bool = flag(False, "Rate times sqrt(effective sample size), as in VCPO.")
     lr_schedule: LearningRateSchedule = flag("constant", "What follows the warm-up.")
     warmup_steps: int = flag(0, "Steps of linear warm-up.")
     stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak.")
@@ -219,7 +226,6 @@ class Config:
     pack: bool = flag(True, "Compute a prompt once for several responses; not all families can.")
 
     temperature: float = flag(0.7, "Of sampling and of every log-probability.", POSITIVE)
-    max_response_tokens: int = flag(512, "Tokens of the longest response.", 1)
     max_prompt_tokens: int = flag(0, "Leave out longer prompts; 0: no limit but the model's.")
     max_total_tokens: int = flag(0, "Most tokens of prompt and response together; 0: no limit.")
     sequences_in_flight: int = flag(256, "Responses that a Searcher generates at a time.", 1)
@@ -461,6 +467,49 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     return Loss(-gain.mean() / batch.mean_length, tb(batch, config).log_z)
 
 
+def ftb(batch: Batch, config: Config) -> Loss:
+    """f-Trajectory Balance (Fawkes and Hartford 2026, arXiv 2605.15417): another divergence.
+
+    TB's square of D = log pi - log pi* is one of a family of losses l(D), whose gradient on-policy
+    has the direction of that of --divergence, and whose minimum off-policy is the same. They are
+    scaled to be D^2 where D is small; log Z^ is where the sum of l'(D) over the K responses is 0.
+    reverse_kl is `tb`; forward_kl covers modes, hellinger lies between.
+
+    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and forward_kl give log Z^ = log
+    mean([e^2, 1]) = 1.43 and D = [-0.57, 1.43].
+    """
+    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
+    logprobs = batch.sums(batch.logprobs)  # (B, K)
+    if config.divergence == "reverse_kl":
+        return tb(batch, config)
+    K = logprobs.shape[1]
+    gap = (target - logprobs).detach()
+    if config.divergence == "forward_kl":
+        log_z = gap.logsumexp(1) - math.log(K)
+        D = log_z[:, None] + logprobs - target
+        return Loss(2 * (D + (-D).exp() - 1).mean(), log_z)
+    log_z = 2 * ((gap / 2).logsumexp(1) - math.log(K))
+    D = log_z[:, None] + logprobs - target
+    return Loss(4 * (D + 2 * (-D / 2).exp() - 2).mean(), log_z)
+
+
+def oapl(batch: Batch, config: Config) -> Loss:
+    """OAPL (Ritter et al. 2026, arXiv 2602.19362): the KL is to the policy that generated.
+
+    Its target is pi* ~ pi_b exp(r / beta_2), with V^ = beta log mean exp(r / beta), over the K
+    responses that pi_b drew, in place of log Z; loss = mean (beta_2 (log pi - log pi_b) - (r -
+    V^))^2, beta_2 being --behaviour_beta. It knows no reference.
+
+    Example: log pi = log pi_b, rewards [[1, 0]] and a large beta give V^ = 0.5 and the loss 0.25.
+    """
+    log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # (B, K)
+    K = log_ratio.shape[1]
+    value = config.beta * ((batch.rewards / config.beta).logsumexp(1) - math.log(K))
+    advantage = batch.rewards - value[:, None]
+    loss = (config.behaviour_beta * log_ratio - advantage).square().mean()
+    return Loss(loss, tb(batch, config).log_z)
+
+
 # What Trajectory Balance is compared with, on the same batches, replayed ones too. PPO is left out:
 # its value function is a second model, to be trained, sharded and saved.
 
@@ -576,6 +625,8 @@ OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
     "tb": tb,
     "tb_learned_z": tb_learned_z,
     "tba_prime": tba_prime,
+    "ftb": ftb,
+    "oapl": oapl,
     "rloo": rloo,
     "proximal_rloo": proximal_rloo,
     "grpo": grpo,
@@ -846,8 +897,12 @@ class Task:
 
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
         """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
-        given = np.asarray(self.rewards(examples, responses, ended), np.float32)
         name = f"{type(self).__name__}.rewards"
+        try:
+            given = np.asarray(self.rewards(examples, responses, ended), np.float32)
+        except Exception as error:
+            error.add_note(f"in {name} of {len(responses)} responses, the first to {examples[0]!r}")
+            raise
         if given.shape != (len(responses),):
             raise ValueError(f"{name}: an array {given.shape} for {len(responses)} responses")
         for i in np.flatnonzero(~np.isfinite(given)):
@@ -1190,15 +1245,17 @@ class Learner:
         values = torch.stack(list(measured.values())).tolist()  # the step's one wait for the device
         metrics = dict(zip(measured, values, strict=True))
         if is_finite(metrics):
-            self.update()
+            self.update(metrics)
         self.optimizer.zero_grad()
         metrics["beta"] = now.beta
         metrics["lr"] = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
         return metrics, tokens
 
-    def update(self) -> None:
+    def update(self, metrics: dict[str, float]) -> None:
         """The optimizer's step; a prompt that was not in the batch keeps its log Z."""
+        if self.config.scale_rate_by_ess:  # VCPO, arXiv 2602.17616; the next step's is set anew
+            self.optimizer.param_groups[0]["lr"] *= math.sqrt(metrics["effective_sample_size"])
         before = self.log_z.detach().clone()
         gradient = self.log_z.grad
         self.optimizer.step()
@@ -3292,6 +3349,8 @@ def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
+    usual = (folder / "config.json").stat().st_mode
+    (folder / "model.safetensors").chmod(usual)  # others may read it too
     problem.tokenizer.save_pretrained(folder)
 
 
@@ -3715,6 +3774,8 @@ def read_lines(path: Path) -> list[dict]:
 class StepLog:
     """Writes each optimizer step's metrics, with what the Searchers did meanwhile."""
 
+    FAR = 50.0  # nats a response, from the reference: few policies that far still write language
+
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.arrived: list[Trajectory] = []  # since the last step
@@ -3722,6 +3783,7 @@ class StepLog:
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
         self.queue_depth = 0  # the most groups found on the queue since the last step
         self.waited = 0.0  # seconds, for syncs, since the last step
+        self.warned = False  # of a KL above FAR
         self.last_step_end = 0.0
 
     def write(self, measured: dict[str, float], seconds: float, tokens: int) -> None:
@@ -3771,6 +3833,11 @@ class StepLog:
             "response_length": float(np.mean([len(t.tokens) for t in self.arrived])),
             "eos_fraction": float(np.mean([t.ended for t in self.arrived])),
         }
+        if self.means["kl"] > self.FAR and not self.warned:
+            self.warned = True
+            text = f"warning: step {self.trainer.step}: a KL of {self.means['kl']:.0f} nats: "
+            text += "the policy may have collapsed; raise --beta or lower --learning_rate"
+            self.trainer.folder.say(text)
         t = self.arrived[-1]
         problem = self.trainer.problem
         record = {
@@ -3806,6 +3873,14 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows each flag by one name: HfArgumentParser takes --max-age for --max_age too."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+        super().add_argument(action)
+
+
 def parse(argv: list[str] | None = None) -> Config:
     """The command line as a Config; a wrong one ends the program with one line and code 2.
 
@@ -3836,7 +3911,7 @@ def parse(argv: list[str] | None = None) -> Config:
         FLAGS,
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.HelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.error = refuse
@@ -3947,12 +4022,15 @@ def stop_at_signals(trainer: Trainer) -> None:
     """At a signal of STOP_SIGNALS the run stops at the next safe point; at a second one at once."""
 
     def stop(number: int, _: Any) -> None:
+        name = signal.Signals(number).name
         if trainer.stop_signal:
+            os.write(2, f"\n{name}: exit at once\n".encode())
             trainer.searchers.stop()
             os._exit(128 + number)
         trainer.stop_signal = number
-        name = signal.Signals(number).name
-        os.write(2, f"\n{name}: saving a checkpoint (again: exit at once)\n".encode())
+        loaded = trainer.sync and trainer.sync.version >= 0
+        what = "saving a checkpoint" if loaded else "it ends when models are loaded, unsaved"
+        os.write(2, f"\n{name}: {what} (again: exit at once)\n".encode())
 
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has a run ignore SIGHUP
@@ -4615,6 +4693,8 @@ if __name__ == "__main__":
         exit_code = main()
     except SystemExit as error:
         exit_code = error.code or 0
+    except KeyboardInterrupt:  # before the run began
+        exit_code = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
         exit_code = 1

@@ -128,7 +128,7 @@ def gradient_of(objective, batch, config):
 
 
 def test_tba_prime_is_tb_in_advantage_form():
-    """Off-policy too: no importance ratio appears, unless --ratio_limit asks for it."""
+    """Off-policy too: no importance ratio appears."""
     for tau, off_policy in ((1.0, 0.0), (1.7, 2.0)):
         batch, config = random_batch(3, 5, 0, off_policy), tba.settings(beta=0.4, tau=tau)
         scale = config.beta * tau / (2 * batch.mean_length)
@@ -136,6 +136,42 @@ def test_tba_prime_is_tb_in_advantage_form():
         torch.testing.assert_close(gradient_of(tba.tba_prime, batch, config), expected)
         log_z = tba.tba_prime(batch, config).log_z
         torch.testing.assert_close(tba.tb(batch, config).log_z, log_z)
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "hellinger"])
+def test_ftb_has_its_divergences_gradient_and_minimum(divergence):
+    """On-policy: each outcome of a uniform policy once; off-policy: any others."""
+    n = 7
+    torch.manual_seed(0)
+    ref, rewards = torch.randn(1, n, dtype=torch.float64), torch.randn(1, n, dtype=torch.float64)
+    target = (ref + rewards / 0.4).log_softmax(1)
+    config = tba.settings(beta=0.4, tau=1.0, divergence=divergence)
+
+    def loss_of(logits, outcomes):
+        logprobs = logits.log_softmax(0)[outcomes]
+        batch = random_batch(1, len(outcomes), 0, 0.0)
+        batch.logprobs, batch.ref_logprobs = logprobs, ref[0, outcomes]
+        batch.lengths, batch.rewards = torch.ones_like(outcomes), rewards[:, outcomes]
+        return tba.ftb(batch, config).loss, tba.tb(batch, config).loss
+
+    logits = torch.zeros(n, dtype=torch.float64, requires_grad=True)
+    loss, of_tb = loss_of(logits, torch.arange(n))
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    logprobs = logits.log_softmax(0)
+    expected = {
+        "reverse_kl": 2 * (logprobs.exp() * (logprobs - target)).sum(),
+        "forward_kl": 2 * (target.exp() * (target - logprobs)).sum(),
+        "hellinger": -8 * ((target + logprobs) / 2).exp().sum().log(),  # the same direction
+    }[divergence]
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+    if divergence == "reverse_kl":
+        assert loss.item() == of_tb.item()
+    outcomes = torch.tensor([0, 1, 1, 4])
+    assert loss_of(logits, outcomes)[0] > 1e-3
+    at_minimum = (target[0] + 0.3 * torch.eye(n)[6]).requires_grad_()
+    loss, _ = loss_of(at_minimum, outcomes)  # it differs from the target elsewhere alone
+    assert loss.item() < 1e-12
+    assert torch.autograd.grad(loss, at_minimum)[0].abs().max() < 1e-9
 
 
 def responses_of(batch):
@@ -187,6 +223,13 @@ def dpo_by_hand(group, config):
     return (1 + (-margin).exp()).log()
 
 
+def oapl_by_hand(group, config):
+    rewards = [r for *_, r in group]
+    value = config.beta * math.log(sum(math.exp(r / config.beta) for r in rewards) / len(group))
+    squares = [(config.behaviour_beta * (p - b).sum() - (r - value)) ** 2 for p, b, _, r in group]
+    return sum(squares) / len(group)
+
+
 BY_HAND = {
     "rloo": lambda g, c: sum(
         -a * p.sum() for a, (p, *_) in zip(rloo_by_hand(g, c), g, strict=True)
@@ -198,6 +241,7 @@ BY_HAND = {
     "grpo": lambda g, c: grpo_by_hand(g, c, divide=True),
     "dr_grpo": lambda g, c: grpo_by_hand(g, c, divide=False),
     "online_dpo": dpo_by_hand,
+    "oapl": oapl_by_hand,
 }  # fmt: skip
 
 
@@ -447,6 +491,21 @@ def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_lo
     assert not tba.is_finite(metrics)
     for old, new in zip(weights, learner.model.parameters(), strict=True):
         assert torch.equal(old, new)
+
+
+def test_the_rate_scales_with_the_effective_sample_size(gsm8k, tmp_path):
+    moved = []
+    for scaled in (False, True):
+        learner = learner_of(gsm8k, tmp_path, scale_rate_by_ess=scaled)
+        before = torch.cat([p.flatten() for p in learner.model.parameters()]).detach().clone()
+        now = tba.at(learner.config, 0)
+        groups = random_groups(learner.problem, 2, 4)
+        metrics, _ = learner.step(groups, now, 0)
+        after = torch.cat([p.flatten() for p in learner.model.parameters()]).detach()
+        moved.append(float((after - before).norm()))
+        assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)  # set anew
+    share = math.sqrt(metrics["effective_sample_size"])
+    assert share < 0.9 and moved[1] / moved[0] == pytest.approx(share, rel=1e-2)
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
