@@ -132,7 +132,6 @@ FLAGS: list[type] = []
 POSITIVE = sys.float_info.min  # the least value of a flag that must be greater than 0
 Dtype = Literal["auto", "bfloat16", "float32"]
 LearningRateSchedule = Literal["constant", "linear", "warmup_stable_decay"]
-Divergence = Literal["reverse_kl", "forward_kl", "hellinger"]
 Tracker = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
@@ -208,8 +207,6 @@ class Config:
     objective: str = flag("tb", "The objective: one of OBJECTIVES (section 3), or of --plugin.")
     tau: str = schedule("1", "The target's power is 1 / tau; a schedule, as --beta.", POSITIVE)
     reference_temperature: str = schedule("1", "Divides log pi_ref [gamma]; as --beta.", POSITIVE)
-    divergence: Divergence = flag("reverse_kl", "ftb: reverse_kl, forward_kl or hellinger.")
-    behaviour_beta: float = flag(0.1, "oapl: its second beta.", POSITIVE)
     clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: of ratios around 1.", POSITIVE)
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, in place of beta.")
     reset_reference_every: int = flag(0, "Steps between calls of `next_reference` [rho]; 0: none.")
@@ -465,6 +462,20 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     advantage = total - total.mean(1, keepdim=True)
     gain = advantage * batch.sums(batch.logprobs)
     return Loss(-gain.mean() / batch.mean_length, tb(batch, config).log_z)
+
+
+Divergence = Literal["reverse_kl", "forward_kl", "hellinger"]
+
+
+@dataclass
+class FamilyFlags:
+    """The settings of the objectives that followed TB."""
+
+    divergence: Divergence = flag("reverse_kl", "ftb: reverse_kl, forward_kl or hellinger.")
+    behaviour_beta: float = flag(0.1, "oapl: its second beta.", POSITIVE)
+
+
+FLAGS.append(FamilyFlags)
 
 
 def ftb(batch: Batch, config: Config) -> Loss:
