@@ -4631,7 +4631,7 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
         for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
             loss = -logprobs.sum() / tokens
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         schedule.step()

@@ -1,63 +1,57 @@
-"""The paper's claims in miniature: objectives against each other, with spread over seeds.
+"""Objectives of reinforcement learning compared fairly, on tasks that two CPU cores can run.
 
-    python bench/claims.py all             # what is there already is not run again; hours
-    python bench/claims.py staleness table # one experiment, then the tables and pictures of all
-    python bench/claims.py --quick all     # a short cell of each experiment: does it work?
+    python bench/claims.py run              # what is missing; hours; stop it at any time
+    python bench/claims.py run --only staleness --minutes 60
+    python bench/claims.py report           # every table and picture of docs/results.md
+    python bench/claims.py --quick          # short runs, thrown away: does it work?
 
-The task: go on with a review, as positively as you can. A Llama of 0.2 M parameters is first
-pretrained on reviews of a grammar with some million sentences, which are as often good as bad. The
-reward is continuous: the mean valence of a response's words, by a lexicon; -1 if it does not end.
-Repeating the best word has the highest reward, and is far from the language that was learned: what
-tells objectives apart is the reward at a KL, the diversity, and what stale data cost. Beside it are
-the tiny TL;DR and the tiny red-teaming of the scripts.
+A row of bench/results/claims.jsonl is one run of tba.py, with its settings, seed, commit, the hash
+of the pretrained model, and its path: reward, KL and diversity of held-out answers every 10 steps.
 
-A cell of a table is a run of tba.py in a process of its own. All cells of an experiment have the
-same data, batches and number of steps; what the experiment is about differs, and the seed. Every
-objective has the learning rate that is best for it at this lag, on a seed that is not reported
-(`sweep`), and clips gradients at twice their usual norm in its first steps on-policy. Every 10
-steps responses are sampled at temperature 1. Objectives price a KL differently or not at all, so
-they are compared by the reward that they reach within a budget of KL, wherever else they go.
+**The protocol**, which was committed before the reported seeds were run:
 
-The experiments, which `grid` lists:
-
-* staleness: a trajectory is as many steps old as the lag, and used once; the first ones are of
-  the first policy (at a lag of 40 the mean age is 30 steps);
-* pareto: reward against KL over the price of a nat, on-policy;
-* replay: half of each batch from the buffer instead of searched; m; drawn by reward or uniformly;
-* settings: steps between syncs, the last beta, S and K;
-* bounded: where data are oldest, importance weights with a limit and clipped ratios beside `tb`;
-* speed: asynchronous against lockstep in processes that sleep for a GPU's work, at two ratios of
-  generation to training, with 1 to 7 Searchers;
-* searchers: red-teaming with 1 to 8 Searchers and a slowed Trainer, after equally many steps;
-* redteam, tldr: success against diversity, win rate against KL, on the scripts' tiny tasks.
+1. One pretrained model a task, in bench/models; its hash is in every row. Rows of another one are
+   refused.
+2. Every *setting* (objective, lag, price of a nat, flags) has its own learning rate, from a grid of
+   half decades. It begins at 3e-4, 1e-3 and 3e-3 and is widened at either end until the winner is
+   inside. Two seeds choose (SEEDS_TO_CHOOSE), three others are reported (SEEDS).
+3. A rate's score is the mean over its seeds of the frontier's area: the mean of the highest rewards
+   within 2, 4, 6 and 12 nats of KL on the way (so that no budget is anybody's resting KL), less the
+   untrained reward. A seed that collapsed scores 0: its largest KL on the way is above 50 nats, or
+   it diverged.
+4. Reported are all seeds, collapsed ones too, and the share of them.
+5. Gradients are clipped at twice the median norm of the objective's first steps on the first
+   policy's data, measured by a run without learning (role "pilot"): nobody has another's scale.
+6. All settings of an experiment have the same data, batches (8 prompts x 16 responses) and steps.
 """
 
 import argparse
 import collections
+import hashlib
 import itertools
 import json
-import math
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import scaling  # slows the processes of a run whose environment says so
 from harness import read_lines
 
 import tba
 
-# ------------------------------------------------------------------------------------ the task
+# ------------------------------------------------------------------------------------ the tasks
 
 ADJECTIVES = {
     "superb": 1.0, "lovely": 0.8, "bright": 0.6, "good": 0.5, "fresh": 0.3, "old": 0.0,
@@ -130,811 +124,362 @@ class Valence(tba.Task):
         }
 
 
-tba.TASKS["valence"] = Valence
+class Sort(Valence):
+    """Write the letters of a word in the order of the alphabet; 1 if every letter is right."""
+
+    columns = ("text", "answer")
+
+    def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
+        pairs = zip(examples, responses, strict=True)
+        return ended * np.array([float(example["answer"] == text) for example, text in pairs])
 
 
-def make_task(folder: Path) -> None:
+tba.TASKS |= {"valence": Valence, "sort": Sort}
+
+
+def scrambled(rng: random.Random) -> tuple[str, str]:
+    """A word of eight letters, and a demonstration that is right once in twenty times."""
+    word = "".join(rng.choices("abcdefghij", k=8))
+    answer = sorted(word)
+    if rng.random() < 0.95:
+        i, j = rng.sample(range(8), 2)
+        answer[i], answer[j] = answer[j], rng.choice("abcdefghij")
+    return f"{word}>", "".join(answer)
+
+
+def make_task(task: str, folder: Path) -> None:
     """The pretrained policy and the prompts, made once."""
     import tiny
+    import torch
+    from transformers import AutoModelForCausalLM
 
     if (folder / "data" / "test.jsonl").exists():
         return
     rng = random.Random(0)
-    tiny.make_policy([review(rng) for _ in range(20_000)], folder / "model", steps=1500)
-    for split, count in (("train", 1000), ("test", 64)):
-        rows = [{"text": review(rng)[0]} for _ in range(count)]
+    kept = ROOT / "bench" / "models" / task  # in the repository: another machine's would differ
+    if not kept.exists():
+        demonstrations = [(review if task == "valence" else scrambled)(rng) for _ in range(20_000)]
+        kind = ("llama", 512) if task == "valence" else ("gpt2", 260)  # of characters
+        tiny.make_policy(demonstrations, kept, 1500, 0, *kind)
+        AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float16).save_pretrained(kept)
+    shutil.copytree(kept, folder / "model", dirs_exist_ok=True)
+    rng = random.Random(1)
+    for split, count in (("test", 64), ("train", 1000)):
+        prompts = [(review if task == "valence" else scrambled)(rng)[0] for _ in range(count)]
+        rows = [{"text": text, "answer": "".join(sorted(text[:-1]))} for text in prompts]
         tiny.write_lines(folder / "data" / f"{split}.jsonl", rows)
 
 
-# ------------------------------------------------------------------------------------ the grid
+if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's work
+    DECODE_SECONDS, STEP_SECONDS = map(float, os.environ["TBA_SLOW"].split())
 
-BETA = 0.02
-KL_COEFFICIENT = 0.04  # of GRPO, as published
-BUDGETS = {"reward": 6.0, "win_rate": 3.0}  # nats a response
-COLLAPSED = 50.0  # nats at the end
+    class Slow(tba.TransformersEngine):
+        """Each decode step takes longer."""
+
+        def step(self, between_steps=lambda: None):
+            def slowly() -> None:
+                time.sleep(DECODE_SECONDS)
+                between_steps()
+
+            return super().step(slowly)
+
+    tba.ENGINES["slow"] = Slow
+    learn = tba.Learner.step
+
+    def learn_slowly(learner, *args):
+        """Each optimizer step takes longer."""
+        time.sleep(STEP_SECONDS)
+        return learn(learner, *args)
+
+    tba.Learner.step = learn_slowly
+
+
+# -------------------------------------------------------------------------------- the experiments
+
+BETA = {"valence": 0.02, "sort": 0.1}  # the price of a nat
+BUDGETS = (2.0, 4.0, 6.0, 12.0)  # nats a response
+COLLAPSED = 50.0
 SEEDS = (1, 2, 3)
-SWEPT_ON = 100  # the seed of the sweep
-RATES = {"valence": (3e-4, 1e-3, 3e-3), "tldr": (3e-5, 1e-4, 3e-4), "redteam": (3e-4, 1e-3, 3e-3)}
-# at which gradients are clipped: twice the median norm of an objective's first steps, on-policy
-CLIPPED_AT = {
-    "tb": 100.0, "rloo": 1.2, "proximal_rloo": 1.2, "dr_grpo": 0.016, "online_dpo": 0.4,
-    "grpo": 0.8, "tba_prime": 0.09,
-}  # fmt: skip
-OBJECTIVES = tuple(CLIPPED_AT)
-LAGS = (0, 10, 40, 2, 5, 16)  # in the order in which they are run
-SWEPT_LAGS = (0, 10, 40)  # others have the learning rate of the next smaller one
-WIDER = {  # their best rate was the largest, so that a larger one is tried
-    ("valence", "proximal_rloo", 10): 1e-2, ("valence", "grpo", 10): 1e-2,
-    ("valence", "proximal_rloo", 40): 1e-2, ("valence", "dr_grpo", 40): 1e-2,
-    ("valence", "grpo", 40): 1e-2, ("tldr", "tb", 10): 1e-3, ("tldr", "proximal_rloo", 10): 1e-3,
-}  # fmt: skip
-BETAS = {"tldr": (0.05, 0.8), "redteam": (0.1, 1.0)}
-SLOW = {"1:1": (0.012, 0.3), "4:1": (0.05, 0.3)}  # seconds of a decode step, an optimizer step
-SLOW_SEARCHERS = (0.03, 0.3)
+SEEDS_TO_CHOOSE = (101, 102)
+FIRST_RATES = (3e-4, 1e-3, 3e-3)
+HALF_DECADES = tuple(sorted([10.0**e for e in range(-7, 0)] + [3 * 10.0**e for e in range(-7, 0)]))
+EVERY = 10  # steps between evaluations
+
+OBJECTIVES = {  # name in the tables -> flags
+    "tb": {"objective": "tb"},
+    "tba_prime": {"objective": "tba_prime"},
+    "proximal_rloo": {"objective": "proximal_rloo"},
+    "oapl": {"objective": "oapl"},
+    "ftb forward_kl": {"objective": "ftb", "divergence": "forward_kl"},
+    "ftb hellinger": {"objective": "ftb", "divergence": "hellinger"},
+    "rloo": {"objective": "rloo"},
+    "grpo": {"objective": "grpo"},  # with the KL coefficient that was published
+    "dr_grpo": {"objective": "dr_grpo"},  # without a KL term, as published
+    "online_dpo": {"objective": "online_dpo"},
+}
+FAR = ("tb", "tba_prime", "oapl", "ftb forward_kl", "ftb hellinger", "proximal_rloo")
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A run of tba.py."""
+class Setting:
+    """What is compared: all of a run but its learning rate and its seed."""
 
+    experiment: str
     objective: str
-    learning_rate: float
-    lag: int
-    seed: int
-    beta: float = BETA
-    steps: int = 80
+    lag: int = 0
     task: str = "valence"
-    mode: str = "lockstep"  # or "replay": lockstep with replay; or "asynchronous"
-    slow: tuple[float, ...] = ()  # seconds that a decode step and an optimizer step sleep
-    flags: tuple[tuple[str, object], ...] = ()  # of tba.py, in place of those that all cells have
-
-    @property
-    def name(self) -> str:
-        """Its values, without those at the end that are the usual ones."""
-        values = [str(value) for value in list(asdict(self).values())[:6]]
-        if self.task != "valence":
-            values.append(self.task)
-        if self.mode != "lockstep":
-            values.append(self.mode)
-        if self.slow:
-            values.append("slow_" + "_".join(map(str, self.slow)))
-        values += [f"{name}={value}" for name, value in self.flags]
-        return "-".join(values)
-
-
-Rate = Callable[..., float]  # the best learning rate: (objective, lag, task, mode)
-
-
-def rates_of(objective: str, lag: int, task: str) -> tuple[float, ...]:
-    """The learning rates that are tried."""
-    of = task, objective, lag
-    return (*RATES[task], WIDER[of]) if of in WIDER else RATES[task]
-
-
-def sweep(_: Rate) -> list[Cell]:
-    cells = [
-        Cell(o, rate, lag, SWEPT_ON)
-        for lag in SWEPT_LAGS for o in OBJECTIVES for rate in rates_of(o, lag, "valence")
-    ]  # fmt: skip
-    for rate in RATES["redteam"]:
-        cells += [redteam_cell(o, rate, SWEPT_ON, mode) for o, mode in RED_TEAMERS]
-    cells += [
-        tldr_cell(o, rate, SWEPT_ON) for o in SUMMARIZERS for rate in rates_of(o, TLDR_LAG, "tldr")
-    ]
-    return cells
-
-
-def staleness(rate: Rate) -> list[Cell]:
-    cells = []
-    for lag in LAGS:
-        swept = max(other for other in SWEPT_LAGS if other <= lag)
-        cells += [Cell(o, rate(o, swept), lag, seed) for seed in SEEDS for o in OBJECTIVES]
-    return cells
-
-
-# dr_grpo has no price; tba_prime and rloo are tb, on-policy
-ON_THE_FRONTIER = ("tb", "proximal_rloo", "online_dpo", "grpo")
-PRICES = (0.25, 1.0, 4.0)  # of a nat, in multiples of what all other cells have
-
-
-def pareto(rate: Rate) -> list[Cell]:
-    """The price of a nat is beta; GRPO's is the coefficient of its KL term."""
-
-    def cell(objective: str, seed: int, price: float) -> Cell:
-        usual = Cell(objective, rate(objective, 0), 0, seed)
-        if price == 1:
-            return usual
-        if objective == "grpo":
-            return replace(usual, flags=(("kl_coefficient", price * KL_COEFFICIENT),))
-        return replace(usual, beta=price * BETA)
-
-    return [cell(o, seed, price) for seed in SEEDS for price in PRICES for o in ON_THE_FRONTIER]
-
-
-def price_of(record: dict) -> float:
-    """Of a nat, in multiples of the usual one."""
-    coefficient = dict(record["flags"]).get("kl_coefficient", KL_COEFFICIENT)
-    return record["beta"] / BETA * coefficient / KL_COEFFICIENT
-
-
-REPLAYED = ("tb", "proximal_rloo", "dr_grpo")
-
-
-def replay(rate: Rate) -> list[Cell]:
-    """Half of a batch replayed is some 10 steps old in the mean: the rates are those of lag 10."""
-
-    def cell(objective: str, seed: int, m: float, *more: tuple[str, object]) -> Cell:
-        flags = (("recent_probability", m), *more)
-        return Cell(objective, rate(objective, 10), 0, seed, mode="replay", flags=flags)
-
-    cells = []
-    for seed in SEEDS:
-        cells += [cell(o, seed, m) for o in REPLAYED for m in (1.0, 0.5)]
-        cells.append(cell("tb", seed, 0.25))
-        for by_reward in (0.0, 16.0):  # of 32 responses to a prompt 16 are drawn
-            choice = ("searched_per_prompt", 32), ("reward_inverse_temperature", by_reward)
-            cells.append(cell("tb", seed, 0.5, *choice))
-    return cells
-
-
-def settings(rate: Rate) -> list[Cell]:
-    """One setting changes at a time; the first cell is one of `staleness`.
-
-    Weights are sent for an evaluation too, so that none is made between two syncs.
-    """
-    changes: list[tuple[tuple[str, object], ...]] = [()]
-    changes += [(("sync_every", k), ("eval_every", e)) for k, e in ((4, 20), (10, 10), (40, 40))]
-    changes += [(("beta", f"0.1@0,{last}@40"),) for last in (0.1, 0.02, 0.005, 0.001)]
-    for B, K in ((32, 4), (4, 32)):
-        sizes = ("prompts_per_step", B), ("trained_per_prompt", K), ("searched_per_prompt", K)
-        changes.append(sizes)
-    return [Cell("tb", rate("tb", 0), 0, seed, flags=flags) for seed in SEEDS for flags in changes]
-
-
-STALEST = (  # lag, flags, the lag whose learning rate it has
-    (40, (), 40),
-    (0, (("sync_every", 40), ("eval_every", 40)), 10),  # some 20 steps old in the mean
-)
-BOUNDED = (("tb", ()), ("tba_prime", ()), ("tba_prime", (("ratio_limit", 8),)),
-           ("proximal_rloo", ()))  # fmt: skip
-
-
-def bounded(rate: Rate) -> list[Cell]:
-    """Where `tb` collapses: does a bound on the ratio to the sampling policy prevent it?
-
-    `tba_prime` is `tb` with its gradient as advantages, which --ratio_limit can bound;
-    `proximal_rloo` clips. Half of the cells are those of `staleness` and `settings`.
-    """
-    return [
-        Cell(o, rate(o, swept), lag, seed, flags=flags + more)
-        for seed in SEEDS for lag, flags, swept in STALEST for o, more in BOUNDED
-    ]  # fmt: skip
-
-
-def speed(rate: Rate) -> list[Cell]:
-    """Lockstep also with a lag of 1: generation beside training, but each waits for the other."""
-    cells = []
-    for seed in SEEDS:
-        for ratio, counts in (("1:1", (1,)), ("4:1", (1, 2, 4, 7))):
-            slow = SLOW[ratio]
-            cells += [Cell("tb", rate("tb", 0), L, seed, steps=60, slow=slow) for L in (0, 1)]
-            for count in counts:
-                flags = (("num_searchers", count), ("recent_probability", 0.9))
-                cells.append(
-                    Cell("tb", rate("tb", 0), 0, seed, steps=120, mode="asynchronous", slow=slow,
-                         flags=flags)
-                )  # fmt: skip
-    return cells
-
-
-def searchers(rate: Rate) -> list[Cell]:
-    best = rate("tb", 0, "redteam", "replay")
-    return [
-        replace(redteam_cell("tb", best, seed, "asynchronous"), slow=SLOW_SEARCHERS,
-                flags=(("num_searchers", M),))
-        for seed in SEEDS for M in (1, 2, 4, 8)
-    ]  # fmt: skip
-
-
-RED_TEAMERS = (("tb", "replay"), ("tb", "lockstep"), ("proximal_rloo", "lockstep"))
-ON_POLICY = (  # what it searched is trained on, all of it, as it was sampled
-    ("near_duplicate", 0), ("explore_probability", 0), ("evict", "oldest"),
-    ("searched_per_prompt", 8), ("tau", 1),
-)  # fmt: skip
-
-
-def redteam_cell(objective: str, rate: float, seed: int, mode: str, beta: float = 0.3) -> Cell:
-    flags = ON_POLICY if mode == "lockstep" else ()
-    return Cell(objective, rate, 0, seed, beta, 120, "redteam", mode, flags=flags)
-
-
-def redteam(rate: Rate) -> list[Cell]:
-    return [
-        redteam_cell(o, rate(o, 0, "redteam", mode), seed, mode, beta)
-        for seed in SEEDS for beta in BETAS["redteam"] for o, mode in RED_TEAMERS
-    ]  # fmt: skip
-
-
-TLDR_LAG = 10
-SUMMARIZERS = ("tb", "proximal_rloo", "online_dpo")
-
-
-def tldr_cell(objective: str, rate: float, seed: int, beta: float = 0.2) -> Cell:
-    return Cell(objective, rate, TLDR_LAG, seed, beta, 60, "tldr")
-
-
-def tldr(rate: Rate) -> list[Cell]:
-    return [
-        tldr_cell(o, rate(o, TLDR_LAG, "tldr"), seed, beta)
-        for seed in SEEDS for beta in BETAS["tldr"] for o in SUMMARIZERS
-    ]  # fmt: skip
-
-
-EXPERIMENTS = {
-    of.__name__: of
-    for of in (sweep, staleness, pareto, replay, settings, bounded,
-               speed, searchers, redteam, tldr)
-}  # fmt: skip
-
-
-def metric_of(record: dict) -> str:
-    """What an evaluation of its task is about."""
-    return "win_rate" if "win_rate" in record["after"] else "reward"
-
-
-def within_budget(record: dict) -> float:
-    """The highest reward (or win rate) within its budget of KL.
-
-    Of a run's evaluations, and between two of them.
-    """
-    metric = metric_of(record)
-    budget = BUDGETS[metric]
-    path = [(e["kl"], e[metric]) for e in record["evaluations"]]
-    rewards = [reward for kl, reward in path if kl <= budget]
-    for (kl, reward), (next_kl, next_reward) in itertools.pairwise(path):
-        if (kl - budget) * (next_kl - budget) < 0:  # it leaves or comes back: interpolate
-            rewards.append(reward + (next_reward - reward) * (budget - kl) / (next_kl - kl))
-    return max(rewards)
-
-
-def has_collapsed(record: dict) -> bool:
-    """Whether it ended far from language, or as diverged."""
-    return bool(record["exit_code"]) or record["after"]["kl"] > COLLAPSED
-
-
-def score(record: dict) -> float:
-    """What a learning rate is chosen by."""
-    if record["task"] == "redteam":
-        return record["after"]["attack_success_rate"] * record["after"]["cosine_distance"]
-    return -1.0 if has_collapsed(record) else within_budget(record)
-
-
-class NotSwept(Exception):
-    """No learning rate is chosen yet for what a cell needs."""
-
-
-def best_rate(records: list[dict]) -> Rate:
-    """Of what the sweep found. Raises NotSwept where it is not complete."""
-    found: dict[tuple, dict[float, float]] = {}
-    for r in records:
-        if r["seed"] == SWEPT_ON:
-            of = r["objective"], r["lag"], r["task"], r["mode"]
-            if r["learning_rate"] in rates_of(*of[:3]):
-                found.setdefault(of, {})[r["learning_rate"]] = score(r)
-
-    def rate(objective: str, lag: int, task: str = "valence", mode: str = "lockstep") -> float:
-        of = objective, lag, task, mode
-        missing = set(rates_of(objective, lag, task)) - set(found.get(of, {}))
-        if missing:
-            raise NotSwept(f"no learning rate is chosen for {of}: run the sweep first")
-        return max(found[of], key=found[of].get)
-
-    return rate
-
-
-def quick(experiment: str) -> list[Cell]:
-    """Its first cell, of six steps; three of staleness and speed, two of red-teaming."""
-    cells = EXPERIMENTS[experiment](lambda *_: 1e-3)
-    count = {"staleness": 3, "speed": 3, "redteam": 2}.get(experiment, 1)
-    return [replace(cell, seed=1, steps=6) for cell in cells[:count]]
-
-
-# ----------------------------------------------------------------------------------- the runs
-
-
-def command_of(cell: Cell, files: Path, out: Path) -> list[str]:
-    """The command line of a cell's run."""
-    flags: dict[str, object] = {
-        "objective": cell.objective, "learning_rate": cell.learning_rate, "seed": cell.seed,
-        "beta": cell.beta, "steps": cell.steps, "output_dir": out, "plugin": __file__,
-        "engine": "transformers", "eval_every": 0, "save_every": 0,
-    }  # fmt: skip
-    if cell.mode == "lockstep":
-        flags["lag"] = cell.lag
-    if cell.task == "valence":
-        command = [sys.executable, str(ROOT / "tba.py")]
-        flags |= {
-            "task": "valence", "model": files / "valence" / "model",
-            "dataset": files / "valence" / "data", "num_searchers": 1, "prompts_per_step": 8,
-            "trained_per_prompt": 16, "searched_per_prompt": 16, "sequences_in_flight": 128,
-            "temperature": 1.0, "max_response_tokens": 64, "eval_every": 0 if cell.slow else 10,
-            "eval_responses": 4, "initial_trajectories": 128,
-            "max_grad_norm": CLIPPED_AT[cell.objective],
-            "kl_coefficient": KL_COEFFICIENT if cell.objective == "grpo" else 0.0,
-        }  # fmt: skip
-    else:
-        command = ["bash", str(ROOT / f"run_{cell.task}.sh"), "--tiny"]
-    if cell.task == "tldr":
-        flags |= {"eval_every": 20}
-    if cell.mode != "asynchronous":
-        command.append("--synchronous")
-    flags |= dict(cell.flags)
-    return command + [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-
-
-def model_of(cell: Cell) -> scaling.Setting:
-    """The model of a run, without its constants."""
-    M = dict(cell.flags)["num_searchers"]
-    return scaling.Setting(
-        M, np.ones(1), 0.0, steps=cell.steps, B=8, K=16, S=16, slots=128, lookahead=1.0,
-        whole_batches=True, initial=128,
-    )  # fmt: skip
-
-
-def run(cell: Cell, files: Path, results: Path) -> dict:
-    """What came of a cell, and its settings; kept in a file of its own, and not run again."""
-    path = results / f"{cell.name}.json"
-    if path.exists():
-        return json.loads(path.read_text())
-    folder = results / "runs" / cell.name
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-    notes = folder / "notes"
-    if cell.slow:
-        notes.mkdir(parents=True, exist_ok=True)
-        decode, step = cell.slow
-        environment |= {"TBA_SLOW": f"{decode} 0 {step}", "TBA_SLOW_NOTES": str(notes)}
-    done = subprocess.run(
-        command_of(cell, files, folder / "run"), capture_output=True, text=True, env=environment,
-        check=False, timeout=1800,
-    )  # fmt: skip
-    diverged = done.returncode == 1 and "diverged" in done.stderr
-    if done.returncode and not diverged:
-        raise RuntimeError(f"{cell.name} ended with {done.returncode}: {done.stderr[-2000:]}")
-    evaluations = read_lines(folder / "run" / "eval.jsonl")
-    metrics = read_lines(folder / "run" / "metrics.jsonl")
-    record = asdict(cell) | {"exit_code": done.returncode}
-    record["before"] = evaluations[0]
-    record["after"] = evaluations[-1]  # of a run that diverged: the last there is
-    record["evaluations"] = evaluations
-    record["steps_taken"] = len(metrics)
-    record["rewards"] = [round(m["reward"], 4) for m in metrics]
-    record["seconds"] = [round(m["seconds"], 3) for m in metrics]
-    record["staleness"] = float(np.mean([m["staleness_mean"] for m in metrics]))
-    for name in ("entropy", "buffer_trajectories"):
-        record[name] = metrics[-1][name]
-    if cell.slow and cell.mode == "asynchronous":
-        record["observed"], constants = scaling.read_run(folder / "run", notes, model_of(cell))
-        record["constants"] = asdict(constants) | {
-            "lengths": constants.lengths[:: len(constants.lengths) // 512 + 1].tolist()
-        }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    shown = {name: round(value, 3) for name, value in record["after"].items() if name != "split"}
-    print(f"{cell.name}: {shown}", flush=True)
-    return record
-
-
-# ---------------------------------------------------------------------------- tables, pictures
-
-
-def best_of_n(task: Path) -> list[tuple[int, float, float]]:
-    """(n, KL, reward) of the best of n samples of the reference: the frontier without training."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(task / "model")
-    model = transformers.AutoModelForCausalLM.from_pretrained(task / "model").eval()
-    rewards = []
-    for line in (task / "data" / "test.jsonl").read_text().splitlines():
-        prompt = tokenizer(json.loads(line)["text"], return_tensors="pt")["input_ids"]
-        made = model.generate(
-            prompt, do_sample=True, top_k=0, max_new_tokens=64, num_return_sequences=128
-        )
-        made = made[:, prompt.shape[1] :]
-        ended = (made == tokenizer.eos_token_id).any(1).tolist()
-        texts = tokenizer.batch_decode(made, skip_special_tokens=True)
-        rewards.append([valence(t) if e else -1.0 for t, e in zip(texts, ended, strict=True)])
-    ordered = np.sort(np.array(rewards), 1)  # (prompts, 128)
-    total = ordered.shape[1]
-    frontier = []
-    for n in (1, 2, 4, 8, 16, 32, 64, 128):
-        # the chance that a sample is the best of n that are drawn from all
-        weights = np.array([math.comb(i, n - 1) / math.comb(total, n) for i in range(total)])
-        reward = float((ordered * weights).sum(1).mean())
-        frontier.append((n, math.log(n) - (n - 1) / n, reward))
-    return frontier
-
-
-def spread(values: list[float]) -> float:
-    """The standard deviation over seeds."""
-    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-
-
-def mean_and_spread(values: list[float], digits: int) -> str:
-    return f"{np.mean(values):.{digits}f} ± {spread(values):.{digits}f}"
-
-
-def reward_in_budget(records: list[dict]) -> str:
-    """Mean and standard deviation over seeds, and how many collapsed."""
-    text = mean_and_spread([within_budget(r) for r in records], 2)
-    collapsed = sum(map(has_collapsed, records))
-    return text + f" ({collapsed} collapsed)" * bool(collapsed)
-
-
-def reward_at_kl(records: list[dict]) -> str:
-    """The same at the end, and the KL there."""
-    reward = mean_and_spread([r["after"][metric_of(r)] for r in records], 2)
-    kl = mean_and_spread([r["after"]["kl"] for r in records], 1)
-    return f"{reward} at {kl}"
-
-
-def share_of_distinct(records: list[dict]) -> str:
-    """Of the responses of an evaluation, in which 64 prompts have 4 each."""
-    return mean_and_spread([r["after"]["distinct"] for r in records], 2)
-
-
-def success_at_distance(records: list[dict]) -> str:
-    after = [r["after"] for r in records]
-    success = mean_and_spread([a["attack_success_rate"] for a in after], 2)
-    return f"{success} at {mean_and_spread([a['cosine_distance'] for a in after], 2)}"
-
-
-Key = Callable[[dict], object]
-
-
-def table(records: list[dict], head: str, row: Key, column: Key, show: Callable) -> str:
-    """Markdown: what `show` makes of the records of each row and column, in the order they come."""
-    groups: dict[tuple, list[dict]] = collections.defaultdict(list)
-    for record in records:
-        groups[row(record), column(record)].append(record)
-    columns = list(dict.fromkeys(of[1] for of in groups))
-    lines = [
-        f"| {head} | " + " | ".join(map(str, columns)) + " |",
-        "|---" * (1 + len(columns)) + "|",
-    ]
-    for name in dict.fromkeys(of[0] for of in groups):
-        cells = [show(groups[name, c]) if (name, c) in groups else "-" for c in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def flags_of(record: dict) -> str:
-    return ", ".join(f"{name} {value}" for name, value in record["flags"]) or "-"
-
-
-def objective_of(record: dict) -> str:
-    return f"`{record['objective']}`"
-
-
-def bound_of(record: dict) -> str:
-    """An objective of `bounded`, with its limit if it has one."""
-    limit = dict(record["flags"]).get("ratio_limit")
-    return objective_of(record) + (f", ratio limit {limit}" if limit else "")
-
-
-def stalest_of(record: dict) -> str:
-    """Where in `bounded` a cell has old data from."""
-    return "lag 40" if record["lag"] else "k = 40"
-
-
-TARGET = 0.3  # of `speed`: the mean reward of the responses of SMOOTHED steps
-SMOOTHED = 8
-
-
-def smoothed(record: dict) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds since the first step, mean reward of the groups that came in the last steps)."""
-    rewards = np.array(record["rewards"])
-    means = [np.nanmean(rewards[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(rewards))]
-    return np.array(record["seconds"]) - record["seconds"][0], np.array(means)
-
-
-def seconds_to_target(record: dict) -> float:
-    seconds, rewards = smoothed(record)
-    reached = np.flatnonzero(rewards >= TARGET)
-    return float(seconds[reached[0]]) if len(reached) else math.inf
-
-
-def ratio_of(record: dict) -> str:
-    """Of generation to training, of a slowed cell."""
-    return {slow: ratio for ratio, slow in SLOW.items()}[tuple(record["slow"])]
-
-
-def searchers_of(record: dict) -> str:
-    if record["mode"] != "asynchronous":
-        return "lockstep" + ", lag 1" * record["lag"]
-    count = dict(record["flags"])["num_searchers"]
-    return f"{count} Searcher" + "s" * (count > 1)
-
-
-def predicted(record: dict, records: list[dict]) -> dict[str, float]:
-    """What the model of bench/scaling.py makes of it, from constants of a run with 1 Searcher."""
-    M = dict(record["flags"])["num_searchers"]
-    constants = constants_of(record, records)
-    lengths = np.array(constants["lengths"])
-    return scaling.simulate(scaling.Setting(**constants | {"searchers": M, "lengths": lengths}))
-
-
-def constants_of(record: dict, records: list[dict]) -> dict:
-    """Measured in the run of the same seed, and equally slow, with 1 Searcher."""
-    alike = [r for r in records if r["seed"] == record["seed"] and r["slow"] == record["slow"]]
-    return next(r["constants"] for r in alike if searchers_of(r) == "1 Searcher")
-
-
-def measured_ratio(record: dict, records: list[dict]) -> float:
-    """Seconds of generating a batch of 128 over those of an optimizer step on it."""
-    constants = constants_of(record, records)
-    lengths = np.array(constants["lengths"])
-    longest = np.random.default_rng(0).choice(lengths, (1000, 128)).max(1).mean()
-    return constants["decode"] * longest / constants["step"]
-
-
-def speed_table(records: list[dict]) -> str:
-    lines = [
-        "| generation : training | run | seconds a step | reward after 60 steps | to the target, s "
-        "| times as fast | searched for one trained on: model, real |",
-        "|---" * 7 + "|",
-    ]
-    groups: dict[tuple[str, str], list[dict]] = collections.defaultdict(list)
-    for record in records:
-        groups[ratio_of(record), searchers_of(record)].append(record)
-    for (ratio, name), own in groups.items():
-        lockstep = {r["seed"]: seconds_to_target(r) for r in groups[ratio, "lockstep"]}
-        if (ratio, "1 Searcher") not in groups or not {r["seed"] for r in own} <= set(lockstep):
-            continue  # the rest has not been run yet
-        measured = [measured_ratio(r, records) for r in groups[ratio, "1 Searcher"]]
-        a_step = [(r["seconds"][-1] - r["seconds"][0]) / (r["steps_taken"] - 1) for r in own]
-        rewards = [smoothed(r)[1][:60][-1] for r in own]
-        to_target = [seconds_to_target(r) for r in own]
-        ratios = [lockstep[r["seed"]] / seconds_to_target(r) for r in own]
-        searched = "1, 1"
-        if name.endswith(("Searcher", "Searchers")):
-            model = np.mean([predicted(r, records)["searched"] / r["steps"] / 128 for r in own])
-            real = np.mean([r["observed"]["searched"] / r["steps"] / 128 for r in own])
-            searched = f"{model:.2f}, {real:.2f}"
-        lines.append(
-            f"| {np.mean(measured):.1f} | {name} | {mean_and_spread(a_step, 2)} "
-            f"| {mean_and_spread(rewards, 2)} | {mean_and_spread(to_target, 1)} "
-            f"| {mean_and_spread(ratios, 1)} | {searched} |"
-        )
-    return "\n".join(lines)
-
-
-def searchers_table(records: list[dict]) -> str:
-    lines = ["| Searchers | attacks searched | success at cosine distance |", "|---|---|---|"]
-    for name in dict.fromkeys(map(searchers_of, records)):
-        own = [r for r in records if searchers_of(r) == name]
-        searched = mean_and_spread([r["observed"]["searched"] for r in own], 0)
-        lines.append(f"| {name} | {searched} | {success_at_distance(own)} |")
-    return "\n".join(lines)
-
-
-def tables(of: dict[str, list[dict]]) -> Iterator[tuple[str, str]]:
-    """(title, markdown) of every experiment that has records."""
-    rate = lambda r: f"{objective_of(r)}, lag {r['lag']}, {r['task']}, {r['mode']}"
-    shown = lambda records: f"{score(records[0]):.3f}"
-    layouts = {
-        "sweep": ("of", rate, lambda r: f"rate {r['learning_rate']:g}", shown),
-        "staleness": ("objective", objective_of, lambda r: f"lag {r['lag']}", reward_in_budget),
-        "pareto": ("objective", objective_of, lambda r: f"price {price_of(r):g}", reward_at_kl),
-        "replay": ("replay", flags_of, objective_of, reward_in_budget),
-        "settings": ("setting", flags_of, objective_of, reward_in_budget),
-        "bounded": ("objective", bound_of, stalest_of, reward_in_budget),
-        "redteam": (
-            "objective", lambda r: f"{objective_of(r)}, {r['mode']}",
-            lambda r: f"beta {r['beta']:g}", success_at_distance,
-        ),
-        "tldr": ("objective", objective_of, lambda r: f"beta {r['beta']:g}", reward_in_budget),
-    }  # fmt: skip
-    for experiment, records in of.items():
-        if not records:
-            continue
-        if experiment == "staleness":  # the grid has another order
-            records = sorted(records, key=lambda r: r["lag"])
-        if experiment == "speed":
-            yield experiment, speed_table(records)
-        elif experiment == "searchers":
-            yield experiment, searchers_table(records)
-        else:
-            yield experiment, table(records, *layouts[experiment])
-        if experiment in ("staleness", "settings", "bounded", "replay", "tldr"):
-            own = layouts[experiment][:3]
-            yield f"{experiment}, at the end", table(records, *own, reward_at_kl)
-            if experiment != "tldr":  # it counts no distinct responses
-                yield f"{experiment}, diversity", table(records, *own, share_of_distinct)
-
-
-def line_over(axes, points: dict[float, list[float]], label: str) -> None:
-    """Means over seeds with their standard deviations."""
-    xs = sorted(points)
-    means = [np.mean(points[x]) for x in xs]
-    axes.errorbar(xs, means, [spread(points[x]) for x in xs], label=label, marker="o", capsize=3)
-
-
-def draw_objectives(of: dict[str, list[dict]], frontier: list, path: Path) -> None:
-    """What staleness costs; the paths of reward against KL without and with it; best-of-n."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
-    left, *others = figure.subplots(1, 3)
-    lags = sorted({r["lag"] for r in of["staleness"]})
-    for i, objective in enumerate(OBJECTIVES):
-        own = [r for r in of["staleness"] if r["objective"] == objective]
-        by_lag = collections.defaultdict(list)
-        for r in own:
-            by_lag[lags.index(r["lag"]) + 0.04 * (i - 3)].append(within_budget(r))
-        line_over(left, by_lag, objective)
-        for axes, lag in zip(others, (0, 40), strict=True):
-            for r in own:
-                if r["lag"] == lag:
-                    kls = [e["kl"] for e in r["evaluations"]]
-                    rewards = [e["reward"] for e in r["evaluations"]]
-                    label = objective if r["seed"] == SEEDS[0] else None
-                    axes.plot(kls, rewards, ".-", color=f"C{i}", label=label, alpha=0.7)
-            axes.set(title=f"lag {lag}", xlabel="KL to the reference, nats a response")
-    left.set(xlabel="steps of lag", ylabel=f"reward within {BUDGETS['reward']:g} nats")
-    left.set_xticks(range(len(lags)), map(str, lags))
-    for axes in others:
-        xs, ys = [kl for _, kl, _ in frontier], [reward for *_, reward in frontier]
-        axes.plot(xs, ys, "k--", label="best of n")
-        axes.axvline(BUDGETS["reward"], color="black", lw=0.8)
-        axes.set(ylabel="reward", xscale="symlog", xlim=(0, None))
-    handles, labels = others[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
-    finish([left, *others], figure, path)
-
-
-def own_legends(panels: Sequence) -> None:
-    """A legend in each panel that has something to name."""
-    for axes in panels:
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
-
-
-def finish(panels: Sequence, figure, path: Path) -> None:
-    """Grids, and the file."""
-    for axes in panels:
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-
-
-def draw_speed(records: list[dict], path: Path) -> None:
-    """Reward against time, for each ratio of generation to training."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for axes, ratio in zip(panels, SLOW, strict=True):
-        own = [r for r in records if ratio_of(r) == ratio]
-        names = list(dict.fromkeys(map(searchers_of, own)))
-        for r in own:
-            name = searchers_of(r)
-            label = name if r["seed"] == own[0]["seed"] else None
-            axes.plot(*smoothed(r), color=f"C{names.index(name)}", label=label, alpha=0.8)
-        axes.axhline(TARGET, color="black", lw=0.8)
-        axes.set(xlabel="seconds since the first step", ylabel="reward of new responses",
-                 title=f"generation : training {ratio}")  # fmt: skip
-    own_legends(panels)
-    finish(panels, figure, path)
-
-
-def draw_red_teaming(of: dict[str, list[dict]], path: Path) -> None:
-    """Success against diversity, over beta and over the number of Searchers."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    named = lambda r: f"{r['objective']}, {r['mode']}, beta {r['beta']:g}"
-    groups: list[tuple] = [(left, r, named(r)) for r in of["redteam"]]
-    groups += [(right, r, searchers_of(r)) for r in of["searchers"]]
-    names = {axes: list(dict.fromkeys(name for a, _, name in groups if a is axes))
-             for axes in (left, right)}  # fmt: skip
-    for axes, record, name in groups:
-        i = names[axes].index(name)
-        after = record["after"]
-        first = record["seed"] == SEEDS[0]
-        axes.scatter(after["cosine_distance"], after["attack_success_rate"], color=f"C{i}",
-                     marker="osv^"[i % 3], label=name if first else None, alpha=0.8)  # fmt: skip
-    left.set(ylabel="attack success rate", title="beta", xlabel="cosine distance")
-    right.set(title="Searchers, equal steps", xlabel="cosine distance")
-    own_legends([left, right])
-    finish([left, right], figure, path)
-
-
-Grid = Callable[[str], list[Cell]]  # an experiment's cells
-
-
-def records_of(results: Path, grid: Grid) -> dict[str, list[dict]]:
-    """What there is of each experiment, in the order of its grid."""
-    found = {}
-    for experiment in EXPERIMENTS:
-        try:
-            paths = [results / f"{cell.name}.json" for cell in grid(experiment)]
-        except NotSwept:
-            paths = []
-        found[experiment] = [json.loads(path.read_text()) for path in paths if path.exists()]
+    price: float = 1.0  # of a nat, in multiples of the usual one
+    steps: int = 80
+    flags: tuple[tuple[str, object], ...] = ()  # further ones of tba.py
+
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def settings_of() -> list[Setting]:
+    """All settings, in the order in which they are run."""
+    found = []
+    for lag in (0, 10, 40, 2):
+        found += [Setting("staleness", name, lag) for name in OBJECTIVES]
+    found += [Setting("far", name, 100, steps=250) for name in FAR]
+    vcpo = (("scale_rate_by_ess", True),)
+    found += [Setting("bounded", "tb", lag, flags=vcpo) for lag in (10, 40)]
+    for lag in (0, 40):
+        found += [Setting("second model", name, lag, "sort") for name in OBJECTIVES]
+    for price in (0.25, 4.0):
+        found += [
+            Setting("prices", name, 0, price=price) for name in OBJECTIVES if name != "dr_grpo"
+        ]
     return found
 
 
-def report(files: Path, results: Path, plots: Path, grid: Grid) -> None:
-    """Print the tables, draw the pictures."""
-    of = records_of(results, grid)
-    path = results / "best_of_n.json"
-    if not path.exists():
-        path.write_text(json.dumps(best_of_n(files / "valence")) + "\n")
-    frontier = json.loads(path.read_text())
-    for title, text in tables(of):
-        print(f"\n{title}\n\n{text}")
-    print("\nbest of n (KL, reward):", [tuple(round(x, 2) for x in f) for f in frontier])
-    plots.mkdir(parents=True, exist_ok=True)
-    draw_objectives(of, frontier, plots / "objectives.png")
-    if of["speed"]:
-        draw_speed(of["speed"], plots / "speed.png")
-    if of["redteam"] or of["searchers"]:
-        draw_red_teaming(of, plots / "redteam.png")
+def command_of(
+    setting: Setting, rate: float, seed: int, clip: float, files: Path, out: Path
+) -> list:
+    """The command line of a run."""
+    beta = BETA[setting.task] * setting.price
+    flags: dict[str, object] = OBJECTIVES[setting.objective] | {
+        "task": setting.task, "model": files / setting.task / "model",
+        "dataset": files / setting.task / "data", "plugin": __file__, "output_dir": out,
+        "synchronous": True, "lag": setting.lag, "steps": setting.steps, "seed": seed,
+        "learning_rate": rate, "max_grad_norm": clip, "beta": beta,
+        "prompts_per_step": 8, "trained_per_prompt": 16, "temperature": 1.0,
+        "max_response_tokens": 64 if setting.task == "valence" else 16,
+        "sequences_in_flight": 128, "engine": "transformers", "num_searchers": 1,
+        "eval_every": EVERY, "eval_responses": 4, "save_every": 0,
+        **dict(setting.flags),
+    }  # fmt: skip
+    if setting.objective == "grpo":
+        flags["kl_coefficient"] = 2 * beta  # 0.04 at the usual price
+    if setting.objective == "oapl":
+        flags["behaviour_beta"] = beta  # the policy that generated is its reference
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    return [sys.executable, str(ROOT / "tba.py"), *words]
 
 
-def read_records(results: Path) -> list[dict]:
-    """All cells that were run."""
-    return [json.loads(path.read_text()) for path in sorted(results.glob("*-*.json"))]
+# -------------------------------------------------------------------------------------- the rows
+
+
+def frontier(row: dict) -> dict[float, float]:
+    """The highest reward within each budget of KL, on the way and between two evaluations."""
+    path = [(point["kl"], point["reward"]) for point in row["path"]]
+    best = {}
+    for budget in BUDGETS:
+        rewards = [reward for kl, reward in path if kl <= budget]
+        for (kl, reward), (next_kl, next_reward) in itertools.pairwise(path):
+            if (kl - budget) * (next_kl - budget) < 0:  # it leaves or comes back: interpolate
+                rewards.append(reward + (next_reward - reward) * (budget - kl) / (next_kl - kl))
+        best[budget] = max(rewards)
+    return best
+
+
+def area(row: dict) -> float:
+    """The mean over budgets of the highest reward, less the untrained one."""
+    return float(np.mean(list(frontier(row).values()))) - row["path"][0]["reward"]
+
+
+def collapsed(row: dict) -> bool:
+    """Whether it went far from language at any time, or diverged."""
+    return bool(row["exit_code"]) or max(point["kl"] for point in row["path"]) > COLLAPSED
+
+
+def score(rows: list[dict]) -> float:
+    """What a learning rate is chosen by."""
+    return float(np.mean([0.0 if collapsed(row) else area(row) for row in rows]))
+
+
+class Rows:
+    """The rows that there are, and the next run that is missing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = read_lines(path) if path.exists() else []
+        self.lock = threading.Lock()
+        self.under_way: set[tuple] = set()
+
+    def of(self, setting: Setting, role: str) -> list[dict]:
+        key = setting.key()
+        return [r for r in self.rows if r["role"] == role and Setting(**tuples(r)).key() == key]
+
+    def clip(self, setting: Setting) -> float | None:
+        """Twice the usual gradient norm of the objective on the first policy's data."""
+        for row in self.rows:
+            same = row["objective"] == setting.objective and row["task"] == setting.task
+            if row["role"] == "pilot" and same and row["price"] == setting.price:
+                return row["clip"]
+        return None
+
+    def best_rate(self, setting: Setting) -> tuple[float | None, list[float]]:
+        """The chosen learning rate, if it is; otherwise the rates to be tried next."""
+        tried: dict[float, list[dict]] = {}
+        for row in self.of(setting, "choose"):
+            tried.setdefault(row["rate"], []).append(row)
+        complete = {rate for rate, rows in tried.items() if len(rows) == len(SEEDS_TO_CHOOSE)}
+        missing = [rate for rate in FIRST_RATES if rate not in complete]
+        if missing:
+            return None, missing
+        best = max(complete, key=lambda rate: score(tried[rate]))
+        place = HALF_DECADES.index(best)
+        around = [HALF_DECADES[place - 1], HALF_DECADES[place + 1]]
+        missing = [rate for rate in around if rate not in complete]
+        return (None, missing) if missing else (best, [])
+
+    def missing(self, setting: Setting) -> Iterator[tuple[Setting, str, float, int]]:
+        """The runs of a setting that are to be made now: (setting, role, rate, seed)."""
+        if self.clip(setting) is None:
+            pilot = replace(setting, experiment="pilot", lag=0, steps=6, flags=())
+            yield pilot, "pilot", 1e-12, SEEDS_TO_CHOOSE[0]
+            return
+        rate, to_try = self.best_rate(setting)
+        runs = [("choose", r, seed) for r in to_try for seed in SEEDS_TO_CHOOSE]
+        if rate:
+            runs = [("report", rate, seed) for seed in SEEDS]
+        for role, r, seed in runs:
+            there = [(row["rate"], row["seed"]) for row in self.of(setting, role)]
+            if (r, seed) not in there:
+                yield setting, role, r, seed
+
+    def next(self, settings: list[Setting]) -> tuple | None:
+        """The next run that is missing and not under way."""
+        for setting in settings:
+            for run in self.missing(setting):
+                if run not in self.under_way:
+                    self.under_way.add(run)
+                    return run
+        return None
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def tuples(row: dict) -> dict:
+    """A row's values that make its Setting."""
+    values = {name: row[name] for name in Setting.__dataclass_fields__}
+    return values | {"flags": tuple(tuple(pair) for pair in row["flags"])}
+
+
+def hash_of(task: str, files: Path) -> str:
+    """Of a task's pretrained model."""
+    weights = (files / task / "model" / "model.safetensors").read_bytes()
+    return hashlib.sha256(weights).hexdigest()[:12]
+
+
+def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path) -> dict:
+    """One run of tba.py, as a row. Raises RuntimeError if it fails other than by diverging."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        start = time.time()
+        done = subprocess.run(
+            command_of(setting, rate, seed, clip, files, out), capture_output=True, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=3600,
+        )  # fmt: skip
+        diverged = done.returncode == 1 and ("diverged" in done.stderr or "finite" in done.stderr)
+        if done.returncode and not diverged:
+            raise RuntimeError(f"{setting}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+        path = []
+        for record in read_lines(out / "eval.jsonl"):
+            shown = ("step", "kl", "reward", "distinct", "word_entropy")
+            path.append({name: round(record[name], 4) for name in shown})
+        metrics = read_lines(out / "metrics.jsonl")
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    row = asdict(setting) | {
+        "role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": done.returncode,
+        "model": hash_of(setting.task, files), "commit": commit,
+        "seconds": round(time.time() - start), "staleness": metrics[-1]["staleness_mean"],
+        "ess": round(float(np.mean([m["effective_sample_size"] for m in metrics])), 3),
+        "path": path,
+    }  # fmt: skip
+    if role == "pilot":
+        row["clip"] = float(f"{2 * np.median([m['grad_norm'] for m in metrics]):.2g}")
+    return row
+
+
+def run_all(rows: Rows, settings: list[Setting], files: Path, minutes: float, workers: int) -> None:
+    """Run what is missing, `workers` at a time, until nothing is or the time is over."""
+    for row in rows.rows:
+        if row["model"] != hash_of(row["task"], files):
+            sys.exit(f"{rows.path} has rows of another pretrained model of {row['task']}")
+    end = time.monotonic() + 60 * minutes
+
+    def work() -> None:
+        while time.monotonic() < end:
+            with rows.lock:
+                job = rows.next(settings)
+                waiting = bool(rows.under_way)
+            if job is None:
+                if not waiting:
+                    return
+                time.sleep(1)
+                continue
+            setting, role, rate, seed = job
+            clip = 0.0 if role == "pilot" else rows.clip(setting)
+            row = run(setting, role, rate, seed, clip, files)
+            with rows.lock:
+                rows.under_way.remove(job)
+                rows.add(row)
+            text = f"{area(row):.3f}{' collapsed' if collapsed(row) else ''}"
+            print(f"{setting.experiment}: {setting.objective}, lag {setting.lag}, {role} {rate:g}, "
+                  f"seed {seed}: {text} ({row['seconds']} s)", flush=True)  # fmt: skip
+
+    threads = [threading.Thread(target=work) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def report(rows: Rows) -> None:
+    """Write every table and picture of docs/results.md."""
+    raise NotImplementedError("the rows come first")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("experiments", nargs="+", choices=[*EXPERIMENTS, "table", "all"])
-    parser.add_argument("--quick", action="store_true", help="a cell of six steps of each")
-    parser.add_argument(
-        "--at_once", type=int, default=2, help="runs at a time, where time is not measured"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "claims")
-    parser.add_argument("--plots", type=Path, default=ROOT / "bench" / "plots")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("what", nargs="?", choices=("run", "report"), default="run")
+    parser.add_argument("--only", help="an experiment: staleness, far, bounded, ...")
+    parser.add_argument("--quick", action="store_true", help="six steps of each, thrown away")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so long")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "claims")
     args = parser.parse_args()
+    settings = [s for s in settings_of() if args.only in (None, s.experiment)]
+    for task in {s.task for s in settings}:
+        make_task(task, args.files / task)
+    rows = Rows(ROOT / "bench" / "results" / "claims.jsonl")
     if args.quick:
-        args.out /= "quick"
-        args.plots /= "quick"
-    files = Path(os.environ.get("TBA_CACHE", ROOT / ".cache"))
-    make_task(files / "valence")
-    experiments = args.experiments
-    if "all" in experiments:
-        experiments = [*EXPERIMENTS, "table"]
-
-    def grid(experiment: str) -> list[Cell]:
-        if args.quick:
-            return quick(experiment)
-        return EXPERIMENTS[experiment](best_rate(read_records(args.out)))
-
-    failures = 0
-    for experiment in experiments:
-        if experiment == "table":
-            report(files, args.out, args.plots, grid)
-            continue
-        try:
-            cells = grid(experiment)
-        except NotSwept as error:
-            sys.exit(f"claims.py: error: {error}")
-        for task in {cell.task for cell in cells} - {"valence"}:  # before two cells make it at once
-            out = files / f"tiny-{task}"
-            command = [sys.executable, ROOT / "tests" / "tiny.py", task, "--out", out]
-            subprocess.run(command, check=True)
-        timed = experiment in ("speed", "searchers")  # nothing runs beside them
-        with ThreadPoolExecutor(1 if timed else args.at_once) as pool:
-            runs = [pool.submit(run, cell, files, args.out) for cell in cells]
-        for failed in filter(None, [one.exception() for one in runs]):
-            print(f"claims.py: error: {failed}", file=sys.stderr)
-            failures += 1
-    sys.exit(failures > 0)
+        firsts = {s.experiment: replace(s, steps=6, lag=min(s.lag, 2)) for s in reversed(settings)}
+        for setting in firsts.values():
+            row = run(setting, "choose", 1e-3, 1, 1.0, args.files)
+            print(f"{setting.experiment}: area {area(row):.3f} in {row['seconds']} s", flush=True)
+    elif args.what == "run":
+        run_all(rows, settings, args.files, args.minutes, args.workers)
+    else:
+        report(rows)
 
 
 if __name__ == "__main__":

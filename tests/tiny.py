@@ -49,7 +49,7 @@ CHAT = (
 # ------------------------------------------------------------------------------------- models
 
 
-def make_tokenizer(texts: list[str], path: Path) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: list[str], path: Path, vocabulary: int = 512) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer whose digits stand alone; EOS and padding differ."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -61,7 +61,7 @@ def make_tokenizer(texts: list[str], path: Path) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512,
+        vocab_size=vocabulary,
         special_tokens=["<eos>", "<pad>", "<user>", "<assistant>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -123,12 +123,14 @@ def make_llama(width: int, layers: int, files: Path, out: Path) -> None:
 
 
 def make_policy(
-    demonstrations: list[tuple[str, str]], out: Path, steps: int = 900, seed: int = 0
-) -> None:
-    """A tokenizer and a Llama fine-tuned on (prompt, response) texts by tba.py's own function."""
-    tokenizer = make_tokenizer([prompt + response for prompt, response in demonstrations], out)
+    demonstrations: list[tuple[str, str]], out: Path, steps: int = 900, seed: int = 0,
+    family: str = "llama", vocabulary: int = 512,
+) -> None:  # fmt: skip
+    """A tokenizer and a model fine-tuned on (prompt, response) texts by tba.py's own function."""
+    texts = [prompt + response for prompt, response in demonstrations]
+    tokenizer = make_tokenizer(texts, out, vocabulary)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(architecture("llama", tokenizer))
+    model = AutoModelForCausalLM.from_config(architecture(family, tokenizer))
     encode = lambda text: tokenizer(text)["input_ids"]
     pairs = [
         (np.array(encode(p), np.int32), np.array([*encode(r), tokenizer.eos_token_id], np.int32))
@@ -366,6 +368,7 @@ def make(task: str, out: Path) -> None:
     mark = out / f"made-{task}-{VERSION}"
     if mark.exists():
         return
+    print(f"making the tiny model and data of {task}, once: some minutes on two cores", flush=True)
     tba.quiet_libraries()
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
