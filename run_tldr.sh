@@ -16,7 +16,7 @@
 # authors' code after training; to watch a run, add --eval_every 64.
 #
 # The authors' code differs from the paper in that vLLM generates in float16, data are handed over at
-# blocking syncs only, and recent prompts are drawn without replacement (--data_flow published).
+# blocking syncs only, and recent prompts are drawn without replacement.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
@@ -50,7 +50,7 @@ steps=${STEPS:-256}
 case "$steps" in
   *[!0-9]* | ? | 0*) echo "run_tldr.sh: error: STEPS=$steps: a number of at least 10" >&2; exit 2 ;;
 esac
-eighth=$((steps / 8))
+eighth=$(((steps + 7) / 8))              # rounded up: 104 of 825 (B.2)
 
 settings=(
   --model "mnoukhov/pythia$size-sft-tldr"    # policy and reference
@@ -65,7 +65,7 @@ settings=(
   --sync_every 10                            # k
   --recent_probability 0.5                   # m: 0.4 is much worse, 0.6 a little (paper)
   --reward_inverse_temperature 1
-  --kept_per_prompt 100
+  --kept_per_prompt 100                      # the authors' code; the paper keeps all
   --initial_trajectories 10000
   --learning_rate 3e-6 --lr_schedule linear
   # beta heads for 0.05 at half of the steps and jumps there at an eighth of them

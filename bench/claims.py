@@ -204,6 +204,7 @@ SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
 HALF_DECADES = tuple(sorted([10.0**e for e in range(-7, 0)] + [3 * 10.0**e for e in range(-7, 0)]))
 EVERY = 10  # steps between evaluations
+POINT = ("step", "kl", "reward", "distinct", "word_entropy")  # what a row keeps of each
 
 OBJECTIVES = {  # name in the tables -> flags
     "tb": {"objective": "tb"},
@@ -314,6 +315,8 @@ class Rows:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows = read_lines(path) if path.exists() else []
+        for row in self.rows:
+            row["path"] = [dict(zip(POINT, point, strict=True)) for point in row["path"]]
         self.lock = threading.Lock()
         self.under_way: set[tuple] = set()
 
@@ -371,8 +374,9 @@ class Rows:
     def add(self, row: dict) -> None:
         self.rows.append(row)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        points = [[point[name] for name in POINT] for point in row["path"]]
         with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row | {"path": points}) + "\n")
 
 
 def tuples(row: dict) -> dict:
@@ -401,8 +405,7 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
             raise RuntimeError(f"{setting}: exit code {done.returncode}\n{done.stderr[-3000:]}")
         path = []
         for record in read_lines(out / "eval.jsonl"):
-            shown = ("step", "kl", "reward", "distinct", "word_entropy")
-            path.append({name: round(record[name], 4) for name in shown})
+            path.append({name: round(record[name], 3) for name in POINT})
         metrics = read_lines(out / "metrics.jsonl")
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
@@ -453,9 +456,123 @@ def run_all(rows: Rows, settings: list[Setting], files: Path, minutes: float, wo
         thread.join()
 
 
+# ------------------------------------------------------------------------------------- the report
+
+NOT_YET = "·"  # in a table: its seeds have not been run
+EQUAL_REWARD = 0.25  # at which diversity is compared
+
+
+def shown(values: list[float], digits: int = 2) -> str:
+    """Mean and standard deviation."""
+    if not values:
+        return NOT_YET
+    spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.{digits}f}{spread}"
+
+
+def areas(rows: list[dict]) -> str:
+    """The frontier's area of some seeds, and how many of them collapsed."""
+    lost = sum(map(collapsed, rows))
+    return shown([area(row) for row in rows]) + (f" ({lost} of {len(rows)})" if lost else "")
+
+
+def at_equal_reward(row: dict, name: str) -> float | None:
+    """A metric of the evaluation where the reward first passes EQUAL_REWARD, interpolated."""
+    for before, after in itertools.pairwise(row["path"]):
+        if before["reward"] < EQUAL_REWARD <= after["reward"]:
+            way = (EQUAL_REWARD - before["reward"]) / (after["reward"] - before["reward"])
+            return before[name] + way * (after[name] - before[name])
+    return None
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    """A table in Markdown."""
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
 def report(rows: Rows) -> None:
     """Write every table and picture of docs/results.md."""
-    raise NotImplementedError("the rows come first")
+    settings = settings_of()
+    parts = {}
+    for experiment in ("staleness", "second model"):
+        own = [s for s in settings if s.experiment == experiment]
+        lags = sorted({s.lag for s in own})
+        lines = []
+        for name in OBJECTIVES:
+            of_lag = {s.lag: s for s in own if s.objective == name}
+            cells = [areas(rows.of(of_lag[lag], "report")) for lag in lags]
+            lines.append([f"`{name}`", *cells])
+        parts[experiment] = table(["objective", *(f"lag {lag}" for lag in lags)], lines)
+    lines = []
+    for setting in settings:
+        found = rows.of(setting, "report")
+        if setting.experiment not in ("staleness", "far", "bounded") or not found:
+            continue
+        budgets = [shown([frontier(row)[budget] for row in found]) for budget in BUDGETS]
+        diverse = [at_equal_reward(row, "distinct") for row in found]
+        at_kl = [at_equal_reward(row, "kl") for row in found]
+        name = setting.objective + (" VCPO" if setting.flags else "")
+        lines.append([
+            f"`{name}`", str(setting.lag), f"{found[0]['rate']:g}", *budgets,
+            shown([max(point["kl"] for point in row["path"]) for row in found], 0),
+            shown([value for value in at_kl if value is not None], 1),
+            shown([value for value in diverse if value is not None]),
+        ])  # fmt: skip
+    head = ["objective", "lag", "rate", *(f"≤ {budget:g} nats" for budget in BUDGETS)]
+    head += ["largest KL", f"KL at {EQUAL_REWARD}", f"distinct at {EQUAL_REWARD}"]
+    parts["budgets"] = table(head, lines)
+    own = [s for s in settings if s.experiment == "far"]
+    lines = [[f"`{s.objective}`", areas(rows.of(s, "report"))] for s in own]
+    parts["far"] = table(["objective", "lag 100, 250 steps"], lines)
+    lines = []
+    for name in OBJECTIVES:
+        if name != "dr_grpo":
+            usual = next(
+                s for s in settings
+                if (s.experiment, s.objective, s.lag) == ("staleness", name, 0)
+            )  # fmt: skip
+            priced = [s for s in settings if s.experiment == "prices" and s.objective == name]
+            cells = [areas(rows.of(s, "report")) for s in (priced[0], usual, priced[1])]
+            lines.append([f"`{name}`", *cells])
+    parts["prices"] = table(["objective", "a quarter", "the usual price", "four times"], lines)
+    done = sum(row["role"] == "report" for row in rows.rows)
+    wanted = len(SEEDS) * len(settings)
+    parts["count"] = f"{done} of the {wanted} reported runs are there, from {len(rows.rows)} rows."
+    draw(rows, settings, ROOT / "bench" / "staleness.png")
+    path = ROOT / "docs" / "results.md"
+    text = path.read_text()
+    for name, part in parts.items():
+        begin = f"<!-- {name} -->"
+        before, _, after = text.partition(begin)
+        text = f"{before}{begin}\n{part}<!-- end -->{after.partition('<!-- end -->')[2]}"
+    path.write_text(text)
+
+
+def draw(rows: Rows, settings: list[Setting], out: Path) -> None:
+    """The frontier's area over the lag, a line for each objective; seeds as dots."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for i, name in enumerate(OBJECTIVES):
+        own = [s for s in settings if s.objective == name and s.experiment in ("staleness", "far")]
+        found = {s.lag: rows.of(s, "report") for s in own}
+        points = sorted((lag, [area(row) for row in r]) for lag, r in found.items() if r)
+        if not points:
+            continue
+        x = np.array([lag for lag, _ in points], float)
+        style = "o-" if name.startswith(("tb", "ftb")) else "s--"
+        axes.plot(x, [np.mean(values) for _, values in points], style, color=f"C{i}", label=name)
+        for lag, values in points:
+            axes.plot([lag] * len(values), values, ".", color=f"C{i}", alpha=0.4)
+    axes.set_xscale("symlog", linthresh=2)
+    axes.set_xticks([0, 2, 10, 40, 100], ["0", "2", "10", "40", "100"])
+    axes.set_xlabel("lag, optimizer steps (100: after 250 steps, the others after 80)")
+    axes.set_ylabel("gain in reward, mean over budgets of 2 to 12 nats")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(out, dpi=110)
 
 
 def main() -> None:
