@@ -403,9 +403,8 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         diverged = done.returncode == 1 and ("diverged" in done.stderr or "finite" in done.stderr)
         if done.returncode and not diverged:
             raise RuntimeError(f"{setting}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-        path = []
-        for record in read_lines(out / "eval.jsonl"):
-            path.append({name: round(record[name], 3) for name in POINT})
+        evaluations = read_lines(out / "eval.jsonl")
+        path = [{name: round(record[name], 3) for name in POINT} for record in evaluations]
         metrics = read_lines(out / "metrics.jsonl")
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
