@@ -1440,7 +1440,8 @@ class Searcher:
         Held-out prompts are answered by the weights that they were given to; in lockstep so is
         every prompt. Otherwise responses go on under the new weights, and keep their KV cache.
         """
-        if self.config.synchronous and (self.requests or self.outbox):
+        to_begin = self.index < self.limit and self.version >= 0  # with the weights that it has
+        if self.config.synchronous and (to_begin or self.requests or self.outbox):
             return False
         return self.unjudged == 0
 

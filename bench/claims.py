@@ -38,7 +38,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -202,7 +202,7 @@ COLLAPSED = 50.0
 SEEDS = (1, 2, 3)
 SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
-HALF_DECADES = tuple(sorted([10.0**e for e in range(-7, 0)] + [3 * 10.0**e for e in range(-7, 0)]))
+HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for digit in (1, 3))
 EVERY = 10  # steps between evaluations
 POINT = ("step", "kl", "reward", "distinct", "word_entropy")  # what a row keeps of each
 
@@ -413,6 +413,7 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         "role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": done.returncode,
         "model": hash_of(setting.task, files), "commit": commit,
         "seconds": round(time.time() - start), "staleness": metrics[-1]["staleness_mean"],
+        "step_seconds": round(metrics[-1]["seconds"] - metrics[0]["seconds"], 1),
         "ess": round(float(np.mean([m["effective_sample_size"] for m in metrics])), 3),
         "path": path,
     }  # fmt: skip
@@ -421,7 +422,10 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
     return row
 
 
-def run_all(rows: Rows, settings: list[Setting], files: Path, minutes: float, workers: int) -> None:
+def run_all(
+    rows: Rows, settings: list[Setting], files: Path, minutes: float, workers: int,
+    run: Callable[..., dict] = run,
+) -> None:  # fmt: skip
     """Run what is missing, `workers` at a time, until nothing is or the time is over."""
     for row in rows.rows:
         if row["model"] != hash_of(row["task"], files):
@@ -537,8 +541,13 @@ def report(rows: Rows) -> None:
     parts["prices"] = table(["objective", "a quarter", "the usual price", "four times"], lines)
     done = sum(row["role"] == "report" for row in rows.rows)
     wanted = len(SEEDS) * len(settings)
-    parts["count"] = f"{done} of the {wanted} reported runs are there, from {len(rows.rows)} rows."
+    parts["count"] = f"{done} of {wanted} reported runs are there; {len(rows.rows)} rows in all.\n"
     draw(rows, settings, ROOT / "bench" / "staleness.png")
+    write_parts(parts)
+
+
+def write_parts(parts: dict[str, str]) -> None:
+    """Put each part into docs/results.md, between the marks that bear its name."""
     path = ROOT / "docs" / "results.md"
     text = path.read_text()
     for name, part in parts.items():

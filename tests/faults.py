@@ -79,6 +79,8 @@ def between_steps(original, searcher):
         if claim("raise"):
             raise ArithmeticError("a fault on demand")
         strike("generating")
+    elif (FOLDER / "slow-searcher").exists():
+        time.sleep(float((FOLDER / "slow-searcher").read_text()))
     original(searcher)
 
 

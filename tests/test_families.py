@@ -31,6 +31,7 @@ ALONE = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", [*PACKED, *ALONE])
 def test_probes_are_exact_or_the_check_shows_that_they_are_not(family, tmp_path):
     settings = (PACKED | ALONE)[family]

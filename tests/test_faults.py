@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
-from harness import Run, arguments, processes_of, read_lines, run_tba
+from harness import ROOT, Run, arguments, processes_of, read_lines, run_tba
 
 
 def endless(gsm8k, out, **flags):
@@ -140,3 +142,12 @@ tba.TASKS["pooled"] = Pooled
     run_tba(arguments(gsm8k, out, **flags))
     rewards = [m["reward"] for m in read_lines(out / "metrics.jsonl")]
     assert len(rewards) == 3 and 0 < max(rewards) <= 1
+
+
+@pytest.mark.nightly
+def test_a_soak_of_random_faults_loses_nothing(gsm8k, tmp_path):
+    command = [sys.executable, str(ROOT / "bench" / "soak.py"), "--minutes", "2", "--faults", "10"]
+    done = subprocess.run(
+        [*command, "--files", str(gsm8k)], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

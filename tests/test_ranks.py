@@ -36,7 +36,10 @@ def flags_of(gsm8k, out, **more):
     return arguments(gsm8k, out, **(flags | more))
 
 
-@pytest.mark.parametrize("objective", ["tb", "tb_learned_z"])
+LEARNED_Z = pytest.param("tb_learned_z", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("objective", ["tb", LEARNED_Z])
 def test_two_ranks_train_as_one_process_does(gsm8k, tmp_path, objective):
     run_tba(flags_of(gsm8k, tmp_path / "one", objective=objective))
     run_ranks(flags_of(gsm8k, tmp_path / "two", objective=objective), tmp_path)

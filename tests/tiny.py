@@ -14,6 +14,7 @@ parameters, fine-tuned on demonstrations that leave reinforcement learning somet
 """
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -366,15 +367,18 @@ MAKERS = {"gsm8k": make_gsm8k, "math": make_math, "tldr": make_tldr, "redteam": 
 def make(task: str, out: Path) -> None:
     """Make a task's files in `out` unless they are there already."""
     mark = out / f"made-{task}-{VERSION}"
-    if mark.exists():
-        return
-    print(f"making the tiny model and data of {task}, once: some minutes on two cores", flush=True)
-    tba.quiet_libraries()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    MAKERS[task](out)
-    torch.set_num_threads(threads)
-    mark.touch()
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two processes one makes them, the other waits
+        if mark.exists():
+            return
+        print(f"making the tiny model and data of {task}, once: some minutes", flush=True)
+        tba.quiet_libraries()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        MAKERS[task](out)
+        torch.set_num_threads(threads)
+        mark.touch()
 
 
 if __name__ == "__main__":
