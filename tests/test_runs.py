@@ -198,7 +198,7 @@ def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path)
     out = tmp_path / "run"
     adapters = {"lora_rank": 4, "learning_rate": 1e-3, "lr_schedule": "warmup_stable_decay"}
     adapters |= {"warmup_steps": 2, "stable_steps": 2, "decay_steps": 8, "objective": "tba_prime"}
-    run_tba(arguments(gsm8k, out, eval_every=0, **adapters))
+    run_tba(arguments(gsm8k, out, eval_every=0, beta="0.1@0,0.05@5", **adapters))
     base, final = weights_of(gsm8k / "model"), weights_of(out / "final")
     changed = {name for name in base if not torch.equal(base[name], final[name])}
     assert changed and all("_proj" in name for name in changed)
@@ -208,7 +208,9 @@ def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path)
     (out / "checkpoint-9" / "trainer.pt").write_bytes(state[: len(state) // 2])
     _, err = run_tba(["--resume", str(out), "--steps", "6"])
     assert "checkpoint-9" in err
-    rates = [m["lr"] for m in read_lines(out / "metrics.jsonl")]
+    metrics = read_lines(out / "metrics.jsonl")
+    np.testing.assert_allclose([m["beta"] for m in metrics], [0.1, 0.09, 0.08, 0.07, 0.06, 0.05])
+    rates = [m["lr"] for m in metrics]
     assert len(rates) == 6 and rates[1] == rates[2] == 1e-3 and 0 < rates[5] < rates[4] < 1e-3
 
 
