@@ -203,6 +203,10 @@ SEEDS = (1, 2, 3)
 SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
 HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for digit in (1, 3))
+# seconds that a decode step and an optimizer step sleep for a GPU's work, one Searcher being given;
+# that generation takes about as long as training, or four times as long, is an assumption
+SLOW = ("0.006 0.4", "0.025 0.4")
+TARGETS = (0.2, 0.3)  # of the mean reward of five steps, to which seconds are counted
 EVERY = 10  # steps between evaluations
 POINT = ("step", "kl", "reward", "distinct", "word_entropy")  # what a row keeps of each
 
@@ -245,6 +249,10 @@ def settings_of() -> list[Setting]:
     found += [Setting("far", name, 100, steps=250) for name in FAR]
     vcpo = (("scale_rate_by_ess", True),)
     found += [Setting("bounded", "tb", lag, flags=vcpo) for lag in (10, 40)]
+    for slow in SLOW:
+        ways = [(("slow", slow), ("lag", lag)) for lag in (0, 1)]
+        ways += [(("slow", slow), ("asynchronous", M)) for M in (1, 2, 4)]
+        found += [Setting("speed", "tb", steps=160, flags=flags) for flags in ways]
     for lag in (0, 40):
         found += [Setting("second model", name, lag, "sort") for name in OBJECTIVES]
     for price in (0.25, 4.0):
@@ -268,8 +276,14 @@ def command_of(
         "max_response_tokens": 64 if setting.task == "valence" else 16,
         "sequences_in_flight": 128, "engine": "transformers", "num_searchers": 1,
         "eval_every": EVERY, "eval_responses": 4, "save_every": 0,
-        **dict(setting.flags),
     }  # fmt: skip
+    special = dict(setting.flags)
+    if special.pop("slow", ""):
+        flags |= {"engine": "slow", "eval_every": 0}
+    if "asynchronous" in special:
+        flags |= {"num_searchers": special.pop("asynchronous"), "recent_probability": 0.9}
+        flags |= {"synchronous": False, "initial_trajectories": 128}
+    flags |= special
     if setting.objective == "grpo":
         flags["kl_coefficient"] = 2 * beta  # 0.04 at the usual price
     if setting.objective == "oapl":
@@ -349,6 +363,13 @@ class Rows:
 
     def missing(self, setting: Setting) -> Iterator[tuple[Setting, str, float, int]]:
         """The runs of a setting that are to be made now: (setting, role, rate, seed)."""
+        if setting.experiment == "speed":  # at the rate of `tb` on-policy
+            rate, _ = self.best_rate(Setting("staleness", setting.objective))
+            there = [row["seed"] for row in self.of(setting, "report")]
+            for seed in SEEDS if rate else ():
+                if seed not in there:
+                    yield setting, "report", rate, seed
+            return
         if self.clip(setting) is None:
             pilot = replace(setting, experiment="pilot", lag=0, steps=6, flags=())
             yield pilot, "pilot", 1e-12, SEEDS_TO_CHOOSE[0]
@@ -393,12 +414,15 @@ def hash_of(task: str, files: Path) -> str:
 
 def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path) -> dict:
     """One run of tba.py, as a row. Raises RuntimeError if it fails other than by diverging."""
+    environment = {"OMP_NUM_THREADS": "1"}
+    if "slow" in dict(setting.flags):
+        environment["TBA_SLOW"] = dict(setting.flags)["slow"]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         start = time.time()
         done = subprocess.run(
             command_of(setting, rate, seed, clip, files, out), capture_output=True, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=3600,
+            env={**os.environ, **environment}, check=False, timeout=3600,
         )  # fmt: skip
         diverged = done.returncode == 1 and ("diverged" in done.stderr or "finite" in done.stderr)
         if done.returncode and not diverged:
@@ -417,6 +441,11 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         "ess": round(float(np.mean([m["effective_sample_size"] for m in metrics])), 3),
         "path": path,
     }  # fmt: skip
+    if setting.experiment == "speed":
+        smooth = np.convolve([m["reward"] for m in metrics], np.ones(5) / 5, "valid")
+        for target in TARGETS:
+            there = np.flatnonzero(smooth >= target)
+            row[f"reached {target}"] = metrics[there[0] + 4]["seconds"] if len(there) else None
     if role == "pilot":
         row["clip"] = float(f"{2 * np.median([m['grad_norm'] for m in metrics]):.2g}")
     return row
@@ -528,6 +557,22 @@ def report(rows: Rows) -> None:
     own = [s for s in settings if s.experiment == "far"]
     lines = [[f"`{s.objective}`", areas(rows.of(s, "report"))] for s in own]
     parts["far"] = table(["objective", "lag 100, 250 steps"], lines)
+    lines = []
+    for setting in settings:
+        if setting.experiment == "speed":
+            flags = dict(setting.flags)
+            way = f"lockstep, lag {flags.get('lag')}"
+            if "asynchronous" in flags:
+                way = f"asynchronous, {flags['asynchronous']} Searchers"
+            found = rows.of(setting, "report")
+            cells = []
+            for target in TARGETS:
+                seconds = [row[f"reached {target}"] for row in found]
+                missed = f" ({seconds.count(None)} never)" if None in seconds else ""
+                cells.append(shown([s for s in seconds if s is not None], 1) + missed)
+            lines.append([flags["slow"], way, *cells])
+    head = ["sleeps: decode, train", "", *(f"seconds to {target:g}" for target in TARGETS)]
+    parts["speed"] = table(head, lines)
     lines = []
     for name in OBJECTIVES:
         if name != "dr_grpo":
