@@ -16,7 +16,6 @@ parameters, fine-tuned on demonstrations that leave reinforcement learning somet
 import argparse
 import fcntl
 import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -375,7 +374,7 @@ def make(task: str, out: Path) -> None:
         print(f"making the tiny model and data of {task}, once: some minutes", flush=True)
         tba.quiet_libraries()
         threads = torch.get_num_threads()
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(1)  # nearly as fast, and several would wait for each other's cores
         MAKERS[task](out)
         torch.set_num_threads(threads)
         mark.touch()
