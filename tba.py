@@ -1506,44 +1506,50 @@ class Searcher:
 
     def handle_completions(self, completions: list[Completion]) -> None:
         """Score groups of responses; judge answers to held-out prompts."""
-        answers = []
-        for done in completions:
-            if isinstance(done.request.id, int):
-                self.outbox.append(self.score_group(done))
-                self.between_steps()
-            else:
-                answers.append(done)
+        searched = [done for done in completions if isinstance(done.request.id, int)]
+        answers = [done for done in completions if not isinstance(done.request.id, int)]
+        if searched:
+            self.outbox += self.score_groups(searched)
+            self.between_steps()
         for i in range(0, len(answers), self.JUDGED_AT_ONCE):
             judge_answers(self, answers[i : i + self.JUDGED_AT_ONCE])
             self.between_steps()
 
-    def score_group(self, done: Completion) -> Group:
-        """A prompt's responses with their rewards and reference log-probabilities."""
+    def score_groups(self, completions: list[Completion]) -> list[Group]:
+        """The responses to some prompts with their rewards and reference log-probabilities."""
         task = self.problem.task
-        prompt_id, version, explored = self.requests.pop(done.request.id)
-        if task.closes_responses:
-            done.close(self.problem.tokenizer.eos_token_id)
-        texts = [self.problem.response_text(response) for response in done.tokens]
-        examples = [task.train[prompt_id]] * len(texts)
-        rewards = task.checked_rewards(examples, texts, done.ended)
-        sequences = [(done.request.prompt, done.tokens)]
-        ref_logprobs = token_logprobs(self.reference, sequences, self.config)
-        group = Group(done.request.id, [])
-        for j, tokens in enumerate(done.tokens):
-            trajectory = Trajectory(
-                tokens=tokens,
-                logprobs=done.logprobs[j],
-                ref_logprobs=task.ref_logprobs(tokens, ref_logprobs[j]),
-                ended=bool(done.ended[j]),
-                explored=explored,
-                reward=rewards[j],
-                prompt_id=prompt_id,
-                version=version,
-                reference=self.reference_version,
-            )
-            group.trajectories.append(trajectory)
-            self.tokens += len(tokens)
-        return group
+        sequences = []
+        examples = []
+        for done in completions:
+            if task.closes_responses:
+                done.close(self.problem.tokenizer.eos_token_id)
+            sequences.append((done.request.prompt, done.tokens))
+            prompt_id = self.requests[done.request.id][0]
+            examples += [task.train[prompt_id]] * len(done.tokens)
+        texts = self.problem.response_texts([t for done in completions for t in done.tokens])
+        ended = np.concatenate([done.ended for done in completions])
+        rewards = iter(task.checked_rewards(examples, texts, ended))
+        ref_logprobs = iter(token_logprobs(self.reference, sequences, self.config))
+        groups = []
+        for done in completions:
+            prompt_id, version, explored = self.requests.pop(done.request.id)
+            group = Group(done.request.id, [])
+            for j, tokens in enumerate(done.tokens):
+                trajectory = Trajectory(
+                    tokens=tokens,
+                    logprobs=done.logprobs[j],
+                    ref_logprobs=task.ref_logprobs(tokens, next(ref_logprobs)),
+                    ended=bool(done.ended[j]),
+                    explored=explored,
+                    reward=next(rewards),
+                    prompt_id=prompt_id,
+                    version=version,
+                    reference=self.reference_version,
+                )
+                group.trajectories.append(trajectory)
+                self.tokens += len(tokens)
+            groups.append(group)
+        return groups
 
     def deliver(self) -> None:
         """Send what is scored, and a sign of life twice a second; never blocks on a full queue."""
@@ -2948,7 +2954,7 @@ class SearcherProcesses:
     def start(self) -> None:
         """Start the Manager, and the Searchers."""
         address = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
-        manager = SyncManager(address, ctx=mp.get_context("fork"))
+        manager = QueueManager(address, ctx=mp.get_context("fork"))
         manager.start(end_with_parent)  # forked before there are threads
         self.manager = manager
         self.groups = manager.Queue(self.QUEUE_SIZE)
@@ -2991,7 +2997,7 @@ class SearcherProcesses:
         groups = []
         # a Searcher reports on new weights before it sends what it made with them: as groups are
         # taken first, wrong weights end the run before these count
-        for searcher, pickled in take_all(self.groups):
+        for searcher, pickled in self.groups.take_all():
             group = pickle.loads(pickled)
             self.states[searcher].failures = 0
             self.states[searcher].delivered = True
@@ -3002,7 +3008,7 @@ class SearcherProcesses:
                 self.arrived.remove(self.first_missing)
                 self.first_missing += 1
         messages = []
-        for searcher, start, message in take_all(self.messages):
+        for searcher, start, message in self.messages.take_all():
             s = self.states[searcher]
             if s.process and start == s.starts:  # not of its predecessor
                 s.seen = time.monotonic()
@@ -3062,13 +3068,23 @@ class SearcherProcesses:
                 s.kill()
 
 
-def take_all(items: Any) -> list:
-    """What a queue of the Manager has."""
-    found = []
-    with contextlib.suppress(queue.Empty):
-        while True:
-            found.append(items.get_nowait())
-    return found
+class ManagerQueue(queue.Queue):
+    """A queue in the Manager's process, which one call empties."""
+
+    def take_all(self) -> list:
+        """Everything that it has."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self.get_nowait())
+        return found
+
+
+class QueueManager(SyncManager):
+    """The Manager, a process that has the queues."""
+
+
+QueueManager.register("Queue", ManagerQueue)
 
 
 def gpu_of(searcher: int) -> str | None:
@@ -3239,7 +3255,7 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
     if not answers:
         return
     rows = [done.request.id[1] for done in answers for _ in range(n)]
-    texts = [searcher.problem.response_text(tokens) for done in answers for tokens in done.tokens]
+    texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
     ended = np.concatenate([done.ended for done in answers])
     records = task.evaluate([task.held_out[row] for row in rows], texts, ended)
     if task.wants_logprobs:
@@ -3566,14 +3582,15 @@ class Problem:
         """The text of a prompt, or of other tokens before which there are none."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def response_text(self, tokens: np.ndarray) -> str:
-        """The text of a response as it stands behind its prompt.
+    def response_texts(self, responses: list[np.ndarray]) -> list[str]:
+        """The texts of responses as they stand behind their prompts.
 
-        SentencePiece tokenizers drop the space that a text begins with. So it is decoded behind a
+        SentencePiece tokenizers drop the space that a text begins with. So each is decoded behind a
         letter, which unlike a prompt's last bytes never joins with what follows, and cut off.
         """
         letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        return self.text([*letter, *tokens.tolist()])[len(self.text(letter)) :]
+        start = len(self.text(letter))
+        return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
 
     def probes(self) -> PromptGroups:
         """Fixed prompts with two responses each, whose tokens are those of the first prompts.
@@ -3856,7 +3873,7 @@ class StepLog:
             "step": self.trainer.step,
             "version": t.version,
             "prompt": problem.text(problem.prompts[t.prompt_id]),
-            "response": problem.response_text(t.tokens),
+            "response": problem.response_texts([t.tokens])[0],
             "reward": t.reward,
         }
         self.trainer.folder.append("completions.jsonl", record)

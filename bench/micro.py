@@ -191,14 +191,14 @@ def main() -> None:
     (draw,) = seconds_of(lambda: rule.sample(7, 16), rounds=50)
     print(f"replay: a draw of 7 x 16 takes {draw / of_packed:.4f} of a training step")
 
-    manager = tba.SyncManager()
+    manager = tba.QueueManager()
     manager.start()
     queue = manager.Queue(4096)
     pickled = pickle.dumps(groups_of(packed, 4, 250)[0])
     start = time.perf_counter()
     for _ in range(500):
         queue.put_nowait((0, pickled))
-    taken = tba.take_all(queue)
+    taken = queue.take_all()
     print(f"queue: {len(taken) / (time.perf_counter() - start):.0f} groups a second")
     manager.shutdown()
     folder.cleanup()

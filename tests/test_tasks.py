@@ -112,7 +112,8 @@ def test_prompts_that_are_too_long_are_left_out(gsm8k, tmp_path, capsys):
 def test_a_response_keeps_its_leading_space(gsm8k, tmp_path):
     _, problem = problem_of(gsm8k, tmp_path)
     ids = problem.tokenizer(" a b\nc", add_special_tokens=False)["input_ids"]
-    assert problem.response_text(np.array([*ids, problem.tokenizer.eos_token_id])) == " a b\nc"
+    response = np.array([*ids, problem.tokenizer.eos_token_id])
+    assert problem.response_texts([response]) == [" a b\nc"]
 
 
 @pytest.mark.parametrize(
@@ -263,9 +264,8 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     config, problem = problem_of(redteam, tmp_path / "out", **flags)
     pairs = tba.read_sft_pairs(config, problem)
     assert [problem.text(prompt) for prompt, _ in pairs] == [config.attacker_prompt] * 2
-    assert [problem.response_text(response) for _, response in pairs] == [
-        row["instruction"] for row in rows
-    ]
+    texts = problem.response_texts([response for _, response in pairs])
+    assert texts == [row["instruction"] for row in rows]
     assert all(response[-1] == problem.tokenizer.eos_token_id for _, response in pairs)
     config.sft_data = str(tmp_path / "b.jsonl")
     pairs += tba.read_sft_pairs(config, problem)
