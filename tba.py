@@ -1105,7 +1105,7 @@ class Trainer:
         """Listen until `done`."""
         while not done():
             self.listen()
-            time.sleep(0.003)
+            time.sleep(0.01)
 
     def listen(self) -> None:
         """Take in what Searchers sent, restart who failed, go on with syncs; heed a signal."""
