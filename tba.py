@@ -2338,14 +2338,14 @@ class TransformersEngine:
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first.
 
-        They are the model's own, of each sequence alone: the Trainer's are compared with them.
+        They are the model's own, a row for each: the Trainer's are compared with them.
         """
-        found = []
-        for tokens in sequences:
-            ids = torch.from_numpy(tokens).long().to(self.device)  # (P,)
-            logprobs = self.model(ids[None]).logits[0, :-1].float().log_softmax(-1)  # (P-1, V)
-            found.append(logprobs.gather(1, ids[1:, None])[:, 0].cpu().numpy())
-        return found
+        rows = [torch.from_numpy(tokens).long() for tokens in sequences]
+        # no mask: padding comes last, and attention is causal
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)  # (R, P)
+        logprobs = self.model(ids).logits[:, :-1].float().log_softmax(-1)  # (R, P-1, V)
+        chosen = logprobs.gather(2, ids[:, 1:, None])[..., 0].cpu().numpy()  # (R, P-1)
+        return [row[: len(tokens) - 1] for row, tokens in zip(chosen, sequences, strict=True)]
 
 
 class VLLMEngine:
