@@ -48,11 +48,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import tiny
 from harness import read_lines
 
 import tba
@@ -102,51 +104,79 @@ def valence(text: str) -> float:
     return sum(LEXICON.get(word, 0.0) for word in words) / max(1, len(words))
 
 
-class Valence(tba.Task):
-    """Go on with a review as positively as you can."""
+class Measured(tba.Task):
+    """What the evaluations of every task here measure, of sampled answers."""
 
-    columns = ("text",)
-    template = "{text}"
     greedy_evaluation = False
     wants_logprobs = True
 
-    def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
-        return np.where(ended, [valence(response) for response in responses], -1.0)
-
     def evaluate(self, examples: list, responses: list[str], ended: np.ndarray) -> list[dict]:
-        rewards = self.rewards(examples, responses, ended)
-        pairs = zip(rewards, responses, strict=True)
-        return [{"reward": float(reward), "text": text} for reward, text in pairs]
+        records = super().evaluate(examples, responses, ended)
+        for record, text in zip(records, responses, strict=True):
+            record["reward"] = record[self.metric]
+            record["text"] = text
+        return records
+
+    def diversity(self, records: list[dict]) -> float:
+        """The share of distinct answers."""
+        return len({record["text"] for record in records}) / len(records)
 
     def summarize(self, records: list[dict]) -> dict[str, float]:
-        texts = [record["text"] for record in records]
         rewards = np.array([record["reward"] for record in records])
-        words = collections.Counter(word for text in texts for word in text.split())
+        words = collections.Counter(word for r in records for word in r["text"].split())
         shares = np.array(list(words.values())) / max(1, words.total())
         return {
             "reward": float(np.mean(rewards)),
             "kl": float(np.mean([record["kl"] for record in records])),
-            "distinct": len(set(texts)) / len(texts),
+            "distinct": self.diversity(records),
             "best": float(np.mean(np.max(rewards.reshape(-1, self.config.eval_responses), 1))),
             "word_entropy": float(-(shares * np.log(shares)).sum()),
         }
 
 
-class Sort(Valence):
+class Valence(Measured):
+    """Go on with a review as positively as you can."""
+
+    columns = ("text",)
+    template = "{text}"
+
+    def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
+        return np.where(ended, [valence(response) for response in responses], -1.0)
+
+
+class Sort(Measured):
     """Write the letters of a word in the order of the alphabet; 1 if every letter is right."""
 
     columns = ("text", "answer")
+    template = "{text}"
 
     def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
         pairs = zip(examples, responses, strict=True)
         return ended * np.array([float(example["answer"] == text) for example, text in pairs])
 
 
-tba.TASKS |= {"valence": Valence, "sort": Sort}
+class Summaries(Measured, tba.TLDR):
+    """TL;DR in miniature: the reward of an evaluation is the win rate."""
+
+    metric = "win_rate"
+
+
+class Attacks(Measured, tba.RedTeam):
+    """Red-teaming in miniature: the reward of an evaluation is the success rate."""
+
+    metric = "attack_success_rate"
+
+    def diversity(self, records: list[dict]) -> float:
+        """The mean cosine distance of the attacks."""
+        records = [dict(record, text=0.0) for record in records]
+        return tba.RedTeam.summarize(self, records)["cosine_distance"]
+
+
+tba.TASKS |= {"valence": Valence, "sort": Sort, "summaries": Summaries, "attacks": Attacks}
 
 
 def scrambled(rng: random.Random) -> tuple[str, str]:
-    """A word of eight letters, and a demonstration that is right once in twenty times."""
+    """A word of eight letters, and a demonstration that is right once in five times."""
     word = "".join(rng.choices("abcdefghij", k=8))
     answer = sorted(word)
     if rng.random() < 0.95:
@@ -155,27 +185,52 @@ def scrambled(rng: random.Random) -> tuple[str, str]:
     return f"{word}>", "".join(answer)
 
 
-def make_task(task: str, folder: Path) -> None:
-    """The pretrained policy and the prompts, made once."""
-    import tiny
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    if (folder / "data" / "test.jsonl").exists():
-        return
+def pretrain(task: str, out: Path) -> None:
+    """Make a task's models. Those of bench/models were made so, once."""
     rng = random.Random(0)
+    if task == "valence":
+        tiny.make_policy([review(rng) for _ in range(20_000)], out / "model", 1500)
+    elif task == "sort":
+        words = [scrambled(rng) for _ in range(20_000)]
+        tiny.make_policy(words, out / "model", 1500, 0, "gpt2", 260)  # tokens are characters
+    else:
+        name = {"summaries": "tldr", "attacks": "redteam"}[task]
+        made = ROOT / ".cache" / f"tiny-{name}"
+        tiny.make(name, made)
+        for model in ("model", "reward", "gold", "victim", "toxicity"):
+            if (made / model).exists():
+                shutil.copytree(made / model, out / model)
+    if task == "attacks":  # its attacker is not trained
+        shutil.rmtree(out / "model")
+        prompt = tba.RedTeamFlags.attacker_prompt
+        rows = read_lines(made / "sft.jsonl")
+        tiny.make_policy([(prompt, row["instruction"]) for row in rows], out / "model", 700)
+    for path in out.glob("*/model.safetensors"):
+        halves = {name: tensor.half() for name, tensor in load_file(path).items()}
+        save_file(halves, path, {"format": "pt"})
+
+
+def example_of(task: str, rng: random.Random) -> dict[str, str]:
+    """A prompt, and what its reward or evaluation needs."""
+    if task == "summaries":
+        query, facts = tiny.post(rng)
+        return {"query": query, "reference_response": tiny.summary(rng, facts)[0]}
+    text = (review if task == "valence" else scrambled)(rng)[0]
+    return {"text": text, "answer": "".join(sorted(text[:-1]))}
+
+
+def make_task(task: str, folder: Path) -> None:
+    """The pretrained models and the prompts, made once."""
+    if (folder / "data").exists():
+        return
     kept = ROOT / "bench" / "models" / task  # in the repository: another machine's would differ
     if not kept.exists():
-        demonstrations = [(review if task == "valence" else scrambled)(rng) for _ in range(20_000)]
-        kind = ("llama", 512) if task == "valence" else ("gpt2", 260)  # of characters
-        tiny.make_policy(demonstrations, kept, 1500, 0, *kind)
-        AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float16).save_pretrained(kept)
-    shutil.copytree(kept, folder / "model", dirs_exist_ok=True)
+        pretrain(task, kept)
+    shutil.copytree(kept, folder, dirs_exist_ok=True)
     rng = random.Random(1)
     for split, count in (("test", 64), ("train", 1000)):
-        prompts = [(review if task == "valence" else scrambled)(rng)[0] for _ in range(count)]
-        rows = [{"text": text, "answer": "".join(sorted(text[:-1]))} for text in prompts]
-        tiny.write_lines(folder / "data" / f"{split}.jsonl", rows)
+        examples = [example_of(task, rng) for _ in range(count)]
+        tiny.write_lines(folder / "data" / f"{split}.jsonl", examples)
 
 
 class SmallLlama(tba.TransformersEngine):
@@ -310,9 +365,28 @@ if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's 
 
 # -------------------------------------------------------------------------------- the experiments
 
-BETA = {"valence": 0.02, "sort": 0.1}  # the price of a nat
+# of each task: beta, the price of a nat, and flags of its own
+BETA = {"valence": 0.02, "sort": 0.1, "summaries": 0.3, "attacks": 0.3}
+OWN_FLAGS: dict[str, dict] = {
+    "valence": {"max_response_tokens": 64, "engine": "small"},
+    "sort": {"max_response_tokens": 16, "engine": "transformers"},  # a GPT-2
+    "summaries": {"max_response_tokens": 32, "engine": "small"},
+    "attacks": {
+        "max_response_tokens": 20, "engine": "small", "eval_samples": 64, "dataset": "",
+        "victim_samples": 3, "victim_max_tokens": 16, "victim_top_p": 1.0,
+        "toxicity_label": "toxic",
+    },
+}  # fmt: skip
+# flags that name a model -> its folder
+MODELS = {
+    "reward_model": "reward", "gold_reward_model": "gold", "victim_model": "victim",
+    "toxicity_model": "toxicity", "sentence_model": "model",
+}  # fmt: skip
 BUDGETS = (2.0, 4.0, 6.0, 12.0)  # nats a response
 COLLAPSED = 50.0
+# of oapl's V^, that of A*-PO, whose loss it takes over. With 0.02, as for its KL, V^ is nearly the
+# best reward of a group, and nearly every advantage negative: 0.18 on-policy, 1 of 3 collapsed
+OAPL_VALUE_BETA = 0.5
 SEEDS = (1, 2, 3)
 SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
@@ -338,6 +412,7 @@ OBJECTIVES = {  # name in the tables -> flags
     "dr_grpo": {"objective": "dr_grpo"},  # without a KL term, as published
     "online_dpo": {"objective": "online_dpo"},
 }
+FRONTIERS = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo", "dr_grpo", "online_dpo")
 FAR = ("tb", "tba_prime", "oapl", "ftb forward_kl", "ftb hellinger", "proximal_rloo")
 
 
@@ -368,9 +443,11 @@ def settings_of() -> list[Setting]:
     for slow in SLOW:
         ways = [(("slow", slow), ("lag", lag)) for lag in (0, 1)]
         ways += [(("slow", slow), ("asynchronous", M)) for M in (1, 2, 4)]
-        found += [Setting("speed", "tb", steps=160, flags=flags) for flags in ways]
+        found += [Setting("speed", "tb", flags=flags) for flags in ways]
     for lag in (0, 40):
         found += [Setting("second model", name, lag, "sort") for name in OBJECTIVES]
+    for task in ("summaries", "attacks"):
+        found += [Setting("frontiers", name, 10, task, steps=60) for name in FRONTIERS]
     for price in (0.25, 4.0):
         found += [
             Setting("prices", name, 0, price=price) for name in OBJECTIVES if name != "dr_grpo"
@@ -389,11 +466,13 @@ def arguments_of(
         "synchronous": True, "lag": setting.lag, "steps": setting.steps, "seed": seed,
         "learning_rate": rate, "max_grad_norm": clip, "beta": beta,
         "prompts_per_step": 8, "trained_per_prompt": 16, "temperature": 1.0,
-        "max_response_tokens": 64 if setting.task == "valence" else 16,
         "sequences_in_flight": 128, "num_searchers": 1,
-        "engine": "small" if setting.task == "valence" else "transformers",
         "eval_every": EVERY, "eval_responses": 4, "save_every": 0,
     }  # fmt: skip
+    flags |= OWN_FLAGS[setting.task]
+    if setting.task in ("summaries", "attacks"):
+        folder = files / setting.task
+        flags |= {name: folder / own for name, own in MODELS.items() if (folder / own).exists()}
     special = dict(setting.flags)
     if special.pop("slow", ""):
         flags |= {"engine": "slow", "eval_every": 0}
@@ -404,7 +483,8 @@ def arguments_of(
     if setting.objective == "grpo":
         flags["kl_coefficient"] = 2 * beta  # 0.04 at the usual price
     if setting.objective == "oapl":
-        flags["behaviour_beta"] = beta  # the policy that generated is its reference
+        flags["behaviour_beta"] = beta  # of the KL to the policy that generated
+        flags["beta"] = OAPL_VALUE_BETA
     return [word for name, value in flags.items() for word in (f"--{name}", value)]
 
 
