@@ -18,7 +18,8 @@ of the pretrained model, and its path: reward, KL and diversity of held-out answ
 3. A rate's score is the mean over its seeds of the frontier's area: the mean of the highest rewards
    within 2, 4, 6 and 12 nats of KL on the way (so that no budget is anybody's resting KL), less the
    untrained reward. A seed that collapsed scores 0: its largest KL on the way is above 50 nats, or
-   it diverged.
+   it diverged. Of rates that score the same the lowest wins (added later: where all collapse, the
+   grid has to be widened downwards).
 4. Reported are all seeds, collapsed ones too, and the share of them.
 5. Gradients are clipped at twice the median norm of the objective's first steps on the first
    policy's data, measured by a run without learning (role "pilot"): nobody has another's scale.
@@ -30,6 +31,7 @@ import collections
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -388,7 +390,7 @@ MODELS = {
 BUDGETS = (2.0, 4.0, 6.0, 12.0)  # nats a response
 COLLAPSED = 50.0
 # of oapl's V^, that of A*-PO, whose loss it takes over. With 0.02, as for its KL, V^ is nearly the
-# best reward of a group, and nearly every advantage negative: 0.18 on-policy, 1 of 3 collapsed
+# best reward of a group; on-policy that changed nothing (a gain of 0.18 against 0.17)
 OAPL_VALUE_BETA = 0.5
 SEEDS = (1, 2, 3)
 SEEDS_TO_CHOOSE = (101, 102)
@@ -553,7 +555,7 @@ class Rows:
         missing = [rate for rate in FIRST_RATES if rate not in complete]
         if missing:
             return None, missing
-        best = max(complete, key=lambda rate: score(tried[rate]))
+        best = max(sorted(complete), key=lambda rate: score(tried[rate]))  # of equals the lowest
         place = HALF_DECADES.index(best)
         around = [HALF_DECADES[place - 1], HALF_DECADES[place + 1]]
         missing = [rate for rate in around if rate not in complete]
@@ -711,103 +713,155 @@ def run_all(
 # ------------------------------------------------------------------------------------- the report
 
 NOT_YET = "·"  # in a table: its seeds have not been run
-EQUAL_REWARD = 0.25  # at which diversity is compared
+# at which diversity is compared
+EQUAL_REWARD = {"valence": 0.25, "sort": 0.5, "summaries": 0.7, "attacks": 0.8}
 
 
-def shown(values: list[float], digits: int = 2) -> str:
-    """Mean and standard deviation."""
-    if not values:
+def shown(values: Iterable[float | None], digits: int = 2) -> str:
+    """Mean and standard deviation of those that are there."""
+    found = [value for value in values if value is not None]
+    if not found:
         return NOT_YET
-    spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.{digits}f}{spread}"
+    spread = f" ± {np.std(found, ddof=1):.{digits}f}" if len(found) > 1 else ""
+    return f"{np.mean(found):.{digits}f}{spread}"
 
 
 def areas(rows: list[dict]) -> str:
     """The frontier's area of some seeds, and how many of them collapsed."""
     lost = sum(map(collapsed, rows))
-    return shown([area(row) for row in rows]) + (f" ({lost} of {len(rows)})" if lost else "")
+    return shown(map(area, rows)) + (f" ({lost} of {len(rows)})" if lost else "")
+
+
+def name_of(setting: Setting) -> str:
+    """An objective as tables call it."""
+    vcpo = ", rate by ESS" if "scale_rate_by_ess" in dict(setting.flags) else ""
+    return f"`{setting.objective}`{vcpo}"
 
 
 def at_equal_reward(row: dict, name: str) -> float | None:
     """A metric of the evaluation where the reward first passes EQUAL_REWARD, interpolated."""
+    reward = EQUAL_REWARD[row["task"]]
     for before, after in itertools.pairwise(row["path"]):
-        if before["reward"] < EQUAL_REWARD <= after["reward"]:
-            way = (EQUAL_REWARD - before["reward"]) / (after["reward"] - before["reward"])
+        if before["reward"] < reward <= after["reward"] and name in before:
+            way = (reward - before["reward"]) / (after["reward"] - before["reward"])
             return before[name] + way * (after[name] - before[name])
     return None
 
 
-def table(head: list[str], lines: list[list[str]]) -> str:
+def table(head: list[str], lines: Iterable[list[str]]) -> str:
     """A table in Markdown."""
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
-def report(rows: Rows) -> None:
-    """Write every table and picture of docs/results.md."""
-    settings = settings_of()
-    parts = {}
-    for experiment in ("staleness", "second model"):
-        own = [s for s in settings if s.experiment == experiment]
-        lags = sorted({s.lag for s in own})
-        lines = []
-        for name in OBJECTIVES:
-            of_lag = {s.lag: s for s in own if s.objective == name}
-            cells = [areas(rows.of(of_lag[lag], "report")) for lag in lags]
+def grid(rows: Rows, settings: list[Setting], column: str) -> str:
+    """Areas of an experiment: a line for each objective, a column for each lag or price."""
+    columns = sorted({getattr(s, column) for s in settings})
+    lines = []
+    for name in OBJECTIVES:
+        own = {getattr(s, column): s for s in settings if s.objective == name}
+        if own:
+            cells = [areas(rows.of(own[c], "report")) if c in own else "" for c in columns]
             lines.append([f"`{name}`", *cells])
-        parts[experiment] = table(["objective", *(f"lag {lag}" for lag in lags)], lines)
+    return table(["objective", *(f"{column} {c:g}" for c in columns)], lines)
+
+
+def budgets(rows: Rows, settings: list[Setting]) -> str:
+    """The highest reward within each budget of KL, for the settings that have been run."""
     lines = []
     for setting in settings:
         found = rows.of(setting, "report")
-        if setting.experiment not in ("staleness", "far", "bounded") or not found:
+        if not found:
             continue
-        budgets = [shown([frontier(row)[budget] for row in found]) for budget in BUDGETS]
-        diverse = [at_equal_reward(row, "distinct") for row in found]
-        at_kl = [at_equal_reward(row, "kl") for row in found]
-        name = setting.objective + (" VCPO" if setting.flags else "")
-        lines.append([
-            f"`{name}`", str(setting.lag), f"{found[0]['rate']:g}", *budgets,
-            shown([max(point["kl"] for point in row["path"]) for row in found], 0),
-            shown([value for value in at_kl if value is not None], 1),
-            shown([value for value in diverse if value is not None]),
-        ])  # fmt: skip
-    head = ["objective", "lag", "rate", *(f"≤ {budget:g} nats" for budget in BUDGETS)]
-    head += ["largest KL", f"KL at {EQUAL_REWARD}", f"distinct at {EQUAL_REWARD}"]
-    parts["budgets"] = table(head, lines)
-    own = [s for s in settings if s.experiment == "far"]
-    lines = [[f"`{s.objective}`", areas(rows.of(s, "report"))] for s in own]
-    parts["far"] = table(["objective", "lag 100, 250 steps"], lines)
+        best = [frontier(row) for row in found]
+        largest = [max(point["kl"] for point in row["path"]) for row in found]
+        cells = [shown([of_row[budget] for of_row in best]) for budget in BUDGETS]
+        rate = f"{found[0]['rate']:g}"
+        line = [name_of(setting), str(setting.lag), rate, areas(found), *cells, shown(largest, 0)]
+        lines.append(line)
+    head = ["objective", "lag", "rate", "gain", *(f"≤ {b:g} nats" for b in BUDGETS), "largest KL"]
+    return table(head, lines)
+
+
+def diversity(rows: Rows, settings: list[Setting]) -> str:
+    """Where the reward first passes EQUAL_REWARD: how far, and how diverse responses are."""
     lines = []
     for setting in settings:
-        if setting.experiment == "speed":
-            flags = dict(setting.flags)
-            way = f"lockstep, lag {flags.get('lag')}"
-            if "asynchronous" in flags:
-                way = f"asynchronous, {flags['asynchronous']} Searchers"
-            found = rows.of(setting, "report")
-            cells = []
-            for target in TARGETS:
-                seconds = [row[f"reached {target}"] for row in found]
-                missed = f" ({seconds.count(None)} never)" if None in seconds else ""
-                cells.append(shown([s for s in seconds if s is not None], 1) + missed)
-            lines.append([flags["slow"], way, *cells])
-    head = ["sleeps: decode, train", "", *(f"seconds to {target:g}" for target in TARGETS)]
-    parts["speed"] = table(head, lines)
+        found = rows.of(setting, "report")
+        if not found:
+            continue
+        values = {name: [at_equal_reward(row, name) for row in found] for name in POINT[:-1]}
+        best = shown(at_equal_reward(row, "best") for row in found)
+        there = sum(value is not None for value in values["kl"])
+        line = [name_of(setting), str(setting.lag), f"{there} of {len(found)}"]
+        line += [shown(values["step"], 0), shown(values["kl"], 1)]
+        line += [shown(values["distinct"]), shown(values["word_entropy"]), best]
+        lines.append(line)
+    distinct = "cosine distance" if settings[0].task == "attacks" else "distinct"
+    head = ["objective", "lag", "seeds", "step", "KL", distinct, "entropy of words", "best of 4"]
+    return table(head, lines)
+
+
+def speed(rows: Rows, settings: list[Setting]) -> str:
+    """Seconds to each target, and how many times as fast as both ways of lockstep."""
     lines = []
-    for name in OBJECTIVES:
-        if name != "dr_grpo":
-            usual = next(
-                s for s in settings
-                if (s.experiment, s.objective, s.lag) == ("staleness", name, 0)
-            )  # fmt: skip
-            priced = [s for s in settings if s.experiment == "prices" and s.objective == name]
-            cells = [areas(rows.of(s, "report")) for s in (priced[0], usual, priced[1])]
-            lines.append([f"`{name}`", *cells])
-    parts["prices"] = table(["objective", "a quarter", "the usual price", "four times"], lines)
+    lockstep: dict[tuple, float] = {}  # mean seconds by (sleeps, lag, target)
+    for setting in settings:
+        flags = dict(setting.flags)
+        found = rows.of(setting, "report")
+        way = f"lockstep, lag {flags.get('lag')}"
+        if "asynchronous" in flags:
+            way = f"asynchronous, Searchers: {flags['asynchronous']}"
+        line = [flags["slow"], way]
+        for target in TARGETS:
+            seconds = [row[f"reached {target}"] for row in found]
+            reached = [value for value in seconds if value is not None]
+            missed = f" ({seconds.count(None)} never)" if None in seconds else ""
+            line.append(shown(reached, 1) + missed)
+            mean = float(np.mean(reached)) if reached else math.nan
+            if "lag" in flags:
+                lockstep[flags["slow"], flags["lag"], target] = mean
+            for lag in (0, 1):
+                times = (
+                    lockstep[flags["slow"], lag, target] / mean if lag <= flags.get("lag", 1) else 0
+                )
+                line.append(f"{times:.1f}" if times and math.isfinite(times) else "")
+        lines.append(line)
+    head = ["sleeps: decode, train", ""]
+    for target in TARGETS:
+        head += [f"seconds to {target:g}", "over lag 0", "over lag 1"]
+    return table(head, lines)
+
+
+def report(rows: Rows) -> None:
+    """Write every table and picture of docs/results.md."""
+    settings = settings_of()
+
+    def of(*experiments: str) -> list[Setting]:
+        return [s for s in settings if s.experiment in experiments]
+
+    usual = [s for s in of("staleness") if s.lag == 0]
+    stale = sorted(of("staleness"), key=lambda s: s.lag)
     done = sum(row["role"] == "report" for row in rows.rows)
     wanted = len(SEEDS) * len(settings)
-    parts["count"] = f"{done} of {wanted} reported runs are there; {len(rows.rows)} rows in all.\n"
-    draw(rows, settings, ROOT / "bench" / "staleness.png")
+    parts = {
+        "count": f"{done} of {wanted} reported runs are there; {len(rows.rows)} rows in all.\n",
+        "staleness": grid(rows, stale, "lag"),
+        "far": budgets(rows, of("far")),
+        "budgets": budgets(rows, [*stale, *of("bounded")]),
+        "diversity": diversity(rows, stale),
+        "second model": grid(rows, of("second model"), "lag"),
+        "second model, diversity": diversity(rows, of("second model")),
+        "speed": speed(rows, of("speed")),
+        "prices": grid(
+            rows, [*of("prices"), *(s for s in usual if s.objective != "dr_grpo")], "price"
+        ),
+    }
+    for task in ("summaries", "attacks"):
+        own = [s for s in of("frontiers") if s.task == task]
+        parts[task] = budgets(rows, own)
+        parts[f"{task}, diversity"] = diversity(rows, own)
+    draw(rows, [*stale, *of("far")], ROOT / "bench" / "staleness.png")
     write_parts(parts)
 
 
@@ -823,28 +877,37 @@ def write_parts(parts: dict[str, str]) -> None:
 
 
 def draw(rows: Rows, settings: list[Setting], out: Path) -> None:
-    """The frontier's area over the lag, a line for each objective; seeds as dots."""
+    """The frontier's area over the lag, a line for each objective; bars from seed to seed."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(4, 1), sharey=True)
+    lags = sorted({s.lag for s in settings if s.experiment == "staleness"})
     for i, name in enumerate(OBJECTIVES):
-        own = [s for s in settings if s.objective == name and s.experiment in ("staleness", "far")]
-        found = {s.lag: rows.of(s, "report") for s in own}
-        points = sorted((lag, [area(row) for row in r]) for lag, r in found.items() if r)
-        if not points:
-            continue
-        x = np.array([lag for lag, _ in points], float)
-        style = "o-" if name.startswith(("tb", "ftb")) else "s--"
-        axes.plot(x, [np.mean(values) for _, values in points], style, color=f"C{i}", label=name)
-        for lag, values in points:
-            axes.plot([lag] * len(values), values, ".", color=f"C{i}", alpha=0.4)
-    axes.set_xscale("symlog", linthresh=2)
-    axes.set_xticks([0, 2, 10, 40, 100], ["0", "2", "10", "40", "100"])
-    axes.set_xlabel("lag, optimizer steps (100: after 250 steps, the others after 80)")
-    axes.set_ylabel("gain in reward, mean over budgets of 2 to 12 nats")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+        shift = (i - len(OBJECTIVES) / 2) * 0.03  # so that bars stand beside each other
+        style = {"color": f"C{i}", "capsize": 2, "markersize": 5, "linewidth": 1.5}
+        of_tb = name.startswith(("tb", "ftb"))
+        style |= {"fmt": "o-" if of_tb else "s--", "label": name}
+        for axes, experiment in ((left, "staleness"), (right, "far")):
+            own = [s for s in settings if (s.experiment, s.objective) == (experiment, name)]
+            found = {s.lag: list(map(area, rows.of(s, "report"))) for s in own}
+            found = {lag: values for lag, values in found.items() if values}
+            if not found:
+                continue
+            x = [(lags.index(lag) if axes is left else 0) + shift for lag in found]
+            mean = np.array([np.mean(values) for values in found.values()])
+            low = mean - [min(values) for values in found.values()]
+            high = [max(values) for values in found.values()] - mean
+            axes.errorbar(x, mean, (low, high), **style)
+    left.set_xticks(range(len(lags)), map(str, lags))
+    left.set_xlabel("lag of the data, optimizer steps; 80 steps")
+    left.set_ylabel("gain in reward, mean over budgets of 2 to 12 nats")
+    right.set_xticks([0], ["100"])
+    right.set_xlim(-0.5, 0.5)
+    right.set_xlabel("250 steps")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=8, ncols=2)
     figure.savefig(out, dpi=110)
 
 
