@@ -785,11 +785,12 @@ class ReplayRule:
 
 
 class Newest(ReplayRule):
-    """The paper's rule (section 4.2), with a draw of its own for each prompt of the batch.
+    """Recent groups with probability m, otherwise replay by reward (paper, section 4.2).
 
-    With probability m a group is drawn that arrived since the latest sync (while these are of fewer
-    than B prompts, since the sync before too). K of its trajectories are taken: the distinct ones
-    first, then repeats, as it was sampled. Otherwise any prompt's trajectories are replayed.
+    Recent is a group that arrived since the latest sync. K of its trajectories are taken: the
+    distinct ones first, then repeats, as it was sampled. Otherwise any prompt's trajectories are
+    replayed. Three choices are ours: each prompt of a batch draws for itself; a prompt's newest
+    group goes first; groups from before the sync are recent too while there are fewer than B.
     """
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:

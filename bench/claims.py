@@ -822,10 +822,8 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
             if "lag" in flags:
                 lockstep[flags["slow"], flags["lag"], target] = mean
             for lag in (0, 1):
-                times = (
-                    lockstep[flags["slow"], lag, target] / mean if lag <= flags.get("lag", 1) else 0
-                )
-                line.append(f"{times:.1f}" if times and math.isfinite(times) else "")
+                slower = lockstep.get((flags["slow"], lag, target), math.nan)
+                line.append("" if math.isnan(slower / mean) else f"{slower / mean:.1f}")
         lines.append(line)
     head = ["sleeps: decode, train", ""]
     for target in TARGETS:
@@ -871,7 +869,9 @@ def write_parts(parts: dict[str, str]) -> None:
     text = path.read_text()
     for name, part in parts.items():
         begin = f"<!-- {name} -->"
-        before, _, after = text.partition(begin)
+        before, mark, after = text.partition(begin)
+        if not mark:
+            sys.exit(f"{path} has no {begin}")
         text = f"{before}{begin}\n{part}<!-- end -->{after.partition('<!-- end -->')[2]}"
     path.write_text(text)
 

@@ -3,10 +3,10 @@
     python bench/pareto.py runs/a runs/b ... [--x perplexity --y win_rate] [--out pareto.png]
 
 The axes are perplexity and win rate (tldr) or cosine distance and attack success rate (redteam)
-unless named; perplexity is as the paper has it (over query and summary; `response_perplexity` is
-the usual one). A run's earlier evaluations are drawn as a thin line that leads to its point. Drawn
-are the evaluations on the prompts that are used while training (split "held_out"); the one on the
-whole held-out set at the end of a run (split "held_out_whole") is printed, not drawn.
+unless named; perplexity is as the authors' code has it, over the tokens of query and summary. A
+run's earlier evaluations are drawn as a thin line that leads to its point. Drawn are the
+evaluations on the prompts that are used while training (split "held_out"); the one on the whole
+held-out set at the end of a run (split "held_out_whole") is printed, not drawn.
 """
 
 import argparse
