@@ -54,7 +54,7 @@ def train_with_trl(files: Path, kl: float, rate: float, seed: int, out: Path) ->
     tokenizer = transformers.AutoTokenizer.from_pretrained(files / "model", padding_side="left")
     model = load(files / "model", dtype=torch.float32)
     reference = load(files / "model", dtype=torch.float32).eval()
-    config = tba.settings(model=str(files / "model"), dataset=str(files / "data"))
+    config = tba.settings(model=str(files / "model"), dataset=str(files / "data"), eval_responses=4)
     task = claims.Valence(config, tokenizer)
 
     def reward(prompts: list, completions: list, completion_ids: list, **_: object) -> list[float]:
@@ -126,23 +126,24 @@ def run(
     row = {"role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": 0}
     row |= {"model": claims.hash_of(setting.task, files)}
     if setting.objective in OURS:
-        flags = () if OURS[setting.objective] else (("recent_probability", 0.9),)
-        of_tb = claims.Setting(
-            "trl", "tb", flags=(("synchronous", OURS[setting.objective]), *flags)
-        )
+        flags = {"engine": "transformers", "synchronous": OURS[setting.objective]}
+        if not flags["synchronous"]:
+            flags["recent_probability"] = 0.9
+        of_tb = claims.Setting("trl", "tb", flags=tuple(flags.items()))
         made = claims.run(of_tb, role, rate, seed, clip, files)
         return asdict(setting) | row | {"seconds": made["step_seconds"], "path": made["path"]}
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            __file__,
-            "child",
-            "--files",
-            files / setting.task,
+        command = [sys.executable, __file__, "child", "--files", files / setting.task]
+        command += [
             "--out",
             folder,
+            "--kl",
+            KL_OF[setting.objective],
+            "--rate",
+            rate,
+            "--seed",
+            seed,
         ]
-        command += ["--kl", KL_OF[setting.objective], "--rate", rate, "--seed", seed]
         environment = {**os.environ, "OMP_NUM_THREADS": str(CORES)}
         done = subprocess.run(
             list(map(str, command)), check=True, capture_output=True, text=True, env=environment

@@ -1,0 +1,119 @@
+"""bench/claims.py: how rates are chosen, what a row counts for, what its engine samples."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+import tba
+
+sys.path.append(str(ROOT / "bench"))
+
+import claims
+
+SETTING = claims.Setting("staleness", "tb", 2)
+
+
+def row_of(setting, role, rate, seed, path, exit_code=0):
+    """A row of a run with this path of (KL, reward)."""
+    points = [
+        dict.fromkeys(claims.POINT, 0.0) | {"step": 10 * i, "kl": kl, "reward": reward}
+        for i, (kl, reward) in enumerate(path)
+    ]
+    row = claims.asdict(setting) | {"role": role, "rate": rate, "seed": seed, "path": points}
+    return row | {"clip": 1.0, "exit_code": exit_code, "model": "", "commit": ""}
+
+
+def choose(rows, reward_at):
+    """Make every run that is missing; a rate's reward is `reward_at` it, None: it collapses."""
+    while job := rows.next([SETTING]):
+        setting, role, rate, seed = job
+        reward = reward_at(rate)
+        path = [(0, 0), (99, 0.5)] if reward is None else [(0, 0), (1, reward)]
+        rows.add(row_of(setting, role, rate, seed, path))
+    return rows.of(SETTING, "choose"), rows.of(SETTING, "report")
+
+
+@pytest.mark.parametrize("best", [3e-6, 3e-4, 1e-3, 3e-2])
+def test_the_grid_is_widened_until_the_best_rate_is_inside(best, tmp_path):
+    rows = claims.Rows(tmp_path / "rows.jsonl")
+    chosen, reported = choose(rows, lambda rate: 1 - 0.1 * abs(math.log10(rate / best)))
+    assert {row["rate"] for row in reported} == {best}
+    tried = sorted({row["rate"] for row in chosen})
+    assert tried[0] < best < tried[-1]
+    assert set(claims.FIRST_RATES) <= set(tried)
+    for rate in tried:
+        assert sorted(row["seed"] for row in chosen if row["rate"] == rate) == [101, 102]
+    assert sorted(row["seed"] for row in reported) == [1, 2, 3]
+    assert claims.Rows(rows.path).next([SETTING]) is None  # the file says that nothing is missing
+
+
+def test_where_every_rate_collapses_lower_ones_are_tried(tmp_path):
+    rows = claims.Rows(tmp_path / "rows.jsonl")
+    chosen, reported = choose(rows, lambda rate: None if rate > 5e-5 else 1e4 * rate)
+    assert {row["rate"] for row in reported} == {3e-5}
+    assert max(row["rate"] for row in chosen) == 3e-3
+
+
+def test_a_collapse_on_the_way_counts_though_the_run_came_back():
+    path = [(0, 0.1), (3, 0.5), (60, 0.9), (5, 0.6)]
+    row = row_of(SETTING, "choose", 1e-3, 1, path)
+    assert claims.collapsed(row)
+    assert claims.score([row]) == 0
+    assert claims.area(row) > 0  # it is reported all the same
+    assert claims.collapsed(row_of(SETTING, "choose", 1e-3, 1, path[:2], exit_code=1))
+    assert not claims.collapsed(row_of(SETTING, "choose", 1e-3, 1, path[:2]))
+
+
+def test_the_frontier_is_the_best_within_each_budget():
+    """0.4 at 3 nats and 1.0 at 9: on the way from one to the other 0.5 is passed at 4 nats."""
+    row = row_of(SETTING, "report", 1e-3, 1, [(0, 0.1), (3, 0.4), (9, 1.0), (20, 0.2)])
+    assert claims.frontier(row) == pytest.approx({2.0: 0.3, 4.0: 0.5, 6.0: 0.7, 12.0: 1.0})
+    assert claims.area(row) == pytest.approx((0.3 + 0.5 + 0.7 + 1.0) / 4 - 0.1)
+    row["path"][0]["distinct"] = 1.0
+    row["path"][1]["distinct"] = 0.7
+    assert claims.at_equal_reward(row, "kl") == pytest.approx(1.5)  # at a reward of 0.25
+    assert claims.at_equal_reward(row, "distinct") == pytest.approx(0.85)
+
+
+def test_the_small_engine_samples_what_it_says_from_the_models_own_distribution():
+    path = str(ROOT / "bench" / "models" / "valence" / "model")
+    config = tba.settings(model=path, dtype="float32", sequences_in_flight=10_000)
+    device = torch.device("cpu")
+    ends = tba.end_tokens("model", config)
+    engine = claims.SmallLlama(config, path, ends, 100, device, 0)
+    model = tba.load_model(config, path, torch.float32, device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    engine.load_weights(tba.checkpoint_state(model).items())
+
+    prompts = [np.arange(5, 5 + n, dtype=np.int32) for n in (3, 9, 6)]
+    for i, prompt in enumerate(prompts):
+        engine.submit(tba.Request(i, prompt, n=16, max_tokens=20 + i, temperature=0.7, seed=i))
+    groups = []
+    said = []
+    for done in sorted(engine.step(), key=lambda done: done.request.id):
+        groups.append((done.request.prompt, done.tokens))
+        said += done.logprobs
+        lengths = [len(tokens) for tokens in done.tokens]
+        assert max(lengths) <= 20 + done.request.id
+        for tokens, ended in zip(done.tokens, done.ended, strict=True):
+            assert not np.isin(tokens[:-1], ends).any()
+            assert ended == (tokens[-1] in ends)
+    own = tba.token_logprobs(tba.TokenLogProbs(model, 0.7), groups, config)
+    for a, b in zip(said, own, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+    n = 4000
+    engine.submit(tba.Request(0, prompts[0], n=n, max_tokens=1, temperature=1.0, seed=5))
+    [done] = engine.step()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(prompts[0]).long()[None]).logits[0, -1]
+    p = logits.softmax(-1).double().numpy()
+    share = np.bincount(np.concatenate(done.tokens), minlength=len(p)) / n
+    assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / n) + 1 / n).all()
