@@ -8,7 +8,7 @@
 A row of bench/results/claims.jsonl is one run of tba.py, with its settings, seed, commit, the hash
 of the pretrained model, and its path: reward, KL and diversity of held-out answers every 10 steps.
 
-**The protocol**, which was committed before the reported seeds were run:
+**The protocol**, which was committed before a reported seed was run, but for what is marked +:
 
 1. One pretrained model a task, in bench/models; its hash is in every row. Rows of another one are
    refused.
@@ -16,14 +16,17 @@ of the pretrained model, and its path: reward, KL and diversity of held-out answ
    half decades. It begins at 3e-4, 1e-3 and 3e-3 and is widened at either end until the winner is
    inside. Two seeds choose (SEEDS_TO_CHOOSE), three others are reported (SEEDS).
 3. A rate's score is the mean over its seeds of the frontier's area: the mean of the highest rewards
-   within 2, 4, 6 and 12 nats of KL on the way (so that no budget is anybody's resting KL), less the
-   untrained reward. A seed that collapsed scores 0: its largest KL on the way is above 50 nats, or
-   it diverged. Of rates that score the same the lowest wins (added later: where all collapse, the
-   grid has to be widened downwards).
-4. Reported are all seeds, collapsed ones too, and the share of them.
+   within 2, 4, 6 and 12 nats of KL on the way (one budget alone would favour who rests at it), less
+   the untrained reward. A seed that collapsed scores 0: its largest KL on the way is above 50 nats,
+   or it diverged. + Of rates that score the same the lowest wins: where all collapse, the grid has
+   to be widened downwards.
+4. Reported are all seeds, collapsed ones too, and the share of them. + What a run does after its
+   collapse does not count, though some come back.
 5. Gradients are clipped at twice the median norm of the objective's first steps on the first
    policy's data, measured by a run without learning (role "pilot"): nobody has another's scale.
 6. All settings of an experiment have the same data, batches (8 prompts x 16 responses) and steps.
+7. + Runs of tiny Llamas generate with the engine "small" below, which is exact. The first rows had
+   transformers' `generate`; reported seeds were run again, and some rows that chose a rate kept.
 """
 
 import argparse
@@ -393,6 +396,7 @@ COLLAPSED = 50.0
 # best reward of a group; on-policy that changed nothing (a gain of 0.18 against 0.17)
 OAPL_VALUE_BETA = 0.5
 SEEDS = (1, 2, 3)
+TEN_SEEDS = range(11, 21)  # + how often `tb` collapses at one rate
 SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
 HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for digit in (1, 3))
@@ -418,6 +422,8 @@ OBJECTIVES = {  # name in the tables -> flags
     "online_dpo": {"objective": "online_dpo"},
 }
 FRONTIERS = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo", "dr_grpo", "online_dpo")
+# experiments that choose no rate: they have the one that `tb` has on-policy
+AT_THE_RATE_ON_POLICY = ("collapses", "speed")
 FAR = ("tb", "tba_prime", "oapl", "ftb forward_kl", "ftb hellinger", "proximal_rloo")
 
 
@@ -453,11 +459,17 @@ def settings_of() -> list[Setting]:
     for price in (0.25, 4.0):
         names = [name for name in OBJECTIVES if name != "dr_grpo"]  # it has no such term
         found += [Setting("prices", name, 0, price=price) for name in names]
+    found += [Setting("collapses", "tb", lag) for lag in (0, 2, 10, 40)]
     for slow in SLOW:  # with --workers 1
         ways = [(("slow", slow), ("lag", lag)) for lag in (0, 1)]
         ways += [(("slow", slow), ("asynchronous", M)) for M in (1, 2, 4)]
         found += [Setting("speed", "tb", flags=flags) for flags in ways]
     return found
+
+
+def seeds_of(setting: Setting) -> Iterable[int]:
+    """The seeds that are reported."""
+    return TEN_SEEDS if setting.experiment == "collapses" else SEEDS
 
 
 def arguments_of(
@@ -496,9 +508,19 @@ def arguments_of(
 # -------------------------------------------------------------------------------------- the rows
 
 
+def path_of(row: dict) -> list[dict]:
+    """A run's evaluations up to the first one past COLLAPSED: what comes after does not count."""
+    path = []
+    for point in row["path"]:
+        path.append(point)
+        if point["kl"] > COLLAPSED:
+            break
+    return path
+
+
 def frontier(row: dict) -> dict[float, float]:
     """The highest reward within each budget of KL, on the way and between two evaluations."""
-    path = [(point["kl"], point["reward"]) for point in row["path"]]
+    path = [(point["kl"], point["reward"]) for point in path_of(row)]
     best = {}
     for budget in BUDGETS:
         rewards = [reward for kl, reward in path if kl <= budget]
@@ -563,10 +585,10 @@ class Rows:
 
     def missing(self, setting: Setting) -> Iterator[tuple[Setting, str, float, int]]:
         """The runs of a setting that are to be made now: (setting, role, rate, seed)."""
-        if setting.experiment == "speed":  # at the rate of `tb` on-policy
+        if setting.experiment in AT_THE_RATE_ON_POLICY:
             rate, _ = self.best_rate(Setting("staleness", setting.objective))
             there = [row["seed"] for row in self.of(setting, "report")]
-            for seed in SEEDS if rate else ():
+            for seed in seeds_of(setting) if rate else ():
                 if seed not in there:
                     yield setting, "report", rate, seed
             return
@@ -577,11 +599,18 @@ class Rows:
         rate, to_try = self.best_rate(setting)
         runs = [("choose", r, seed) for r in to_try for seed in SEEDS_TO_CHOOSE]
         if rate:
-            runs = [("report", rate, seed) for seed in SEEDS]
+            runs = [("report", rate, seed) for seed in seeds_of(setting)]
         for role, r, seed in runs:
             there = [(row["rate"], row["seed"]) for row in self.of(setting, role)]
             if (r, seed) not in there:
                 yield setting, role, r, seed
+
+    def check(self, settings: list[Setting], files: Path) -> None:
+        """Refuse rows of another pretrained model."""
+        hashes = {task: hash_of(task, files) for task in {s.task for s in settings}}
+        for row in self.rows:
+            if row["model"] != hashes.get(row["task"], row["model"]):
+                sys.exit(f"{self.path} has rows of another pretrained model of {row['task']}")
 
     def next(self, settings: list[Setting]) -> tuple | None:
         """The next run that is missing and not under way."""
@@ -680,9 +709,7 @@ def run_all(
     run: Callable[..., dict] = run,
 ) -> None:  # fmt: skip
     """Run what is missing, `workers` at a time, until nothing is or the time is over."""
-    for row in rows.rows:
-        if row["model"] != hash_of(row["task"], files):
-            sys.exit(f"{rows.path} has rows of another pretrained model of {row['task']}")
+    rows.check(settings, files)
     end = time.monotonic() + 60 * minutes
     # forked here, where there is one thread, and everything is imported
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
@@ -741,7 +768,7 @@ def name_of(setting: Setting) -> str:
 def at_equal_reward(row: dict, name: str) -> float | None:
     """A metric of the evaluation where the reward first passes EQUAL_REWARD, interpolated."""
     reward = EQUAL_REWARD[row["task"]]
-    for before, after in itertools.pairwise(row["path"]):
+    for before, after in itertools.pairwise(path_of(row)):
         if before["reward"] < reward <= after["reward"] and name in before:
             way = (reward - before["reward"]) / (after["reward"] - before["reward"])
             return before[name] + way * (after[name] - before[name])
@@ -754,14 +781,14 @@ def table(head: list[str], lines: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
-def grid(rows: Rows, settings: list[Setting], column: str) -> str:
-    """Areas of an experiment: a line for each objective, a column for each lag or price."""
+def grid(settings: list[Setting], column: str, cell: Callable[[Setting], str]) -> str:
+    """A table with a line for each objective, and a column for each lag or price."""
     columns = sorted({getattr(s, column) for s in settings})
     lines = []
     for name in OBJECTIVES:
         own = {getattr(s, column): s for s in settings if s.objective == name}
         if own:
-            cells = [areas(rows.of(own[c], "report")) if c in own else "" for c in columns]
+            cells = [cell(own[c]) if c in own else "" for c in columns]
             lines.append([f"`{name}`", *cells])
     return table(["objective", *(f"{column} {c:g}" for c in columns)], lines)
 
@@ -775,11 +802,12 @@ def budgets(rows: Rows, settings: list[Setting]) -> str:
             continue
         best = [frontier(row) for row in found]
         largest = [max(point["kl"] for point in row["path"]) for row in found]
+        end = [row["path"][-1]["reward"] for row in found]
         cells = [shown([of_row[budget] for of_row in best]) for budget in BUDGETS]
-        rate = f"{found[0]['rate']:g}"
-        line = [name_of(setting), str(setting.lag), rate, areas(found), *cells, shown(largest, 0)]
-        lines.append(line)
-    head = ["objective", "lag", "rate", "gain", *(f"≤ {b:g} nats" for b in BUDGETS), "largest KL"]
+        line = [name_of(setting), str(setting.lag), f"{found[0]['rate']:g}", areas(found), *cells]
+        lines.append([*line, shown(largest, 0), shown(end)])
+    head = ["objective", "lag", "rate", "gain", *(f"≤ {b:g} nats" for b in BUDGETS)]
+    head += ["largest KL", "at the end"]
     return table(head, lines)
 
 
@@ -815,10 +843,9 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
         line = [flags["slow"], way]
         for target in TARGETS:
             seconds = [row[f"reached {target}"] for row in found]
-            reached = [value for value in seconds if value is not None]
-            missed = f" ({seconds.count(None)} never)" if None in seconds else ""
-            line.append(shown(reached, 1) + missed)
-            mean = float(np.mean(reached)) if reached else math.nan
+            missed = seconds.count(None)
+            line.append(shown(seconds, 1) + (f" ({missed} never)" if missed else ""))
+            mean = float(np.mean(seconds)) if found and not missed else math.nan
             if "lag" in flags:
                 lockstep[flags["slow"], flags["lag"], target] = mean
             for lag in (0, 1):
@@ -838,21 +865,42 @@ def report(rows: Rows) -> None:
     def of(*experiments: str) -> list[Setting]:
         return [s for s in settings if s.experiment in experiments]
 
+    def reported(setting: Setting) -> str:
+        return areas(rows.of(setting, "report"))
+
+    def stable_rate(setting: Setting) -> str:
+        """The highest rate up to which no seed that chooses collapsed."""
+        stable = NOT_YET
+        for rate in HALF_DECADES:
+            tried = [row for row in rows.of(setting, "choose") if row["rate"] == rate]
+            if any(map(collapsed, tried)):
+                break
+            if tried:
+                stable = f"{rate:g}"
+        return stable
+
     usual = [s for s in of("staleness") if s.lag == 0]
     stale = sorted(of("staleness"), key=lambda s: s.lag)
     done = sum(row["role"] == "report" for row in rows.rows)
-    wanted = len(SEEDS) * len(settings)
+    wanted = sum(len(seeds_of(setting)) for setting in settings)
+    per_lag = []
+    for setting in of("collapses"):
+        found = rows.of(setting, "report")
+        per_lag.append([str(setting.lag), f"{sum(map(collapsed, found))} of {len(found)}"])
+        per_lag[-1].append(shown(map(area, found)))
     parts = {
         "count": f"{done} of {wanted} reported runs are there; {len(rows.rows)} rows in all.\n",
-        "staleness": grid(rows, stale, "lag"),
+        "staleness": grid(stale, "lag", reported),
+        "stable rates": grid([*stale, *of("far")], "lag", stable_rate),
         "far": budgets(rows, of("far")),
+        "collapses": table(["lag", "collapsed", "gain"], per_lag),
         "budgets": budgets(rows, [*stale, *of("bounded")]),
         "diversity": diversity(rows, stale),
-        "second model": grid(rows, of("second model"), "lag"),
+        "second model": grid(of("second model"), "lag", reported),
         "second model, diversity": diversity(rows, of("second model")),
         "speed": speed(rows, of("speed")),
         "prices": grid(
-            rows, [*of("prices"), *(s for s in usual if s.objective != "dr_grpo")], "price"
+            [*of("prices"), *(s for s in usual if s.objective != "dr_grpo")], "price", reported
         ),
     }
     for task in ("summaries", "attacks"):
@@ -932,6 +980,7 @@ def main() -> None:
     elif args.what == "run":
         run_all(rows, settings, args.files, args.minutes, args.workers)
     else:
+        rows.check(settings, args.files)
         report(rows)
 
 
