@@ -400,9 +400,10 @@ TEN_SEEDS = range(11, 21)  # + how often `tb` collapses at one rate
 SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
 HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for digit in (1, 3))
-# seconds that a decode step and an optimizer step sleep for a GPU's work, one Searcher being given;
-# that generation takes about as long as training, or four times as long, is an assumption
-SLOW = ("0.006 0.4", "0.025 0.4")
+# seconds that a decode step and an optimizer step sleep for a GPU's work; with some 16 decode steps
+# to a batch generation takes, with one Searcher, as long as training, or four times as long: which
+# of these a GPU does is an assumption
+SLOW = ("0.006 0.4", "0.085 0.4")
 TARGETS = (0.2, 0.3)  # of the mean reward of five steps, to which seconds are counted
 EVERY = 10  # steps between evaluations
 # what a row keeps of each; `best` is the best of the 4 responses to a prompt, of a reward of 0 or 1
@@ -840,7 +841,8 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
         way = f"lockstep, lag {flags.get('lag')}"
         if "asynchronous" in flags:
             way = f"asynchronous, Searchers: {flags['asynchronous']}"
-        line = [flags["slow"], way]
+        a_step = [row["step_seconds"] / (setting.steps - 1) for row in found]
+        line = [flags["slow"], way, shown(a_step)]
         for target in TARGETS:
             seconds = [row[f"reached {target}"] for row in found]
             missed = seconds.count(None)
@@ -852,7 +854,7 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
                 slower = lockstep.get((flags["slow"], lag, target), math.nan)
                 line.append("" if math.isnan(slower / mean) else f"{slower / mean:.1f}")
         lines.append(line)
-    head = ["sleeps: decode, train", ""]
+    head = ["sleeps: decode, train", "", "seconds a step"]
     for target in TARGETS:
         head += [f"seconds to {target:g}", "over lag 0", "over lag 1"]
     return table(head, lines)
