@@ -3804,8 +3804,6 @@ def read_lines(path: Path) -> list[dict]:
 class StepLog:
     """Writes each optimizer step's metrics, with what the Searchers did meanwhile."""
 
-    FAR = 50.0  # nats a response, from the reference: few policies that far still write language
-
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.arrived: list[Trajectory] = []  # since the last step
@@ -3813,7 +3811,6 @@ class StepLog:
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
         self.queue_depth = 0  # the most groups found on the queue since the last step
         self.waited = 0.0  # seconds, for syncs, since the last step
-        self.warned = False  # of a KL above FAR
         self.last_step_end = 0.0
 
     def write(self, measured: dict[str, float], seconds: float, tokens: int) -> None:
@@ -3863,11 +3860,6 @@ class StepLog:
             "response_length": float(np.mean([len(t.tokens) for t in self.arrived])),
             "eos_fraction": float(np.mean([t.ended for t in self.arrived])),
         }
-        if self.means["kl"] > self.FAR and not self.warned:
-            self.warned = True
-            text = f"warning: step {self.trainer.step}: a KL of {self.means['kl']:.0f} nats: "
-            text += "the policy may have collapsed; raise --beta or lower --learning_rate"
-            self.trainer.folder.say(text)
         t = self.arrived[-1]
         problem = self.trainer.problem
         record = {
