@@ -133,17 +133,9 @@ def run(
         made = claims.run(of_tb, role, rate, seed, clip, files)
         return asdict(setting) | row | {"seconds": made["step_seconds"], "path": made["path"]}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "child", "--files", files / setting.task]
-        command += [
-            "--out",
-            folder,
-            "--kl",
-            KL_OF[setting.objective],
-            "--rate",
-            rate,
-            "--seed",
-            seed,
-        ]
+        command = [sys.executable, __file__, "child", "--rate", rate, "--seed", seed]
+        command += ["--kl", KL_OF[setting.objective]]
+        command += ["--files", files / setting.task, "--out", folder]
         environment = {**os.environ, "OMP_NUM_THREADS": str(CORES)}
         done = subprocess.run(
             list(map(str, command)), check=True, capture_output=True, text=True, env=environment

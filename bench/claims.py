@@ -407,7 +407,7 @@ SLOW = ("0.006 0.4", "0.085 0.4")
 TARGETS = (0.2, 0.3)  # of the mean reward of five steps, to which seconds are counted
 EVERY = 10  # steps between evaluations
 # what a row keeps of each; `best` is the best of the 4 responses to a prompt, of a reward of 0 or 1
-# pass@4 (the first rows have none)
+# pass@4 (the first rows that chose a rate have none)
 POINT = ("step", "kl", "reward", "distinct", "word_entropy", "best")
 
 OBJECTIVES = {  # name in the tables -> flags
@@ -586,25 +586,21 @@ class Rows:
 
     def missing(self, setting: Setting) -> Iterator[tuple[Setting, str, float, int]]:
         """The runs of a setting that are to be made now: (setting, role, rate, seed)."""
-        if setting.experiment in AT_THE_RATE_ON_POLICY:
-            rate, _ = self.best_rate(Setting("staleness", setting.objective))
-            there = [row["seed"] for row in self.of(setting, "report")]
-            for seed in seeds_of(setting) if rate else ():
-                if seed not in there:
-                    yield setting, "report", rate, seed
-            return
         if self.clip(setting) is None:
             pilot = replace(setting, experiment="pilot", lag=0, steps=6, flags=())
             yield pilot, "pilot", 1e-12, SEEDS_TO_CHOOSE[0]
             return
-        rate, to_try = self.best_rate(setting)
-        runs = [("choose", r, seed) for r in to_try for seed in SEEDS_TO_CHOOSE]
+        chooser = setting  # whose rate it has
+        if setting.experiment in AT_THE_RATE_ON_POLICY:
+            chooser = Setting("staleness", setting.objective)
+        rate, to_try = self.best_rate(chooser)
+        runs = [(chooser, "choose", r, seed) for r in to_try for seed in SEEDS_TO_CHOOSE]
         if rate:
-            runs = [("report", rate, seed) for seed in seeds_of(setting)]
-        for role, r, seed in runs:
-            there = [(row["rate"], row["seed"]) for row in self.of(setting, role)]
-            if (r, seed) not in there:
-                yield setting, role, r, seed
+            runs = [(setting, "report", rate, seed) for seed in seeds_of(setting)]
+        for run in runs:
+            there = [(row["rate"], row["seed"]) for row in self.of(*run[:2])]
+            if run[2:] not in there:
+                yield run
 
     def check(self, settings: list[Setting], files: Path) -> None:
         """Refuse rows of another pretrained model."""
@@ -770,7 +766,7 @@ def at_equal_reward(row: dict, name: str) -> float | None:
     """A metric of the evaluation where the reward first passes EQUAL_REWARD, interpolated."""
     reward = EQUAL_REWARD[row["task"]]
     for before, after in itertools.pairwise(path_of(row)):
-        if before["reward"] < reward <= after["reward"] and name in before:
+        if before["reward"] < reward <= after["reward"]:
             way = (reward - before["reward"]) / (after["reward"] - before["reward"])
             return before[name] + way * (after[name] - before[name])
     return None
@@ -819,12 +815,11 @@ def diversity(rows: Rows, settings: list[Setting]) -> str:
         found = rows.of(setting, "report")
         if not found:
             continue
-        values = {name: [at_equal_reward(row, name) for row in found] for name in POINT[:-1]}
-        best = shown(at_equal_reward(row, "best") for row in found)
+        values = {name: [at_equal_reward(row, name) for row in found] for name in POINT}
         there = sum(value is not None for value in values["kl"])
         line = [name_of(setting), str(setting.lag), f"{there} of {len(found)}"]
         line += [shown(values["step"], 0), shown(values["kl"], 1)]
-        line += [shown(values["distinct"]), shown(values["word_entropy"]), best]
+        line += [shown(values[name]) for name in ("distinct", "word_entropy", "best")]
         lines.append(line)
     distinct = "cosine distance" if settings[0].task == "attacks" else "distinct"
     head = ["objective", "lag", "seeds", "step", "KL", distinct, "entropy of words", "best of 4"]
@@ -888,8 +883,8 @@ def report(rows: Rows) -> None:
     per_lag = []
     for setting in of("collapses"):
         found = rows.of(setting, "report")
-        per_lag.append([str(setting.lag), f"{sum(map(collapsed, found))} of {len(found)}"])
-        per_lag[-1].append(shown(map(area, found)))
+        share = f"{sum(map(collapsed, found))} of {len(found)}"
+        per_lag.append([str(setting.lag), share, shown(map(area, found))])
     parts = {
         "count": f"{done} of {wanted} reported runs are there; {len(rows.rows)} rows in all.\n",
         "staleness": grid(stale, "lag", reported),

@@ -2,11 +2,12 @@
 
 import math
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from harness import ROOT
 
 import tba
 
@@ -23,7 +24,7 @@ def row_of(setting, role, rate, seed, path, exit_code=0):
         dict.fromkeys(claims.POINT, 0.0) | {"step": 10 * i, "kl": kl, "reward": reward}
         for i, (kl, reward) in enumerate(path)
     ]
-    row = claims.asdict(setting) | {"role": role, "rate": rate, "seed": seed, "path": points}
+    row = asdict(setting) | {"role": role, "rate": rate, "seed": seed, "path": points}
     return row | {"clip": 1.0, "exit_code": exit_code, "model": "", "commit": ""}
 
 
