@@ -62,16 +62,17 @@ def test_redteam(tmp_path):
 
 
 def test_math_with_tba_prime(tmp_path):
+    """In lockstep, three steps stale: what is learned does not depend on the Searcher's speed."""
     tiny.make("math", CACHE / "tiny-math")
     flags = {
         "task": "math", "model": CACHE / "tiny-math" / "model",
         "dataset": CACHE / "tiny-math" / "data", "objective": "tba_prime", "beta": 0.005,
         "steps": 80, "prompts_per_step": 8, "trained_per_prompt": 16, "searched_per_prompt": 16,
-        "initial_trajectories": 256, "recent_probability": 1, "sync_every": 3,
-        "reset_reference_every": 30, "learning_rate": 2e-4, "lr_schedule": "linear",
-        "max_grad_norm": 1, "sequences_in_flight": 128, "eval_every": 20, "eval_samples": 0,
+        "synchronous": True, "lag": 3, "reset_reference_every": 30,
+        "learning_rate": 2e-4, "lr_schedule": "linear", "max_grad_norm": 1,
+        "sequences_in_flight": 128, "eval_every": 20, "eval_samples": 0,
     }  # fmt: skip
     run_tba(arguments(None, tmp_path / "run", **flags), timeout=1800)
     before, after = evaluations(tmp_path / "run")
     assert set(after) == {"step", "version", "split", "n", "accuracy"}
-    assert after["accuracy"] >= before["accuracy"] + 0.4
+    assert after["accuracy"] >= before["accuracy"] + 0.6
