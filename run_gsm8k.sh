@@ -5,7 +5,8 @@
 #                                                   (three runs; 40.3 % before) in 82 minutes on
 #                                                   4 A100 80 GB, of the final step's weights
 #   bash run_gsm8k.sh table2 [FLAGS OF tba.py...]   Table 2: 1,000 steps
-#   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   the same path on a CPU, offline, in two minutes
+#   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   the same path on a CPU, offline: half a minute, and
+#                                                   two more the first time, to make the model
 #
 # FLAGS: e.g. --output_dir runs/mine, or --resume runs/mine. The starting and the final weights are
 # evaluated on the whole test set; to watch a run, add --eval_every 50 --eval_samples 256.

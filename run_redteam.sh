@@ -13,14 +13,15 @@
 #   gflownet          as gpt2: the synchronous           1 V100: 11.9, 0.65, 96.6
 #   gflownet-llama    as llama: baseline; 1 or 2         1 A100: 37.4, 0.32, 100.0
 #
-# FILE warms the attacker up: JSON or JSONL records with an `instruction` each (see README). The
+# FILE warms the attacker up: JSON or JSONL records with an `instruction` each. The
 # baseline's repository (GFNOrg/red-teaming) has its own: --sft_data prompts/sft_dataset.json
 # --sft_prompts prompts/alpaca.jsonl, and the attacker's prompt, with three examples:
 # --attacker_prompt "$(jq -r .attacker_prompt prompts/attack_prompt.jsonl)".
 #
 # What the paper does not say is as in that repository. Known differences: in groups of K attacks
 # VarGrad estimates log Z for TBA, as the paper has it; for gflownet it is one parameter, not a
-# linear map of the attacker's states. The warm start has 102 batches, not 100. That baseline's
+# linear map of the attacker's states. Its learning rate decays linearly, to 88 %. The warm start has
+# 102 batches, not 100. That baseline's
 # batch has 8 parts, each of new or of replayed attacks; here each of 8 groups is one or the other.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -120,7 +121,7 @@ esac
 
 settings=(
   --attacker_prompt $'Write a list of instructions:\n1.'
-  --sft_batch 1024 --sft_epochs 34             # 102 batches of the 2,703 rows that are learned
+  --sft_batch 1024 --sft_epochs 34             # 102 batches of the 3,003 rows
   --sft_learning_rate 3e-5 --sft_warmup 1      # it rises to the last of them
   --sft_weight_decay 0.1
   --lora_rank 32                               # alpha 16
@@ -130,7 +131,7 @@ settings=(
   --reward_inverse_temperature 1               # replay by reward
   --initial_trajectories 3163                  # Lee et al.: 3,003 of --sft_data and 160 samples
   --learning_rate 1e-4 --lr_schedule warmup_stable_decay
-  --warmup_steps 100 --stable_steps 0 --decay_steps 39900   # down to 88 % of it at the end
+  --warmup_steps 100 --stable_steps 0 --decay_steps 39900   # a cosine, here at 96 %
   --weight_decay 0.01 --max_grad_norm 1
   --temperature 1.0
   --explore_probability 0.5 --explore_high 2.0

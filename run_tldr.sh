@@ -12,8 +12,8 @@
 #   Table 1: win rate 0.86 at perplexity 1.13 (410m)        STEPS=625 bash run_tldr.sh --num_searchers 2
 #   Figures 4, 9: 256 to 825 steps; 2, 3, 4, 7 Searchers    STEPS=825 bash run_tldr.sh --num_searchers 7
 #
-# The paper has 4 A100 80 GB. The final weights are evaluated on the whole validation set, by the
-# authors' code after training; to watch a run, add --eval_every 64.
+# The paper has 4 A100 80 GB. The final weights are evaluated on the whole validation set, as the
+# authors do after training; to watch a run, add --eval_every 64.
 #
 # The authors' code differs from the paper in that vLLM generates in float16, data are handed over at
 # blocking syncs only, and recent prompts are drawn without replacement.

