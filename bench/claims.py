@@ -424,7 +424,7 @@ OBJECTIVES = {  # name in the tables -> flags
 }
 FRONTIERS = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo", "dr_grpo", "online_dpo")
 # experiments that choose no rate: they have the one that `tb` has on-policy
-AT_THE_RATE_ON_POLICY = ("collapses", "speed")
+AT_THE_RATE_ON_POLICY = ("collapses", "longer", "speed")
 FAR = ("tb", "tba_prime", "oapl", "ftb forward_kl", "ftb hellinger", "proximal_rloo")
 
 
@@ -461,6 +461,7 @@ def settings_of() -> list[Setting]:
         names = [name for name in OBJECTIVES if name != "dr_grpo"]  # it has no such term
         found += [Setting("prices", name, 0, price=price) for name in names]
     found += [Setting("collapses", "tb", lag) for lag in (0, 2, 10, 40)]
+    found += [Setting("longer", "tb", lag, steps=250) for lag in (0, 2, 10, 40)]
     for slow in SLOW:  # with --workers 1
         ways = [(("slow", slow), ("lag", lag)) for lag in (0, 1)]
         ways += [(("slow", slow), ("asynchronous", M)) for M in (1, 2, 4)]
@@ -470,7 +471,7 @@ def settings_of() -> list[Setting]:
 
 def seeds_of(setting: Setting) -> Iterable[int]:
     """The seeds that are reported."""
-    return TEN_SEEDS if setting.experiment == "collapses" else SEEDS
+    return TEN_SEEDS if setting.experiment in ("collapses", "longer") else SEEDS
 
 
 def arguments_of(
@@ -881,16 +882,17 @@ def report(rows: Rows) -> None:
     done = sum(row["role"] == "report" for row in rows.rows)
     wanted = sum(len(seeds_of(setting)) for setting in settings)
     per_lag = []
-    for setting in of("collapses"):
+    for setting in of("collapses", "longer"):
         found = rows.of(setting, "report")
         share = f"{sum(map(collapsed, found))} of {len(found)}"
-        per_lag.append([str(setting.lag), share, shown(map(area, found))])
+        line = [str(setting.steps), str(setting.lag), share, shown(map(area, found))]
+        per_lag.append(line)
     parts = {
         "count": f"{done} of {wanted} reported runs are there; {len(rows.rows)} rows in all.\n",
         "staleness": grid(stale, "lag", reported),
         "stable rates": grid([*stale, *of("far")], "lag", stable_rate),
         "far": budgets(rows, of("far")),
-        "collapses": table(["lag", "collapsed", "gain"], per_lag),
+        "collapses": table(["steps", "lag", "collapsed", "gain"], per_lag),
         "budgets": budgets(rows, [*stale, *of("bounded")]),
         "diversity": diversity(rows, stale),
         "second model": grid(of("second model"), "lag", reported),
