@@ -400,9 +400,9 @@ TEN_SEEDS = range(11, 21)  # + how often `tb` collapses at one rate
 SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
 HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for digit in (1, 3))
-# seconds that a decode step and an optimizer step sleep for a GPU's work; with some 16 decode steps
-# to a batch generation takes, with one Searcher, as long as training, or four times as long: which
-# of these a GPU does is an assumption
+# seconds that a decode step and an optimizer step sleep for a GPU's work: with one Searcher a batch
+# is generated in half of the time that an optimizer step takes, or in three times as long; which of
+# these a GPU does is an assumption
 SLOW = ("0.006 0.4", "0.085 0.4")
 TARGETS = (0.2, 0.3)  # of the mean reward of five steps, to which seconds are counted
 EVERY = 10  # steps between evaluations
@@ -462,6 +462,7 @@ def settings_of() -> list[Setting]:
         found += [Setting("prices", name, 0, price=price) for name in names]
     found += [Setting("collapses", "tb", lag) for lag in (0, 2, 10, 40)]
     found += [Setting("longer", "tb", lag, steps=250) for lag in (0, 2, 10, 40)]
+    found += [Setting("longer", "proximal_rloo", lag, steps=250) for lag in (10, 40)]
     for slow in SLOW:  # with --workers 1
         ways = [(("slow", slow), ("lag", lag)) for lag in (0, 1)]
         ways += [(("slow", slow), ("asynchronous", M)) for M in (1, 2, 4)]
@@ -773,6 +774,22 @@ def at_equal_reward(row: dict, name: str) -> float | None:
     return None
 
 
+# by degrees of freedom: half the width of a 95 % interval of Student's t, in standard errors
+STUDENT_T = {2: 4.30, 9: 2.26}
+
+
+def paired(found: list[dict], others: list[dict]) -> str:
+    """The mean difference in gain of the seeds that both have, and its 95 % interval."""
+    by_seed = {row["seed"]: area(row) for row in others}
+    gaps = [area(row) - by_seed[row["seed"]] for row in found if row["seed"] in by_seed]
+    if len(gaps) - 1 not in STUDENT_T:
+        return NOT_YET
+    half = STUDENT_T[len(gaps) - 1] * np.std(gaps, ddof=1) / math.sqrt(len(gaps))
+    mean = np.mean(gaps)
+    text = f"{mean:+.2f} ± {half:.2f}"
+    return f"**{text}**" if abs(mean) > half else text
+
+
 def table(head: list[str], lines: Iterable[list[str]]) -> str:
     """A table in Markdown."""
     rows = [head, ["---"] * len(head), *lines]
@@ -821,7 +838,7 @@ def diversity(rows: Rows, settings: list[Setting]) -> str:
         line = [name_of(setting), str(setting.lag), f"{there} of {len(found)}"]
         line += [shown(values["step"], 0), shown(values["kl"], 1)]
         line += [shown(values[name]) for name in ("distinct", "word_entropy", "best")]
-        lines.append(line)
+        lines.append([cell.replace(NOT_YET, "never") for cell in line])
     distinct = "cosine distance" if settings[0].task == "attacks" else "distinct"
     head = ["objective", "lag", "seeds", "step", "KL", distinct, "entropy of words", "best of 4"]
     return table(head, lines)
@@ -850,9 +867,9 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
                 slower = lockstep.get((flags["slow"], lag, target), math.nan)
                 line.append("" if math.isnan(slower / mean) else f"{slower / mean:.1f}")
         lines.append(line)
-    head = ["sleeps: decode, train", "", "seconds a step"]
+    head = ["seconds slept in a decode step, an optimizer step", "mode", "seconds a step"]
     for target in TARGETS:
-        head += [f"seconds to {target:g}", "over lag 0", "over lag 1"]
+        head += [f"seconds to {target:g}", "times as fast as lag 0", "as lag 1"]
     return table(head, lines)
 
 
@@ -872,30 +889,74 @@ def report(rows: Rows) -> None:
         for rate in HALF_DECADES:
             tried = [row for row in rows.of(setting, "choose") if row["rate"] == rate]
             if any(map(collapsed, tried)):
-                break
+                return f"< {rate:g}" if stable == NOT_YET else stable
             if tried:
                 stable = f"{rate:g}"
-        return stable
+        return f"≥ {stable}"
+
+    def of_all(objective: str, rate: float, lag: int) -> str:
+        """How many runs of the first task collapsed at a rate, whatever they were made for."""
+        found = []
+        for setting in (s for s in [*stale, *of("far", "collapses")] if s.lag == lag):
+            own = [*rows.of(setting, "choose"), *rows.of(setting, "report")]
+            found += [row for row in own if setting.objective == objective and row["rate"] == rate]
+        return f"{sum(map(collapsed, found))} of {len(found)}" if found else ""
+
+    def over_tb(setting: Setting) -> str:
+        """The paired difference to `tb` at the same lag."""
+        tb = rows.of(replace(setting, objective="tb"), "report")
+        return paired(rows.of(setting, "report"), tb)
+
+    def at_the_end(setting: Setting) -> str:
+        return shown(row["path"][-1]["reward"] for row in rows.of(setting, "report"))
+
+    def collapsed_as_0(setting: Setting) -> str:
+        found = rows.of(setting, "report")
+        return f"{score(found):.2f}" if found else NOT_YET
 
     usual = [s for s in of("staleness") if s.lag == 0]
     stale = sorted(of("staleness"), key=lambda s: s.lag)
+    others = [s for s in [*stale, *of("far")] if s.objective != "tb"]
+    lags = sorted({s.lag for s in [*stale, *of("far")]})
+    pooled = []
+    for name in ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo"):
+        for rate in FIRST_RATES:
+            pooled.append([f"`{name}`", f"{rate:g}", *(of_all(name, rate, lag) for lag in lags)])
+    choosing = []
+    reported_runs = []
+    for setting in settings:
+        if setting.experiment in AT_THE_RATE_ON_POLICY:
+            continue
+        found = rows.of(setting, "report")
+        reported_runs += found
+        choosing += [r for r in rows.of(setting, "choose") if r["rate"] == found[0]["rate"]]
+    of_roles = []
+    for role, found in (("choose a rate", choosing), ("are reported", reported_runs)):
+        lost = sum(map(collapsed, found))
+        cells = [f"{lost} of {len(found)}", shown(map(area, found)).split(" ")[0]]
+        of_roles.append([f"seeds that {role}", *cells, f"{score(found):.2f}"])
     done = sum(row["role"] == "report" for row in rows.rows)
     wanted = sum(len(seeds_of(setting)) for setting in settings)
     per_lag = []
     for setting in of("collapses", "longer"):
         found = rows.of(setting, "report")
         share = f"{sum(map(collapsed, found))} of {len(found)}"
-        line = [str(setting.steps), str(setting.lag), share, shown(map(area, found))]
-        per_lag.append(line)
+        of_run = [name_of(setting), str(setting.steps), str(setting.lag)]
+        per_lag.append([*of_run, share, shown(map(area, found))])
     parts = {
         "count": f"{done} of {wanted} reported runs are there; {len(rows.rows)} rows in all.\n",
         "staleness": grid(stale, "lag", reported),
+        "paired": grid(others, "lag", over_tb),
+        "collapsed as 0": grid(stale, "lag", collapsed_as_0),
+        "choices": table(["", "collapsed", "gain", "gain, collapsed as 0"], of_roles),
         "stable rates": grid([*stale, *of("far")], "lag", stable_rate),
+        "pooled": table(["objective", "rate", *(f"lag {lag}" for lag in lags)], pooled),
         "far": budgets(rows, of("far")),
-        "collapses": table(["steps", "lag", "collapsed", "gain"], per_lag),
+        "collapses": table(["objective", "steps", "lag", "collapsed", "gain"], per_lag),
         "budgets": budgets(rows, [*stale, *of("bounded")]),
         "diversity": diversity(rows, stale),
         "second model": grid(of("second model"), "lag", reported),
+        "second model, at the end": grid(of("second model"), "lag", at_the_end),
         "second model, diversity": diversity(rows, of("second model")),
         "speed": speed(rows, of("speed")),
         "prices": grid(
