@@ -5,15 +5,15 @@
 #                                                   (three runs; 40.3 % before) in 82 minutes on
 #                                                   4 A100 80 GB, of the final step's weights
 #   bash run_gsm8k.sh table2 [FLAGS OF tba.py...]   Table 2: 1,000 steps
-#   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   the same path on a CPU, offline: half a minute, and
+#   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   the same path on a CPU, offline: half a minute,
 #                                                   two more the first time, to make the model
 #
 # FLAGS: e.g. --output_dir runs/mine, or --resume runs/mine. The starting and the final weights are
 # evaluated on the whole test set; to watch a run, add --eval_every 50 --eval_samples 256.
 #
 # The authors' code differs from the paper in that the learning rate decays over 600 steps
-# (--decay_steps 600). It also trains bfloat16 weights without float32 masters, hands data over at
-# blocking syncs only, and draws recent prompts without replacement; no flags do that here.
+# (--decay_steps 600), and from this one in that it trains bfloat16 weights without float32 masters,
+# hands data over at blocking syncs only, and draws recent prompts without replacement.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}

@@ -18,11 +18,15 @@
 # --sft_prompts prompts/alpaca.jsonl, and the attacker's prompt, with three examples:
 # --attacker_prompt "$(jq -r .attacker_prompt prompts/attack_prompt.jsonl)".
 #
-# What the paper does not say is as in that repository. Known differences: in groups of K attacks
-# VarGrad estimates log Z for TBA, as the paper has it; for gflownet it is one parameter, not a
-# linear map of the attacker's states. Its learning rate decays linearly, to 88 %. The warm start has
-# 102 batches, not 100. That baseline's
-# batch has 8 parts, each of new or of replayed attacks; here each of 8 groups is one or the other.
+# What the paper does not say is as in that repository. Known differences:
+# * In groups of K attacks VarGrad estimates log Z for TBA, as the paper has it; for gflownet it is
+#   one parameter, not a linear map of the attacker's states.
+# * That baseline's buffer begins with the 3,003 warm-start attacks and 160 samples (at temperature
+#   0.7 and top-p 0.9); here TBA waits for as many samples, and gflownet begins with an empty buffer.
+# * Its batch has 8 parts, each of new or of replayed attacks by a coin; here half of 8 groups is
+#   new. It forbids an empty attack, counts an appended EOS where it replays alone, computes in
+#   float32 (--dtype float32), has 100 batches of warm start (here 102), and a linear decay of the
+#   learning rate, to 88 %.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
@@ -84,7 +88,7 @@ case "$run" in
       --tau 2@0,1@1000
       --reference_temperature 1@0,1.2@2000
       --explore_low 0.7
-      --near_duplicate 0.25                    # edits; Lee et al. have cosine similarity > 0.3
+      --near_duplicate 0.25                    # edits; Lee et al. have cosine similarity > 0.4
     )
     ;;
 esac
@@ -93,6 +97,7 @@ tba=(
   --beta 0.05
   --sync_every 10                              # k
   --evict oldest
+  --initial_trajectories 3163                  # Lee et al.: 3,003 of --sft_data and 160 samples
   --prompts_per_step 16                        # B: repeats of the attacker's prompt
   --trained_per_prompt 8                       # K: a batch is 16 x 8 = 128 attacks
   --searched_per_prompt 16                     # S
@@ -129,7 +134,6 @@ settings=(
   --sentence_model sentence-transformers/all-MiniLM-L6-v2
   --steps 5000
   --reward_inverse_temperature 1               # replay by reward
-  --initial_trajectories 3163                  # Lee et al.: 3,003 of --sft_data and 160 samples
   --learning_rate 1e-4 --lr_schedule warmup_stable_decay
   --warmup_steps 100 --stable_steps 0 --decay_steps 39900   # a cosine, here at 96 %
   --weight_decay 0.01 --max_grad_norm 1

@@ -15,8 +15,8 @@
 # The paper has 4 A100 80 GB. The final weights are evaluated on the whole validation set, as the
 # authors do after training; to watch a run, add --eval_every 64.
 #
-# The authors' code differs from the paper in that vLLM generates in float16, data are handed over at
-# blocking syncs only, and recent prompts are drawn without replacement.
+# The authors' code differs from the paper in that vLLM generates in float16, and from this one in
+# that data are handed over at blocking syncs only, and recent prompts drawn without replacement.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}

@@ -211,7 +211,7 @@ class Config:
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, in place of beta.")
     reset_reference_every: int = flag(0, "Steps between calls of `next_reference` [rho]; 0: none.")
     lora_rank: int = flag(0, "Train low-rank adapters of this rank; 0: train all weights.")
-    scale_rate_by_ess: bool = flag(False, "Rate times sqrt(effective sample size), as in VCPO.")
+    scale_rate_by_ess: bool = flag(False, "Rate times sqrt(effective sample size), after VCPO.")
     lr_schedule: LearningRateSchedule = flag("constant", "What follows the warm-up.")
     warmup_steps: int = flag(0, "Steps of linear warm-up.")
     stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak.")
@@ -338,7 +338,8 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, log-probability of each token when it was generated
+    # (T,) float32, log-probability of each token when it was generated; NaN: it was not sampled
+    logprobs: np.ndarray
     ref_logprobs: np.ndarray  # (T,) float32, the reference's log-probability of each token
     ended: bool  # it closed with EOS
     explored: bool  # it was sampled at another temperature than --temperature
@@ -370,7 +371,7 @@ class Batch:
     """What an objective sees: B prompts x K responses, tokens end to end."""
 
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
-    behaviour: Tensor  # (N,) the same when the token was generated
+    behaviour: Tensor  # (N,) the same when the token was generated, or now if it was not sampled
     ref_logprobs: Tensor  # (N,) log pi_ref of it, over gamma = --reference_temperature
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
@@ -789,8 +790,8 @@ class Newest(ReplayRule):
 
     Recent is a group that arrived since the latest sync. K of its trajectories are taken: the
     distinct ones first, then repeats, as it was sampled. Otherwise any prompt's trajectories are
-    replayed. Three choices are ours: each prompt of a batch draws for itself; a prompt's newest
-    group goes first; groups from before the sync are recent too while there are fewer than B.
+    replayed. Two choices are ours: a prompt's newest group goes first; groups from before the sync
+    are recent too while fewer than B prompts have one from after it.
     """
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
@@ -808,9 +809,9 @@ class Newest(ReplayRule):
     def sample(self, B: int, K: int) -> list[list[Trajectory]]:
         """Draw B groups of K trajectories.
 
-        Example: prompts 0-9 have 24 trajectories each, 8 and 9 came since the latest sync. B = 4,
-        K = 20, m = 0.5 gives about two groups of 20, the newest of 8 and of 9, and two groups of
-        any 20 of other prompts, say 3 and 6; `recent_fraction` is then 0.5.
+        Example: prompts 0-9 have 24 trajectories each, 6-9 came since the latest sync. B = 4,
+        K = 20, m = 0.5 gives about two groups of 20, the newest of two of 6-9, and two groups of
+        any 20 of other prompts, say 3 and 5; `recent_fraction` is then 0.5.
         """
         recent = self.recent_groups(B)
         groups = []
@@ -1267,7 +1268,9 @@ class Learner:
 
     def update(self, metrics: dict[str, float]) -> None:
         """The optimizer's step; a prompt that was not in the batch keeps its log Z."""
-        if self.config.scale_rate_by_ess:  # VCPO, arXiv 2602.17616; the next step's is set anew
+        # VCPO, arXiv 2602.17616, has it of the whole batch, over what it is on-policy; the next
+        # step's rate is set anew
+        if self.config.scale_rate_by_ess:
             self.optimizer.param_groups[0]["lr"] *= math.sqrt(metrics["effective_sample_size"])
         before = self.log_z.detach().clone()
         gradient = self.log_z.grad
@@ -1338,9 +1341,11 @@ class Learner:
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=logprobs.device)
         prompt_ids = np.array([t.prompt_id for t in rows[::K]])
+        behaviour = load(np.concatenate([t.logprobs for t in rows]))
         return Batch(
             logprobs=logprobs,
-            behaviour=load(np.concatenate([t.logprobs for t in rows])),
+            # the ratio of a token that was not sampled is 1
+            behaviour=torch.where(behaviour.isnan(), logprobs.detach(), behaviour),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
             lengths=load(np.array([len(t.tokens) for t in rows])),
             rewards=load(np.array([t.reward for t in rows], np.float32).reshape(-1, K)),
@@ -2206,10 +2211,10 @@ class Completion:
     ended: np.ndarray  # (n,) bool: closed with EOS rather than at the request's limit
 
     def close(self, eos: int) -> None:
-        """Give responses that did not end the EOS that they lack."""
+        """Give responses that did not end the EOS that they lack, which nobody sampled."""
         for j in np.flatnonzero(~self.ended):
             self.tokens[j] = np.append(self.tokens[j], np.int32(eos))
-            self.logprobs[j] = np.append(self.logprobs[j], np.float32(0))  # it was certain
+            self.logprobs[j] = np.append(self.logprobs[j], np.float32(math.nan))
 
 
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
@@ -3854,7 +3859,8 @@ class StepLog:
     def note_arrivals(self) -> None:
         """Means over the trajectories that arrived; the last of them goes to completions.jsonl."""
         nominal = [t for t in self.arrived if not t.explored]  # sampled at --temperature
-        kl = [t.logprobs.sum() - t.ref_logprob for t in nominal]  # of the policy that generated
+        # of the policy that generated, over the tokens that it sampled
+        kl = [np.nansum(t.logprobs - t.ref_logprobs) for t in nominal]
         self.means = {
             "reward": float(np.mean([t.reward for t in self.arrived])),
             "kl": float(np.mean(kl)) if kl else math.nan,
@@ -4328,11 +4334,11 @@ class TLDR(Task):
         """Perplexity of the summaries under the reference is the paper's proxy of KL.
 
         As the authors' code has it: the mean over examples of exp(NLL of the summary / tokens of
-        query and summary), near 1.1.
+        query and summary but the first), near 1.1.
         """
         perplexities = []
         for record in records:
-            tokens = record["prompt_tokens"] + record["tokens"]
+            tokens = record["prompt_tokens"] + record["tokens"] - 1
             perplexities.append(math.exp(-record["ref_logprob"] / tokens))
         mean = super().summarize(records)
         perplexity = float(np.mean(perplexities))
@@ -4466,7 +4472,7 @@ class RedTeam(Task):
 
     template = "{prompt}"
     greedy_evaluation = False  # the diversity of attacks is measured too
-    closes_responses = True  # as the GFlowNet baseline does
+    closes_responses = True  # as the GFlowNet baseline does where it replays
     engines = 2  # the attacker's and the victim's
     buffer = AttackBuffer
     RULED_OUT = -500.0  # log pi_ref of an attack that is shorter than --shortest_attack

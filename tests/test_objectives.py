@@ -472,6 +472,26 @@ def test_metrics_are_of_the_whole_batch_whatever_the_micro_batches(gsm8k, tmp_pa
             torch.testing.assert_close(one, other, atol=1e-4 * scale, rtol=1e-3)
 
 
+def test_a_token_that_was_not_sampled_has_the_ratio_1(gsm8k, tmp_path):
+    """An EOS that was appended: on-policy `proximal_rloo` has the gradient of `tb` all the same."""
+    gradients = []
+    for objective in ("tb", "proximal_rloo"):
+        flags = {"objective": objective, "beta": 0.5, "tokens_per_microbatch": 500}
+        learner = learner_of(gsm8k, tmp_path / objective, **flags)
+        groups = random_groups(learner.problem, 3, 6)
+        prompts = [learner.problem.prompts[group[0].prompt_id] for group in groups]
+        sequences = [(p, [t.tokens for t in g]) for p, g in zip(prompts, groups, strict=True)]
+        scored = tba.token_logprobs(learner.policy, sequences, learner.config)
+        for t, logprobs in zip((t for group in groups for t in group), scored, strict=True):
+            t.logprobs = logprobs.copy()
+            if len(logprobs) % 2:
+                t.logprobs[-1] = math.nan
+        measured, _ = learner.backward(groups, tba.at(learner.config, 0), 0)
+        assert measured["effective_sample_size"].item() == pytest.approx(1, abs=1e-4)
+        gradients.append(torch.cat([p.grad.flatten() for p in learner.model.parameters()]))
+    assert torch.cosine_similarity(*gradients, 0) > 0.9999
+
+
 def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_log_z(
     gsm8k, tmp_path
 ):

@@ -182,7 +182,7 @@ def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path
         {"win_rate": 1.0, "kl": 2.0, "ref_logprob": -6.0, "tokens": 3, "prompt_tokens": 9},
         {"win_rate": 0.0, "kl": 4.0, "ref_logprob": -2.0, "tokens": 2, "prompt_tokens": 6},
     ]
-    perplexity = (math.exp(6 / 12) + math.exp(2 / 8)) / 2
+    perplexity = (math.exp(6 / 11) + math.exp(2 / 7)) / 2
     assert task.summarize(records) == pytest.approx(
         {"win_rate": 0.5, "perplexity": perplexity, "kl": 3.0}
     )
