@@ -21,8 +21,8 @@
 # What the paper does not say is as in that repository. Known differences:
 # * In groups of K attacks VarGrad estimates log Z for TBA, as the paper has it; for gflownet it is
 #   one parameter, not a linear map of the attacker's states.
-# * That baseline's buffer begins with the 3,003 warm-start attacks and 160 samples (at temperature
-#   0.7 and top-p 0.9); here TBA waits for as many samples, and gflownet begins with an empty buffer.
+# * That baseline's buffer begins with the 3,003 warm-start attacks and 160 samples (temperature
+#   0.7, top-p 0.9); here TBA waits for as many samples, and gflownet begins with an empty buffer.
 # * Its batch has 8 parts, each of new or of replayed attacks by a coin; here half of 8 groups is
 #   new. It forbids an empty attack, counts an appended EOS where it replays alone, computes in
 #   float32 (--dtype float32), has 100 batches of warm start (here 102), and a linear decay of the
