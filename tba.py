@@ -83,7 +83,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-if __name__ == "__main__":
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     # the process that Searchers are forked from; it imports these while this one does
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     forkserver.ensure_running()
@@ -250,6 +250,11 @@ class Config:
     def searched_prompts(self) -> int:
         """Lockstep: prompts that are searched for each optimizer step."""
         return max(1, round(self.recent_probability * self.prompts_per_step))
+
+    @property
+    def lockstep_batch(self) -> list[int]:
+        """What a resumed run cannot change: lockstep's prompts a step, and responses to each."""
+        return [self.searched_prompts, self.trained_per_prompt] if self.synchronous else []
 
     @property
     def threads(self) -> int:
@@ -704,7 +709,7 @@ class ReplayBuffer:
         """Let go of prompts whose trajectories are all older than --max_age at this step."""
         if self.config.max_age:
             self.oldest = step - self.config.max_age
-            for prompt_id in [p for p in self.trajectories if not self.usable(p)]:
+            for prompt_id in [p for p in list(self.trajectories) if not self.usable(p)]:
                 del self.trajectories[prompt_id]
 
     def usable(self, prompt_id: int) -> list[Trajectory]:
@@ -1022,6 +1027,7 @@ class Trainer:
                 self.run_lockstep()
             else:
                 self.run_asynchronous()
+        self.wait_for(self.searches_are_done)  # so that lockstep can be given more steps
         self.searchers.search_up_to(0)
         self.wait_for(lambda: self.evaluation.idle)  # one of an earlier step
         if self.evaluation.done_at != self.step:
@@ -1154,7 +1160,6 @@ class Trainer:
         groups = self.arrived
         self.arrived = []
         self.store(groups)
-        self.buffer.begin_step(self.step)
 
     def store(self, groups: list[Group]) -> None:
         """Put groups into the replay buffer, but for those that an earlier reference scored."""
@@ -1162,6 +1167,7 @@ class Trainer:
             if group.trajectories[0].reference == self.sync.reference_version:
                 self.buffer.add(group)
                 self.rule.arrived(group)
+        self.buffer.begin_step(self.step)
 
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
@@ -2366,8 +2372,8 @@ class VLLMEngine:
     ) -> None:  # fmt: skip
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core in this very process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        # no test on a CPU runs vLLM's model runner V2 and asynchronous scheduling; "1" tries them
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        # vLLM's model runner V2 and asynchronous scheduling have no path on a CPU: never tested
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # float32 products in float32
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # these two are read on a CPU
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -2380,12 +2386,12 @@ class VLLMEngine:
             skip_tokenizer_init=True,
             enforce_eager=device.type == "cpu",
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
-            max_model_len=longest + 1,
+            max_model_len=max(longest, 31) + 1,  # the probes have 17 tokens
             max_num_seqs=config.sequences_in_flight,
             enable_prefix_caching=True,  # a prompt is run once for its S responses
             logprobs_mode="processed_logprobs",  # those of the tempered policy
             hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
-            async_scheduling=os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1",
+            async_scheduling=False,
             generation_config="vllm",
             seed=seed,  # it seeds PyTorch: with the same seed two Searchers would sample alike
         )
@@ -3325,7 +3331,7 @@ def save(trainer: Trainer) -> None:
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "lockstep": trainer.config.searched_prompts * trainer.config.synchronous,
+        "lockstep": trainer.config.lockstep_batch,
     }
     weights = saved_weights(trainer.learner)
     trainer.checkpoints.begin(trainer.learner.model, weights, state)
@@ -3400,8 +3406,11 @@ def new_folder(path: Path) -> Iterator[Path]:
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    shutil.rmtree(path, ignore_errors=True)
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        path.rename(old)
     new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]:
@@ -3452,12 +3461,8 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     same_prompts = saved["checksum"] == problem.checksum()
     config.need(same_prompts, "dataset", "its prompts are not those that the run began with")
     config.need(config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already")
-    lockstep = config.searched_prompts * config.synchronous
-    config.need(
-        lockstep == saved["lockstep"],
-        "synchronous",
-        "a run cannot change to or from it, nor its batch",
-    )
+    fix = "a run cannot change to or from it, nor its batch"
+    config.need(config.lockstep_batch == saved["lockstep"], "synchronous", fix)
     lora = bool(saved["adapters"]) == bool(config.lora_rank)
     config.need(lora, "lora_rank", f"{path} was trained otherwise")
     return saved
@@ -3995,6 +4000,12 @@ def check_settings(config: Config) -> None:
     for name in ("searched_per_prompt", "kept_per_prompt"):
         need(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
     need(config.synchronous or not config.lag, "lag", "needs --synchronous")
+    replays = config.searched_prompts < config.prompts_per_step
+    fix = "with --recent_probability below 1 it cannot be combined with --reset_reference_every"
+    need(not (config.lag and replays and config.reset_reference_every), "lag", fix)
+    youngest = max(config.lag, config.sync_every)
+    fix = f"must be at least {youngest}, --sync_every or --lag, or no data would be left"
+    need(not config.max_age or config.max_age >= youngest, "max_age", fix)
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
     need(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
     gpus = torch.cuda.device_count()
@@ -4450,8 +4461,8 @@ class AttackBuffer(ReplayBuffer):
             return text if text in stored else None
         texts = list(stored)
         lengths = np.array([len(other) for other in texts]) + len(text)
-        cutoff = math.ceil(limit * lengths.max())
-        edits = cdist([text], texts, scorer=Levenshtein.distance, score_cutoff=cutoff)[0]
+        options = {"score_cutoff": math.ceil(limit * lengths.max()), "workers": -1}
+        edits = cdist([text], texts, scorer=Levenshtein.distance, **options)[0]
         best = int((edits / lengths).argmin())
         return texts[best] if edits[best] < limit * lengths[best] else None
 

@@ -164,6 +164,25 @@ def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k
     assert rows[-1]["staleness_max"] > 2  # the other half is replayed
 
 
+def test_lockstep_that_ended_goes_on_as_if_it_had_been_given_more_steps(
+    gsm8k, ten_prompts, tmp_path
+):
+    """When it ends, places of the batches to come have not been begun yet."""
+    flags = {
+        "synchronous": True, "lag": 2, "steps": 6, "sequences_in_flight": 8, "eval_every": 0,
+        "dataset": ten_prompts,
+    }  # fmt: skip
+    run_tba(arguments(gsm8k, tmp_path / "whole", **flags))
+    run_tba(arguments(gsm8k, tmp_path / "ended", **(flags | {"steps": 3})))
+    resumed = ["--resume", str(tmp_path / "ended"), "--steps", "6"]
+    run_tba([*resumed, "--trained_per_prompt", "4"], code=2)
+    run_tba(resumed)
+    whole, ended = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "ended"))
+    assert [m["loss"] for m in whole] == [m["loss"] for m in ended]
+    assert [m["staleness_max"] for m in ended] == [0, 1, 2, 2, 2, 2]
+    assert same_weights(tmp_path / "whole" / "final", tmp_path / "ended" / "final")
+
+
 @pytest.mark.parametrize("mode", ["asynchronous", "lockstep"])
 def test_a_reference_that_is_reset_scores_what_is_trained_on(gsm8k, tmp_path, mode):
     """The policy becomes the reference: the KL begins anew, and older groups are not used."""
