@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from harness import Run, arguments, run_tba
+from harness import Run, arguments
 
 import tba
 
@@ -75,8 +75,11 @@ def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path,
     assert "--dataset" in refused(flags, capsys)
 
 
-def test_help_tells_of_every_flag():
-    said, _ = run_tba(["--help"])
+def test_help_tells_of_every_flag(capsys):
+    with pytest.raises(SystemExit) as ended:
+        tba.main(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
     for kind in tba.FLAGS:
         for f in dataclasses.fields(kind):
             assert f"--{f.name} " in said

@@ -31,7 +31,6 @@ ALONE = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("family", [*PACKED, *ALONE])
 def test_probes_are_exact_or_the_check_shows_that_they_are_not(family, tmp_path):
     settings = (PACKED | ALONE)[family]

@@ -78,7 +78,7 @@ def test_a_killed_trainer_leaves_nothing_and_a_second_signal_ends_at_once(gsm8k,
     run.ends(128 + signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_saves_a_checkpoint(gsm8k, tmp_path, number):
     out = tmp_path / "run"
     run = Run(out, endless(gsm8k, out, num_searchers=1))

@@ -14,6 +14,8 @@ from harness import Run, arguments, read_lines, run_tba
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import tba
+
 METRICS = set(
     "step episode seconds reward loss log_z kl beta lr grad_norm entropy equal_rewards "
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
@@ -175,7 +177,8 @@ def test_lockstep_that_ended_goes_on_as_if_it_had_been_given_more_steps(
     run_tba(arguments(gsm8k, tmp_path / "whole", **flags))
     run_tba(arguments(gsm8k, tmp_path / "ended", **(flags | {"steps": 3})))
     resumed = ["--resume", str(tmp_path / "ended"), "--steps", "6"]
-    run_tba([*resumed, "--trained_per_prompt", "4"], code=2)
+    with pytest.raises(SystemExit):  # another K would take the saved groups apart
+        tba.main([*resumed, "--trained_per_prompt", "4"])
     run_tba(resumed)
     whole, ended = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "ended"))
     assert [m["loss"] for m in whole] == [m["loss"] for m in ended]
