@@ -4470,7 +4470,8 @@ class AttackBuffer(ReplayBuffer):
         """From --freeze_buffer_at on no prompt has more attacks than one has then."""
         super().begin_step(step)
         freeze_at = self.config.freeze_buffer_at
-        if freeze_at and step >= freeze_at and self.capacity == self.config.kept_per_prompt:
+        frozen = self.capacity < self.config.kept_per_prompt
+        if freeze_at and step >= freeze_at and not frozen and self.trajectories:
             self.finish_adding()
             self.capacity = max(map(len, self.trajectories.values()))
 
