@@ -926,16 +926,17 @@ def report(rows: Rows) -> None:
     choosing = []
     reported_runs = []
     for setting in settings:
-        if setting.experiment in AT_THE_RATE_ON_POLICY:
-            continue
         found = rows.of(setting, "report")
+        if setting.experiment in AT_THE_RATE_ON_POLICY or not found:
+            continue
         reported_runs += found
         choosing += [r for r in rows.of(setting, "choose") if r["rate"] == found[0]["rate"]]
     of_roles = []
     for role, found in (("choose a rate", choosing), ("are reported", reported_runs)):
         lost = sum(map(collapsed, found))
         cells = [f"{lost} of {len(found)}", shown(map(area, found)).split(" ")[0]]
-        of_roles.append([f"seeds that {role}", *cells, f"{score(found):.2f}"])
+        as_0 = f"{score(found):.2f}" if found else NOT_YET
+        of_roles.append([f"seeds that {role}", *cells, as_0])
     done = sum(row["role"] == "report" for row in rows.rows)
     wanted = sum(len(seeds_of(setting)) for setting in settings)
     per_lag = []
