@@ -252,11 +252,6 @@ class Config:
         return max(1, round(self.recent_probability * self.prompts_per_step))
 
     @property
-    def lockstep_batch(self) -> list[int]:
-        """What a resumed run cannot change: lockstep's prompts a step, and responses to each."""
-        return [self.searched_prompts, self.trained_per_prompt] if self.synchronous else []
-
-    @property
     def threads(self) -> int:
         """CPU threads for each of the Trainer's ranks and the Searchers of this machine."""
         processes = ranks_here() + self.num_searchers
@@ -335,6 +330,8 @@ def schedule_value(text: str | float, step: int) -> float:
 
 # ==================================================================== 2. Trajectory, Group, Batch
 
+NOT_SAMPLED = math.inf  # in place of the log-probability of an EOS that was appended to a response
+
 
 @dataclass(slots=True)
 class Trajectory:
@@ -343,7 +340,7 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    # (T,) float32, log-probability of each token when it was generated; NaN: it was not sampled
+    # (T,) float32, log-probability of each token when it was generated, or NOT_SAMPLED
     logprobs: np.ndarray
     ref_logprobs: np.ndarray  # (T,) float32, the reference's log-probability of each token
     ended: bool  # it closed with EOS
@@ -709,6 +706,7 @@ class ReplayBuffer:
         """Let go of prompts whose trajectories are all older than --max_age at this step."""
         if self.config.max_age:
             self.oldest = step - self.config.max_age
+            # of a copy, for the thread of AttackBuffer may add a prompt
             for prompt_id in [p for p in list(self.trajectories) if not self.usable(p)]:
                 del self.trajectories[prompt_id]
 
@@ -1059,9 +1057,9 @@ class Trainer:
     def run_lockstep(self) -> None:
         """Batch t is searched with the weights of step t - lag, and trained on as it was searched.
 
-        So is its reference that of step t - lag. Its groups do not pass the buffer: duplicates
-        count as often as they were sampled. With --recent_probability m < 1 the share 1 - m of a
-        batch's prompts is replayed from the buffer, by the rule's `replay`.
+        Its rewards and log pi_ref are of that step too. Its groups do not pass the buffer:
+        duplicates count as often as they were sampled. With --recent_probability m < 1 the share
+        1 - m of a batch's prompts is replayed from the buffer, by the rule's `replay`.
         """
         config = self.config
         n = config.searched_prompts
@@ -1274,8 +1272,8 @@ class Learner:
 
     def update(self, metrics: dict[str, float]) -> None:
         """The optimizer's step; a prompt that was not in the batch keeps its log Z."""
-        # VCPO, arXiv 2602.17616, has it of the whole batch, over what it is on-policy; the next
-        # step's rate is set anew
+        # VCPO (arXiv 2602.17616) has the effective sample size of the whole batch, over its value
+        # on-policy; this is the mean over groups. The scheduler sets the next step's rate.
         if self.config.scale_rate_by_ess:
             self.optimizer.param_groups[0]["lr"] *= math.sqrt(metrics["effective_sample_size"])
         before = self.log_z.detach().clone()
@@ -1351,7 +1349,7 @@ class Learner:
         return Batch(
             logprobs=logprobs,
             # the ratio of a token that was not sampled is 1
-            behaviour=torch.where(behaviour.isnan(), logprobs.detach(), behaviour),
+            behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs.detach(), behaviour),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
             lengths=load(np.array([len(t.tokens) for t in rows])),
             rewards=load(np.array([t.reward for t in rows], np.float32).reshape(-1, K)),
@@ -2220,7 +2218,7 @@ class Completion:
         """Give responses that did not end the EOS that they lack, which nobody sampled."""
         for j in np.flatnonzero(~self.ended):
             self.tokens[j] = np.append(self.tokens[j], np.int32(eos))
-            self.logprobs[j] = np.append(self.logprobs[j], np.float32(math.nan))
+            self.logprobs[j] = np.append(self.logprobs[j], np.float32(NOT_SAMPLED))
 
 
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
@@ -2386,7 +2384,7 @@ class VLLMEngine:
             skip_tokenizer_init=True,
             enforce_eager=device.type == "cpu",
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
-            max_model_len=max(longest, 31) + 1,  # the probes have 17 tokens
+            max_model_len=max(longest, 17) + 1,  # the probes have 17 tokens
             max_num_seqs=config.sequences_in_flight,
             enable_prefix_caching=True,  # a prompt is run once for its S responses
             logprobs_mode="processed_logprobs",  # those of the tempered policy
@@ -3302,6 +3300,11 @@ def add_logprobs(searcher: Searcher, records: list[dict], answers: list[Completi
 # ================================================================================ 14. Checkpoints
 
 
+def lockstep_batch(config: Config) -> list[int]:
+    """What a resumed run cannot change: lockstep's prompts a step, and responses to each."""
+    return [config.searched_prompts, config.trained_per_prompt] if config.synchronous else []
+
+
 def save(trainer: Trainer) -> None:
     """Copy everything that training goes on from; a thread writes it as checkpoint-STEP.
 
@@ -3331,7 +3334,7 @@ def save(trainer: Trainer) -> None:
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "lockstep": trainer.config.lockstep_batch,
+        "lockstep": lockstep_batch(trainer.config),
     }
     weights = saved_weights(trainer.learner)
     trainer.checkpoints.begin(trainer.learner.model, weights, state)
@@ -3462,7 +3465,7 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     config.need(same_prompts, "dataset", "its prompts are not those that the run began with")
     config.need(config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already")
     fix = "a run cannot change to or from it, nor its batch"
-    config.need(config.lockstep_batch == saved["lockstep"], "synchronous", fix)
+    config.need(lockstep_batch(config) == saved["lockstep"], "synchronous", fix)
     lora = bool(saved["adapters"]) == bool(config.lora_rank)
     config.need(lora, "lora_rank", f"{path} was trained otherwise")
     return saved
@@ -3864,8 +3867,10 @@ class StepLog:
     def note_arrivals(self) -> None:
         """Means over the trajectories that arrived; the last of them goes to completions.jsonl."""
         nominal = [t for t in self.arrived if not t.explored]  # sampled at --temperature
-        # of the policy that generated, over the tokens that it sampled
-        kl = [np.nansum(t.logprobs - t.ref_logprobs) for t in nominal]
+        kl = []  # of the policy that generated, over the tokens that it sampled
+        for t in nominal:
+            sampled = t.logprobs != NOT_SAMPLED
+            kl.append((t.logprobs - t.ref_logprobs)[sampled].sum())
         self.means = {
             "reward": float(np.mean([t.reward for t in self.arrived])),
             "kl": float(np.mean(kl)) if kl else math.nan,
@@ -3907,14 +3912,6 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Shows each flag by one name: HfArgumentParser takes --max-age for --max_age too."""
-
-    def add_argument(self, action: argparse.Action) -> None:
-        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-        super().add_argument(action)
-
-
 def parse(argv: list[str] | None = None) -> Config:
     """The command line as a Config; a wrong one ends the program with one line and code 2.
 
@@ -3945,7 +3942,7 @@ def parse(argv: list[str] | None = None) -> Config:
         FLAGS,
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
-        formatter_class=HelpFormatter,
+        formatter_class=argparse.HelpFormatter,  # the help texts have the defaults
         allow_abbrev=False,
     )
     parser.error = refuse
@@ -4000,12 +3997,9 @@ def check_settings(config: Config) -> None:
     for name in ("searched_per_prompt", "kept_per_prompt"):
         need(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
     need(config.synchronous or not config.lag, "lag", "needs --synchronous")
-    replays = config.searched_prompts < config.prompts_per_step
-    fix = "with --recent_probability below 1 it cannot be combined with --reset_reference_every"
-    need(not (config.lag and replays and config.reset_reference_every), "lag", fix)
-    youngest = max(config.lag, config.sync_every)
-    fix = f"must be at least {youngest}, --sync_every or --lag, or no data would be left"
-    need(not config.max_age or config.max_age >= youngest, "max_age", fix)
+    least = config.lag if config.synchronous else config.sync_every
+    fix = f"must be at least --sync_every, or --lag in lockstep ({least}), or no data are left"
+    need(not config.max_age or config.max_age >= least, "max_age", fix)
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
     need(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
     gpus = torch.cuda.device_count()
@@ -4461,8 +4455,8 @@ class AttackBuffer(ReplayBuffer):
             return text if text in stored else None
         texts = list(stored)
         lengths = np.array([len(other) for other in texts]) + len(text)
-        options = {"score_cutoff": math.ceil(limit * lengths.max()), "workers": -1}
-        edits = cdist([text], texts, scorer=Levenshtein.distance, **options)[0]
+        cutoff = math.ceil(limit * lengths.max())
+        edits = cdist([text], texts, scorer=Levenshtein.distance, score_cutoff=cutoff)[0]
         best = int((edits / lengths).argmin())
         return texts[best] if edits[best] < limit * lengths[best] else None
 
@@ -4470,10 +4464,8 @@ class AttackBuffer(ReplayBuffer):
         """From --freeze_buffer_at on no prompt has more attacks than one has then."""
         super().begin_step(step)
         freeze_at = self.config.freeze_buffer_at
-        frozen = self.capacity < self.config.kept_per_prompt
-        if freeze_at and step >= freeze_at and not frozen and self.trajectories:
-            self.finish_adding()
-            self.capacity = max(map(len, self.trajectories.values()))
+        if freeze_at and step >= freeze_at and self.capacity == self.config.kept_per_prompt:
+            self.capacity = max(map(len, list(self.trajectories.values())))
 
 
 class RedTeam(Task):

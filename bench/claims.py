@@ -752,10 +752,15 @@ def shown(values: Iterable[float | None], digits: int = 2) -> str:
     return f"{np.mean(found):.{digits}f}{spread}"
 
 
+def share_collapsed(rows: list[dict]) -> str:
+    """How many of some runs collapsed."""
+    return f"{sum(map(collapsed, rows))} of {len(rows)}"
+
+
 def areas(rows: list[dict]) -> str:
     """The frontier's area of some seeds, and how many of them collapsed."""
-    lost = sum(map(collapsed, rows))
-    return shown(map(area, rows)) + (f" ({lost} of {len(rows)})" if lost else "")
+    lost = f" ({share_collapsed(rows)})" if any(map(collapsed, rows)) else ""
+    return shown(map(area, rows)) + lost
 
 
 def name_of(setting: Setting) -> str:
@@ -900,7 +905,7 @@ def report(rows: Rows) -> None:
         for setting in (s for s in [*stale, *of("far", "collapses")] if s.lag == lag):
             own = [*rows.of(setting, "choose"), *rows.of(setting, "report")]
             found += [row for row in own if setting.objective == objective and row["rate"] == rate]
-        return f"{sum(map(collapsed, found))} of {len(found)}" if found else ""
+        return share_collapsed(found) if found else ""
 
     def over_tb(setting: Setting) -> str:
         """The paired difference to `tb` at the same lag."""
@@ -910,19 +915,17 @@ def report(rows: Rows) -> None:
     def at_the_end(setting: Setting) -> str:
         return shown(row["path"][-1]["reward"] for row in rows.of(setting, "report"))
 
-    def collapsed_as_0(setting: Setting) -> str:
-        found = rows.of(setting, "report")
+    def collapsed_as_0(found: list[dict]) -> str:
         return f"{score(found):.2f}" if found else NOT_YET
 
     usual = [s for s in of("staleness") if s.lag == 0]
     stale = sorted(of("staleness"), key=lambda s: s.lag)
     others = [s for s in [*stale, *of("far")] if s.objective != "tb"]
     lags = sorted({s.lag for s in [*stale, *of("far")]})
+    names = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo")
     pooled = []
-    for name in ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo"):
-        for rate in FIRST_RATES:
-            cells = [of_all(name, rate, lag) for lag in lags]
-            pooled += [[f"`{name}`", f"{rate:g}", *cells]]
+    for name, rate in itertools.product(names, FIRST_RATES):
+        pooled.append([f"`{name}`", f"{rate:g}", *(of_all(name, rate, lag) for lag in lags)])
     choosing = []
     reported_runs = []
     for setting in settings:
@@ -933,23 +936,23 @@ def report(rows: Rows) -> None:
         choosing += [r for r in rows.of(setting, "choose") if r["rate"] == found[0]["rate"]]
     of_roles = []
     for role, found in (("choose a rate", choosing), ("are reported", reported_runs)):
-        lost = sum(map(collapsed, found))
-        cells = [f"{lost} of {len(found)}", shown(map(area, found)).split(" ")[0]]
-        as_0 = f"{score(found):.2f}" if found else NOT_YET
-        of_roles.append([f"seeds that {role}", *cells, as_0])
+        gain = shown(map(area, found)).split(" ")[0]
+        line = [f"seeds that {role}", share_collapsed(found), gain, collapsed_as_0(found)]
+        of_roles.append(line)
     done = sum(row["role"] == "report" for row in rows.rows)
     wanted = sum(len(seeds_of(setting)) for setting in settings)
     per_lag = []
     for setting in of("collapses", "longer"):
         found = rows.of(setting, "report")
-        share = f"{sum(map(collapsed, found))} of {len(found)}"
         of_run = [name_of(setting), str(setting.steps), str(setting.lag)]
-        per_lag.append([*of_run, share, shown(map(area, found))])
+        per_lag.append([*of_run, share_collapsed(found), shown(map(area, found))])
     parts = {
         "count": f"{done} of {wanted} reported runs are there; {len(rows.rows)} rows in all.\n",
         "staleness": grid(stale, "lag", reported),
         "paired": grid(others, "lag", over_tb),
-        "collapsed as 0": grid(stale, "lag", collapsed_as_0),
+        "collapsed as 0": grid(
+            stale, "lag", lambda setting: collapsed_as_0(rows.of(setting, "report"))
+        ),
         "choices": table(["", "collapsed", "gain", "gain, collapsed as 0"], of_roles),
         "stable rates": grid([*stale, *of("far")], "lag", stable_rate),
         "pooled": table(["objective", "rate", *(f"lag {lag}" for lag in lags)], pooled),

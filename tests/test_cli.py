@@ -28,7 +28,6 @@ MISTAKES = [
     {"beta": "1@5"}, {"beta": "1@0,x@3"}, {"tau": "-1"}, {"dtype": "float16"}, {"steps": "many"},
     {"searched_per_prompt": 4}, {"kept_per_prompt": 4}, {"lag": 2}, {"max_response_tokens": 4000},
     {"sync_every": 10, "max_age": 4},
-    {"synchronous": True, "recent_probability": 0.5, "reset_reference_every": 3, "lag": 2},
     {"lr_schedule": "warmup_stable_decay", "decay_steps": 0}, {"victim_top_p": 2},
 ]  # fmt: skip
 

@@ -485,7 +485,7 @@ def test_a_token_that_was_not_sampled_has_the_ratio_1(gsm8k, tmp_path):
         for t, logprobs in zip((t for group in groups for t in group), scored, strict=True):
             t.logprobs = logprobs.copy()
             if len(logprobs) % 2:
-                t.logprobs[-1] = math.nan
+                t.logprobs[-1] = tba.NOT_SAMPLED
         measured, _ = learner.backward(groups, tba.at(learner.config, 0), 0)
         assert measured["effective_sample_size"].item() == pytest.approx(1, abs=1e-4)
         gradients.append(torch.cat([p.grad.flatten() for p in learner.model.parameters()]))
