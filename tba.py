@@ -64,6 +64,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -201,7 +202,11 @@ class Config:
     replay_rule: str = flag("newest", "How batches are drawn: newest, or one of --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Replay with p ~ softmax(this * reward).")
     kept_per_prompt: int = flag(100, "Trajectories of a prompt that the buffer keeps.")
-    max_age: int = flag(0, "Steps after which a trajectory is not drawn any more; 0: no limit.")
+    max_replays: float = flag(
+        4.0,
+        "How often a group may be drawn as recent; the Trainer waits for generation rather than "
+        "draw one more often. 1.5: once and twice in turn; 0: no limit.",
+    )
     initial_trajectories: int = flag(500, "Trajectories searched before the first step.")
 
     objective: str = flag("tb", "The objective: one of OBJECTIVES (section 3), or of --plugin.")
@@ -211,13 +216,12 @@ class Config:
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, in place of beta.")
     reset_reference_every: int = flag(0, "Steps between calls of `next_reference` [rho]; 0: none.")
     lora_rank: int = flag(0, "Train low-rank adapters of this rank; 0: train all weights.")
-    scale_rate_by_ess: bool = flag(False, "Rate times sqrt(effective sample size), after VCPO.")
     lr_schedule: LearningRateSchedule = flag("constant", "What follows the warm-up.")
     warmup_steps: int = flag(0, "Steps of linear warm-up.")
     stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak.")
     decay_steps: int = flag(0, "warmup_stable_decay: steps of decay after the peak.")
     weight_decay: float = flag(0.0, "AdamW's weight decay.")
-    adam_beta2: float = flag(0.999, "AdamW's decay of the squared gradient's mean.", 0, 1)
+    adam_beta2: float = flag(0.999, "AdamW's decay of the squared gradient's mean.", 0, 0.99999)
     max_grad_norm: float = flag(0.0, "Clip the gradient's norm at this; 0: no clipping.")
     tokens_per_microbatch: int = flag(16384, "Tokens in a forward pass, padding included.", 1)
     pack: bool = flag(True, "Compute a prompt once for several responses; not all families can.")
@@ -397,7 +401,7 @@ class Loss:
     """What an objective returns."""
 
     loss: Tensor  # a scalar that carries the gradient; a batch's is the mean of its prompts'
-    log_z: Tensor  # (B,) without gradient
+    log_z: Tensor | None = None  # (B,) without gradient; None: that of `tb` is logged
     # scalars that are logged under their names; those of the whole batch are, computed once more
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
@@ -464,7 +468,7 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     total = batch.rewards - config.beta * kl
     advantage = total - total.mean(1, keepdim=True)
     gain = advantage * batch.sums(batch.logprobs)
-    return Loss(-gain.mean() / batch.mean_length, tb(batch, config).log_z)
+    return Loss(-gain.mean() / batch.mean_length)
 
 
 Divergence = Literal["reverse_kl", "forward_kl", "hellinger"]
@@ -520,8 +524,7 @@ def oapl(batch: Batch, config: Config) -> Loss:
     K = log_ratio.shape[1]
     value = config.beta * ((batch.rewards / config.beta).logsumexp(1) - math.log(K))
     advantage = batch.rewards - value[:, None]
-    loss = (config.behaviour_beta * log_ratio - advantage).square().mean()
-    return Loss(loss, tb(batch, config).log_z)
+    return Loss((config.behaviour_beta * log_ratio - advantage).square().mean())
 
 
 # What Trajectory Balance is compared with, on the same batches, replayed ones too. PPO is left out:
@@ -538,8 +541,7 @@ def rloo(batch: Batch, config: Config) -> Loss:
     Example: rewards [[1, 0, 0]] and KL 0 give A = [[1, -1/2, -1/2]].
     """
     advantage = leave_one_out(batch, config)  # (B, K)
-    loss = -(advantage * batch.sums(batch.logprobs)).mean()
-    return Loss(loss, tb(batch, config).log_z)
+    return Loss(-(advantage * batch.sums(batch.logprobs)).mean())
 
 
 def proximal_rloo(batch: Batch, config: Config) -> Loss:
@@ -552,8 +554,7 @@ def proximal_rloo(batch: Batch, config: Config) -> Loss:
     log_ratio = batch.sums(batch.logprobs - batch.behaviour)
     ratio = log_ratio.clamp(max=20).exp()  # (B, K), finite
     gain, clipped = clipped_gain(ratio, advantage, config)
-    metrics = {"clip_fraction": clipped.float().mean()}
-    return Loss(-gain.mean(), tb(batch, config).log_z, metrics)
+    return Loss(-gain.mean(), metrics={"clip_fraction": clipped.float().mean()})
 
 
 def leave_one_out(batch: Batch, config: Config) -> Tensor:
@@ -612,8 +613,7 @@ def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, share: Ten
         kl = difference.exp() - difference - 1  # an estimate that is never negative
         values = gain - config.kl_coefficient * kl  # (N,)
     loss = -(batch.sums(values) * share).mean()
-    metrics = {"clip_fraction": clipped.float().mean()}
-    return Loss(loss, tb(batch, config).log_z, metrics)
+    return Loss(loss, metrics={"clip_fraction": clipped.float().mean()})
 
 
 def online_dpo(batch: Batch, config: Config) -> Loss:
@@ -630,8 +630,7 @@ def online_dpo(batch: Batch, config: Config) -> Loss:
     margin = config.beta * (d.gather(1, best) - d.gather(1, worst))[:, 0]  # (B,)
     differ = batch.rewards.amax(1) > batch.rewards.amin(1)
     loss = -(nn.functional.logsigmoid(margin) * differ).mean()
-    metrics = {"preferred": (margin > 0).float().mean()}
-    return Loss(loss, tb(batch, config).log_z, metrics)
+    return Loss(loss, metrics={"preferred": (margin > 0).float().mean()})
 
 
 # name -> function of a Batch and the Config, with the values that beta, tau, ... have at this step
@@ -652,7 +651,8 @@ OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
 def batch_metrics(batch: Batch) -> dict[str, Tensor]:
     """What is logged for every objective, about the data it learns from.
 
-    equal_rewards: share of the groups whose K rewards are all equal. effective_sample_size: (sum
+    reward_std: the mean over groups of the standard deviation of their K rewards. equal_rewards:
+    share of the groups whose rewards are all equal. effective_sample_size: (sum
     w)^2 / (K sum w^2) of a group's importance weights w = pi_theta(y|x) / behaviour(y|x), between
     1/K and 1 (weights 1, 1, 1, 3: 0.75). ratio_max: the largest such ratio of a token.
     """
@@ -663,6 +663,7 @@ def batch_metrics(batch: Batch) -> dict[str, Tensor]:
     effective = weights.sum(1).square() / (K * weights.square().sum(1))
     equal = (batch.rewards == batch.rewards[:, :1]).all(1)
     return {
+        "reward_std": batch.rewards.std(1).mean(),
         "equal_rewards": equal.float().mean(),
         "effective_sample_size": effective.mean(),
         "ratio_max": log_ratios.amax().exp(),
@@ -680,7 +681,6 @@ class ReplayBuffer:
         self.rng = np.random.default_rng([config.seed, 0xB0F])
         # prompt id -> its trajectories by their tokens, oldest first
         self.trajectories: dict[int, dict[str, Trajectory]] = {}
-        self.oldest = -math.inf  # version that may still be drawn
 
     def key(self, t: Trajectory) -> str:
         """By which equal responses are found: a text with a character for each token."""
@@ -703,17 +703,11 @@ class ReplayBuffer:
             del stored[next(iter(stored))]
 
     def begin_step(self, step: int) -> None:
-        """Let go of prompts whose trajectories are all older than --max_age at this step."""
-        if self.config.max_age:
-            self.oldest = step - self.config.max_age
-            # of a copy, for the thread of AttackBuffer may add a prompt
-            for prompt_id in [p for p in list(self.trajectories) if not self.usable(p)]:
-                del self.trajectories[prompt_id]
+        """Called before each batch; a buffer of your own may change with the optimizer step."""
 
-    def usable(self, prompt_id: int) -> list[Trajectory]:
-        """A prompt's trajectories that are young enough to be drawn, oldest first."""
-        stored = self.trajectories[prompt_id].values()
-        return [t for t in stored if t.version >= self.oldest]
+    def of_prompt(self, prompt_id: int) -> list[Trajectory]:
+        """A prompt's trajectories, oldest first."""
+        return list(self.trajectories[prompt_id].values())
 
     def draw(self, trajectories: list[Trajectory], K: int) -> list[Trajectory]:
         """K of these, p ~ softmax(--reward_inverse_temperature * reward), without replacement.
@@ -751,7 +745,7 @@ class ReplayRule:
         self.buffer = buffer
         self.config = config
         self.memory: dict[str, Any] = {"epoch": []}  # prompts that this epoch of replay has left
-        self.recent_fraction = math.nan  # share of the latest batch that was drawn as recent
+        self.recent_fraction = math.nan  # share of the latest batch that was recent
 
     def arrived(self, group: Group) -> None:
         """A group, as it was sampled, has just been stored."""
@@ -759,8 +753,11 @@ class ReplayRule:
     def synced(self, step: int) -> None:
         """New weights begin to be sent: what arrives from now on is the most recent."""
 
-    def sample(self, B: int, K: int) -> list[list[Trajectory]]:
-        """Draw B groups of K trajectories, each group of one prompt."""
+    def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
+        """Draw B groups of K trajectories, each group of one prompt.
+
+        None makes the Trainer wait for another group to arrive.
+        """
         raise NotImplementedError
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
@@ -772,7 +769,7 @@ class ReplayRule:
         for _ in range(count):
             prompt_id = self.next_of_epoch(used)
             used.add(prompt_id)
-            groups.append(self.buffer.draw(self.buffer.usable(prompt_id), K))
+            groups.append(self.buffer.draw(self.buffer.of_prompt(prompt_id), K))
         return groups
 
     def next_of_epoch(self, used: set[int]) -> int:
@@ -788,58 +785,82 @@ class ReplayRule:
         return self.next_of_epoch(used)
 
 
+@dataclass
+class RecentGroup:
+    """A group that may still be drawn as recent."""
+
+    group: Group
+    window: int  # how many syncs had begun when it arrived
+    draws_left: float
+
+
 class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper, section 4.2).
 
     Recent is a group that arrived since the latest sync. K of its trajectories are taken: the
     distinct ones first, then repeats, as it was sampled. Otherwise any prompt's trajectories are
-    replayed. Two choices are ours: a prompt's newest group goes first; groups from before the sync
-    are recent too while fewer than B prompts have one from after it.
+    replayed. Two choices are ours. A group is drawn as recent at most --max_replays times, so that
+    scarce data are not trained on over and over (a bound that the authors' blocking sync implies).
+    Where too few groups since the sync have draws left, older ones follow, newest first; where
+    these are too few as well, the Trainer waits.
     """
+
+    MOST_RECENT = 1024  # groups; where search is plentiful, older ones are never drawn
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        self.window: list[Group] = []  # that arrived since the latest sync
-        self.previous: list[Group] = []  # the latest window before that was not empty
+        self.recent: deque[RecentGroup] = deque(maxlen=self.MOST_RECENT)  # oldest first
+        self.arrivals = 0
+        self.window = 0
+        self.wanted: int | None = None  # recent groups of the next batch; None: to be drawn
 
     def arrived(self, group: Group) -> None:
-        self.window.append(group)
+        """Give the group its draws. Of a fraction, such as 1.5, groups have 1, 2, 1, 2, ..."""
+        R = self.config.max_replays or math.inf
+        draws = R
+        if math.isfinite(R):
+            draws = math.floor((self.arrivals + 1) * R) - math.floor(self.arrivals * R)
+        self.arrivals += 1
+        if draws > 0:
+            self.recent.append(RecentGroup(group, self.window, draws))
 
     def synced(self, step: int) -> None:
-        self.previous = self.window or self.previous
-        self.window = []
+        self.window += 1
 
-    def sample(self, B: int, K: int) -> list[list[Trajectory]]:
-        """Draw B groups of K trajectories.
+    def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
+        """Draw B groups of K trajectories, or None while too few recent groups have draws left.
+
+        `recent_fraction` is the share of groups that arrived since the latest sync but one.
 
         Example: prompts 0-9 have 24 trajectories each, 6-9 came since the latest sync. B = 4,
-        K = 20, m = 0.5 gives about two groups of 20, the newest of two of 6-9, and two groups of
-        any 20 of other prompts, say 3 and 5; `recent_fraction` is then 0.5.
+        K = 20, m = 0.5 gives about two groups of 20, of two of 6-9, and two groups of any 20 of
+        other prompts, say 3 and 5; `recent_fraction` is then 0.5.
         """
-        recent = self.recent_groups(B)
-        groups = []
-        used: set[int] = set()  # prompts
-        for _ in range(B):
-            if recent and self.buffer.rng.random() < self.config.recent_probability:
-                group = recent.pop()
-                groups.append(self.as_sampled(group, K))
-                used.add(group.prompt_id)
-        self.recent_fraction = len(groups) / B
+        if self.wanted is None:
+            self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
+        if len(self.recent) < self.wanted:
+            return None
+        drawn = self.newest_first()[: self.wanted]
+        self.wanted = None
+        for entry in drawn:
+            entry.draws_left -= 1
+        left = [entry for entry in self.recent if entry.draws_left > 0]
+        self.recent = deque(left, self.MOST_RECENT)
+        self.recent_fraction = sum(entry.window >= self.window - 1 for entry in drawn) / B
+        groups = [self.as_sampled(entry.group, K) for entry in drawn]
+        used = {entry.group.prompt_id for entry in drawn}
         return groups + self.replay(B - len(groups), K, used)
 
-    def recent_groups(self, B: int) -> list[Group]:
-        """Recent groups, to be taken from the end: each prompt's newest before any second one."""
-        recent = self.window
-        if len({group.prompt_id for group in recent}) < B:
-            recent = self.previous + self.window
-        newer: Counter[int] = Counter()  # groups of a prompt that came after the one at hand
+    def newest_first(self) -> list[RecentGroup]:
+        """Groups with draws left: the latest window first, in it each prompt's newest first."""
+        newer: Counter[tuple[int, int]] = Counter()  # groups of a window and prompt that came later
         ranked = []
-        for group in reversed(recent):
-            if group.trajectories[0].version >= self.buffer.oldest:
-                ranked.append((newer[group.prompt_id], self.buffer.rng.random(), group))
-                newer[group.prompt_id] += 1
-        ranked.sort(key=itemgetter(0, 1), reverse=True)
-        return [group for _, _, group in ranked]
+        for entry in reversed(self.recent):
+            of_prompt = entry.window, entry.group.prompt_id
+            ranked.append((-entry.window, newer[of_prompt], self.buffer.rng.random(), entry))
+            newer[of_prompt] += 1
+        ranked.sort(key=itemgetter(0, 1, 2))
+        return [entry for *_, entry in ranked]
 
     def as_sampled(self, group: Group, K: int) -> list[Trajectory]:
         """K of a group's S trajectories: the distinct ones first, then repeats of them.
@@ -877,6 +898,9 @@ class Task:
     closes_responses = False  # responses that do not end get the EOS that they lack
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # how many engines share a Searcher's device
+    # threads that call `rewards` and `evaluate` beside decoding; several need them to be
+    # thread-safe. 0: they are called between decode steps, as what uses the engine's device must be
+    reward_threads = 1
     buffer: type[ReplayBuffer] = ReplayBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -981,11 +1005,17 @@ TASKS: dict[str, type[Task]] = {"gsm8k": GSM8K}
 
 
 class RunEnded(RuntimeError):
-    """The run cannot go on; the message says why, and what to change."""
+    """The run cannot continue; the message says why, and what to change."""
 
 
 class Trainer:
-    """Learns from the replay buffer all the time; waits for generation in lockstep only."""
+    """Learns from the replay buffer all the time.
+
+    It waits for generation before the first step, in lockstep, and rather than draw a group as
+    recent more than --max_replays times.
+    """
+
+    PATIENCE = 30  # seconds of waiting after which it is logged what for
 
     MOST_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
 
@@ -999,7 +1029,7 @@ class Trainer:
         self.ranks = ranks
         self.saved = saved
         self.searchers = SearcherProcesses(config, problem, folder.say, saved)
-        self.evaluation = Evaluation(config, problem, folder, saved)
+        self.evaluations = Evaluations(config, problem, folder, saved)
         self.buffer = type(problem.task).buffer(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
         self.checkpoints = CheckpointWriter(problem, folder)
@@ -1017,7 +1047,10 @@ class Trainer:
         config = self.config
         self.searchers.start()  # they load their models while this process loads its own
         self.learner = load_learner(config, self.problem, self.ranks, self.saved)
-        self.sync = WeightSync(config, self.learner, self.searchers, self.folder.say)
+        self.folder.accelerator = self.learner.accelerator
+        self.sync = WeightSync(
+            config, self.learner, self.searchers, self.evaluations, self.folder.say
+        )
         restore(self)
         self.finish_sync()  # at step 0 too: it proves the transfer at once
         if self.step < config.steps:
@@ -1025,34 +1058,39 @@ class Trainer:
                 self.run_lockstep()
             else:
                 self.run_asynchronous()
-        self.wait_for(self.searches_are_done)  # so that lockstep can be given more steps
+        self.wait_for("generation", self.searches_are_done)  # so that lockstep can be resumed
         self.searchers.search_up_to(0)
-        self.wait_for(lambda: self.evaluation.idle)  # one of an earlier step
-        if self.evaluation.done_at != self.step:
-            self.evaluation.due_at = self.step
+        self.finish_evaluations()
+        if self.evaluations.done_at != self.step:
+            self.evaluations.due_at = self.step
             self.sync.due = True
-        self.wait_for(lambda: self.evaluation.idle)
+        self.finish_evaluations()
         if self.step:
             save(self)
             self.checkpoints.finish()
 
     def run_asynchronous(self) -> None:
-        """Nobody waits for anybody, once there is enough to begin with."""
+        """Neither side waits for the other, but for the Trainer where data are scarce."""
         config = self.config
         self.searchers.search_up_to(math.inf)
         while self.step < config.steps:
             self.listen()  # groups arrive; weights are sent
-            self.store_arrived()
-            stored = len(self.buffer.trajectories)  # prompts
-            enough = stored >= min(config.prompts_per_step, len(self.problem.prompts))
-            if not enough or self.received < config.initial_trajectories:
-                time.sleep(0.01)  # at the start, and when the reference has changed
-                continue
-            groups = self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
+            groups = self.wait_for("generation", self.next_batch)
             self.train_step(groups, self.rule.recent_fraction)
             self.note_what_is_due()
             if is_due(config.save_every, self.step):
                 save(self)
+
+    def next_batch(self) -> list[list[Trajectory]] | None:
+        """Store what arrived, and draw a batch; None while there is too little to draw from."""
+        config = self.config
+        self.store_arrived()
+        if self.received < config.initial_trajectories:
+            return None
+        enough = min(config.prompts_per_step, len(self.problem.prompts))
+        if len(self.buffer.trajectories) < enough:  # also when the reference has changed
+            return None
+        return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
 
     def run_lockstep(self) -> None:
         """Batch t is searched with the weights of step t - lag, and trained on as it was searched.
@@ -1064,13 +1102,16 @@ class Trainer:
         config = self.config
         n = config.searched_prompts
         while self.step < config.steps:
-            self.wait_for(self.searches_are_done)  # those beside training on the batch before
+            # those beside training on the batch before
+            self.wait_for("generation", self.searches_are_done)
             if is_due(config.save_every, self.step):
                 save(self)
             self.finish_sync()
-            self.wait_for(lambda: self.evaluation.idle)
+            self.finish_evaluations()
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
-            self.wait_for(lambda: self.searchers.first_missing >= n * (self.step + 1))
+            self.wait_for(
+                "generation", lambda: self.searchers.first_missing >= n * (self.step + 1)
+            )
             self.arrived.sort(key=attrgetter("index"))
             batch = self.arrived[:n]
             self.arrived = self.arrived[n:]
@@ -1093,7 +1134,7 @@ class Trainer:
         """After an optimizer step: an evaluation, a new reference, a sync."""
         config = self.config
         if is_due(config.eval_every, self.step):
-            self.evaluation.due_at = self.step
+            self.evaluations.due_at = self.step
             self.sync.due = True
         if is_due(config.reset_reference_every, self.step):
             self.sync.reset_reference(self.step)
@@ -1104,33 +1145,44 @@ class Trainer:
 
     def finish_sync(self) -> None:
         """Wait until no sync is due or under way."""
-        start = time.monotonic()
-        self.wait_for(lambda: not (self.sync.due or self.sync.under_way))
-        self.log.waited += time.monotonic() - start
+        self.wait_for("a weight sync", lambda: not (self.sync.due or self.sync.under_way))
 
-    def wait_for(self, done: Callable[[], bool]) -> None:
-        """Listen until `done`."""
-        while not done():
+    def finish_evaluations(self) -> None:
+        """Wait until no evaluation is due or under way."""
+        self.wait_for("an evaluation", lambda: self.evaluations.idle)
+
+    def wait_for(self, what: str, poll: Callable[[], Any]) -> Any:
+        """Listen until `poll` returns something true, which is returned; log a long wait."""
+        start = time.monotonic()
+        noted = start
+        while not (found := poll()):
             self.listen()
             time.sleep(0.01)
+            now = time.monotonic()
+            if now - noted > self.PATIENCE:
+                noted = now
+                running = len(self.searchers.running)
+                text = f"step {self.step}: waiting for {what} for {now - start:.0f} s"
+                self.folder.say(f"{text}; {running} of {self.config.num_searchers} Searchers run")
+        self.log.waited[what] += time.monotonic() - start
+        return found
 
     def listen(self) -> None:
-        """Take in what Searchers sent, restart who failed, go on with syncs; heed a signal."""
-        if self.stop_signal and self.searches_are_done():  # so that lockstep can be resumed exactly
+        """Drain queues, restart failed Searchers, advance the sync, handle signals."""
+        if self.stop_signal and self.searches_are_done():  # so that lockstep resumes exactly
             raise KeyboardInterrupt(self.stop_signal)
         self.take_messages()
         failures = self.searchers.failed()
         if failures:
             self.take_messages()  # what they had sent is used; what was in flight is searched again
         for s, reason in failures:
-            self.evaluation.repeat_without(s)
+            if self.evaluations.lose(s):
+                self.sync.due = True
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
-        if self.sync.is_over():
-            # an evaluation comes before the next sync, which would take its weights away
-            self.evaluation.begin_if_due(self.sync.version, self.searchers.states)
-            if self.sync.begin_if_due(self.step):
-                self.rule.synced(self.step)
+        self.sync.poll()
+        if not self.sync.under_way and self.sync.begin_if_due(self.step):
+            self.rule.synced(self.step)
 
     def take_messages(self) -> None:
         """Take groups and messages from the queues."""
@@ -1139,18 +1191,23 @@ class Trainer:
             match message:
                 case Beat():
                     s.beats.append(message)
+                    s.ready = True
                 case Received(transfer):
-                    s.received = transfer
+                    s.answered = transfer
+                case Missed():
+                    self.sync.on_missed(s, message)
                 case Loaded():
                     self.sync.on_loaded(s, message)
                 case Evaluated():
-                    self.evaluation.on_records(s, message)
+                    self.evaluations.on_records(s, message)
                 case Failed(text):
                     s.traceback = text.strip()
+                    s.ready = False
         self.arrived += groups
         for group in groups:
             self.log.arrived += group.trajectories
             self.received += len(group.trajectories)
+        self.log.groups_arrived += len(groups)
         self.log.queue_depth = max(self.log.queue_depth, len(groups))
 
     def store_arrived(self) -> None:
@@ -1170,15 +1227,13 @@ class Trainer:
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
         now = at(self.config, self.step)
-        start = time.perf_counter()
         metrics, tokens = self.learner.step(groups, now, self.step)
-        seconds = time.perf_counter() - start
         staleness = [self.step - t.version for group in groups for t in group]
         metrics["staleness_mean"] = float(np.mean(staleness))
         metrics["staleness_max"] = max(staleness)
         metrics["recent_fraction"] = recent
         self.step += 1
-        self.log.write(metrics, seconds, tokens)
+        self.log.write(metrics, len(groups), tokens)
         if is_finite(metrics):
             self.skipped = 0
             return
@@ -1258,24 +1313,25 @@ class Learner:
         `now` is the Config with this step's beta, tau and so on. Returns what is logged, and the
         number of response tokens.
         """
-        measured, tokens = self.backward(groups, now, step)
+        start = time.perf_counter()
+        measured, tokens, pack_seconds = self.backward(groups, now, step)
         measured["grad_norm"] = self.clip_gradients()
         values = torch.stack(list(measured.values())).tolist()  # the step's one wait for the device
         metrics = dict(zip(measured, values, strict=True))
+        computed = time.perf_counter()
         if is_finite(metrics):
-            self.update(metrics)
+            self.update()
         self.optimizer.zero_grad()
         metrics["beta"] = now.beta
         metrics["lr"] = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
+        metrics["pack_seconds"] = pack_seconds
+        metrics["forward_backward_seconds"] = computed - start - pack_seconds
+        metrics["optimizer_seconds"] = time.perf_counter() - computed
         return metrics, tokens
 
-    def update(self, metrics: dict[str, float]) -> None:
+    def update(self) -> None:
         """The optimizer's step; a prompt that was not in the batch keeps its log Z."""
-        # VCPO (arXiv 2602.17616) has the effective sample size of the whole batch, over its value
-        # on-policy; this is the mean over groups. The scheduler sets the next step's rate.
-        if self.config.scale_rate_by_ess:
-            self.optimizer.param_groups[0]["lr"] *= math.sqrt(metrics["effective_sample_size"])
         before = self.log_z.detach().clone()
         gradient = self.log_z.grad
         self.optimizer.step()
@@ -1284,7 +1340,7 @@ class Learner:
 
     def backward(
         self, groups: list[list[Trajectory]], now: Config, step: int
-    ) -> tuple[dict[str, Tensor], int]:
+    ) -> tuple[dict[str, Tensor], int, float]:
         """Gradients of the objective over B groups of K trajectories, by micro-batches.
 
         Where every group fits --tokens_per_microbatch, micro-batches are whole groups: the batch's
@@ -1293,7 +1349,7 @@ class Learner:
         propagates. Both are exact. Metrics are computed once more, on the whole batch.
 
         Each rank computes its share of the packed rows, and FSDP adds up the gradients. Returns
-        what is logged, scalars by name, and the number of response tokens.
+        what is logged, scalars by name, the number of response tokens, and seconds spent packing.
         """
         objective = OBJECTIVES[now.objective]
         ranks = self.ranks
@@ -1315,9 +1371,15 @@ class Learner:
             leaf = to_device(scored, self.device).requires_grad_()
             objective(batch_of(leaf, flat), now).loss.backward()
             derivatives = leaf.grad.split(lengths)
+        if not whole_groups:
+            units = [[row] for unit in units for row in unit]
         parts = []
         entropy = torch.zeros((), device=self.device)
-        for order, packed in microbatches(self.policy, sequences, budget, whole_groups):
+        pack_seconds = 0.0
+        for rows in share_out(pairs, units, budget, ranks.size)[ranks.rank]:
+            start = time.perf_counter()
+            order, packed = pack_microbatch(pairs, rows, self.device)
+            pack_seconds += time.perf_counter() - start
             logprobs, entropies = self.policy(**packed, entropy=True)
             parts.append((order, logprobs.detach()))
             if not order:
@@ -1333,9 +1395,10 @@ class Learner:
         with torch.no_grad():
             batch = batch_of(in_order(parts, lengths, ranks), flat)
             result = objective(batch, now)
-            measured = {"loss": result.loss, "log_z": result.log_z.mean()}
-            measured |= {"entropy": entropy / tokens} | batch_metrics(batch) | result.metrics
-        return {name: value.float() for name, value in measured.items()}, tokens
+            log_z = tb(batch, now).log_z if result.log_z is None else result.log_z
+            measured = {"loss": result.loss, "log_z": log_z.mean(), "entropy": entropy / tokens}
+            measured |= batch_metrics(batch) | result.metrics
+        return {name: value.float() for name, value in measured.items()}, tokens, pack_seconds
 
     def make_batch(
         self, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float, now: Config,
@@ -1373,24 +1436,42 @@ class Learner:
 # ==================================================================================== 7. Searcher
 
 
+@dataclass(eq=False)
+class Scoring:
+    """A call of the task: the rewards of some groups, or the records of held-out answers."""
+
+    compute: Callable[[], Any]  # in a thread, unless the task has none
+    finish: Callable[[Any], None]  # in the Searcher's own thread, with the result
+    groups: int = 0  # that wait for their rewards
+    started: float = math.inf
+    future: Future = field(default_factory=Future)
+
+    def run(self) -> Any:
+        """Compute the result, and note when that began."""
+        self.started = time.perf_counter()
+        return self.compute()
+
+
 class Searcher:
     """Generates and scores responses all the time; never waits for training.
 
     A thread takes messages and receives weights (`WeightReceiver`), which this one loads between
-    two decode steps.
+    two decode steps. Rewards are computed in other threads, while the engine decodes the next
+    groups. A group has the version of the weights at its submission. A Searcher that dies loses
+    what it had in flight; its successor submits these prompts again.
     """
 
-    JUDGED_AT_ONCE = 8  # answers to held-out prompts, between two looks for a message
+    JUDGED_AT_ONCE = 8  # held-out answers that one call of the task judges
 
-    def __init__(self, config: Config, problem: Problem, place: Place) -> None:
+    def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
         self.config = config
         self.problem = problem
-        self.place = place
-        self.index = place.first  # its next place in the order of prompts
+        self.spec = spec
+        self.index = spec.first  # its next place in the order of prompts
         self.limit = 0.0  # it begins prompts up to this place
         self.device = own_device()
-        # another one for every Searcher and every start: two that sample alike waste one
-        rng = np.random.default_rng([config.seed, place.searcher, place.start])
+        # another one for every start of a Searcher: two that sample alike waste one
+        rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
         seed = int(rng.integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(make_engine, config, self.device, seed)
@@ -1402,14 +1483,18 @@ class Searcher:
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
         problem.task.setup(self.device, engine_of)
+        self.threads = None
+        if problem.task.reward_threads:
+            self.threads = ThreadPoolExecutor(problem.task.reward_threads)
         self.version = -1  # of the policy's weights; -1: none yet
         # place -> prompt id, version of the weights when it was submitted, whether it explores
         self.requests: dict[int, tuple[int, int, bool]] = {}
+        self.unscored: list[Group] = []  # complete, and not yet given to the task
+        self.scoring: list[Scoring] = []  # under way
         self.outbox: deque[Group] = deque()
-        self.evaluation = -1  # the number of the latest one
-        self.unjudged = 0  # its answers that are still to come, or to be judged
+        self.pending_answers = 0  # to held-out prompts, still to be generated
         shapes = {name: tensor.shape for name, tensor in self.reference_weights.data.items()}
-        self.receiver = WeightReceiver(config, place, shapes)
+        self.receiver = WeightReceiver(config, spec, shapes)
         self.staged: ReceiveWeights | None = None  # weights that wait to be loaded
         self.started = time.perf_counter()
         self.last_beat = 0.0
@@ -1430,7 +1515,9 @@ class Searcher:
             self.between_steps()
 
     def between_steps(self) -> None:
-        """What happens between two decode steps. Raises what ended the receiving thread."""
+        """What happens between two decode steps. Raises what a task or the receiver raised."""
+        self.begin_scoring()
+        self.finish_scoring()
         self.deliver()
         while not self.receiver.inbox.empty():
             match self.receiver.inbox.get():
@@ -1438,8 +1525,6 @@ class Searcher:
                     self.limit = limit
                 case ReceiveWeights() as message:
                     self.staged = message
-                case Evaluate() as message:
-                    begin_evaluation(self, message)
                 case Exception() as error:
                     raise error
         if self.staged and self.may_load():
@@ -1448,16 +1533,17 @@ class Searcher:
     def may_load(self) -> bool:
         """Whether weights that were received may be loaded between these two decode steps.
 
-        Held-out prompts are answered by the weights that they were given to; in lockstep so is
-        every prompt. Otherwise responses go on under the new weights, and keep their KV cache.
+        Held-out prompts are answered by the weights that they came with; in lockstep every prompt
+        is answered by those that it was submitted to. Otherwise decoding continues under the new
+        weights, and keeps its KV cache.
         """
         to_begin = self.index < self.limit and self.version >= 0  # with the weights that it has
-        if self.config.synchronous and (to_begin or self.requests or self.outbox):
+        if self.config.synchronous and (to_begin or self.requests):
             return False
-        return self.unjudged == 0
+        return self.pending_answers == 0
 
     def load_weights(self) -> None:
-        """Load the weights that were received, and tell what the engine makes of the probes."""
+        """Load weights, report the engine's log-probabilities of the probes, begin evaluating."""
         start = time.perf_counter()
         message = self.staged
         self.staged = None
@@ -1471,7 +1557,9 @@ class Searcher:
             self.engine.load_weights(weights.items())
             self.version = message.version
             probes = self.score_probes()
-        self.place.send(Loaded(message.transfer, probes))
+        self.spec.send(Loaded(message.transfer, probes))
+        if message.held_out:
+            begin_evaluation(self, message)
         self.idle += time.perf_counter() - start
 
     def score_probes(self) -> list[np.ndarray]:
@@ -1486,14 +1574,21 @@ class Searcher:
         return [logprobs[start:] for logprobs, start in zip(scored, starts, strict=True)]
 
     def begin_prompts(self) -> None:
-        """Keep the engine full, held-out prompts counted first; none while the queue is full."""
+        """Keep the engine full, held-out prompts counted first.
+
+        None are begun while the queue is full, or more responses wait for rewards than are decoded
+        at a time.
+        """
         config = self.config
         S = config.searched_per_prompt
-        while self.version >= 0 and self.index < self.limit and not self.outbox:
-            under_way = S * len(self.requests) + self.unjudged
+        waiting = len(self.unscored) + sum(job.groups for job in self.scoring)
+        if self.version < 0 or self.outbox or S * waiting > max(S, config.sequences_in_flight):
+            return
+        while self.index < self.limit:
+            under_way = S * len(self.requests) + self.pending_answers
             if under_way and under_way + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
                 return
-            if self.index not in self.place.arrived:  # before it was started again
+            if self.index not in self.spec.arrived:  # at its start
                 self.begin_prompt(self.index)
             self.index += config.num_searchers
 
@@ -1516,30 +1611,23 @@ class Searcher:
         self.requests[index] = prompt_id, self.version, temperature != config.temperature
 
     def handle_completions(self, completions: list[Completion]) -> None:
-        """Score groups of responses; judge answers to held-out prompts."""
+        """Turn responses into groups to be scored; have answers to held-out prompts judged."""
         searched = [done for done in completions if isinstance(done.request.id, int)]
         answers = [done for done in completions if not isinstance(done.request.id, int)]
         if searched:
-            self.outbox += self.score_groups(searched)
+            self.unscored += self.make_groups(searched)
             self.between_steps()
         for i in range(0, len(answers), self.JUDGED_AT_ONCE):
             judge_answers(self, answers[i : i + self.JUDGED_AT_ONCE])
             self.between_steps()
 
-    def score_groups(self, completions: list[Completion]) -> list[Group]:
-        """The responses to some prompts with their rewards and reference log-probabilities."""
+    def make_groups(self, completions: list[Completion]) -> list[Group]:
+        """The responses to some prompts with log pi_ref, still without rewards."""
         task = self.problem.task
-        sequences = []
-        examples = []
-        for done in completions:
-            if task.closes_responses:
+        if task.closes_responses:
+            for done in completions:
                 done.close(self.problem.tokenizer.eos_token_id)
-            sequences.append((done.request.prompt, done.tokens))
-            prompt_id = self.requests[done.request.id][0]
-            examples += [task.train[prompt_id]] * len(done.tokens)
-        texts = self.problem.response_texts([t for done in completions for t in done.tokens])
-        ended = np.concatenate([done.ended for done in completions])
-        rewards = iter(task.checked_rewards(examples, texts, ended))
+        sequences = [(done.request.prompt, done.tokens) for done in completions]
         ref_logprobs = iter(token_logprobs(self.reference, sequences, self.config))
         groups = []
         for done in completions:
@@ -1552,7 +1640,7 @@ class Searcher:
                     ref_logprobs=task.ref_logprobs(tokens, next(ref_logprobs)),
                     ended=bool(done.ended[j]),
                     explored=explored,
-                    reward=next(rewards),
+                    reward=math.nan,
                     prompt_id=prompt_id,
                     version=version,
                     reference=self.reference_version,
@@ -1562,17 +1650,62 @@ class Searcher:
             groups.append(group)
         return groups
 
+    def begin_scoring(self) -> None:
+        """Have the task compute the rewards of complete groups.
+
+        While all threads are busy groups are gathered, and scored together when one is free. In
+        lockstep those that were completed together are, so that runs repeat.
+        """
+        task = self.problem.task
+        busy = sum(job.groups > 0 for job in self.scoring) >= max(1, task.reward_threads)
+        if not self.unscored or (busy and not self.config.synchronous):
+            return
+        groups = self.unscored
+        self.unscored = []
+        rows = [t for group in groups for t in group.trajectories]
+        examples = [task.train[t.prompt_id] for t in rows]
+        texts = self.problem.response_texts([t.tokens for t in rows])
+        ended = np.array([t.ended for t in rows])
+        compute = partial(task.checked_rewards, examples, texts, ended)
+        self.score(Scoring(compute, partial(self.take_rewards, groups), len(groups)))
+
+    def take_rewards(self, groups: list[Group], rewards: list[float]) -> None:
+        """Complete groups with the rewards of all their trajectories, end to end."""
+        rows = [t for group in groups for t in group.trajectories]
+        for t, reward in zip(rows, rewards, strict=True):
+            t.reward = reward
+        self.outbox += groups
+
+    def score(self, job: Scoring) -> None:
+        """Have a thread make a call of the task, or make it here if the task has no threads."""
+        self.scoring.append(job)
+        if self.threads:
+            job.future = self.threads.submit(job.run)
+        else:
+            job.future.set_result(job.run())
+
+    def finish_scoring(self) -> None:
+        """Use the results of the calls that returned. Raises what one raised, or TimeoutError."""
+        limit = self.config.searcher_timeout
+        for job in list(self.scoring):
+            if job.future.done():
+                self.scoring.remove(job)
+                job.finish(job.future.result())
+            elif time.perf_counter() - job.started > limit:
+                name = type(self.problem.task).__name__
+                raise TimeoutError(f"{name}: rewards took over {limit:g} s (--searcher_timeout)")
+
     def deliver(self) -> None:
-        """Send what is scored, and a sign of life twice a second; never blocks on a full queue."""
+        """Send scored groups, and a heartbeat twice a second; never blocks on a full queue."""
         with contextlib.suppress(queue.Full):
             while self.outbox:
                 pickled = pickle.dumps(self.outbox[0])  # or the Manager would unpickle it
-                self.place.groups.put_nowait((self.place.searcher, pickled))
+                self.spec.groups.put_nowait((self.spec.searcher, pickled))
                 self.outbox.popleft()
         now = time.perf_counter()
         if now - self.last_beat > 0.5:
             self.last_beat = now
-            self.place.send(Beat(now, now - self.started - self.idle, self.tokens))
+            self.spec.send(Beat(now, now - self.started - self.idle, self.tokens))
 
 
 def prompt_of(seed: int, index: int, prompts: int) -> int:
@@ -1877,21 +2010,14 @@ def share_out(pairs: Pairs, units: list, budget: int, ranks: int) -> list[list[l
     return [plan + [[]] * (passes - len(plan)) for plan in plans]
 
 
-def microbatches(
-    policy: TokenLogProbs, groups: PromptGroups, budget: int, whole_groups: bool = False
-) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """Micro-batches of packed rows: the indices of their responses, and input for the policy.
+def pack_microbatch(
+    pairs: Pairs, rows: list[list[int]], device: torch.device
+) -> tuple[list[int], dict[str, Any]]:
+    """The indices of the responses in some packed rows, and input for the policy.
 
-    The indices number the responses of all groups, end to end. Where the policy is sharded these
-    are a rank's own share; one without indices is for a pass that other ranks make.
+    Without rows there are no indices, and some input for a pass that other ranks make.
     """
-    ranks = policy.ranks
-    device = next(policy.parameters()).device
-    pairs, units = plan_rows(groups, break_even_length(policy), budget)
-    if not whole_groups:
-        units = [[row] for unit in units for row in unit]
-    for rows in share_out(pairs, units, budget, ranks.size)[ranks.rank]:
-        yield [i for row in rows for i in row], pack(pairs, rows or [[0]], device)
+    return [i for row in rows for i in row], pack(pairs, rows or [[0]], device)
 
 
 def logprobs_by_microbatch(
@@ -1900,9 +2026,13 @@ def logprobs_by_microbatch(
     """Responses' indices and their tokens' log-probabilities (N,), a micro-batch at a time."""
     # in bfloat16 if --dtype says so; without a cache, a weight's copy goes with its graph
     options = {"enabled": config.dtype == "bfloat16", "cache_enabled": False}
-    for order, packed in microbatches(policy, groups, config.tokens_per_microbatch):
-        device = packed["targets"].device.type
-        with torch.autocast(device, torch.bfloat16, **options):
+    budget = config.tokens_per_microbatch
+    device = next(policy.parameters()).device
+    pairs, units = plan_rows(groups, break_even_length(policy), budget)
+    single_rows = [[row] for unit in units for row in unit]
+    for rows in share_out(pairs, single_rows, budget, policy.ranks.size)[policy.ranks.rank]:
+        order, packed = pack_microbatch(pairs, rows, device)
+        with torch.autocast(device.type, torch.bfloat16, **options):
             logprobs, _ = policy(**packed, temperature=temperature)
         yield order, logprobs if order else 0.0 * logprobs
 
@@ -2511,15 +2641,16 @@ def vllm_can_run() -> bool:
 #   Trainer.note_what_is_due     it is due: every k steps, for an evaluation, for a new Searcher
 #   WeightSync.begin             the training thread copies the weights into a snapshot, scores the
 #                                probes, and trains on
-#   WeightSync.send              in a thread, from start to end: form a process group if the members
-#                                changed, tell the members, broadcast
-#   WeightReceiver.run           a Searcher's thread forms, and receives into the staging buffer
-#                                -> Received
-#   Searcher.load_weights        between two decode steps; scores the probes -> Loaded
+#   WeightSync.send              in a thread, from start to end: tell the members, form a process
+#                                group if they changed, broadcast
+#   WeightReceiver.run           a Searcher's thread joins the group, and receives into the staging
+#                                buffer -> Received, or Missed if that fails
+#   Searcher.load_weights        between two decode steps; scores the probes -> Loaded. If an
+#                                evaluation is due, the weights came with its prompts
 #   WeightSync.on_loaded         compares the probes; when the last has loaded, the sync is over
 #
-# Whatever goes wrong in `send` is one exception: the group is given up, members that have not said
-# Received are killed and so restarted, and the next sync forms a new group.
+# If anything fails in `send` or at a member, the group is given up, and the next sync forms a new
+# one. Only members that answer with neither Received nor Missed in time are killed and restarted.
 
 
 class MergedWeights(UserDict):
@@ -2620,12 +2751,16 @@ def abandon(group: Any) -> None:
 class WeightSync:
     """The Trainer's end of weight syncs: at most one transfer is under way, beside training."""
 
+    MOST_MISSED = 3  # transfers in a row that a member may miss
+
     def __init__(
-        self, config: Config, learner: Learner, searchers: SearcherProcesses, say: Callable
-    ) -> None:
+        self, config: Config, learner: Learner, searchers: SearcherProcesses,
+        evaluations: Evaluations, say: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self.config = config
         self.learner = learner
         self.searchers = searchers
+        self.evaluations = evaluations
         self.say = say
         device = own_device() if use_nccl(config) else torch.device("cpu")
         shapes = {name: tensor.shape for name, tensor in learner.weights.data.items()}
@@ -2633,15 +2768,17 @@ class WeightSync:
         learner.snapshot = self.snapshot
         self.thread = ThreadPoolExecutor(1)
         self.sending: Future | None = None  # the transfer, until everything is sent
-        self.message = ReceiveWeights(transfer=0, version=-1, reference=False)  # of the latest one
-        self.deadline = 0.0  # by which its members must have received
-        # of the process group, each with the number of its start; rank 1 is the first
-        self.members: list[tuple[SearcherState, int]] = []
+        self.failure = ""  # of the latest transfer, until its group is given up
+        self.transfer = 0  # the number of the latest one
+        self.sent_version = -1  # what it carries: optimizer step of these weights
+        self.sent_reference = False  # they are the reference's, not the policy's
+        self.deadline = 0.0  # by which its members must have answered
+        self.members: list[RunningSearcher] = []  # of the process group; rank 1 is the first
         self.group: Any = None
         self.groups_formed = 0
         self.due = True
         self.version = -1  # optimizer step of the policy's weights that were sent last
-        self.probes: list[np.ndarray] = []  # what the Trainer makes of them at `version`
+        self.probes: list[np.ndarray] = []  # the Trainer's log-probabilities of them at `version`
         # the weights of a reference that changes, in host memory; without changes it is --model
         self.reference: dict[str, Tensor] = {}
         self.reference_version = 0  # the optimizer step at which it changed last
@@ -2652,49 +2789,54 @@ class WeightSync:
     @property
     def under_way(self) -> bool:
         """Whether weights travel, or wait to be loaded: the next would overwrite them."""
-        transfer = self.message.transfer
-        return self.sending is not None or any(s.loaded < transfer for s in self.present())
+        return self.sending is not None or any(s.settled < self.transfer for s in self.present())
 
-    def present(self) -> list[SearcherState]:
+    def present(self) -> list[RunningSearcher]:
         """Members of the group that have not ended since it was formed."""
-        return [s for s, start in self.members if s.process and s.starts == start]
+        return [s for s in self.members if s.ready]
 
-    def is_over(self) -> bool:
-        """Bring the latest sync to its end; whether it is over, so that the next one may begin."""
-        late = time.monotonic() > self.deadline
-        if self.sending and (late or self.sending.done()):
-            error = TimeoutError("it took too long (--transfer_timeout)")
-            if self.sending.done():
-                error = self.sending.exception()
-            self.sending = None
+    def poll(self) -> None:
+        """Note the end of `send`; after the deadline kill members that have not answered."""
+        if self.sending and self.sending.done():
+            error = self.sending.exception()
             if error:
-                self.give_up(error)
-        elif late and any(s.received < self.message.transfer for s in self.present()):
-            self.give_up(TimeoutError("a Searcher did not receive them (--transfer_timeout)"))
-        return not self.under_way
+                self.failure = self.failure or first_line(error)
+            else:
+                self.group = self.sending.result()
+            self.sending = None
+        silent = [s for s in self.present() if s.answered < self.transfer]
+        if time.monotonic() > self.deadline and (silent or self.sending):
+            names = ", ".join(str(s.searcher) for s in silent)
+            self.failure = f"no answer from Searchers {names} (--transfer_timeout)"
+            self.sending = None
+            self.thread = ThreadPoolExecutor(1)  # what the other one is stuck in may never end
+            for s in silent:
+                s.kill()
+        if self.failure and self.sending is None:
+            self.give_up()
 
     def begin_if_due(self, step: int) -> bool:
         """Begin the next sync; returns whether the policy's weights have begun to be sent."""
-        ready = [s for s in self.searchers.states if s.ready]
+        ready = [s for s in self.searchers.running if s.ready]
         self.due |= any(s.version < 0 for s in ready)
         # the first one, and each in lockstep, waits for Searchers that load
         for_all = self.version < 0 or self.config.synchronous
         if not (self.due and ready) or (for_all and len(ready) < self.config.num_searchers):
             return False
         start = time.perf_counter()
-        reference = self.begin(ready, step)
+        self.begin(ready, step)
         self.seconds += time.perf_counter() - start
-        return not reference
+        return not self.sent_reference
 
-    def begin(self, ready: list[SearcherState], step: int) -> bool:
+    def begin(self, ready: list[RunningSearcher], step: int) -> None:
         """Copy weights into the snapshot, and have the thread send it to these Searchers.
 
-        A transfer carries one kind of weights: a reference that has changed goes first. Returns
-        whether it is the reference.
+        A transfer carries one kind of weights: a reference that has changed goes first.
         """
-        reference = any(s.reference < self.reference_version for s in ready)
-        version = self.reference_version if reference else step
-        if reference:
+        self.transfer += 1
+        self.sent_reference = any(s.reference < self.reference_version for s in ready)
+        if self.sent_reference:
+            self.sent_version = self.reference_version
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
         else:
@@ -2705,55 +2847,74 @@ class WeightSync:
                 if step > 0 or not self.config.pack:
                     raise
                 raise RunEnded(f"packed rows fail; try --pack False: {first_line(error)}") from None
+            self.sent_version = step
             self.version = step
             self.due = False
         if self.snapshot.flat.is_cuda:
             torch.cuda.synchronize()  # another thread has another stream
-        self.message = ReceiveWeights(self.message.transfer + 1, version, reference)
-        self.deadline = time.monotonic() + 3 * self.config.transfer_timeout
-        self.sending = self.thread.submit(self.send, [(s, s.starts) for s in ready])
-        return reference
-
-    def send(self, members: list[tuple[SearcherState, int]]) -> None:
-        """In the thread, from start to end. Raises whatever goes wrong."""
-        if self.group is None or members != self.members:
+        if self.group is None or ready != self.members:
             abandon(self.group)
-            self.members = members
+            self.group = None
             self.groups_formed += 1
-            name = f"weights {self.groups_formed}"
-            size = len(members) + 1
-            for rank, (s, _) in enumerate(members, 1):
-                s.commands.put(JoinGroup(name, rank, size))
-            nccl = use_nccl(self.config)
-            self.group = form_group(self.config, self.searchers.port, nccl, name, 0, size)
-        for s, _ in members:
-            s.commands.put(self.message)
-        broadcast(self.group, self.snapshot, self.config.transfer_timeout)
+        self.members = ready
+        held_out = {}  # prompts for each member to answer
+        if not self.sent_reference:
+            held_out = self.evaluations.begin_if_due(self.transfer, step, ready)
+        self.deadline = time.monotonic() + 3 * self.config.transfer_timeout
+        self.sending = self.thread.submit(self.send, self.group, held_out)
 
-    def give_up(self, error: BaseException) -> None:
-        """Give the group up and kill who lacks the weights; the next sync forms a new group."""
-        reason = first_line(error)
-        self.say(f"warning: sending the weights of step {self.message.version} failed: {reason}")
-        for s in self.present():
-            if s.received < self.message.transfer:
-                s.kill()
+    def send(self, group: Any, held_out: dict[RunningSearcher, list[int]]) -> Any:
+        """In the thread, from start to end; returns the process group. Raises what goes wrong."""
+        name = f"weights {self.groups_formed}"
+        size = len(self.members) + 1
+        for rank, s in enumerate(self.members, 1):
+            message = ReceiveWeights(
+                transfer=self.transfer,
+                version=self.sent_version,
+                reference=self.sent_reference,
+                held_out=held_out.get(s, []),
+                group=name,
+                rank=rank,
+                size=size,
+            )
+            s.commands.put(message)
+        if group is None:
+            nccl = use_nccl(self.config)
+            group = form_group(self.config, self.searchers.port, nccl, name, 0, size)
+        broadcast(group, self.snapshot, self.config.transfer_timeout)
+        return group
+
+    def give_up(self) -> None:
+        """Give the group up; the next sync, which is due at once, forms a new one."""
+        text = f"warning: sending the weights of step {self.sent_version} failed: {self.failure}"
+        self.say(text)
+        self.failure = ""
         abandon(self.group)
         self.group = None
-        self.thread = ThreadPoolExecutor(1)  # what the other one is stuck in may never end
+        self.due = True
 
-    def on_loaded(self, s: SearcherState, message: Loaded) -> None:
+    def on_missed(self, s: RunningSearcher, message: Missed) -> None:
+        """A member did not receive the weights, whoever is at fault; it searches on without."""
+        s.answered = message.transfer
+        s.settled = message.transfer
+        s.missed += 1
+        if self.group is not None or self.sending is not None:
+            self.failure = self.failure or f"Searcher {s.searcher}: {message.reason}"
+        if s.missed >= self.MOST_MISSED:
+            s.kill()
+
+    def on_loaded(self, s: RunningSearcher, message: Loaded) -> None:
         """The one check of numbers: the engine's log-probabilities beside the Trainer's.
 
         Raises RunEnded if they differ: a transfer, the packing of rows, or an engine is wrong, or
         the policy is broken.
         """
-        s.loaded = message.transfer
-        if message.transfer != self.message.transfer:
+        s.settled = message.transfer
+        s.missed = 0
+        if self.sent_reference:
+            s.reference = self.sent_version
             return
-        if self.message.reference:
-            s.reference = self.message.version
-            return
-        s.version = self.message.version
+        s.version = self.sent_version
         gaps = [np.abs(a - b).max() for a, b in zip(message.probes, self.probes, strict=True)]
         s.logprob_gap = float(np.max(gaps))
         if s.logprob_gap <= self.config.logprob_tolerance:  # it may be not a number
@@ -2779,33 +2940,46 @@ class WeightSync:
 class WeightReceiver:
     """A Searcher's end: takes the Trainer's messages and receives weights, in a thread."""
 
-    def __init__(self, config: Config, place: Place, shapes: dict[str, torch.Size]) -> None:
+    def __init__(
+        self, config: Config, spec: SearcherSpec, shapes: dict[str, torch.Size]
+    ) -> None:
         self.config = config
-        self.place = place
-        device = own_device() if place.nccl else torch.device("cpu")
+        self.spec = spec
+        device = own_device() if spec.nccl else torch.device("cpu")
         self.staging = FlatWeights(shapes, config.torch_dtype, device)
         self.inbox: queue.Queue = queue.Queue()  # messages for the main thread
+        self.group: Any = None
+        self.group_name = ""
 
     def run(self) -> None:
-        """Until the process ends. What goes wrong ends it: the main thread raises it."""
-        group = None
+        """Until the process ends. The main thread raises what ends this one."""
         try:
             while True:
-                message = self.place.commands.get()
-                match message:
-                    case JoinGroup(name, rank, size):
-                        abandon(group)
-                        group = form_group(
-                            self.config, self.place.port, self.place.nccl, name, rank, size
-                        )
-                    case ReceiveWeights():
-                        broadcast(group, self.staging, self.config.transfer_timeout)
-                        self.place.send(Received(message.transfer))
-                        self.inbox.put(message)
-                    case _:
-                        self.inbox.put(message)
+                message = self.spec.commands.get()
+                if not isinstance(message, ReceiveWeights) or self.receive(message):
+                    self.inbox.put(message)
         except Exception as error:
             self.inbox.put(error)
+
+    def receive(self, message: ReceiveWeights) -> bool:
+        """Receive weights into the staging buffer, and answer; returns whether they are there."""
+        try:
+            if message.group != self.group_name:
+                abandon(self.group)
+                self.group = form_group(
+                    self.config, self.spec.port, self.spec.nccl, message.group, message.rank,
+                    message.size,
+                )  # fmt: skip
+                self.group_name = message.group
+            broadcast(self.group, self.staging, self.config.transfer_timeout)
+        except RuntimeError as error:  # also where another member is at fault
+            abandon(self.group)
+            self.group = None
+            self.group_name = ""
+            self.spec.send(Missed(message.transfer, first_line(error)))
+            return False
+        self.spec.send(Received(message.transfer))
+        return True
 
 
 # ===================================================================== 12. Messages and processes
@@ -2820,34 +2994,26 @@ class SearchUpTo(NamedTuple):
     limit: float
 
 
-class JoinGroup(NamedTuple):
-    """Become a member of a new process group."""
-
-    name: str
-    rank: int
-    size: int
-
-
 class ReceiveWeights(NamedTuple):
-    """Receive weights -> Received; load them between two decode steps -> Loaded."""
+    """Receive weights -> Received or Missed; load them between two decode steps -> Loaded.
+
+    Then answer held-out prompts before others -> Evaluated, in parts.
+    """
 
     transfer: int  # its number
     version: int  # optimizer step whose weights these are
     reference: bool  # they are the reference's, not the policy's
-
-
-class Evaluate(NamedTuple):
-    """Answer held-out prompts before others -> Evaluated, in parts."""
-
-    evaluation: int  # its number: an evaluation that lost a Searcher is begun again as another
-    rows: list[int]  # held-out prompts
+    held_out: list[int]  # rows of held-out prompts, if an evaluation begins with these weights
+    group: str  # name of the process group; a member of another one joins it first
+    rank: int  # in the group
+    size: int
 
 
 # From a Searcher to the Trainer; groups travel on a queue of their own.
 
 
 class Beat(NamedTuple):
-    """A sign of life, twice a second; after the first the Searcher gets weights."""
+    """A heartbeat, twice a second; after the first the Searcher gets weights."""
 
     time: float  # seconds, of this Searcher's clock
     worked: float  # seconds spent on generating and scoring so far
@@ -2855,22 +3021,29 @@ class Beat(NamedTuple):
 
 
 class Received(NamedTuple):
-    """The weights lie where they can be loaded."""
+    """The weights are in the staging buffer."""
 
     transfer: int
+
+
+class Missed(NamedTuple):
+    """The weights did not arrive: forming the process group or the broadcast failed."""
+
+    transfer: int
+    reason: str
 
 
 class Loaded(NamedTuple):
     """The weights are in use."""
 
     transfer: int
-    probes: list[np.ndarray]  # what the engine makes of the probes with a policy's weights
+    probes: list[np.ndarray]  # a policy's: the engine's log-probabilities of the probes
 
 
 class Evaluated(NamedTuple):
     """Some of an evaluation's answers are judged."""
 
-    evaluation: int
+    evaluation: int  # the number of the transfer that it came with
     records: dict[int, dict]  # by row; those of the first rows have their `answer`
 
 
@@ -2881,12 +3054,12 @@ class Failed(NamedTuple):
 
 
 @dataclass
-class Place:
+class SearcherSpec:
     """What a Searcher's process is started with; its queues are in the Manager."""
 
     searcher: int
-    start: int  # how often this Searcher has been started
-    first: int  # place in the order of prompts from which it goes on
+    start: int  # number of this start, among those of all Searchers
+    first: int  # place in the order of prompts at which it begins
     arrived: set[int]  # places behind `first` that it need not search again
     nccl: bool  # weights travel over NCCL
     port: int  # of the TCPStore at which members of a process group find each other
@@ -2896,27 +3069,25 @@ class Place:
     messages: Any  # queue of all other messages, of all Searchers
 
     def send(self, message: Any) -> None:
-        """Tell the Trainer, which handles it in `Trainer.take_messages`."""
-        self.messages.put((self.searcher, self.start, message))
+        """Send the Trainer a message, which `Trainer.take_messages` handles."""
+        self.messages.put((self.start, message))
 
 
-@dataclass
-class SearcherState:
-    """What the Trainer knows of one Searcher; kept when its process is restarted."""
+@dataclass(eq=False)
+class RunningSearcher:
+    """One start of a Searcher, from then until its process has ended, as the Trainer sees it."""
 
     searcher: int
-    process: Any = None
-    commands: Any = None  # the process's queue
-    starts: int = 0
-    failures: int = 0  # since its last group arrived
-    delivered: bool = False  # a group, ever
-    restart_at: float = 0.0
-    seen: float = 0.0  # when its last message came
-    ready: bool = False  # it has loaded its models
+    start: int
+    process: Any
+    commands: Any  # the process's queue
+    seen: float  # when its last message came
+    ready: bool = False  # it has loaded its models, and has neither failed nor been killed
     version: int = -1  # of its weights
     reference: int = 0  # version of its reference
-    received: int = 0  # number of the latest transfer
-    loaded: int = 0
+    answered: int = 0  # number of the latest transfer that it received or missed
+    settled: int = 0  # of the latest that it loaded or missed
+    missed: int = 0  # transfers, in a row
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
     beats: deque[Beat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
@@ -2939,11 +3110,21 @@ class SearcherState:
         return (last.worked - first.worked) / seconds, (last.tokens - first.tokens) / seconds
 
 
-class SearcherProcesses:
-    """The Searchers' processes and queues: start, listen, find failures, start again, stop.
+@dataclass
+class Slot:
+    """A Searcher's place among the others, whichever process has it."""
 
-    There is one rule for whatever goes wrong: a process that ended, or gave no sign of life for its
-    limit, is killed, its traceback is shown, and it is started again.
+    running: RunningSearcher | None = None
+    failures: int = 0  # since its last group arrived
+    delivered: bool = False  # a group, ever
+    restart_at: float = 0.0
+
+
+class SearcherProcesses:
+    """The Searchers' processes and queues: start, drain, find failures, restart, stop.
+
+    There is one rule for whatever goes wrong: a process that ended, or sent no heartbeat for its
+    limit, is killed, its traceback is shown, and its slot gets a new one.
     """
 
     LOADING_LIMIT = 900  # seconds that a Searcher may be silent while it loads its models
@@ -2955,12 +3136,18 @@ class SearcherProcesses:
         self.config = config
         self.problem = problem
         self.say = say
-        self.states = [SearcherState(i) for i in range(config.num_searchers)]
+        self.slots = [Slot() for _ in range(config.num_searchers)]
+        self.starts = 0  # of all slots
         # the groups of all places before this one arrived, and of some behind it
         self.first_missing: int = saved.get("first_missing", 0)
         self.arrived = set(saved.get("places_arrived", []))
         # Searchers may begin prompts up to this place in the order
         self.limit = float(self.first_missing if config.synchronous else 0)
+
+    @property
+    def running(self) -> list[RunningSearcher]:
+        """The Searchers that have a process."""
+        return [slot.running for slot in self.slots if slot.running]
 
     def start(self) -> None:
         """Start the Manager, and the Searchers."""
@@ -2972,77 +3159,83 @@ class SearcherProcesses:
         self.messages = manager.Queue()
         run = pickle.dumps((self.config, self.problem))
         self.shared = manager.dict({"plugin": self.config.plugin, "run": run})
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.port = self.store.port
+        # by itself the store would listen on all of the machine's addresses
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.store = dist.TCPStore(
+            "127.0.0.1", self.port, is_master=True, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
         self.start_due()
 
     def start_due(self) -> None:
-        """Start the Searchers that have no process, when their time comes."""
-        context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
-        for s in self.states:
-            if s.process or time.monotonic() < s.restart_at:
-                continue
-            s.commands = self.manager.Queue()
-            s.commands.put(SearchUpTo(self.limit))
-            s.starts += 1
-            s.seen = time.monotonic()
-            s.traceback = ""
-            offset = (s.searcher - self.first_missing) % len(self.states)
-            place = Place(
-                searcher=s.searcher,
-                start=s.starts,
-                first=self.first_missing + offset,
-                arrived=self.arrived,
-                nccl=use_nccl(self.config),
-                port=self.port,
-                shared=self.shared,
-                commands=s.commands,
-                groups=self.groups,
-                messages=self.messages,
-            )
-            s.process = context.Process(target=searcher_process, args=(place, gpu_of(s.searcher)))
-            s.process.start()
+        """Start a process for each slot that has none, when its time comes."""
+        for i, slot in enumerate(self.slots):
+            if slot.running is None and time.monotonic() >= slot.restart_at:
+                slot.running = self.start_searcher(i)
 
-    def take(self) -> tuple[list[Group], list[tuple[SearcherState, Any]]]:
+    def start_searcher(self, searcher: int) -> RunningSearcher:
+        """Start a process for a slot; it begins at the slot's first place that did not arrive."""
+        self.starts += 1
+        commands = self.manager.Queue()
+        commands.put(SearchUpTo(self.limit))
+        offset = (searcher - self.first_missing) % len(self.slots)
+        spec = SearcherSpec(
+            searcher=searcher,
+            start=self.starts,
+            first=self.first_missing + offset,
+            arrived=self.arrived,
+            nccl=use_nccl(self.config),
+            port=self.port,
+            shared=self.shared,
+            commands=commands,
+            groups=self.groups,
+            messages=self.messages,
+        )
+        context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
+        process = context.Process(target=searcher_process, args=(spec, gpu_of(searcher)))
+        process.start()
+        return RunningSearcher(searcher, self.starts, process, commands, time.monotonic())
+
+    def take(self) -> tuple[list[Group], list[tuple[RunningSearcher, Any]]]:
         """Groups and messages that came."""
         groups = []
         # a Searcher reports on new weights before it sends what it made with them: as groups are
         # taken first, wrong weights end the run before these count
         for searcher, pickled in self.groups.take_all():
             group = pickle.loads(pickled)
-            self.states[searcher].failures = 0
-            self.states[searcher].delivered = True
+            self.slots[searcher].failures = 0
+            self.slots[searcher].delivered = True
             if group.index >= self.first_missing and group.index not in self.arrived:
                 groups.append(group)  # and not one that a killed process sent, and its successor
                 self.arrived.add(group.index)
             while self.first_missing in self.arrived:
                 self.arrived.remove(self.first_missing)
                 self.first_missing += 1
+        running = {s.start: s for s in self.running}
         messages = []
-        for searcher, start, message in self.messages.take_all():
-            s = self.states[searcher]
-            if s.process and start == s.starts:  # not of its predecessor
-                s.seen = time.monotonic()
-                s.ready = True
-                messages.append((s, message))
+        for start, message in self.messages.take_all():
+            if start in running:
+                running[start].seen = time.monotonic()
+                messages.append((running[start], message))
         return groups, messages
 
-    def failed(self) -> list[tuple[SearcherState, str]]:
+    def failed(self) -> list[tuple[RunningSearcher, str]]:
         """The Searchers that ended, or are silent and are killed here; and what happened."""
         found = []
-        for s in self.states:
+        for s in self.running:
             limit = self.config.searcher_timeout
             if not s.ready:
                 limit = max(limit, self.LOADING_LIMIT)
-            if s.process and not s.process.is_alive():
+            if not s.process.is_alive():
                 found.append((s, f"ended with exit code {s.process.exitcode}"))
-            elif s.process and time.monotonic() > s.seen + limit:
+            elif time.monotonic() > s.seen + limit:
                 found.append((s, f"was silent for {limit:g} s (--searcher_timeout): killed"))
                 s.kill()
                 s.process.join()
         return found
 
-    def handle_failure(self, s: SearcherState, reason: str) -> None:
+    def handle_failure(self, s: RunningSearcher, reason: str) -> None:
         """Show the traceback of a process that has ended, and schedule a restart.
 
         Raises RunEnded if a restart would be in vain.
@@ -3050,33 +3243,29 @@ class SearcherProcesses:
         text = f"Searcher {s.searcher} {reason}"
         if s.traceback:
             text += f":\n{s.traceback}"
-        s.process = None
         s.ready = False
-        s.version = -1
-        s.reference = 0
-        s.beats.clear()
-        delay = min(60, 2**s.failures)
-        s.restart_at = time.monotonic() + delay
-        s.failures += 1
+        slot = self.slots[s.searcher]
+        slot.running = None
+        delay = min(60, 2**slot.failures)
+        slot.restart_at = time.monotonic() + delay
+        slot.failures += 1
         most = self.config.max_restarts
-        if not s.delivered:
+        if not slot.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
-        if s.failures > most:
-            raise RunEnded(f"{text}\nnot restarted: {s.failures} failures (--max_restarts)")
-        self.say(f"warning: {text}\nrestart {s.failures} of {most} in {delay} s")
+        if slot.failures > most:
+            raise RunEnded(f"{text}\nnot restarted: {slot.failures} failures (--max_restarts)")
+        self.say(f"warning: {text}\nrestart {slot.failures} of {most} in {delay} s")
 
     def search_up_to(self, limit: float) -> None:
         """Have every Searcher begin prompts up to this place in the order."""
         self.limit = limit
-        for s in self.states:
-            if s.process:
-                s.commands.put(SearchUpTo(limit))
+        for s in self.running:
+            s.commands.put(SearchUpTo(limit))
 
     def stop(self) -> None:
         """Kill every Searcher."""
-        for s in self.states:
-            if s.process:
-                s.kill()
+        for s in self.running:
+            s.kill()
 
 
 class ManagerQueue(queue.Queue):
@@ -3119,8 +3308,8 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def searcher_process(place: Place, visible_gpu: str | None) -> NoReturn:
-    """A Searcher's process; what goes wrong in it is told to the Trainer."""
+def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
+    """A Searcher's process; it sends the Trainer the traceback of what goes wrong."""
     end_with_parent()
     for name in list(os.environ):  # a launcher's: they are the Trainer's, and would mislead vLLM
         if name.startswith(
@@ -3131,28 +3320,40 @@ def searcher_process(place: Place, visible_gpu: str | None) -> NoReturn:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
     # two that compile into one folder at once can break it
     cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
-    os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{place.searcher}")
+    os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{spec.searcher}")
     mp.set_start_method("fork", force=True)  # a task's Pool then knows the plug-in's functions
     quiet_libraries()
     try:
-        if place.shared["plugin"]:  # before the task is unpickled
-            run_plugin(place.shared["plugin"])
-        config, problem = pickle.loads(place.shared["run"])
+        if spec.shared["plugin"]:  # before the task is unpickled
+            run_plugin(spec.shared["plugin"])
+        config, problem = pickle.loads(spec.shared["run"])
         torch.set_num_threads(config.threads)
-        Searcher(config, problem, place).run()
+        Searcher(config, problem, spec).run()
     except BaseException:
         with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
-            place.send(Failed(traceback.format_exc()))
+            spec.send(Failed(traceback.format_exc()))
     os._exit(1)
 
 
 # ================================================================================= 13. Evaluation
 
 
+@dataclass
 class Evaluation:
+    """An evaluation that is under way."""
+
+    version: int  # of the weights that are evaluated
+    pending: dict[RunningSearcher, int]  # answers whose records are to come
+    # of the answers judged so far: n to each held-out prompt, those to one after the other
+    records: dict[int, dict] = field(default_factory=dict)
+
+
+class Evaluations:
     """The Trainer's end of evaluations: held-out prompts are shared out among the Searchers.
 
-    One is under way at a time. One that loses a Searcher is begun again by those that are left.
+    The prompts come with the weights to be evaluated, and are answered before the next weights are
+    loaded. Answers are judged beside decoding, so evaluations may overlap. One that loses a
+    Searcher is repeated with the weights of the next sync.
     """
 
     def __init__(
@@ -3164,60 +3365,56 @@ class Evaluation:
         self.done_at: int | None = saved.get("evaluated")  # version of the latest that is complete
         # the least version of the weights to evaluate next; None: no evaluation is due
         self.due_at: int | None = saved.get("to_evaluate", 0)
-        self.version: int | None = None  # of the weights that are evaluated; None: none under way
-        self.number = 0  # of evaluations begun
-        self.unjudged: dict[int, int] = {}  # Searcher -> its answers whose records are to come
-        # of the answers judged so far: n to each held-out prompt, those to one after the other
-        self.records: dict[int, dict] = {}
+        self.under_way: dict[int, Evaluation] = {}  # by the number of the transfer
 
     @property
     def idle(self) -> bool:
         """No evaluation is due or under way."""
-        return self.due_at is None and self.version is None
+        return self.due_at is None and not self.under_way
 
-    def begin_if_due(self, version: int, searchers: Iterable[SearcherState]) -> None:
-        """Share the held-out prompts among Searchers, if their weights are new enough."""
-        members = [s for s in searchers if s.version == version]
-        if self.due_at is None or self.version is not None or version < self.due_at or not members:
-            return
+    def begin_if_due(
+        self, transfer: int, version: int, members: list[RunningSearcher]
+    ) -> dict[RunningSearcher, list[int]]:
+        """The rows of held-out prompts for each member, if weights of this version are due."""
+        if self.due_at is None or version < self.due_at:
+            return {}
         n = len(self.problem.held_out)
         if version < self.config.steps:
             n = min(n, self.config.eval_samples or n)
+        rows = {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
+        pending = {s: len(own) * self.config.eval_responses for s, own in rows.items()}
         self.due_at = None
-        self.version = version
-        self.number += 1
-        self.records = {}
-        self.unjudged = {}
-        for i, s in enumerate(members):
-            rows = list(range(i, n, len(members)))
-            self.unjudged[s.searcher] = len(rows) * self.config.eval_responses
-            s.commands.put(Evaluate(self.number, rows))
+        self.under_way[transfer] = Evaluation(version, pending)
+        return rows
 
-    def repeat_without(self, s: SearcherState) -> None:
-        """A Searcher was lost: if it had prompts to answer, the evaluation is due again."""
-        if self.version is not None and self.unjudged.get(s.searcher):
-            self.due_at = self.version
-            self.version = None
+    def lose(self, s: RunningSearcher) -> bool:
+        """Drop the evaluations that a lost Searcher leaves incomplete; whether one is due again."""
+        lost = [number for number, own in self.under_way.items() if own.pending.get(s)]
+        for number in lost:
+            self.due_at = self.under_way.pop(number).version
+        return bool(lost)
 
-    def on_records(self, s: SearcherState, message: Evaluated) -> None:
+    def on_records(self, s: RunningSearcher, message: Evaluated) -> None:
         """Add records; after the last ones write the evaluation."""
-        if self.version is None or message.evaluation != self.number:  # begun again since
+        evaluation = self.under_way.get(message.evaluation)
+        if evaluation is None:  # it lost a Searcher
             return
-        self.records |= message.records
-        self.unjudged[s.searcher] -= len(message.records)
-        if not any(self.unjudged.values()):
-            self.summarize()
-            self.done_at = self.version
-            self.version = None
+        evaluation.records |= message.records
+        evaluation.pending[s] -= len(message.records)
+        if not any(evaluation.pending.values()):
+            del self.under_way[message.evaluation]
+            self.done_at = evaluation.version
+            self.summarize(evaluation)
 
-    def summarize(self) -> None:
+    def summarize(self, evaluation: Evaluation) -> None:
         """Write the task's metrics of the records: of --eval_samples, at the end of all too."""
         n = self.config.eval_responses
-        whole = [self.records[place] for place in sorted(self.records)]
+        version = evaluation.version
+        whole = [evaluation.records[place] for place in sorted(evaluation.records)]
         for place, record in enumerate(whole):
             if "answer" in record:
                 prompt = self.problem.text(self.problem.held_out[place // n])
-                self.folder.write_answer(self.version, prompt, record.pop("answer"))
+                self.folder.write_answer(version, prompt, record.pop("answer"))
         subset = whole[: n * self.config.eval_samples or None]
         parts = {"held_out": subset}
         if len(subset) < len(whole):
@@ -3227,7 +3424,7 @@ class Evaluation:
             if n > 1 and "accuracy" in metrics:  # share of prompts that some response solves
                 solved = np.array([record["accuracy"] for record in part]).reshape(-1, n).max(1)
                 metrics[f"pass@{n}"] = float(solved.mean())
-            head = {"step": self.version, "version": self.version, "split": split}
+            head = {"step": version, "version": version, "split": split}
             self.folder.write_evaluation(head | {"n": len(part) // n} | metrics)
 
 
@@ -3236,17 +3433,16 @@ class Evaluation:
 ANSWERS_SHOWN = 5  # of an evaluation, in eval_answers.txt: those to the first held-out prompts
 
 
-def begin_evaluation(searcher: Searcher, message: Evaluate) -> None:
-    """Answer these held-out prompts, in place of those of an earlier evaluation."""
+def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
+    """Submit the held-out prompts that came with weights, which have just been loaded."""
     config = searcher.config
     task = searcher.problem.task
     n = config.eval_responses
-    searcher.evaluation = message.evaluation
-    searcher.unjudged = n * len(message.rows)
-    for row in message.rows:
+    searcher.pending_answers = n * len(message.held_out)
+    for row in message.held_out:
         prompt = searcher.problem.held_out[row]
         request = Request(
-            id=(message.evaluation, row),
+            id=(message.transfer, row),
             prompt=prompt,
             n=n,
             max_tokens=config.response_limit(prompt),
@@ -3259,29 +3455,32 @@ def begin_evaluation(searcher: Searcher, message: Evaluate) -> None:
 
 
 def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
-    """Judge some answers and send their records, but not those of an evaluation before."""
+    """Have the task judge some answers, and send their records when it has."""
     task = searcher.problem.task
     n = searcher.config.eval_responses
-    answers = [done for done in answers if done.request.id[0] == searcher.evaluation]
-    if not answers:
-        return
     rows = [done.request.id[1] for done in answers for _ in range(n)]
     texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
     ended = np.concatenate([done.ended for done in answers])
-    records = task.evaluate([task.held_out[row] for row in rows], texts, ended)
-    if task.wants_logprobs:
-        add_logprobs(searcher, records, answers)
-    of_place = {}
-    for i, row in enumerate(rows):
-        of_place[row * n + i % n] = records[i]
-        if row < ANSWERS_SHOWN and i % n == 0:
-            records[i]["answer"] = texts[i]
-    searcher.unjudged -= len(records)
-    searcher.place.send(Evaluated(searcher.evaluation, of_place))
+    logprobs: list[dict] = [{} for _ in rows]
+    if task.wants_logprobs:  # of the reference of this moment, too
+        add_logprobs(searcher, logprobs, answers)
+    searcher.pending_answers -= len(rows)
+
+    def send(records: list[dict]) -> None:
+        """Send the records, with the first few answers as text."""
+        of_place = {}
+        for i, row in enumerate(rows):
+            of_place[row * n + i % n] = records[i] | logprobs[i]
+            if row < ANSWERS_SHOWN and i % n == 0:
+                of_place[row * n]["answer"] = texts[i]
+        searcher.spec.send(Evaluated(answers[0].request.id[0], of_place))
+
+    examples = [task.held_out[row] for row in rows]
+    searcher.score(Scoring(partial(task.evaluate, examples, texts, ended), send))
 
 
 def add_logprobs(searcher: Searcher, records: list[dict], answers: list[Completion]) -> None:
-    """Add to the records of answers what the policy and the reference make of them.
+    """Add the log-probabilities of answers under the policy and the reference to their records.
 
     Both are at the temperature at which the engine's log-probabilities are: 1 where greedy.
     """
