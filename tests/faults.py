@@ -84,13 +84,12 @@ def between_steps(original, searcher):
     original(searcher)
 
 
-def score_groups(original, searcher, completions):
-    groups = original(searcher, completions)
+def take_rewards(original, searcher, groups, rewards):
+    original(searcher, groups, rewards)
     for group in groups:
         rewards = [int(t.reward) for t in group.trajectories]
         lengths = [len(t.tokens) for t in group.trajectories]
         note("searched", group.index, group.prompt_id, *rewards, *lengths)
-    return groups
 
 
 def arrived(original, rule, group):
@@ -114,6 +113,6 @@ replace(tba, "form_group", form_group)
 replace(tba, "broadcast", broadcast)
 replace(tba.Searcher, "load_weights", load_weights)
 replace(tba.Searcher, "between_steps", between_steps)
-replace(tba.Searcher, "score_groups", score_groups)
+replace(tba.Searcher, "take_rewards", take_rewards)
 replace(tba.Newest, "arrived", arrived)
 replace(tba.Trainer, "train_step", train_step)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -69,6 +70,11 @@ def steps_of(out: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def heed_ctrl_c() -> None:
+    """A shell's background jobs ignore SIGINT, and so would a run that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Run:
     """A run of tba.py under faults."""
 
@@ -88,6 +94,7 @@ class Run:
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
         self.under_way.append(self)
 

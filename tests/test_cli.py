@@ -27,7 +27,8 @@ MISTAKES = [
     {"recent_probability": 1.5}, {"temperature": "nan"}, {"seed": 2**32}, {"beta": "0"},
     {"beta": "1@5"}, {"beta": "1@0,x@3"}, {"tau": "-1"}, {"dtype": "float16"}, {"steps": "many"},
     {"searched_per_prompt": 4}, {"kept_per_prompt": 4}, {"lag": 2}, {"max_response_tokens": 4000},
-    {"sync_every": 10, "max_age": 4},
+    {"adam_beta2": 1}, {"max_replays": -1}, {"report_to": "trackio"},
+    {"synchronous": True, "lag": 1, "recent_probability": 0.5, "reset_reference_every": 50},
     {"lr_schedule": "warmup_stable_decay", "decay_steps": 0}, {"victim_top_p": 2},
 ]  # fmt: skip
 
@@ -72,6 +73,13 @@ def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path,
     assert "--lora_rank" in refused(["--resume", out, "--lora_rank", 2], capsys)
     flags = ["--resume", out, "--dataset", gsm8k / "data" / "test.jsonl"]
     assert "--dataset" in refused(flags, capsys)
+
+
+def test_two_runs_of_the_same_second_get_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tba.time, "strftime", lambda text: text)
+    names = {tba.default_folder("gsm8k").name for _ in range(3)}
+    assert len(names) == 3 and {path.name for path in (tmp_path / "runs").iterdir()} == names
 
 
 def test_help_tells_of_every_flag(capsys):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from harness import ROOT, Run, arguments, processes_of, read_lines, run_tba
 
@@ -32,6 +33,7 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
         run.want(fault)
         run.suffered(fault)
         run.until(lambda n=number: len(run.failed()) >= n, f"{fault} noticed")
+        assert len(run.failed()) == number  # no healthy Searcher is restarted with it
         before = run.noted("stored")[-1]
         run.until(lambda last=before: run.noted("stored")[-1] != last, f"data after {fault}")
         version = read_lines(out / "metrics.jsonl")[-1]["version"]
@@ -106,13 +108,127 @@ def test_faults_that_end_a_run(gsm8k, tmp_path):
         run.suffered("raise")
     said = run.ends(1)
     assert said.count("ArithmeticError: a fault on demand") == 2
+    assert not list(out.glob("checkpoint-*"))  # not a step was taken
 
     out = tmp_path / "wrong"
     run = Run(out, endless(gsm8k, out))
     run.reaches(2)
     run.want("corrupt")
     said = run.ends(1)
-    assert "logprob_tolerance" in said and not list(out.glob("checkpoint-*"))
+    assert "logprob_tolerance" in said
+    step = read_lines(out / "metrics.jsonl")[-1]["step"]  # the Trainer's own policy is healthy
+    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+
+
+def test_what_a_run_saves_after_a_skipped_step_and_an_exception(gsm8k, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        '''"""TB that is not finite at step 3, and raises at step 6."""
+import tba
+
+def broken(batch, config):
+    if batch.step == 6:
+        raise ArithmeticError("step 6")
+    result = tba.tb(batch, config)
+    if batch.step == 3:
+        result.loss = result.loss * float("nan")
+    return result
+
+tba.OBJECTIVES["broken"] = broken
+'''
+    )
+    out = tmp_path / "run"
+    flags = {"objective": "broken", "plugin": plugin, "steps": 10, "save_every": 4}
+    said, err = run_tba(arguments(gsm8k, out, eval_every=0, eval_samples=8, **flags), code=1)
+    assert "step 4: loss or gradient not finite" in err and "ArithmeticError: step 6" in err
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-6",
+    ]
+    run_tba(["--resume", str(out), "--steps", "7", "--objective", "tb"])
+    assert read_lines(out / "metrics.jsonl")[-1]["step"] == 7
+
+
+BLOCKING = '''"""Rewards, or verdicts on held-out answers, that come when a file says so."""
+import os, time
+from pathlib import Path
+import numpy as np
+import tba
+
+FOLDER = Path(os.environ["TBA_FAULTS"])
+
+def wait_for(name):
+    while not (FOLDER / name).exists():
+        time.sleep(0.01)
+
+class Blocking(tba.GSM8K):
+    """GSM8K with a slow judge."""
+
+    def rewards(self, examples, responses, ended):
+        wait_for("rewards")
+        if (FOLDER / "raise-reward").exists():
+            raise ArithmeticError("a judge that fails")
+        return super().rewards(examples, responses, ended)
+
+    def evaluate(self, examples, responses, ended):
+        wait_for("verdicts")
+        return [{"accuracy": float(x)} for x in super().rewards(examples, responses, ended)]
+
+make_groups = tba.Searcher.make_groups
+
+def counted(searcher, completions):
+    with open(FOLDER / "decoded", "a") as file:
+        file.write(f"{len(completions)}\\n" * len(completions))
+    return make_groups(searcher, completions)
+
+tba.Searcher.make_groups = counted
+tba.TASKS["blocking"] = Blocking
+'''
+
+
+def test_decoding_and_weights_do_not_wait_for_rewards_or_verdicts(gsm8k, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(BLOCKING)
+    out = tmp_path / "run"
+    flags = {"task": "blocking", "plugin": plugin, "steps": 12, "eval_every": 4, "sync_every": 1}
+    run = Run(out, arguments(gsm8k, out, eval_samples=8, **flags), hooks=False)
+    # 64 responses are decoded at a time, 8 to a prompt; their rewards are not there
+    run.until(lambda: len(run.noted("decoded")) >= 16, "further groups")
+    time.sleep(3)
+    assert len(run.noted("decoded")) <= 3 * 8  # no more than that wait
+    assert not (out / "metrics.jsonl").exists()
+    (run.faults / "rewards").touch()
+    run.reaches(12)  # with weights that were loaded, although no verdict has come
+    assert read_lines(out / "metrics.jsonl")[-1]["version"] >= 8
+    assert not (out / "eval.jsonl").exists()
+    (run.faults / "verdicts").touch()
+    run.ends(0)
+    evaluations = read_lines(out / "eval.jsonl")
+    assert [e["step"] for e in evaluations] == [0, 4, 8, 12, 12]
+    assert all(e["version"] == e["step"] for e in evaluations)
+
+
+def test_a_reward_that_raises_ends_the_searcher_with_its_traceback(gsm8k, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(BLOCKING)
+    out = tmp_path / "run"
+    run = Run(out, arguments(gsm8k, out, task="blocking", plugin=plugin), hooks=False)
+    for name in ("raise-reward", "verdicts", "rewards"):
+        (run.faults / name).touch()
+    said = run.ends(1)
+    assert "ArithmeticError: a judge that fails" in said and "in Blocking.rewards" in said
+
+
+def test_every_port_of_a_run_listens_on_loopback(gsm8k, tmp_path):
+    out = tmp_path / "run"
+    run = Run(out, endless(gsm8k, out, num_searchers=2))
+    run.reaches(3)
+    listening = []
+    for pid in processes_of(run.process.pid):
+        for connection in psutil.Process(pid).net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                listening.append(connection.laddr.ip)
+    assert listening and set(listening) <= {"127.0.0.1", "::1"}
 
 
 def test_a_reward_may_use_a_pool_of_processes(gsm8k, tmp_path):

@@ -513,21 +513,6 @@ def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_lo
         assert torch.equal(old, new)
 
 
-def test_the_rate_scales_with_the_effective_sample_size(gsm8k, tmp_path):
-    moved = []
-    for scaled in (False, True):
-        learner = learner_of(gsm8k, tmp_path, scale_rate_by_ess=scaled)
-        before = torch.cat([p.flatten() for p in learner.model.parameters()]).detach().clone()
-        now = tba.at(learner.config, 0)
-        groups = random_groups(learner.problem, 2, 4)
-        metrics, _ = learner.step(groups, now, 0)
-        after = torch.cat([p.flatten() for p in learner.model.parameters()]).detach()
-        moved.append(float((after - before).norm()))
-        assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)  # set anew
-    share = math.sqrt(metrics["effective_sample_size"])
-    assert share < 0.9 and moved[1] / moved[0] == pytest.approx(share, rel=1e-2)
-
-
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 def test_logits_of_a_bfloat16_policy_are_in_float32(gsm8k, tmp_path, weights):
     """Weights in bfloat16, as a Searcher's, or autocast over float32, as the Trainer's: with logits

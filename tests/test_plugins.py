@@ -1,9 +1,13 @@
 """Every plug-in of docs/hacking.md runs as it stands there; one is resumed."""
 
+import contextlib
+import http.server
+import json
 import re
+import threading
 
 import pytest
-from harness import ROOT, arguments, read_lines, run_tba
+from harness import ROOT, Run, arguments, read_lines, run_tba
 
 TEXT = (ROOT / "docs" / "hacking.md").read_text()
 BLOCKS = re.findall(r"```python\n# flags: ([^\n]*)\n(.*?)```", TEXT, re.DOTALL)
@@ -13,19 +17,65 @@ FLAGS = {
 }  # fmt: skip
 
 
+class Judge(http.server.BaseHTTPRequestHandler):
+    """Scores a response by its length."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["question"]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"score": len(asked["response"]) / 100}).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@contextlib.contextmanager
+def judge_server():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server.request_queue_size = 64
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_judge_that_is_down_ends_the_run_after_a_checkpoint(gsm8k, tmp_path):
+    """The server goes away after some steps: tracebacks are shown, and what was learned is kept."""
+    plugin = tmp_path / "mine.py"
+    (plugin_text,) = (text for flags, text in BLOCKS if "judged" in flags)
+    plugin.write_text(plugin_text)
+    out = tmp_path / "run"
+    flags = {"task": "judged", "plugin": plugin, "judge_tries": 1, "max_restarts": 1}
+    flags |= {"steps": 10_000, "eval_every": 0, "eval_samples": 8, "save_every": 0}
+    with judge_server() as server:
+        url = f"http://127.0.0.1:{server.server_port}/score"
+        run = Run(out, arguments(gsm8k, out, judge_url=url, **flags), hooks=False)
+        run.reaches(3)
+    said = run.ends(1)
+    assert "URLError" in said and "in Judged.rewards" in said
+    step = read_lines(out / "metrics.jsonl")[-1]["step"]
+    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+
+
 @pytest.mark.parametrize(("flags", "text"), BLOCKS, ids=[flags.split()[1] for flags, _ in BLOCKS])
 def test_plugins_of_the_documentation(flags, text, gsm8k, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(text)
     out = tmp_path / "run"
     settings = arguments(gsm8k, out, plugin=plugin, **FLAGS)
-    said, _ = run_tba([*settings, *flags.split()])
+    with judge_server() as server:
+        flags = flags.replace("127.0.0.1:8000", f"127.0.0.1:{server.server_port}")
+        said, _ = run_tba([*settings, *flags.split()])
     metrics = read_lines(out / "metrics.jsonl")
     assert len(metrics) == 3
     if "tb_staleness" in flags:
         assert all(-1 <= m["staleness_residual"] <= 1 for m in metrics)
     if "tb_short" in flags:
         assert metrics[0]["price"] == 0 < metrics[1]["price"]
+    if "judged" in flags:
+        assert all(0 < m["reward"] < 2 for m in metrics)
     if "counted" in flags:
         assert "generated" in said
     if "varied" in flags or "next_reference" in text:

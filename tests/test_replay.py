@@ -60,7 +60,7 @@ def chi_square(counts, expected):
 
 @pytest.mark.parametrize("m", [0.0, 0.3, 0.95, 1.0])
 def test_recent_prompts_are_drawn_with_probability_m(m):
-    rule = rule_of(recent_probability=m)
+    rule = rule_of(recent_probability=m, max_replays=0)
     arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200)))
     rule.synced(1)
     arrive(rule, group(0, [[0, 9], [0, 8]]))
@@ -107,19 +107,61 @@ def test_groups_of_one_prompt_are_drawn_newest_first_and_not_twice():
     assert first_two == {0, 1}  # each prompt's newest before any second one
 
 
-def test_the_window_reaches_back_only_while_it_has_fewer_than_b_prompts():
+def test_groups_from_before_the_latest_sync_follow_only_where_newer_ones_are_too_few():
     rule = rule_of(recent_probability=1.0)
     arrive(rule, *(group(p, [[p]], version=0) for p in range(5)))
     rule.synced(1)
-    rule.synced(2)  # nothing came in between: the window before still counts
+    rule.synced(2)
     arrive(rule, *(group(p, [[p]], version=2) for p in (5, 6)))
     assert {g[0].prompt_id for g in rule.sample(2, 1)} == {5, 6}
+    assert rule.recent_fraction == 1.0
     drawn = [g[0].prompt_id for g in rule.sample(7, 1)]
     assert sorted(drawn) == list(range(7))
+    assert rule.recent_fraction == 2 / 7  # the others came two syncs ago
     rule.synced(3)
     arrive(rule, group(7, [[7]], version=3))
     assert {g[0].prompt_id for g in rule.sample(3, 1)} == {5, 6, 7}
     assert rule.recent_fraction == 1.0
+
+
+EVENTS = st.lists(st.sampled_from(["arrive", "arrive", "sync", "sample"]), max_size=60)
+
+
+@settings(max_examples=60)
+@given(EVENTS, st.sampled_from([0.5, 1.0, 1.5, 14 / 9, 4.0, 0.0]), st.integers(1, 4))
+def test_no_group_is_drawn_as_recent_more_often_than_the_bound(events, bound, B):
+    """And a batch waits exactly while fewer groups than it wants have draws left."""
+    rule = rule_of(recent_probability=1.0, max_replays=bound)
+    arrivals = 0
+    drawn: dict[int, int] = {}
+    for event in events:
+        if event == "arrive":
+            arrive(rule, group(arrivals, [[arrivals]]))
+            arrivals += 1
+        elif event == "sync":
+            rule.synced(0)
+        else:
+            batch = rule.sample(B, 1)
+            # the n-th group's draws: what n + 1 groups may be drawn more often than n
+            allowed = [math.floor((n + 1) * bound) - math.floor(n * bound) for n in range(arrivals)]
+            left = [n for n in range(arrivals) if not bound or drawn.get(n, 0) < allowed[n]]
+            if len(left) < B:
+                assert batch is None
+                continue
+            ids = [g[0].prompt_id for g in batch]
+            assert len(set(ids)) == B and set(ids) <= set(left)
+            for prompt_id in ids:
+                drawn[prompt_id] = drawn.get(prompt_id, 0) + 1
+    if bound:
+        assert sum(drawn.values()) <= bound * arrivals
+
+
+def test_replays_of_the_rest_are_not_counted_and_do_not_wait():
+    rule = rule_of(recent_probability=0.0, max_replays=1)
+    arrive(rule, *(group(p, [[p]]) for p in range(3)))
+    for _ in range(20):
+        assert len(rule.sample(3, 1)) == 3
+    assert rule.recent_fraction == 0.0
 
 
 @pytest.mark.parametrize("inverse_temperature", [0.0, 1.0, 3.0])
@@ -169,20 +211,6 @@ def test_duplicates_and_eviction_against_brute_force(groups, kept):
     for prompt_id in (0, 1):
         stored = buffer.trajectories.get(prompt_id, {}).values()
         assert [(t.tokens.tolist(), t.version) for t in stored] == expected[prompt_id]
-
-
-@pytest.mark.parametrize("m", [0.0, 1.0])
-def test_nothing_older_than_max_age_is_drawn(m):
-    rule = rule_of(recent_probability=m, max_age=3)
-    for step in range(12):
-        first = group(step % 4, [[step, j] for j in range(3)], version=step)
-        late = group(5, [[step, 9]], version=max(0, step - 2))
-        arrive(rule, first, late)
-        rule.buffer.begin_step(step)
-        for g in rule.sample(3, 4):
-            assert all(t.version >= step - 3 for t in g)
-    rule.buffer.begin_step(20)
-    assert len(rule.buffer.trajectories) == 0
 
 
 def test_a_restored_buffer_and_rule_go_on_as_the_first():
@@ -273,3 +301,14 @@ def test_a_frozen_buffer_of_attacks_takes_in_new_ones_but_does_not_grow():
     total.finish_adding()
     # totals -1 + 0, -2 + 0.8, -3 + 2
     assert sorted(t.tokens[0] for t in total.trajectories[0].values()) == [1, 3]
+
+
+def test_a_buffer_freezes_once_it_has_attacks():
+    buffer = tba.AttackBuffer(tba.settings(kept_per_prompt=100, freeze_buffer_at=1))
+    buffer.begin_step(3)
+    buffer.add(group(0, [[j] for j in range(4)]))
+    buffer.finish_adding()
+    buffer.begin_step(3)
+    buffer.add(group(0, [[9, j] for j in range(4)]))
+    buffer.finish_adding()
+    assert len(buffer.trajectories[0]) == 4

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tba
 
 METRICS = set(
-    "step episode seconds reward loss log_z kl beta lr grad_norm entropy equal_rewards "
+    "step episode seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
+    "pack_seconds forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
     "recent_fraction buffer_prompts buffer_trajectories queue_depth version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
@@ -25,7 +26,8 @@ METRICS = set(
 )
 OF_TIME = {
     "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second", "queue_depth",
-    "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds",
+    "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds", "wait_seconds",
+    "pack_seconds", "forward_backward_seconds", "optimizer_seconds",
 }  # fmt: skip
 
 
@@ -234,6 +236,31 @@ def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path)
     np.testing.assert_allclose([m["beta"] for m in metrics], [0.1, 0.09, 0.08, 0.07, 0.06, 0.05])
     rates = [m["lr"] for m in metrics]
     assert len(rates) == 6 and rates[1] == rates[2] == 1e-3 and 0 < rates[5] < rates[4] < 1e-3
+
+
+def test_a_tracker_gets_steps_and_evaluations(gsm8k, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    run_tba(arguments(gsm8k, out, report_to="tensorboard", steps=4, eval_every=2))
+    (file,) = (path for path in out.rglob("events.*") if path.parent.name == "tba")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward_std")] == [1, 2, 3, 4]
+    tracked = {(e.step, e.value) for e in events.Scalars("held_out/accuracy")}
+    wanted = [e["accuracy"] for e in read_lines(out / "eval.jsonl") if e["split"] == "held_out"]
+    assert sorted(value for _, value in tracked) == pytest.approx(sorted(set(wanted)))
+    assert events.Scalars("held_out/version")[-1].value == 4
+
+
+def test_curves_of_many_steps_are_averaged(tmp_path):
+    config = tba.settings(output_dir=str(tmp_path))
+    config.said = {}
+    folder = tba.RunFolder(config, {})
+    for step in range(1, 20_001):
+        folder.add_to_curves({"step": step, "reward": step % 2})
+    folder.draw_curves()
+    assert min(matplotlib.image.imread(tmp_path / "curves.png").shape[:2]) > 300
 
 
 @pytest.mark.vllm

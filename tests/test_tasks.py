@@ -147,6 +147,18 @@ def test_verdicts_of_math(gold, answer, same):
     assert tba.MATH.is_right(gold, answer) == same
 
 
+def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_path):
+    """A power tower that nobody can compute: its judge is killed, and another one goes on."""
+    task = tba.MATH.__new__(tba.MATH)
+    task.MOST_SECONDS = 3
+    task.setup(CPU, None)
+    answers = ["\\boxed{2}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{3}", "\\boxed{2}"]
+    rewards = task.rewards([{"solution": "\\boxed{2}"}] * 4, answers, np.ones(4))
+    assert rewards.tolist() == [1, 0, 0, 1]
+    task.judges.stop()
+    task.judges.join()
+
+
 def plain_scores(path, texts):
     """What transformers alone makes of texts: the score at the last token."""
     tokenizer = tba.transformers.AutoTokenizer.from_pretrained(path)
