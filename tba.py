@@ -2806,13 +2806,13 @@ class WeightSync:
             self.sending = None
         silent = [s for s in self.present() if s.answered < self.transfer]
         if time.monotonic() > self.deadline and (silent or self.sending):
-            names = ", ".join(str(s.searcher) for s in silent)
-            self.failure = f"no answer from Searchers {names} (--transfer_timeout)"
+            names = [s.searcher for s in silent]
+            self.failure = f"too slow (--transfer_timeout); Searchers without an answer: {names}"
             self.sending = None
             self.thread = ThreadPoolExecutor(1)  # what the other one is stuck in may never end
             for s in silent:
                 s.kill()
-        if self.failure and self.sending is None:
+        elif self.failure and not (silent or self.sending):
             self.give_up()
 
     def begin_if_due(self, step: int) -> bool:
