@@ -899,8 +899,8 @@ class Task:
     closes_responses = False  # responses that do not end get the EOS that they lack
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # how many engines share a Searcher's device
-    # threads that call `rewards` and `evaluate` beside decoding; several need them to be
-    # thread-safe. 0: they are called between decode steps, as what uses the engine's device must be
+    # threads that call `rewards` while the engine decodes; one more calls `evaluate`. 0: both are
+    # called between two decode steps, for what is not thread-safe or uses the Searcher's engine
     reward_threads = 1
     buffer: type[ReplayBuffer] = ReplayBuffer
 
@@ -1482,9 +1482,8 @@ class Searcher:
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
         problem.task.setup(self.device, engine_of)
-        self.threads = None
-        if problem.task.reward_threads:
-            self.threads = ThreadPoolExecutor(problem.task.reward_threads)
+        self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
+        self.judge_thread = ThreadPoolExecutor(1)  # of held-out answers, so that rewards do not wait
         self.version = -1  # of the policy's weights; -1: none yet
         # place -> prompt id, version of the weights when it was submitted, whether it explores
         self.requests: dict[int, tuple[int, int, bool]] = {}
@@ -1666,7 +1665,8 @@ class Searcher:
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
         compute = partial(task.checked_rewards, examples, texts, ended)
-        self.score(Scoring(compute, partial(self.take_rewards, groups), len(groups)))
+        job = Scoring(compute, partial(self.take_rewards, groups), len(groups))
+        self.score(job, self.reward_threads)
 
     def take_rewards(self, groups: list[Group], rewards: list[float]) -> None:
         """Complete groups with the rewards of all their trajectories, end to end."""
@@ -1675,11 +1675,11 @@ class Searcher:
             t.reward = reward
         self.outbox += groups
 
-    def score(self, job: Scoring) -> None:
+    def score(self, job: Scoring, threads: ThreadPoolExecutor) -> None:
         """Have a thread make a call of the task, or make it here if the task has no threads."""
         self.scoring.append(job)
-        if self.threads:
-            job.future = self.threads.submit(job.run)
+        if self.problem.task.reward_threads:
+            job.future = threads.submit(job.run)
         else:
             job.future.set_result(job.run())
 
@@ -3474,7 +3474,8 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
         searcher.spec.send(Evaluated(answers[0].request.id[0], of_place))
 
     examples = [task.held_out[row] for row in rows]
-    searcher.score(Scoring(partial(task.evaluate, examples, texts, ended), send))
+    job = Scoring(partial(task.evaluate, examples, texts, ended), send)
+    searcher.score(job, searcher.judge_thread)
 
 
 def add_logprobs(searcher: Searcher, records: list[dict], answers: list[Completion]) -> None:

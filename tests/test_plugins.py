@@ -31,10 +31,15 @@ class Judge(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class JudgeServer(http.server.ThreadingHTTPServer):
+    """Takes many connections at once."""
+
+    request_queue_size = 128
+
+
 @contextlib.contextmanager
 def judge_server():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    server.request_queue_size = 64
+    server = JudgeServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
