@@ -1483,7 +1483,7 @@ class Searcher:
         self.reference_version = 0
         problem.task.setup(self.device, engine_of)
         self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
-        self.judge_thread = ThreadPoolExecutor(1)  # of held-out answers, so that rewards do not wait
+        self.judge_thread = ThreadPoolExecutor(1)  # of held-out answers: rewards do not wait
         self.version = -1  # of the policy's weights; -1: none yet
         # place -> prompt id, version of the weights when it was submitted, whether it explores
         self.requests: dict[int, tuple[int, int, bool]] = {}

@@ -27,6 +27,7 @@ METRICS = set(
 OF_TIME = {
     "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second", "queue_depth",
     "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds", "wait_seconds",
+    "replay_ratio",
     "pack_seconds", "forward_backward_seconds", "optimizer_seconds",
 }  # fmt: skip
 
