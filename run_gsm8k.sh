@@ -64,6 +64,9 @@ settings=(
   --searched_per_prompt 24                   # S: four more, so that K distinct ones exist
   --sync_every 2                             # k
   --recent_probability 0.95                  # m
+  # the authors' Searchers reach a blocking sync only after whole batches of 3 prompts: 3 Searchers
+  # search at least 9 prompts while 2 steps train on 14
+  --max_replays 1.56
   --reward_inverse_temperature 0             # the rest of the replay is uniform
   --kept_per_prompt 100
   --initial_trajectories 500

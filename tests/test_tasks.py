@@ -318,6 +318,7 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     expected = {
         "prompts_per_step": 7, "trained_per_prompt": 20, "searched_per_prompt": 24, "sync_every": 2,
         "recent_probability": 0.95, "learning_rate": 1e-5, "temperature": 0.7, "steps": 700,
+        "max_replays": 1.56,
         "beta": "0.014@0,0.004@500", "initial_trajectories": 500, "objective": "tb",
     }  # fmt: skip
     assert {name: getattr(gsm8k, name) for name in expected} == expected
