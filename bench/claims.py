@@ -27,6 +27,7 @@ of the pretrained model, and its path: reward, KL and diversity of held-out answ
 6. All settings of an experiment have the same data, batches (8 prompts x 16 responses) and steps.
 7. + Runs of tiny Llamas generate with the engine "small" below, which is exact. The first rows had
    transformers' `generate`; reported seeds were run again, and some rows that chose a rate kept.
+8. + How often a group may be replayed is measured on a simulated clock (SimulatedTrainer).
 """
 
 import argparse
@@ -545,6 +546,7 @@ SLOW = ("0.006 0.4", "0.085 0.4")
 # time that a run takes at least, so that there is a time to which all have come
 DURATIONS = {"30": 480, "10": 240, "3": 120, "1": 120, "1/3": 120}
 REPLAYS = (1, 2, 4, 8, 16, 0)  # --max_replays
+GROUPS = 128  # at which durations are compared
 TARGETS = (0.2, 0.3)  # of the mean reward of five steps, to which seconds are counted
 EVERY = 10  # steps between evaluations
 # what a row keeps of each; `best` is the best of the 4 responses to a prompt, of a reward of 0 or 1
@@ -565,7 +567,7 @@ OBJECTIVES = {  # name in the tables -> flags
 }
 FRONTIERS = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo", "dr_grpo", "online_dpo")
 # experiments that choose no rate: they have the one that `tb` has on-policy
-AT_THE_RATE_ON_POLICY = ("collapses", "longer", "speed", "replays")
+AT_THE_RATE_ON_POLICY = ("collapses", "longer", "speed", "replays", "half replayed")
 FAR = ("tb", "tba_prime", "oapl", "ftb forward_kl", "ftb hellinger", "proximal_rloo")
 
 
@@ -612,12 +614,13 @@ def settings_of() -> list[Setting]:
 
 
 def replays(D: str, R: int, m: float) -> Setting:
-    """A setting of the experiment "replays": at least 120 steps, and the time of DURATIONS."""
+    """A setting of these experiments: at least 120 steps, and the time of DURATIONS."""
     steps = DURATIONS[D]
     if R:  # a batch's groups are drawn R times in `duration`, or the Trainer never waits
         steps = min(steps, math.ceil(steps * R / m / float(Fraction(D))))
     flags = (("clock", D), ("max_replays", R), ("recent_probability", m))
-    return Setting("replays", "tb", steps=max(120, steps), flags=flags)
+    experiment = "half replayed" if m == 0.5 else "replays"
+    return Setting(experiment, "tb", steps=max(120, steps), flags=flags)
 
 
 def seeds_of(setting: Setting) -> Sequence[int]:
@@ -712,11 +715,13 @@ class Rows:
         self.rows = read_lines(path) if path.exists() else []
         for row in self.rows:
             row["path"] = [dict(zip(POINT, point, strict=False)) for point in row["path"]]
+        self.keys = [Setting(**tuples(row)).key() for row in self.rows]
         self.under_way: set[tuple] = set()
 
     def of(self, setting: Setting, role: str) -> list[dict]:
-        key = setting.key()
-        return [r for r in self.rows if r["role"] == role and Setting(**tuples(r)).key() == key]
+        wanted = setting.key()
+        keys = zip(self.rows, self.keys, strict=True)
+        return [row for row, key in keys if row["role"] == role and key == wanted]
 
     def clip(self, setting: Setting) -> float | None:
         """Twice the usual gradient norm of the objective on the first policy's data."""
@@ -777,6 +782,7 @@ class Rows:
 
     def add(self, row: dict) -> None:
         self.rows.append(row)
+        self.keys.append(Setting(**tuples(row)).key())
         self.path.parent.mkdir(parents=True, exist_ok=True)
         points = [[point[name] for name in POINT] for point in row["path"]]
         with open(self.path, "a") as file:
@@ -1043,6 +1049,68 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
     return table(head, lines)
 
 
+def up_to(row: dict, name: str, limit: float) -> dict:
+    """A run on the simulated clock as it was at a step, time or number of groups, interpolated."""
+    clock = zip(row["path"], row["time"], row["groups"], strict=True)
+    points = [point | {"time": time, "groups": groups} for point, time, groups in clock]
+    path = []
+    for point in points:
+        if path and point[name] > limit:
+            before = path[-1]
+            way = (limit - before[name]) / (point[name] - before[name])
+            path.append({key: before[key] + way * (point[key] - before[key]) for key in before})
+            break
+        path.append(point)
+    return row | {"path": path}
+
+
+def at_equal(found: list[dict], name: str, limit: float) -> tuple[str, str, str, str]:
+    """Of runs up to a step, time or number of groups: the step, gain, last reward, largest KL."""
+    parts = [up_to(row, name, limit) for row in found]
+    last = [part["path"][-1] for part in parts]
+    largest = [max(point["kl"] for point in part["path"]) for part in parts]
+    step = shown([np.mean([point["step"] for point in last])] if last else [], 0)
+    return step, areas(parts), shown(point["reward"] for point in last), shown(largest, 0)
+
+
+def bounds(rows: Rows, settings: list[Setting]) -> str:
+    """What a bound on replays does: a line for each duration of a batch, and each bound."""
+    by_duration: dict[str, list[Setting]] = {}
+    for setting in settings:
+        by_duration.setdefault(dict(setting.flags)["clock"], []).append(setting)
+    lines = []
+    for duration, own in by_duration.items():
+        ran = [row for s in own for row in rows.of(s, "report") if not row["exit_code"]]
+        if not ran:
+            continue
+        common = min(row["time"][-1] for row in ran)  # to which all have come
+        for setting in own:
+            found = rows.of(setting, "report")
+            waited = shown([100 * np.mean([row["waited"] for row in found])] if found else [], 0)
+            R = dict(setting.flags)["max_replays"] or "none"
+            line = [duration, str(R), *at_equal(found, "step", 120)[1:]]
+            line += [f"{common:.0f}", *at_equal(found, "time", common)]
+            line += [shown((row["staleness"] for row in found), 1), f"{waited} %"]
+            lines.append([*line, shown((row["replay_ratio"] for row in found), 1)])
+    head = ["batch", "R", "step 120: gain", "reward", "largest KL", "at time", "steps", "gain"]
+    head += ["reward", "largest KL", "staleness", "waited", "replay ratio"]
+    return table(head, lines)
+
+
+def by_groups(rows: Rows, settings: list[Setting], groups: int) -> str:
+    """The gain when so many groups have arrived: a line for each bound."""
+    by_bound: dict[int, list[Setting]] = {}
+    for setting in settings:
+        by_bound.setdefault(dict(setting.flags)["max_replays"], []).append(setting)
+    lines = []
+    for R, own in by_bound.items():
+        cells = [at_equal(rows.of(s, "report"), "groups", groups) for s in own]
+        line = [f"{gain}; step {step}" for step, gain, *_ in cells]
+        lines.append([str(R or "none"), *line])
+    durations = [dict(setting.flags)["clock"] for setting in own]
+    return table(["R", *(f"batch {duration}" for duration in durations)], lines)
+
+
 def report(rows: Rows) -> None:
     """Write every table and picture of docs/results.md."""
     settings = settings_of()
@@ -1104,7 +1172,9 @@ def report(rows: Rows) -> None:
         gain = shown(map(area, found)).split(" ")[0]
         line = [f"seeds that {role}", share_collapsed(found), gain, collapsed_as_0(found)]
         of_roles.append(line)
-    done = sum(row["role"] == "report" for row in rows.rows)
+    experiments = {setting.experiment for setting in settings}
+    reports = [row for row in rows.rows if row["role"] == "report"]
+    done = sum(row["experiment"] in experiments for row in reports)
     wanted = sum(len(seeds_of(setting)) for setting in settings)
     per_lag = []
     for setting in of("collapses", "longer"):
@@ -1133,6 +1203,9 @@ def report(rows: Rows) -> None:
             [*of("prices"), *(s for s in usual if s.objective != "dr_grpo")], "price", reported
         ),
     }
+    parts["replays"] = bounds(rows, of("replays"))
+    parts["replays, groups"] = by_groups(rows, of("replays"), GROUPS)
+    parts["half replayed"] = bounds(rows, of("half replayed"))
     for task in ("summaries", "attacks"):
         own = [s for s in of("frontiers") if s.task == task]
         parts[task] = budgets(rows, own)
