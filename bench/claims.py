@@ -27,16 +27,19 @@ of the pretrained model, and its path: reward, KL and diversity of held-out answ
 6. All settings of an experiment have the same data, batches (8 prompts x 16 responses) and steps.
 7. + Runs of tiny Llamas generate with the engine "small" below, which is exact. The first rows had
    transformers' `generate`; reported seeds were run again, and some rows that chose a rate kept.
+8. + How often a group may be replayed is measured on a simulated clock (SimulatedTrainer).
 """
 
 import argparse
 import collections
 import hashlib
+import heapq
 import itertools
 import json
 import math
 import multiprocessing
 import os
+import queue
 import random
 import shutil
 import subprocess
@@ -44,10 +47,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from pathlib import Path
+from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported
 
@@ -370,6 +375,139 @@ if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's 
 
     tba.Learner.step = learn_slowly
 
+# ------------------------------------------------------------------------------ a simulated clock
+
+
+class SimulatedSearchers(tba.SearcherProcesses):
+    """Searchers of this very process, on a simulated clock.
+
+    A Searcher's batch is sampled when it begins, wholly by the weights of that moment, and its
+    groups arrive all at once, `duration` later; then the next one begins. (A real Searcher loads
+    new weights between two decode steps, and its groups arrive one by one.) Weights that are sent
+    at the moment at which a batch begins are loaded first.
+    """
+
+    def __init__(self, duration: Fraction, *args) -> None:
+        super().__init__(*args)
+        self.duration = duration  # of a batch, in optimizer steps
+        self.now = Fraction(0)
+        # when a batch arrives, whose it is, and its pickled groups; a heap
+        self.batches: list[tuple[Fraction, int, list]] = []
+        self.groups_arrived = 0
+
+    def start(self) -> None:
+        """Load the Searchers."""
+        self.groups = tba.ManagerQueue()
+        self.messages = tba.ManagerQueue()
+        self.port = 0  # of no store
+        self.loaded: list[tba.Searcher] = []
+        for i, slot in enumerate(self.slots):
+            commands = queue.SimpleQueue()
+            spec = tba.SearcherSpec(
+                searcher=i, start=i + 1, first=i, arrived=set(), nccl=False, port=0, shared=None,
+                commands=commands, groups=tba.ManagerQueue(), messages=self.messages,
+            )  # fmt: skip
+            searcher = tba.Searcher(self.config, self.problem, spec)
+            searcher.threads = None  # rewards are computed at once
+            self.loaded.append(searcher)
+            slot.running = tba.RunningSearcher(i, spec.start, None, commands, 0.0, ready=True)
+
+    def failed(self) -> list:
+        return []
+
+    def stop(self) -> None:
+        pass
+
+    def work(self) -> None:
+        """Take the Trainer's messages, answer held-out prompts, and begin what batches are due."""
+        busy = {i for _, i, _ in self.batches}
+        for i, searcher in enumerate(self.loaded):
+            while not searcher.spec.commands.empty():
+                message = searcher.spec.commands.get()
+                weights = isinstance(message, tba.ReceiveWeights)
+                if not weights or searcher.receiver.receive(message):
+                    searcher.receiver.inbox.put(message)
+            searcher.between_steps()
+            self.generate(searcher)
+            if i not in busy:
+                self.begin(i)
+
+    def generate(self, searcher: tba.Searcher) -> None:
+        """Everything that was submitted to a Searcher's engine."""
+        while searcher.engine.unfinished:
+            searcher.handle_completions(searcher.engine.step())
+
+    def begin(self, i: int) -> None:
+        """Begin a Searcher's next batch, if it may."""
+        searcher = self.loaded[i]
+        searcher.begin_prompts()
+        self.generate(searcher)
+        if batch := searcher.spec.groups.take_all():
+            heapq.heappush(self.batches, (self.now + self.duration, i, batch))
+
+    def advance(self, until: Fraction) -> None:
+        """Let time pass. A batch that ends before `until` is followed by the Searcher's next."""
+        while self.batches and self.batches[0][0] <= until:
+            self.now, i, batch = heapq.heappop(self.batches)
+            for group in batch:
+                self.groups.put(group)
+            self.groups_arrived += len(batch)
+            if self.now < until:
+                self.begin(i)
+        self.now = until
+
+
+class SimulatedTrainer(tba.Trainer):
+    """tba.py's Trainer and Searchers in one process, on a simulated clock: runs repeat exactly.
+
+    An optimizer step takes 1, a batch of a Searcher `duration`; syncs and evaluations take no time.
+    Processes, the wire and time are replaced; all else is tba.py's. `clock.jsonl` has of each step
+    when it ended, for how long the Trainer has waited for groups since the first one began, and how
+    many groups have arrived.
+    """
+
+    duration = Fraction(os.environ.get("TBA_CLOCK") or 1)
+
+    def __init__(self, config, problem, folder, ranks, saved) -> None:
+        """As the Trainer's."""
+        super().__init__(config, problem, folder, ranks, saved)
+        self.searchers = SimulatedSearchers(self.duration, config, problem, folder.say, saved)
+        self.waited = Fraction(0)
+
+    def run(self) -> None:
+        def broadcast(_, weights: tba.FlatWeights, timeout: float) -> None:
+            weights.flat.copy_(self.sync.snapshot.flat)  # the Trainer's own call changes nothing
+
+        with mock.patch.multiple(tba, form_group=lambda *_: None, broadcast=broadcast):
+            super().run()
+
+    def listen(self) -> None:
+        super().listen()
+        if self.sync.sending:
+            self.sync.sending.result()
+        self.searchers.work()
+
+    def wait_for(self, what: str, poll: Callable[[], object]) -> object:
+        while not (found := poll()):
+            if what == "generation":
+                arrival = self.searchers.batches[0][0]
+                if self.step:
+                    self.waited += arrival - self.searchers.now
+                self.searchers.advance(arrival)
+            self.listen()
+        return found
+
+    def train_step(self, groups: list, recent: float) -> None:
+        super().train_step(groups, recent)
+        self.searchers.advance(self.searchers.now + 1)
+        record = {"step": self.step, "time": float(self.searchers.now)}
+        record |= {"waited": float(self.waited), "groups": self.searchers.groups_arrived}
+        self.folder.append("clock.jsonl", record)
+
+
+if os.environ.get("TBA_CLOCK"):  # a run on the simulated clock
+    tba.Trainer = SimulatedTrainer
+
 
 # -------------------------------------------------------------------------------- the experiments
 
@@ -404,6 +542,11 @@ HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for dig
 # is generated in half of the time that an optimizer step takes, or in three times as long; which of
 # these a GPU does is an assumption
 SLOW = ("0.006 0.4", "0.085 0.4")
+# of the experiment "replays": how long a Searcher generates a batch, in optimizer steps, and the
+# time that a run takes at least, so that there is a time to which all have come
+DURATIONS = {"30": 480, "10": 240, "3": 120, "1": 120, "1/3": 120}
+REPLAYS = (1, 2, 4, 8, 16, 0)  # --max_replays
+GROUPS = 128  # at which durations are compared
 TARGETS = (0.2, 0.3)  # of the mean reward of five steps, to which seconds are counted
 EVERY = 10  # steps between evaluations
 # what a row keeps of each; `best` is the best of the 4 responses to a prompt, of a reward of 0 or 1
@@ -424,7 +567,7 @@ OBJECTIVES = {  # name in the tables -> flags
 }
 FRONTIERS = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo", "dr_grpo", "online_dpo")
 # experiments that choose no rate: they have the one that `tb` has on-policy
-AT_THE_RATE_ON_POLICY = ("collapses", "longer", "speed")
+AT_THE_RATE_ON_POLICY = ("collapses", "longer", "speed", "replays", "half replayed")
 FAR = ("tb", "tba_prime", "oapl", "ftb forward_kl", "ftb hellinger", "proximal_rloo")
 
 
@@ -455,8 +598,6 @@ def settings_of() -> list[Setting]:
         found += [Setting("second model", name, lag, "sort") for name in OBJECTIVES]
     for task in ("summaries", "attacks"):
         found += [Setting("frontiers", name, 10, task, steps=60) for name in FRONTIERS]
-    vcpo = (("scale_rate_by_ess", True),)
-    found += [Setting("bounded", "tb", lag, flags=vcpo) for lag in (10, 40)]
     for price in (0.25, 4.0):
         names = [name for name in OBJECTIVES if name != "dr_grpo"]  # it has no such term
         found += [Setting("prices", name, 0, price=price) for name in names]
@@ -467,10 +608,22 @@ def settings_of() -> list[Setting]:
         ways = [(("slow", slow), ("lag", lag)) for lag in (0, 1)]
         ways += [(("slow", slow), ("asynchronous", M)) for M in (1, 2, 4)]
         found += [Setting("speed", "tb", flags=flags) for flags in ways]
+    found += [replays(D, R, 0.95) for D in DURATIONS for R in REPLAYS]
+    found += [replays(D, R, 0.5) for D in ("10", "1") for R in REPLAYS]
     return found
 
 
-def seeds_of(setting: Setting) -> Iterable[int]:
+def replays(D: str, R: int, m: float) -> Setting:
+    """A setting of these experiments: at least 120 steps, and the time of DURATIONS."""
+    steps = DURATIONS[D]
+    if R:  # a batch's groups are drawn R times in `duration`, or the Trainer never waits
+        steps = min(steps, math.ceil(steps * R / m / float(Fraction(D))))
+    flags = (("clock", D), ("max_replays", R), ("recent_probability", m))
+    experiment = "half replayed" if m == 0.5 else "replays"
+    return Setting(experiment, "tb", steps=max(120, steps), flags=flags)
+
+
+def seeds_of(setting: Setting) -> Sequence[int]:
     """The seeds that are reported."""
     return TEN_SEEDS if setting.experiment in ("collapses", "longer") else SEEDS
 
@@ -499,6 +652,9 @@ def arguments_of(
     if "asynchronous" in special:
         flags |= {"num_searchers": special.pop("asynchronous"), "recent_probability": 0.9}
         flags |= {"synchronous": False, "initial_trajectories": 128}
+    if special.pop("clock", ""):
+        flags |= {"synchronous": False, "initial_trajectories": 128, "searched_per_prompt": 16}
+        flags["sync_every"] = 2
     flags |= special
     if setting.objective == "grpo":
         flags["kl_coefficient"] = 2 * beta  # 0.04 at the usual price
@@ -552,16 +708,20 @@ def score(rows: list[dict]) -> float:
 class Rows:
     """The rows that there are, and the next run that is missing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, seeds: int | None = None) -> None:
+        """`seeds`: run only so many of those that are reported."""
         self.path = path
+        self.seeds = seeds
         self.rows = read_lines(path) if path.exists() else []
         for row in self.rows:
             row["path"] = [dict(zip(POINT, point, strict=False)) for point in row["path"]]
+        self.keys = [Setting(**tuples(row)).key() for row in self.rows]
         self.under_way: set[tuple] = set()
 
     def of(self, setting: Setting, role: str) -> list[dict]:
-        key = setting.key()
-        return [r for r in self.rows if r["role"] == role and Setting(**tuples(r)).key() == key]
+        wanted = setting.key()
+        keys = zip(self.rows, self.keys, strict=True)
+        return [row for row, key in keys if row["role"] == role and key == wanted]
 
     def clip(self, setting: Setting) -> float | None:
         """Twice the usual gradient norm of the objective on the first policy's data."""
@@ -598,9 +758,9 @@ class Rows:
         rate, to_try = self.best_rate(chooser)
         runs = [(chooser, "choose", r, seed) for r in to_try for seed in SEEDS_TO_CHOOSE]
         if rate:
-            runs = [(setting, "report", rate, seed) for seed in seeds_of(setting)]
+            runs = [(setting, "report", rate, seed) for seed in seeds_of(setting)[: self.seeds]]
+        there = [(row["rate"], row["seed"]) for row in self.of(*runs[0][:2])]
         for run in runs:
-            there = [(row["rate"], row["seed"]) for row in self.of(*run[:2])]
             if run[2:] not in there:
                 yield run
 
@@ -622,6 +782,7 @@ class Rows:
 
     def add(self, row: dict) -> None:
         self.rows.append(row)
+        self.keys.append(Setting(**tuples(row)).key())
         self.path.parent.mkdir(parents=True, exist_ok=True)
         points = [[point[name] for name in POINT] for point in row["path"]]
         with open(self.path, "a") as file:
@@ -668,8 +829,9 @@ def run_tba(arguments: list, log: Path, environment: dict[str, str]) -> int:
 def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path) -> dict:
     """One run of tba.py, as a row. Raises RuntimeError if it fails other than by diverging."""
     environment = {"TBA_CHOOSING": "1" if role == "choose" else ""}
-    if "slow" in dict(setting.flags):
-        environment["TBA_SLOW"] = dict(setting.flags)["slow"]
+    for name in ("slow", "clock"):
+        if name in dict(setting.flags):
+            environment[f"TBA_{name.upper()}"] = dict(setting.flags)[name]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         log = Path(folder) / "log"
@@ -682,6 +844,7 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         evaluations = read_lines(out / "eval.jsonl")
         path = [{name: round(record[name], 3) for name in POINT} for record in evaluations]
         metrics = read_lines(out / "metrics.jsonl")
+        clock = read_lines(out / "clock.jsonl") if "clock" in dict(setting.flags) else []
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
@@ -698,6 +861,15 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         for target in TARGETS:
             there = np.flatnonzero(smooth >= target)
             row[f"reached {target}"] = metrics[there[0] + 4]["seconds"] if len(there) else None
+    if clock:
+        at_start = {"step": 0, "time": 0.0, "groups": 0}
+        of_step = {record["step"]: record for record in [at_start, *clock]}
+        for name in ("time", "groups"):
+            row[name] = [round(of_step[point["step"]][name], 2) for point in path]
+        row["staleness"] = round(float(np.mean([m["staleness_mean"] for m in metrics])), 2)
+        row["recent"] = round(float(np.mean([m["recent_fraction"] for m in metrics])), 3)
+        row["replay_ratio"] = round(8 * clock[-1]["step"] / clock[-1]["groups"], 3)
+        row["waited"] = round(clock[-1]["waited"] / clock[-1]["time"], 3)
     if role == "pilot":
         row["clip"] = float(f"{2 * np.median([m['grad_norm'] for m in metrics]):.2g}")
     return row
@@ -730,9 +902,9 @@ def run_all(
                 rows.add(row)
                 setting, role, rate, seed = job
                 text = f"{area(row):.3f}{' collapsed' if collapsed(row) else ''}"
-                what = (
-                    f"{setting.experiment}: {setting.objective}, lag {setting.lag}, {role} {rate:g}"
-                )
+                what = f"{setting.experiment}: {setting.objective}, lag {setting.lag}, "
+                what += "".join(f"{name} {value}, " for name, value in setting.flags)
+                what += f"{role} {rate:g}"
                 print(f"{what}, seed {seed}: {text} ({row['seconds']} s)", flush=True)
 
 
@@ -765,8 +937,7 @@ def areas(rows: list[dict]) -> str:
 
 def name_of(setting: Setting) -> str:
     """An objective as tables call it."""
-    vcpo = ", rate by ESS" if "scale_rate_by_ess" in dict(setting.flags) else ""
-    return f"`{setting.objective}`{vcpo}"
+    return f"`{setting.objective}`"
 
 
 def at_equal_reward(row: dict, name: str) -> float | None:
@@ -878,6 +1049,68 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
     return table(head, lines)
 
 
+def up_to(row: dict, name: str, limit: float) -> dict:
+    """A run on the simulated clock as it was at a step, time or number of groups, interpolated."""
+    clock = zip(row["path"], row["time"], row["groups"], strict=True)
+    points = [point | {"time": time, "groups": groups} for point, time, groups in clock]
+    path = []
+    for point in points:
+        if path and point[name] > limit:
+            before = path[-1]
+            way = (limit - before[name]) / (point[name] - before[name])
+            path.append({key: before[key] + way * (point[key] - before[key]) for key in before})
+            break
+        path.append(point)
+    return row | {"path": path}
+
+
+def at_equal(found: list[dict], name: str, limit: float) -> tuple[str, str, str, str]:
+    """Of runs up to a step, time or number of groups: the step, gain, last reward, largest KL."""
+    parts = [up_to(row, name, limit) for row in found]
+    last = [part["path"][-1] for part in parts]
+    largest = [max(point["kl"] for point in part["path"]) for part in parts]
+    step = shown([np.mean([point["step"] for point in last])] if last else [], 0)
+    return step, areas(parts), shown(point["reward"] for point in last), shown(largest, 0)
+
+
+def bounds(rows: Rows, settings: list[Setting]) -> str:
+    """What a bound on replays does: a line for each duration of a batch, and each bound."""
+    by_duration: dict[str, list[Setting]] = {}
+    for setting in settings:
+        by_duration.setdefault(dict(setting.flags)["clock"], []).append(setting)
+    lines = []
+    for duration, own in by_duration.items():
+        ran = [row for s in own for row in rows.of(s, "report") if not row["exit_code"]]
+        if not ran:
+            continue
+        common = min(row["time"][-1] for row in ran)  # to which all have come
+        for setting in own:
+            found = rows.of(setting, "report")
+            waited = shown([100 * np.mean([row["waited"] for row in found])] if found else [], 0)
+            R = dict(setting.flags)["max_replays"] or "none"
+            line = [duration, str(R), *at_equal(found, "step", 120)[1:]]
+            line += [f"{common:.0f}", *at_equal(found, "time", common)]
+            line += [shown((row["staleness"] for row in found), 1), f"{waited} %"]
+            lines.append([*line, shown((row["replay_ratio"] for row in found), 1)])
+    head = ["batch", "R", "step 120: gain", "reward", "largest KL", "at time", "steps", "gain"]
+    head += ["reward", "largest KL", "staleness", "waited", "replay ratio"]
+    return table(head, lines)
+
+
+def by_groups(rows: Rows, settings: list[Setting], groups: int) -> str:
+    """The gain when so many groups have arrived: a line for each bound."""
+    by_bound: dict[int, list[Setting]] = {}
+    for setting in settings:
+        by_bound.setdefault(dict(setting.flags)["max_replays"], []).append(setting)
+    lines = []
+    for R, own in by_bound.items():
+        cells = [at_equal(rows.of(s, "report"), "groups", groups) for s in own]
+        line = [f"{gain}; step {step}" for step, gain, *_ in cells]
+        lines.append([str(R or "none"), *line])
+    durations = [dict(setting.flags)["clock"] for setting in own]
+    return table(["R", *(f"batch {duration}" for duration in durations)], lines)
+
+
 def report(rows: Rows) -> None:
     """Write every table and picture of docs/results.md."""
     settings = settings_of()
@@ -939,7 +1172,9 @@ def report(rows: Rows) -> None:
         gain = shown(map(area, found)).split(" ")[0]
         line = [f"seeds that {role}", share_collapsed(found), gain, collapsed_as_0(found)]
         of_roles.append(line)
-    done = sum(row["role"] == "report" for row in rows.rows)
+    experiments = {setting.experiment for setting in settings}
+    reports = [row for row in rows.rows if row["role"] == "report"]
+    done = sum(row["experiment"] in experiments for row in reports)
     wanted = sum(len(seeds_of(setting)) for setting in settings)
     per_lag = []
     for setting in of("collapses", "longer"):
@@ -958,7 +1193,7 @@ def report(rows: Rows) -> None:
         "pooled": table(["objective", "rate", *(f"lag {lag}" for lag in lags)], pooled),
         "far": budgets(rows, of("far")),
         "collapses": table(["objective", "steps", "lag", "collapsed", "gain"], per_lag),
-        "budgets": budgets(rows, [*stale, *of("bounded")]),
+        "budgets": budgets(rows, stale),
         "diversity": diversity(rows, stale),
         "second model": grid(of("second model"), "lag", reported),
         "second model, at the end": grid(of("second model"), "lag", at_the_end),
@@ -968,6 +1203,9 @@ def report(rows: Rows) -> None:
             [*of("prices"), *(s for s in usual if s.objective != "dr_grpo")], "price", reported
         ),
     }
+    parts["replays"] = bounds(rows, of("replays"))
+    parts["replays, groups"] = by_groups(rows, of("replays"), GROUPS)
+    parts["half replayed"] = bounds(rows, of("half replayed"))
     for task in ("summaries", "attacks"):
         own = [s for s in of("frontiers") if s.task == task]
         parts[task] = budgets(rows, own)
@@ -1027,16 +1265,17 @@ def draw(rows: Rows, settings: list[Setting], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", nargs="?", choices=("run", "report"), default="run")
-    parser.add_argument("--only", help="an experiment: staleness, far, bounded, ...")
+    parser.add_argument("--only", help="an experiment: staleness, far, replays, ...")
     parser.add_argument("--quick", action="store_true", help="six steps of each, thrown away")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so long")
+    parser.add_argument("--seeds", type=int, help="of those that are reported, only so many")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "claims")
     args = parser.parse_args()
     settings = [s for s in settings_of() if args.only in (None, s.experiment)]
     for task in {s.task for s in settings}:
         make_task(task, args.files / task)
-    rows = Rows(ROOT / "bench" / "results" / "claims.jsonl")
+    rows = Rows(ROOT / "bench" / "results" / "claims.jsonl", args.seeds)
     if args.quick:
         firsts = {s.experiment: replace(s, steps=6, lag=min(s.lag, 2)) for s in reversed(settings)}
         for setting in firsts.values():

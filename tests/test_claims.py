@@ -1,8 +1,9 @@
-"""bench/claims.py: how rates are chosen, what a row counts for, what its engine samples."""
+"""bench/claims.py: how rates are chosen, what rows count for, its engine, its simulated clock."""
 
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -118,3 +119,35 @@ def test_the_small_engine_samples_what_it_says_from_the_models_own_distribution(
     p = logits.softmax(-1).double().numpy()
     share = np.bincount(np.concatenate(done.tokens), minlength=len(p)) / n
     assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / n) + 1 / n).all()
+
+
+def simulate(folder, monkeypatch, max_replays):
+    """Five steps on the simulated clock, a batch in the time of three: their losses, the clock."""
+    claims.make_task("valence", folder / "valence")
+    monkeypatch.setattr(claims.SimulatedTrainer, "duration", Fraction(3))
+    setting = replace(claims.replays("3", max_replays, 1.0), steps=5)
+    words = claims.arguments_of(setting, 1e-3, 1, 1.0, folder, folder / "run")
+    flags = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
+    flags |= {name: str(flags[name]) for name in ("model", "dataset", "output_dir")}
+    flags |= {"plugin": "", "eval_responses": 1, "max_response_tokens": 16}
+    config = tba.settings(**flags)
+    tba.resolve(config)
+    tba.check_settings(config)
+    tba.claim_folder(config)
+    problem = tba.load_problem(config)
+    run = tba.RunFolder(config, {})
+    claims.SimulatedTrainer(config, problem, run, tba.Ranks(), {}).run()
+    metrics = claims.read_lines(run.path / "metrics.jsonl")
+    clock = [list(record.values()) for record in claims.read_lines(run.path / "clock.jsonl")]
+    return [(m["loss"], m["staleness_mean"]) for m in metrics], clock
+
+
+def test_on_the_simulated_clock_the_trainer_waits_rather_than_replay(tmp_path, monkeypatch):
+    """Batches of 8 groups come at 3, 6, 9, ..., and weights are sent after steps 2 and 4."""
+    steps, clock = simulate(tmp_path / "bounded", monkeypatch, 1)
+    assert simulate(tmp_path / "again", monkeypatch, 1) == (steps, clock)
+    # step, when it ended, time waited, groups that have arrived: each group is drawn once
+    assert clock == [[i, 3 * i + 1, 2 * (i - 1), 8 * i] for i in range(1, 6)]
+    assert [staleness for _, staleness in steps] == [0, 1, 2, 1, 2]
+    steps, clock = simulate(tmp_path / "unbounded", monkeypatch, 0)
+    assert clock == [[i, 3 + i, 0, 8 * ((3 + i) // 3)] for i in range(1, 6)]
