@@ -1461,6 +1461,7 @@ class Searcher:
     """
 
     JUDGED_AT_ONCE = 8  # held-out answers that one call of the task judges
+    MOST_WAITING = 4  # responses that wait for rewards, over --sequences_in_flight
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
         self.config = config
@@ -1574,13 +1575,13 @@ class Searcher:
     def begin_prompts(self) -> None:
         """Keep the engine full, held-out prompts counted first.
 
-        None are begun while the queue is full, or more responses wait for rewards than are decoded
-        at a time.
+        None are begun while the queue is full, or too many responses wait for rewards.
         """
         config = self.config
         S = config.searched_per_prompt
         waiting = len(self.unscored) + sum(job.groups for job in self.scoring)
-        if self.version < 0 or self.outbox or S * waiting > max(S, config.sequences_in_flight):
+        most = self.MOST_WAITING * max(S, config.sequences_in_flight)
+        if self.version < 0 or self.outbox or S * waiting > most:
             return
         while self.index < self.limit:
             under_way = S * len(self.requests) + self.pending_answers
