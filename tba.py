@@ -1363,22 +1363,22 @@ class Learner:
         batch_of = partial(
             self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
         )
-        pairs, units = plan_rows(sequences, break_even_length(self.policy), budget)
-        whole_groups = all(padded_tokens(pairs, unit) <= budget for unit in units)
+        units = plan_rows(sequences, min(budget, self.policy.row_tokens))
+        whole_groups = all(padded_tokens(unit) <= budget for unit in units)
         if not whole_groups:
             scored = np.concatenate(token_logprobs(self.policy, sequences, now))
             leaf = to_device(scored, self.device).requires_grad_()
             objective(batch_of(leaf, flat), now).loss.backward()
             derivatives = leaf.grad.split(lengths)
-        if not whole_groups:
             units = [[row] for unit in units for row in unit]
         parts = []
         entropy = torch.zeros((), device=self.device)
         pack_seconds = 0.0
-        for rows in share_out(pairs, units, budget, ranks.size)[ranks.rank]:
+        for rows in plan_microbatches(units, budget, ranks.size)[ranks.rank]:
             start = time.perf_counter()
-            order, packed = pack_microbatch(pairs, rows, self.device)
+            packed = pack(rows, self.device)
             pack_seconds += time.perf_counter() - start
+            order = [i for row in rows for i in row.indices]
             logprobs, entropies = self.policy(**packed, entropy=True)
             parts.append((order, logprobs.detach()))
             if not order:
@@ -1732,9 +1732,6 @@ def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
 # tokens of a prompt, (P,) int32, and of each response to it, (T,) int32
 PromptGroups = list[tuple[np.ndarray, list[np.ndarray]]]
 
-# tokens of a prompt, (P,) int32, and of one response to it, (T,) int32
-Pairs = list[tuple[np.ndarray, np.ndarray]]
-
 
 def own_device() -> torch.device:
     """This process's GPU, with the index that NCCL asks for, or the CPU.
@@ -1807,12 +1804,15 @@ class TokenLogProbs(nn.Module):
     """
 
     CHUNK = 1024
+    # of a packed row: a longer one would share its prompt among more responses, but the time of
+    # attention grows with the square of its length
+    ROW_TOKENS = 1024
 
     def __init__(self, model: nn.Module, temperature: float, packs: bool = True) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.packs = packs  # several responses may share a row
+        self.row_tokens = self.ROW_TOKENS if packs else 0  # 0: every response has its own row
         self.ranks = Ranks()  # over which it is sharded
 
     def forward(
@@ -1858,46 +1858,47 @@ class TokenLogProbs(nn.Module):
         return torch.cat(logprobs), None
 
 
-def break_even_length(policy: TokenLogProbs) -> float:
-    """The number of tokens whose attention costs as much as one token's matrix products."""
-    if not policy.packs:
-        return -math.inf  # a row of its own for every response
-    # 24 H^2 operations a layer over 4 H for each token seen
-    return 6.0 * policy.model.config.get_text_config().hidden_size
+@dataclass
+class Row:
+    """A packed row: a prompt, and responses to it side by side."""
+
+    prompt: np.ndarray  # (P,) int32
+    indices: list[int]  # of the responses, among those of all groups end to end
+    responses: list[np.ndarray]  # (T,) int32 each
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row, without padding."""
+        return len(self.prompt) + sum(map(len, self.responses))
 
 
-def plan_rows(
-    groups: PromptGroups, break_even: float, budget: int
-) -> tuple[Pairs, list[list[list[int]]]]:
-    """Share each group's responses out among packed rows, evenly and so that the work is least.
+# a row of a pass that other ranks make; it has no response of the batch
+IDLE = Row(np.zeros(1, np.int32), [], [np.zeros(1, np.int32)])
 
-    A row computes its prompt of P tokens once, but its attention grows with the square of its
-    length L: the work of a row is break_even L + L^2, with `break_even_length` of the model. The
-    work per response is least when the responses of a row have sqrt(P (P + break_even)) tokens
-    together. No row should exceed `budget`. With a break_even of -inf every response has a row.
 
-    Returns the responses of all groups, end to end, and each group's rows of indices into them.
-    Example: a prompt of 4 tokens, responses of 5, 3, 4 and 2, and break_even 12 give
-    sqrt(4 x 16) = 8 tokens a row, so two rows: [[0, 3], [2, 1]].
+def plan_rows(groups: PromptGroups, row_tokens: int) -> list[list[Row]]:
+    """Distribute each group's responses evenly over packed rows of about `row_tokens` tokens.
+
+    Returns the rows of each group. With `row_tokens` 0 every response has a row of its own.
+
+    Example: a prompt of 4 tokens, responses of 5, 3, 4 and 2, and row_tokens 12 give two rows,
+    with the responses [0, 3] and [2, 1].
     """
-    pairs = []
     plan = []
+    first = 0  # index of the group's first response
     for prompt, responses in groups:
-        P = len(prompt)
-        lengths = [len(response) for response in responses]
-        least_work = math.sqrt(P * max(0, P + break_even))  # tokens of responses in a row
-        room = max(1, min(budget - P, least_work))
-        row_count = min(len(responses), math.ceil(sum(lengths) / room))
-        rows = [[] for _ in range(row_count)]
-        filled = [0] * row_count
-        longest_first = sorted(enumerate(lengths), key=itemgetter(1), reverse=True)
-        for j, length in longest_first:
-            shortest = filled.index(min(filled))
-            rows[shortest].append(len(pairs) + j)
-            filled[shortest] += length
-        pairs += [(prompt, response) for response in responses]
+        room = max(1, row_tokens - len(prompt))
+        tokens = sum(map(len, responses))
+        row_count = min(len(responses), math.ceil(tokens / room))
+        rows = [Row(prompt, [], []) for _ in range(row_count)]
+        indexed = enumerate(responses, first)
+        for i, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
+            shortest = min(rows, key=attrgetter("length"))
+            shortest.indices.append(i)
+            shortest.responses.append(response)
         plan.append(rows)
-    return pairs, plan
+        first += len(responses)
+    return plan
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -1908,15 +1909,9 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor
 
 
-def row_length(pairs: Pairs, row: list[int]) -> int:
-    """Tokens of a packed row: the prompt once, and the responses."""
-    prompt = pairs[row[0]][0]
-    return len(prompt) + sum(len(pairs[i][1]) for i in row)
-
-
-def padded_tokens(pairs: Pairs, rows: list[list[int]]) -> int:
+def padded_tokens(rows: list[Row]) -> int:
     """Tokens of packed rows, padding included."""
-    return len(rows) * max(row_length(pairs, row) for row in rows)
+    return len(rows) * max(row.length for row in rows)
 
 
 # what a position of a packed row belongs to: nothing, the prompt, or one of the responses, which
@@ -1926,31 +1921,29 @@ PROMPT = 1
 FIRST_RESPONSE = 2
 
 
-def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str, Any]:
-    """R rows of responses to a common prompt as input for `TokenLogProbs`.
+def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
+    """R packed rows as input for `TokenLogProbs`, padded on the right.
 
-    A row is the prompt and the responses side by side, padded on the right. Every response's
-    positions go on from the prompt's, and the mask shows it the prompt and itself. `where` are the
-    N flat positions whose output predicts a response token, `targets` the tokens, row by row.
+    Every response's positions continue the prompt's, and the mask shows it the prompt and itself.
+    `where` are the N flat positions whose output predicts a response token, `targets` the tokens,
+    row by row.
 
-    Example: the pairs ([5, 6], [7, 8, 2]) and ([5, 6], [9, 2]) in one row give input_ids
+    Example: the prompt [5, 6] with the responses [7, 8, 2] and [9, 2] in one row gives input_ids
     [[5, 6, 7, 8, 2, 9, 2]], position_ids [[0, 1, 2, 3, 4, 2, 3]], where [1, 2, 3, 1, 5] and targets
     [7, 8, 2, 9, 2]: position 1, the prompt's last token 6, predicts both 7 and 9.
     """
-    L = max(row_length(pairs, row) for row in rows)
+    L = max(row.length for row in rows)
     ids = np.zeros((len(rows), L), np.int64)
     positions = np.zeros((len(rows), L), np.int64)
     owner = np.full((len(rows), L), PADDING, np.int64)
     predictor = np.zeros((len(rows), L), np.int64)  # flat position whose output predicts this one
     for r, row in enumerate(rows):
-        prompt = pairs[row[0]][0]
-        P = len(prompt)
-        ids[r, :P] = prompt
+        P = len(row.prompt)
+        ids[r, :P] = row.prompt
         positions[r, :P] = np.arange(P)
         owner[r, :P] = PROMPT
         start = P
-        for response_owner, i in enumerate(row, FIRST_RESPONSE):
-            response = pairs[i][1]
+        for response_owner, response in enumerate(row.responses, FIRST_RESPONSE):
             end = start + len(response)
             ids[r, start:end] = response
             positions[r, start:end] = np.arange(P, P + len(response))
@@ -1962,7 +1955,7 @@ def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str,
     inputs = {"input_ids": to_device(ids, device)}
     # rows of one response need no mask: attention is causal, and padding comes last. Nor positions:
     # not every family takes them, and one that falls would be taken for another sequence
-    if any(len(row) > 1 for row in rows):
+    if any(len(row.responses) > 1 for row in rows):
         inputs["position_ids"] = to_device(positions, device)
         owners = to_device(owner, device)  # (R, L)
         of_same = owners[:, None, :] == owners[:, :, None]  # (R, L, L)
@@ -1976,47 +1969,27 @@ def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str,
     }
 
 
-def plan_microbatches(pairs: Pairs, units: list[list[list[int]]], budget: int) -> list[list]:
-    """Split units, of some packed rows each, into micro-batches of at most `budget` tokens.
+def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[list[list[Row]]]:
+    """The micro-batches of each rank: units, of rows that stay together, of similar length.
 
-    Padding counts; units of similar length go together. One over the budget is by itself. Example:
-    units of 2 rows of 30, 2 of 10 and 2 of 12 tokens and a budget of 50 give two micro-batches: the
-    last two (4 x 12 = 48 tokens), and the first (60, too many).
+    A micro-batch has at most `budget` tokens, padding included, or one unit. All ranks have the
+    same number of micro-batches, for they make each pass together; some have only an IDLE row.
+
+    Example: units of 2 rows of 30, 2 of 10 and 2 of 12 tokens, a budget of 50 and one rank give two
+    micro-batches: the last two units (4 x 12 = 48 tokens), and the first (60, too many).
     """
-    plan: list[list] = []
-    for unit in sorted(units, key=lambda unit: padded_tokens(pairs, unit) // len(unit)):
-        length = padded_tokens(pairs, unit) // len(unit)  # the longest so far
-        if plan and (len(plan[-1]) + len(unit)) * length <= budget:
-            plan[-1] += unit
-        else:
-            plan.append(list(unit))
-    return plan
-
-
-def share_out(pairs: Pairs, units: list, budget: int, ranks: int) -> list[list[list]]:
-    """The micro-batches of each rank, as lists of packed rows, with about as many tokens for each.
-
-    All ranks have as many micro-batches, for they make each pass together: some may be empty.
-    """
-    shares: list[list] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for unit in sorted(units, key=lambda unit: padded_tokens(pairs, unit), reverse=True):
-        rank = tokens.index(min(tokens))
-        shares[rank].append(unit)
-        tokens[rank] += padded_tokens(pairs, unit)
-    plans = [plan_microbatches(pairs, share, budget) for share in shares]
+    shortest_first = sorted(units, key=lambda unit: padded_tokens(unit) / len(unit))
+    plans = []
+    for rank in range(ranks):
+        plan: list[list[Row]] = []
+        for unit in shortest_first[rank::ranks]:
+            if plan and padded_tokens(plan[-1] + unit) <= budget:
+                plan[-1] += unit
+            else:
+                plan.append(list(unit))
+        plans.append(plan)
     passes = max(map(len, plans))
-    return [plan + [[]] * (passes - len(plan)) for plan in plans]
-
-
-def pack_microbatch(
-    pairs: Pairs, rows: list[list[int]], device: torch.device
-) -> tuple[list[int], dict[str, Any]]:
-    """The indices of the responses in some packed rows, and input for the policy.
-
-    Without rows there are no indices, and some input for a pass that other ranks make.
-    """
-    return [i for row in rows for i in row], pack(pairs, rows or [[0]], device)
+    return [plan + [[IDLE]] * (passes - len(plan)) for plan in plans]
 
 
 def logprobs_by_microbatch(
@@ -2026,14 +1999,14 @@ def logprobs_by_microbatch(
     # in bfloat16 if --dtype says so; without a cache, a weight's copy goes with its graph
     options = {"enabled": config.dtype == "bfloat16", "cache_enabled": False}
     budget = config.tokens_per_microbatch
+    ranks = policy.ranks
     device = next(policy.parameters()).device
-    pairs, units = plan_rows(groups, break_even_length(policy), budget)
+    units = plan_rows(groups, min(budget, policy.row_tokens))
     single_rows = [[row] for unit in units for row in unit]
-    for rows in share_out(pairs, single_rows, budget, policy.ranks.size)[policy.ranks.rank]:
-        order, packed = pack_microbatch(pairs, rows, device)
+    for rows in plan_microbatches(single_rows, budget, ranks.size)[ranks.rank]:
         with torch.autocast(device.type, torch.bfloat16, **options):
-            logprobs, _ = policy(**packed, temperature=temperature)
-        yield order, logprobs if order else 0.0 * logprobs
+            logprobs, _ = policy(**pack(rows, device), temperature=temperature)
+        yield [i for row in rows for i in row.indices], logprobs
 
 
 @torch.no_grad()
@@ -2056,7 +2029,7 @@ def in_order(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: R
     flat = torch.zeros(sum(lengths), device=parts[0][1].device)
     of_response = flat.split(lengths)  # views
     for order, logprobs in parts:
-        own = logprobs.split([lengths[i] for i in order]) if order else []
+        own = logprobs.split([lengths[i] for i in order]) if order else []  # [] of IDLE
         for i, values in zip(order, own, strict=True):
             of_response[i].copy_(values)
     ranks.add_up(flat)
@@ -4922,6 +4895,10 @@ class WarmStartFlags:
 
 
 FLAGS.append(WarmStartFlags)
+
+
+# tokens of a prompt, (P,) int32, and of a response to it, (T,) int32
+Pairs = list[tuple[np.ndarray, np.ndarray]]
 
 
 def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) -> list[float]:

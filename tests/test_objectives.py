@@ -415,7 +415,7 @@ def test_gradient_is_exact_for_any_micro_batches(gsm8k, tmp_path, budget, varian
     )  # fmt: skip
     learner.policy.CHUNK = 37
     groups = random_groups(learner.problem, 3, 6)
-    measured, tokens = learner.backward(groups, tba.at(learner.config, 0), 5)
+    measured, tokens, _ = learner.backward(groups, tba.at(learner.config, 0), 5)
 
     exact = tba.load_model(learner.config, learner.config.model, torch.float64, CPU)
     logprobs, ref_logprobs, rewards, entropy = [], [], [], 0.0
@@ -460,7 +460,7 @@ def test_metrics_are_of_the_whole_batch_whatever_the_micro_batches(gsm8k, tmp_pa
         learner = learner_of(gsm8k, tmp_path / str(i), **flags)
         groups = random_groups(learner.problem, 3, 6)
         groups[1][2].version = 2
-        measured, _ = learner.backward(groups, tba.at(learner.config, 0), 9)
+        measured, *_ = learner.backward(groups, tba.at(learner.config, 0), 9)
         metrics.append({name: value.item() for name, value in measured.items()})
         gradients.append([p.grad for p in learner.model.parameters()])
     assert metrics[0]["oldest_times_prompts"] == 27
@@ -486,7 +486,7 @@ def test_a_token_that_was_not_sampled_has_the_ratio_1(gsm8k, tmp_path):
             t.logprobs = logprobs.copy()
             if len(logprobs) % 2:
                 t.logprobs[-1] = tba.NOT_SAMPLED
-        measured, _ = learner.backward(groups, tba.at(learner.config, 0), 0)
+        measured, *_ = learner.backward(groups, tba.at(learner.config, 0), 0)
         assert measured["effective_sample_size"].item() == pytest.approx(1, abs=1e-4)
         gradients.append(torch.cat([p.grad.flatten() for p in learner.model.parameters()]))
     assert torch.cosine_similarity(*gradients, 0) > 0.9999
@@ -552,18 +552,25 @@ def test_logits_of_a_bfloat16_policy_are_in_float32(gsm8k, tmp_path, weights):
 
 def test_plan_microbatches_covers_all_within_budget():
     rng = np.random.default_rng(0)
+    prompt = np.zeros(3, np.int32)
     for _ in range(50):
         lengths = rng.integers(1, 100, int(rng.integers(6, 60)))
-        pairs = [(np.zeros(3, np.int32), np.zeros(length, np.int32)) for length in lengths]
-        rows = [[i] for i in range(len(pairs))]
+        rows = [tba.Row(prompt, [i], [np.zeros(n, np.int32)]) for i, n in enumerate(lengths)]
         units = []
         while rows:
             units.append([rows.pop() for _ in range(min(len(rows), int(rng.integers(1, 6))))])
-        budget = int(rng.integers(1, 800))
-        plan = tba.plan_microbatches(pairs, units, budget)
-        assert sorted(i for rows in plan for row in rows for i in row) == list(range(len(pairs)))
-        for rows in plan:
-            assert len(rows) * max(3 + lengths[i] for (i,) in rows) <= budget or rows in units
+        budget, ranks = int(rng.integers(1, 800)), int(rng.integers(1, 4))
+        plans = tba.plan_microbatches(units, budget, ranks)
+        assert len(plans) == ranks and len({len(plan) for plan in plans}) == 1
+        planned = [row for plan in plans for rows in plan for row in rows]
+        indices = [i for row in planned for i in row.indices]
+        assert sorted(indices) == list(range(len(lengths)))
+        shares = []
+        for plan in plans:
+            for rows in plan:
+                assert tba.padded_tokens(rows) <= budget or rows in units or rows == [tba.IDLE]
+            shares.append(sum(row.length for rows in plan for row in rows if row.indices))
+        assert max(shares) - min(shares) <= max(map(tba.padded_tokens, units)) + 5 * 103
 
 
 def test_plan_rows_covers_all_evenly_within_budget():
@@ -571,18 +578,23 @@ def test_plan_rows_covers_all_evenly_within_budget():
     tokens = lambda most: rng.integers(0, 9, int(rng.integers(1, most))).astype(np.int32)
     for _ in range(50):
         groups = [(tokens(60), [tokens(40) for _ in range(rng.integers(1, 30))]) for _ in range(4)]
-        break_even, budget = float(rng.integers(1, 3000)), int(rng.integers(100, 1000))
-        pairs, plan = tba.plan_rows(groups, break_even, budget)
-        assert [r.tolist() for _, r in pairs] == [r.tolist() for _, rs in groups for r in rs]
-        assert sorted(i for unit in plan for row in unit for i in row) == list(range(len(pairs)))
-        for (prompt, responses), unit in zip(groups, plan, strict=True):
-            assert all(pairs[i][0] is prompt for row in unit for i in row)
-            lengths, longest = [tba.row_length(pairs, r) for r in unit], max(map(len, responses))
+        row_tokens = int(rng.integers(0, 1000))
+        plan = tba.plan_rows(groups, row_tokens)
+        responses = [response for _, responses in groups for response in responses]
+        found = [i for unit in plan for row in unit for i in row.indices]
+        assert sorted(found) == list(range(len(responses)))
+        for (prompt, own), unit in zip(groups, plan, strict=True):
+            longest = max(map(len, own))
+            for row in unit:
+                assert row.prompt is prompt and 0 < row.length <= row_tokens + longest + len(prompt)
+                for i, response in zip(row.indices, row.responses, strict=True):
+                    assert response is responses[i]
+            lengths = [row.length for row in unit]
             assert max(lengths) - min(lengths) <= longest
-            most = min(budget, len(prompt) + math.sqrt(len(prompt) * (len(prompt) + break_even)))
-            assert max(lengths) <= most + longest
     example = (np.zeros(4, np.int32), [np.zeros(n, np.int32) for n in (5, 3, 4, 2)])
-    assert tba.plan_rows([example], 12.0, 100)[1] == [[[0, 3], [2, 1]]]
+    (unit,) = tba.plan_rows([example], 12)
+    assert [row.indices for row in unit] == [[0, 3], [2, 1]]
+    assert len(tba.plan_rows([example], 0)[0]) == 4
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "qwen2"])
@@ -599,7 +611,8 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
         (draw(p), [draw(n) for n in ns]) for p, ns in ((9, (4, 12, 1)), (1, (7,)), (20, (3, 5)))
     ]
     pairs = [(prompt, response) for prompt, responses in groups for response in responses]
-    logprobs, entropies = policy(**tba.pack(pairs, rows, CPU), entropy=True)
+    packed = [tba.Row(pairs[row[0]][0], row, [pairs[i][1] for i in row]) for row in rows]
+    logprobs, entropies = policy(**tba.pack(packed, CPU), entropy=True)
     assert logprobs.requires_grad and not entropies.requires_grad
     plain = [plain_logprobs(model, prompt, response, 0.7) for prompt, response in pairs]
     order = [i for row in rows for i in row]
@@ -610,7 +623,7 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
     expected = torch.cat([values for values, _ in plain])
     for budget in (20, 45, 1000):
         config.tokens_per_microbatch = budget
-        for packs in (True, False):
-            policy.packs = packs
+        for row_tokens in (0, 30, 1000):
+            policy.row_tokens = row_tokens
             scored = torch.from_numpy(np.concatenate(tba.token_logprobs(policy, groups, config)))
             torch.testing.assert_close(scored, expected, atol=1e-4, rtol=1e-4)
