@@ -71,7 +71,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections import Counter, UserDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -1047,7 +1047,7 @@ class Trainer:
         """Train from start to end. Raises what ended it early."""
         config = self.config
         self.searchers.start()  # they load their models while this process loads its own
-        self.learner = load_learner(config, self.problem, self.ranks, self.saved)
+        self.learner = Learner(config, self.problem, self.ranks, self.saved)
         self.folder.accelerator = self.learner.accelerator
         self.sync = WeightSync(
             config, self.learner, self.searchers, self.evaluations, self.folder.say
@@ -1263,26 +1263,20 @@ def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
     return policy
 
 
-# functions that all ranks run together, by name
-ON_EVERY_RANK: dict[str, Callable] = {}
-
-
-def on_every_rank(function: Callable) -> Callable:
-    """A function of a Learner that all ranks run together: called on rank 0, it is on the others.
+def on_every_rank(method: Callable) -> Callable:
+    """A method of the Learner that all ranks run together: rank 0 has the others call it too.
 
     Its arguments are sent to them: plain values, arrays, Trajectories.
     """
-    ON_EVERY_RANK[function.__name__] = function
 
-    @wraps(function)
+    @wraps(method)
     def together(learner: Learner, *args: Any) -> Any:
-        learner.ranks.tell(function.__name__, args)
-        return function(learner, *args)
+        learner.ranks.tell(method.__name__, args)
+        return method(learner, *args)
 
     return together
 
 
-@dataclass
 class Learner:
     """The policy and what trains it, in one process or sharded over several: the ranks.
 
@@ -1290,18 +1284,45 @@ class Learner:
     (section 9).
     """
 
-    config: Config
-    problem: Problem
-    ranks: Ranks
-    device: torch.device
-    model: nn.Module
-    policy: nn.Module  # TokenLogProbs of the model, as Accelerate prepared it
-    optimizer: Any
-    scheduler: Any  # of the learning rate
-    accelerator: Accelerator
-    log_z: nn.Parameter  # (prompts,) of objectives that learn it; others leave it at 0
-    weights: MergedWeights  # the policy's own tensors, under their checkpoint names
-    snapshot: FlatWeights | None = None  # of them, on rank 0: what a sync sends
+    def __init__(
+        self, config: Config, problem: Problem, ranks: Ranks, saved: dict[str, Any]
+    ) -> None:
+        """Load the policy, of the checkpoint `saved` if there is one, and set up its optimizer."""
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        self.config = config
+        self.problem = problem
+        self.ranks = ranks
+        self.device = own_device()
+        self.accelerator = make_accelerator(config, ranks)
+        # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
+        path = config.model if config.lora_rank else saved.get("model", config.model)
+        policy = load_policy(config, path, ranks, config.lora_rank)
+        self.model = policy.model
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # this mode adds autocast alone: the other one would wrap the policy of several ranks in DDP
+        self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
+        # (prompts,), of objectives that learn it; others leave it at 0
+        self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
+        groups = [
+            {"params": [weights for weights in self.model.parameters() if weights.requires_grad]},
+            {"params": [self.log_z], "lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            groups, config.learning_rate, (0.9, config.adam_beta2), fused=True,
+            weight_decay=config.weight_decay,
+        )  # fmt: skip
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        self.scheduler = make_scheduler(config, optimizer, saved.get("step", 0))
+        self.weights = checkpoint_state(self.model)
+        self.adapters = {}  # by the id of the weights that they are added to
+        for layer in self.model.modules():
+            if hasattr(layer, "get_delta_weight"):
+                self.adapters[id(layer.base_layer.weight)] = layer
+        self.snapshot: FlatWeights | None = None  # on rank 0: what a sync sends
+        if saved:
+            self.restore(saved)
 
     @on_every_rank
     def step(
@@ -1431,6 +1452,70 @@ class Learner:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         return whole(norm).reshape(())
 
+    def follow(self) -> NoReturn:
+        """On the other ranks: call the methods that rank 0 calls, until it ends."""
+        while True:
+            name, args = self.ranks.from_first(None)
+            if name == "end":
+                sys.exit(0)
+            getattr(self, name)(*args)
+
+    @on_every_rank
+    @torch.no_grad()
+    def score_probes(self) -> list[np.ndarray]:
+        """The policy's log-probabilities (T,) of the probes, packed as batches are.
+
+        They are at temperature 1, as engines score them.
+        """
+        return token_logprobs(self.policy, self.problem.probes(), self.config, temperature=1.0)
+
+    def merged(self, name: str) -> Tensor:
+        """A weight by its checkpoint name, with its low-rank adapter added if it has one."""
+        tensor = self.weights[name].detach()
+        layer = self.adapters.get(id(self.weights[name]))
+        return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
+
+    @on_every_rank
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Copy the weights into rank 0's snapshot; elsewhere there is never more than one whole."""
+        for name in self.weights:
+            tensor = whole(self.merged(name).to(self.config.torch_dtype))
+            if self.snapshot:
+                self.snapshot.views[name].copy_(tensor)
+
+    @on_every_rank
+    @torch.no_grad()
+    def saved_weights(self) -> dict[str, Tensor]:
+        """Copies in rank 0's host memory of the weights, adapters merged, by checkpoint names."""
+        return {name: host_copies(self.merged(name), self.ranks) for name in self.weights}
+
+    @on_every_rank
+    @torch.no_grad()
+    def state(self) -> dict[str, Any]:
+        """Copies in rank 0's host memory of what `restore` needs beside the model."""
+        weights = self.model.state_dict()
+        state = {
+            "optimizer": self.optimizer.state_dict()["state"],
+            "adapters": {name: weights[name] for name in weights if ".lora_" in name},
+            "log_z": self.log_z.detach(),
+        }
+        return host_copies(state, self.ranks)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore `state`; the learning rate is the one that is set now."""
+        own = dict(self.model.named_parameters())
+        for name, tensor in saved["adapters"].items():
+            own[name].data.copy_(shard_like(own[name], tensor))
+        groups = self.optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        state = {}
+        for i, values in saved["optimizer"].items():
+            state[i] = {name: shard_like(parameters[i], value) for name, value in values.items()}
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.log_z.data.copy_(saved["log_z"])
+
 
 # ==================================================================================== 7. Searcher
 
@@ -1492,7 +1577,7 @@ class Searcher:
         self.scoring: list[Scoring] = []  # under way
         self.outbox: deque[Group] = deque()
         self.pending_answers = 0  # to held-out prompts, still to be generated
-        shapes = {name: tensor.shape for name, tensor in self.reference_weights.data.items()}
+        shapes = {name: tensor.shape for name, tensor in self.reference_weights.items()}
         self.receiver = WeightReceiver(config, spec, shapes)
         self.staged: ReceiveWeights | None = None  # weights that wait to be loaded
         self.started = time.perf_counter()
@@ -2044,7 +2129,7 @@ class Ranks:
     """The processes over which the policy is sharded: `accelerate launch` or torchrun starts them.
 
     Rank 0 is the main process: it has the buffer, the Searchers and the run's folder, and tells the
-    others over Gloo which function of the Learner all run next (`on_every_rank`). PyTorch's FSDP2
+    others over Gloo which method of the Learner all run next (`on_every_rank`). PyTorch's FSDP2
     moves weights and gradients. The launcher ends all ranks when one ends.
     """
 
@@ -2073,7 +2158,7 @@ class Ranks:
         return values[0]
 
     def tell(self, name: str, args: tuple) -> None:
-        """Rank 0: have the others call this function of ON_EVERY_RANK (see `follow`)."""
+        """Rank 0: have the others call this method of the Learner (see `Learner.follow`)."""
         if self.rank == 0:
             self.from_first((name, args))
 
@@ -2124,55 +2209,20 @@ LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, where an objective learns i
 LORA_ALPHA = 16  # adapters are scaled by this over their rank
 
 
-def load_learner(config: Config, problem: Problem, ranks: Ranks, saved: dict[str, Any]) -> Learner:
-    """Load the policy, of a checkpoint if there is one, and set up its optimizer."""
-    torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    device = own_device()
-    # micro-batches of ever new shapes would leave holes in the GPU's memory
+def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
+    """Accelerate's mixed precision and tracker."""
+    # micro-batches of ever new shapes would fragment the GPU's memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    tracked = config.report_to != "none"
     accelerator = Accelerator(
-        cpu=device.type == "cpu",
+        cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
         kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # a copy goes with its graph
-        log_with=config.report_to if tracked else None,
+        log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
     name = {"name": Path(config.output_dir).name}  # TensorBoard's is the folder itself
     accelerator.init_trackers("tba", config.said, {"wandb": name, "trackio": name})
-    # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
-    path = config.model if config.lora_rank else saved.get("model", config.model)
-    policy = load_policy(config, path, ranks, config.lora_rank)
-    model = policy.model
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=device))
-    groups = [
-        {"params": [weights for weights in model.parameters() if weights.requires_grad]},
-        {"params": [log_z], "lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, config.learning_rate, (0.9, config.adam_beta2), fused=True,
-        weight_decay=config.weight_decay,
-    )  # fmt: skip
-    learner = Learner(
-        config=config,
-        problem=problem,
-        ranks=ranks,
-        device=device,
-        model=model,
-        # this mode adds autocast alone: the other one would wrap the policy of several ranks in DDP
-        policy=accelerator.prepare_model(policy, evaluation_mode=True),
-        optimizer=accelerator.prepare_optimizer(optimizer),
-        scheduler=make_scheduler(config, optimizer, saved.get("step", 0)),
-        accelerator=accelerator,
-        log_z=log_z,
-        weights=checkpoint_state(model),
-    )
-    if saved:
-        restore_learner(learner, saved)
-    return learner
+    return accelerator
 
 
 def make_scheduler(config: Config, optimizer: Any, step: int) -> Any:
@@ -2193,70 +2243,6 @@ def make_scheduler(config: Config, optimizer: Any, step: int) -> Any:
     scheduler._step_count = 2  # else PyTorch warns that the optimizer has taken no step before
     scheduler.step()
     return scheduler
-
-
-@on_every_rank
-@torch.no_grad()
-def score_probes(learner: Learner) -> list[np.ndarray]:
-    """What the policy makes of the probes, (T,) each; at temperature 1, as engines score them.
-
-    They are packed as batches are.
-    """
-    groups = learner.problem.probes()
-    return token_logprobs(learner.policy, groups, learner.config, temperature=1.0)
-
-
-@on_every_rank
-@torch.no_grad()
-def copy_weights(learner: Learner) -> None:
-    """Copy the weights into rank 0's snapshot; elsewhere there is never more than one whole."""
-    for name in learner.weights:
-        tensor = whole(learner.weights[name].detach().to(learner.config.torch_dtype))
-        if learner.snapshot:
-            learner.snapshot.views[name].copy_(tensor)
-
-
-@on_every_rank
-@torch.no_grad()
-def saved_weights(learner: Learner) -> dict[str, Tensor]:
-    """Copies in rank 0's host memory of the weights, adapters merged, by checkpoint names."""
-    return {name: host_copies(learner.weights[name], learner.ranks) for name in learner.weights}
-
-
-@on_every_rank
-def learner_state(learner: Learner) -> dict[str, Any]:
-    """Copies in rank 0's host memory of all but the model that training goes on from."""
-    weights = learner.model.state_dict()
-    state = {
-        "optimizer": learner.optimizer.state_dict()["state"],
-        "adapters": {name: weights[name] for name in weights if ".lora_" in name},
-        "log_z": learner.log_z.detach(),
-    }
-    return host_copies(state, learner.ranks)
-
-
-def restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
-    """Take up `learner_state`, with the learning rate that is set now."""
-    own = dict(learner.model.named_parameters())
-    for name, tensor in saved["adapters"].items():
-        own[name].data.copy_(shard_like(own[name], tensor))
-    optimizer = learner.optimizer
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {}
-    for i, values in saved["optimizer"].items():
-        state[i] = {name: shard_like(parameters[i], value) for name, value in values.items()}
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    learner.log_z.data.copy_(saved["log_z"])
-
-
-def follow(learner: Learner) -> NoReturn:
-    """On the other ranks: do what rank 0 does until it ends."""
-    while True:
-        name, args = learner.ranks.from_first(None)
-        if name == "end":
-            sys.exit(0)
-        ON_EVERY_RANK[name](learner, *args)
 
 
 def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
@@ -2626,35 +2612,16 @@ def vllm_can_run() -> bool:
 # one. Only members that answer with neither Received nor Missed in time are killed and restarted.
 
 
-class MergedWeights(UserDict):
-    """A model's own tensors by name; reading one adds its low-rank adapter, if it has one."""
-
-    adapters: dict[int, Any]  # by the id of the tensor
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self.data[name]
-        layer = self.adapters.get(id(tensor))
-        return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
-
-
-def checkpoint_state(model: nn.Module) -> MergedWeights:
+@torch.no_grad()
+def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's own tensors, not copies, under the names of its checkpoint; tied ones once."""
-    own = itertools.chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    owners = {name: id(tensor) for name, tensor in own}
-    state: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict().items():  # the embedding comes before a head tied to it
-        if ".lora_" not in name:
-            state.setdefault(owners[name], (name.replace(".base_layer", ""), tensor))
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    state = {}
+    for name in model.state_dict():  # without buffers that checkpoints do not have
+        if name in tensors and ".lora_" not in name:
+            state[name.replace(".base_layer", "")] = tensors[name]
     # transformers renames some parameters in memory; engines and files have the checkpoint's names
-    merged = MergedWeights(revert_weight_conversion(model, dict(state.values())))
-    merged.adapters = {}
-    for layer in model.modules():
-        if hasattr(layer, "get_delta_weight"):
-            _, tensor = state[id(layer.base_layer.weight)]
-            merged.adapters[id(tensor)] = layer
-    return merged
+    return revert_weight_conversion(model, state)
 
 
 class FlatWeights:
@@ -2736,7 +2703,7 @@ class WeightSync:
         self.evaluations = evaluations
         self.say = say
         device = own_device() if use_nccl(config) else torch.device("cpu")
-        shapes = {name: tensor.shape for name, tensor in learner.weights.data.items()}
+        shapes = {name: tensor.shape for name, tensor in learner.weights.items()}
         self.snapshot = FlatWeights(shapes, config.torch_dtype, device)
         learner.snapshot = self.snapshot
         self.thread = ThreadPoolExecutor(1)
@@ -2756,7 +2723,7 @@ class WeightSync:
         self.reference: dict[str, Tensor] = {}
         self.reference_version = 0  # the optimizer step at which it changed last
         if config.reset_reference_every:
-            self.reference = saved_weights(learner)
+            self.reference = learner.saved_weights()
         self.seconds = 0.0  # that the Trainer has lost to syncs since this was last set to 0
 
     @property
@@ -2813,9 +2780,9 @@ class WeightSync:
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
         else:
-            copy_weights(self.learner)  # now the optimizer may change them
+            self.learner.copy_weights()  # now the optimizer may change them
             try:
-                self.probes = score_probes(self.learner)
+                self.probes = self.learner.score_probes()
             except (RuntimeError, TypeError) as error:  # of a family that takes no such mask
                 if step > 0 or not self.config.pack:
                     raise
@@ -2904,7 +2871,7 @@ class WeightSync:
 
     def reset_reference(self, step: int) -> None:
         """Make the next reference of the policy and the present one; the next sync sends it."""
-        for name, policy in saved_weights(self.learner).items():
+        for name, policy in self.learner.saved_weights().items():
             self.reference[name] = next_reference(policy, self.reference[name], self.config)
         self.reference_version = step
         self.due = True
@@ -3480,7 +3447,7 @@ def save(trainer: Trainer) -> None:
 
     A policy that is broken is not saved: the checkpoint before is better.
     """
-    probes = score_probes(trainer.learner)
+    probes = trainer.learner.score_probes()
     if not all(np.isfinite(logprobs).all() for logprobs in probes):
         trainer.folder.say(f"step {trainer.step}: the policy is not finite, so it is not saved")
         return
@@ -3488,7 +3455,7 @@ def save(trainer: Trainer) -> None:
         trainer.store_arrived()
     evaluations = trainer.evaluations
     to_evaluate = [own.version for own in evaluations.under_way.values()]
-    state = learner_state(trainer.learner) | {
+    state = trainer.learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
         "arrived": [g.index for g in trainer.arrived],
@@ -3507,7 +3474,7 @@ def save(trainer: Trainer) -> None:
         "checksum": trainer.problem.checksum(),
         "lockstep": lockstep_batch(trainer.config),
     }
-    weights = saved_weights(trainer.learner)
+    weights = trainer.learner.saved_weights()
     trainer.checkpoints.begin(trainer.learner.model, weights, state)
 
 
@@ -4312,7 +4279,7 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(number, signal.SIG_IGN)
         config, problem, checkpoint = ranks.from_first(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
-        follow(load_learner(config, problem, ranks, saved))
+        Learner(config, problem, ranks, saved).follow()
     try:
         resolve(config)
         check_settings(config)
