@@ -137,28 +137,37 @@ LearningRateSchedule = Literal["constant", "linear", "warmup_stable_decay"]
 Tracker = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
-class Help(str):
-    """A flag's help text, which also knows the flag's range."""
-
-    least: float = 0
-    most: float = math.inf
-    scheduled = False
-
-
-def flag(default: Any, text: str, least: float = 0, most: float = math.inf) -> Any:
+def flag(
+    default: Any,
+    text: str,
+    least: float = 0,
+    most: float = math.inf,
+    scheduled: bool = False,
+) -> Any:
     """A dataclass field that is a command-line flag, with a value in this range."""
     unset = default in ("", None) or default is False
-    help_text = Help(text if unset else f"{text} (default: {default})")
-    help_text.least = least
-    help_text.most = most
-    return field(default=default, metadata={"help": help_text})
+    help_text = text if unset else f"{text} (default: {default})"
+    metadata = {"help": help_text, "least": least, "most": most, "scheduled": scheduled}
+    return field(default=default, metadata=metadata)
 
 
-def schedule(default: str, text: str, least: float = 0) -> Any:
-    """A flag whose value changes with the optimizer step; `at` gives its value at a step."""
-    made = flag(default, text, least)
-    made.metadata["help"].scheduled = True
-    return made
+# a flag whose value changes with the optimizer step; `at` gives its value at a step
+schedule = partial(flag, scheduled=True)
+
+
+class FlagParser(transformers.HfArgumentParser):
+    """The parser of flags, which passes their metadata on to this method."""
+
+    def add_argument(
+        self,
+        *names: str,
+        least: float = 0,
+        most: float = 0,
+        scheduled: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Add a flag; `check_range` checks its range, after schedules are parsed."""
+        return super().add_argument(*names, **options)
 
 
 @dataclass
@@ -296,7 +305,7 @@ def at(config: Config, step: int) -> Config:
     """The settings with the values that schedules have after `step` optimizer steps."""
     now = copy.copy(config)
     for f in all_flags():
-        if f.metadata["help"].scheduled:
+        if f.metadata["scheduled"]:
             setattr(now, f.name, schedule_value(getattr(config, f.name), step))
     return now
 
@@ -323,14 +332,8 @@ def schedule_value(text: str | float, step: int) -> float:
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
     """
-    points = schedule_points(text)
-    before = [point for point in points if point[0] <= step]
-    after = [point for point in points if point[0] > step]
-    start, low = before[-1]
-    if not after:
-        return low
-    end, high = after[0]
-    return low + (high - low) * (step - start) / (end - start)
+    steps, values = zip(*schedule_points(text), strict=True)
+    return float(np.interp(step, steps, values))
 
 
 # ==================================================================== 2. Trajectory, Group, Batch
@@ -4120,7 +4123,7 @@ def parse(argv: list[str] | None = None) -> Config:
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
             refuse(f"--plugin {plugin}: no such Python file")
         run_plugin(plugin)
-    parser = transformers.HfArgumentParser(
+    parser = FlagParser(
         FLAGS,
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
@@ -4198,20 +4201,18 @@ def check_settings(config: Config) -> None:
 def check_range(config: Config, f: dataclasses.Field) -> None:
     """Raise InputError unless a flag's value, or each of a schedule's, is within its range."""
     value = getattr(config, f.name)
-    range_of = f.metadata["help"]
     values = [value] if isinstance(value, int | float) else []
-    fix = f"must be between {range_of.least:g} and {range_of.most:g}"
-    if range_of.scheduled:
-        fix = (
-            f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {range_of.least:g}"
-        )
+    least = f.metadata["least"]
+    most = f.metadata["most"]
+    fix = f"must be between {least:g} and {most:g}"
+    if f.metadata["scheduled"]:
+        fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {least:g}"
         try:
             values = [value for _, value in schedule_points(value)]
         except ValueError:
             values = [math.nan]
     for value in values:
-        good = range_of.least <= value <= range_of.most and math.isfinite(value)
-        config.need(good, f.name, fix)
+        config.need(least <= value <= most and math.isfinite(value), f.name, fix)
 
 
 def claim_folder(config: Config) -> None:
