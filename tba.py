@@ -175,85 +175,86 @@ class Config:
     """The settings of the method and the system. Symbols in brackets are the paper's."""
 
     # what most runs set
-    task: str = flag("gsm8k", "The task: gsm8k, math, tldr, redteam, or one of --plugin.")
-    model: str = flag("", "The policy and the reference: a local folder or a hub name.")
-    dataset: str = flag("", "The prompts: a folder, a file, or a hub name, as openai/gsm8k:main.")
-    steps: int = flag(700, "Optimizer steps; 0: evaluate --model and train nothing.")
-    prompts_per_step: int = flag(7, "Prompts in a training batch [B].", 1)
-    trained_per_prompt: int = flag(20, "Trajectories of each prompt in a training batch [K].", 2)
-    searched_per_prompt: int = flag(24, "Responses searched to a prompt [S >= K]; lockstep: K.")
+    task: str = flag("gsm8k", "Task: gsm8k, math, tldr, redteam, or one defined by --plugin.")
+    model: str = flag("", "Initial policy and reference: a local folder or a hub name.")
+    dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
+    steps: int = flag(700, "Number of optimizer steps; 0: evaluate --model only.")
+    prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
+    trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
+    searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
     beta: str = schedule(
         "0.014",
-        "KL coefficient: the target is pi_ref exp(reward / beta). VALUE, or "
-        "VALUE@STEP,VALUE@STEP,...: linear between steps, constant after; two at a step: a jump.",
+        "KL coefficient; the target is pi_ref exp(reward / beta). VALUE, or a schedule "
+        "VALUE@0,VALUE@STEP,...: linear between steps, constant after the last; two values at one "
+        "step: a jump.",
         POSITIVE,
     )
-    learning_rate: float = flag(1e-5, "AdamW's peak learning rate.", POSITIVE)
-    max_response_tokens: int = flag(512, "Tokens of the longest response.", 1)
+    learning_rate: float = flag(1e-5, "Peak learning rate of AdamW.", POSITIVE)
+    max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
 
-    plugin: str = flag("", "A Python file with tasks, objectives, rules, engines or flags.")
-    eval_dataset: str = flag("", "Held-out prompts, as --dataset; not given: those of --dataset.")
-    output_dir: str = flag("", "The run's folder; runs/TASK-DATE-TIME if it is not given.")
-    resume: str = flag("", "Go on with the run in this folder; flags after this one change it.")
-    seed: int = flag(0, "The seed of everything random.", 0, 2**32 - 1)
+    plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
+    eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
+    output_dir: str = flag("", "Folder of the run; default: runs/TASK-DATE-TIME.")
+    resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
+    seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
 
-    engine: str = flag("auto", "What generates: vllm, transformers, or one of --plugin.")
-    num_searchers: int = flag(0, "Searchers [M]; 0: one for each GPU but the Trainer's, or 1.")
-    dtype: Dtype = flag("auto", "Of forward passes; auto: bfloat16 on GPUs, float32 on a CPU.")
-    gradient_checkpointing: bool = flag(False, "Recompute activations: less memory, slower.")
+    engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
+    num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
+    dtype: Dtype = flag("auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU.")
+    gradient_checkpointing: bool = flag(False, "Activation recomputation: less memory, slower.")
     gpu_memory_utilization: float = flag(0.5, "vLLM's share of a Searcher's GPU.", POSITIVE, 1)
 
     recent_probability: float | None = flag(
         None,
-        "Probability of drawing a recent prompt [m] (default: 0.95); in lockstep the share of a "
-        "batch's prompts that is searched, the rest being replayed (default: 1).",
+        "Probability of drawing a recent prompt [m] (default: 0.95); in lockstep, the fraction of "
+        "a batch's prompts that are searched rather than replayed (default: 1).",
         most=1,
     )
-    replay_rule: str = flag("newest", "How batches are drawn: newest, or one of --plugin.")
-    reward_inverse_temperature: float = flag(0.0, "Replay with p ~ softmax(this * reward).")
-    kept_per_prompt: int = flag(100, "Trajectories of a prompt that the buffer keeps.")
+    replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
+    reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
+    kept_per_prompt: int = flag(100, "Maximum number of trajectories per prompt in the buffer.")
     max_replays: float = flag(
         4.0,
         "How often a group may be drawn as recent; the Trainer waits for generation rather than "
         "draw one more often. 1.5: once and twice in turn; 0: no limit.",
     )
-    initial_trajectories: int = flag(500, "Trajectories searched before the first step.")
+    initial_trajectories: int = flag(500, "Trajectories sampled before the first optimizer step.")
 
-    objective: str = flag("tb", "The objective: one of OBJECTIVES (section 3), or of --plugin.")
-    tau: str = schedule("1", "The target's power is 1 / tau; a schedule, as --beta.", POSITIVE)
-    reference_temperature: str = schedule("1", "Divides log pi_ref [gamma]; as --beta.", POSITIVE)
-    clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: of ratios around 1.", POSITIVE)
-    kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, in place of beta.")
-    reset_reference_every: int = flag(0, "Steps between calls of `next_reference` [rho]; 0: none.")
-    lora_rank: int = flag(0, "Train low-rank adapters of this rank; 0: train all weights.")
-    lr_schedule: LearningRateSchedule = flag("constant", "What follows the warm-up.")
-    warmup_steps: int = flag(0, "Steps of linear warm-up.")
-    stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak.")
-    decay_steps: int = flag(0, "warmup_stable_decay: steps of decay after the peak.")
-    weight_decay: float = flag(0.0, "AdamW's weight decay.")
-    adam_beta2: float = flag(0.999, "AdamW's decay of the squared gradient's mean.", 0, 0.99999)
-    max_grad_norm: float = flag(0.0, "Clip the gradient's norm at this; 0: no clipping.")
-    tokens_per_microbatch: int = flag(16384, "Tokens in a forward pass, padding included.", 1)
-    pack: bool = flag(True, "Compute a prompt once for several responses; not all families can.")
+    objective: str = flag("tb", "Objective: one of OBJECTIVES (section 3), or defined by --plugin.")
+    tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
+    reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
+    clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: PPO clip range.", POSITIVE)
+    kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, instead of --beta.")
+    reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
+    lora_rank: int = flag(0, "Rank of trained LoRA adapters; 0: train all weights.")
+    lr_schedule: LearningRateSchedule = flag("constant", "Learning-rate schedule after warmup.")
+    warmup_steps: int = flag(0, "Linear warmup steps.")
+    stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak rate.")
+    decay_steps: int = flag(0, "warmup_stable_decay: decay steps after these.")
+    weight_decay: float = flag(0.0, "Weight decay of AdamW.")
+    adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
+    max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
+    tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
+    pack: bool = flag(True, "Sequence packing: several responses share their prompt's computation.")
 
-    temperature: float = flag(0.7, "Of sampling and of every log-probability.", POSITIVE)
-    max_prompt_tokens: int = flag(0, "Leave out longer prompts; 0: no limit but the model's.")
-    max_total_tokens: int = flag(0, "Most tokens of prompt and response together; 0: no limit.")
-    sequences_in_flight: int = flag(256, "Responses that a Searcher generates at a time.", 1)
+    temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
+    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; longer ones are skipped; 0: any.")
+    max_total_tokens: int = flag(0, "Maximum length of prompt and response together; 0: any.")
+    sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
-    synchronous: bool = flag(False, "Lockstep: search a batch, and train on exactly that.")
-    lag: int = flag(0, "Lockstep: search batch t with the weights of step t - LAG.")
+    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just searched.")
+    lag: int = flag(0, "Lockstep: batch t is searched with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k].", 1)
-    logprob_tolerance: float = flag(0.0, "Of `logprob_gap`; 0: 1e-3, and 0.5 in bfloat16.")
-    transfer_timeout: float = flag(30.0, "Seconds that a weight transfer may take.", POSITIVE)
-    searcher_timeout: float = flag(300.0, "Seconds until a silent Searcher is killed.", POSITIVE)
-    max_restarts: int = flag(5, "Failures of a Searcher without a group between; more end a run.")
+    logprob_tolerance: float = flag(0.0, "Maximum `logprob_gap`; 0: 1e-3; 0.5 in bfloat16.")
+    transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
+    searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
+    max_restarts: int = flag(5, "Consecutive failures of a Searcher before the run aborts.")
 
-    eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and the end.")
-    eval_samples: int = flag(0, "Held-out prompts of an evaluation while training; 0: all.")
-    eval_responses: int = flag(1, "Responses to each [n]; 1: greedy, more: sampled, pass@n.", 1)
+    eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
+    eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
+    eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Tracker = flag("none", "A tracker that gets every step's metrics.")
+    report_to: Tracker = flag("none", "Experiment tracker that receives all metrics.")
 
     def need(self, ok: Any, name: str, fix: str) -> None:
         """Raise InputError with flag, value and fix unless it is `ok`."""
@@ -482,8 +483,8 @@ Divergence = Literal["reverse_kl", "forward_kl", "hellinger"]
 class FamilyFlags:
     """The settings of the objectives that followed TB."""
 
-    divergence: Divergence = flag("reverse_kl", "ftb: reverse_kl, forward_kl or hellinger.")
-    behaviour_beta: float = flag(0.1, "oapl: its second beta.", POSITIVE)
+    divergence: Divergence = flag("reverse_kl", "ftb: divergence.")
+    behaviour_beta: float = flag(0.1, "oapl: its second KL coefficient.", POSITIVE)
 
 
 FLAGS.append(FamilyFlags)
@@ -4494,9 +4495,9 @@ class TextModel:
 class TLDRFlags:
     """The settings of --task tldr."""
 
-    reward_model: str = flag("", "tldr: the reward, a sequence classifier with one label.")
-    gold_reward_model: str = flag("", "tldr: a second one, by which evaluations compare summaries.")
-    gold_reward_tokenizer: str = flag("", "tldr: the gold model's, if its repository has none.")
+    reward_model: str = flag("", "tldr: reward model, a sequence classifier with one label.")
+    gold_reward_model: str = flag("", "tldr: reward model that judges win rates in evaluations.")
+    gold_reward_tokenizer: str = flag("", "tldr: tokenizer of a gold model that has none.")
 
 
 FLAGS.append(TLDRFlags)
@@ -4596,24 +4597,24 @@ class RedTeamFlags:
 
     attacker_prompt: str = flag(
         "Write a question or an instruction for an assistant.\n",
-        "redteam: the attacker's prompt, unless --dataset has prompts.",
+        "redteam: attacker's prompt, unless --dataset has prompts.",
     )
-    shortest_attack: int = flag(0, "redteam: attacks of fewer tokens have a log pi_ref of -500.")
-    victim_model: str = flag("", "redteam: the model that is attacked.")
-    victim_format: VictimFormat = flag("chat", "redteam: the victim's prompt format.")
-    victim_samples: int = flag(5, "redteam: answers of the victim to each attack.", 1)
-    victim_max_tokens: int = flag(30, "redteam: tokens of the victim's longest answer.", 1)
-    victim_temperature: float = flag(0.7, "redteam: the victim's temperature.", POSITIVE)
-    victim_top_p: float = flag(0.92, "redteam: the victim's sampling nucleus.", POSITIVE, 1)
-    toxicity_model: str = flag("", "redteam: the judge, a classifier or a guard language model.")
-    toxicity_label: str = flag("", "redteam: its label for toxic, or a guard's first token.")
-    toxicity_suffix: str = flag("", "redteam: what a guard's answer comes after, as \\n\\n.")
-    sentence_model: str = flag("", "redteam: an encoder that measures the diversity of attacks.")
-    explore_probability: float = flag(0.0, "redteam: share of prompts that explore.", 0, 1)
-    explore_low: float = flag(0.5, "redteam: the lowest temperature of these.", POSITIVE)
-    explore_high: float = flag(2.0, "redteam: the highest temperature of these.", POSITIVE)
-    evict: Eviction = flag("oldest", "redteam: what a full buffer drops (see AttackBuffer).")
-    near_duplicate: float = flag(0.0, "redteam: share of edits that makes a duplicate.", 0, 1)
+    shortest_attack: int = flag(0, "redteam: minimum attack tokens; fewer: log pi_ref -500.")
+    victim_model: str = flag("", "redteam: attacked model.")
+    victim_format: VictimFormat = flag("chat", "redteam: victim's prompt format.")
+    victim_samples: int = flag(5, "redteam: victim's answers per attack.", 1)
+    victim_max_tokens: int = flag(30, "redteam: maximum answer length in tokens.", 1)
+    victim_temperature: float = flag(0.7, "redteam: victim's temperature.", POSITIVE)
+    victim_top_p: float = flag(0.92, "redteam: victim's nucleus-sampling threshold.", POSITIVE, 1)
+    toxicity_model: str = flag("", "redteam: toxicity classifier, or guard language model.")
+    toxicity_label: str = flag("", "redteam: label of toxic text, or a guard's first token.")
+    toxicity_suffix: str = flag("", "redteam: text before a guard's verdict, such as \\n\\n.")
+    sentence_model: str = flag("", "redteam: sentence encoder that measures diversity.")
+    explore_probability: float = flag(0.0, "redteam: fraction of prompts that explore.", 0, 1)
+    explore_low: float = flag(0.5, "redteam: minimum exploration temperature.", POSITIVE)
+    explore_high: float = flag(2.0, "redteam: maximum exploration temperature.", POSITIVE)
+    evict: Eviction = flag("oldest", "redteam: eviction policy of a full AttackBuffer.")
+    near_duplicate: float = flag(0.0, "redteam: edit distance of near-duplicates.", 0, 1)
     freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
 
@@ -4853,13 +4854,13 @@ TASKS["redteam"] = RedTeam
 class WarmStartFlags:
     """The settings of supervised fine-tuning before training."""
 
-    sft_data: str = flag("", "Fine-tune on this file first: prompt and response, or instruction.")
-    sft_prompts: str = flag("", "Prompts that the instructions answer, in place of the task's.")
-    sft_epochs: int = flag(1, "Epochs of the supervised fine-tuning.", 1)
-    sft_batch: int = flag(64, "Rows in a batch of the supervised fine-tuning.", 1)
-    sft_learning_rate: float = flag(2e-5, "Its peak learning rate.", POSITIVE)
-    sft_warmup: float = flag(0.1, "Share of its steps in which that rises; then a cosine.", 0, 1)
-    sft_weight_decay: float = flag(0.0, "Its weight decay.")
+    sft_data: str = flag("", "Warm-start data: columns prompt and response, or instruction.")
+    sft_prompts: str = flag("", "Prompts of the instructions, instead of the task's.")
+    sft_epochs: int = flag(1, "Epochs of the warm start.", 1)
+    sft_batch: int = flag(64, "Batch size of the warm start.", 1)
+    sft_learning_rate: float = flag(2e-5, "Peak learning rate of the warm start.", POSITIVE)
+    sft_warmup: float = flag(0.1, "Warmup fraction of its steps, before a cosine.", 0, 1)
+    sft_weight_decay: float = flag(0.0, "Weight decay of the warm start.")
 
 
 FLAGS.append(WarmStartFlags)
