@@ -437,10 +437,8 @@ def tb(batch: Batch, config: Config) -> Loss:
     """Trajectory Balance on a replay batch (paper equations 4 and 5)."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
     ref_logprobs = batch.sums(batch.ref_logprobs)
-    loss, log_z = trajectory_balance_loss(
-        logprobs, ref_logprobs, batch.rewards, config.beta, config.tau
-    )
-    return Loss(loss, log_z)
+    temperatures = (config.beta, config.tau)
+    return Loss(*trajectory_balance_loss(logprobs, ref_logprobs, batch.rewards, *temperatures))
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
@@ -501,19 +499,14 @@ def ftb(batch: Batch, config: Config) -> Loss:
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and forward_kl give log Z^ = log
     mean([e^2, 1]) = 1.43 and D = [-0.57, 1.43].
     """
-    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
-    logprobs = batch.sums(batch.logprobs)  # (B, K)
     if config.divergence == "reverse_kl":
         return tb(batch, config)
-    K = logprobs.shape[1]
-    gap = (target - logprobs).detach()
-    if config.divergence == "forward_kl":
-        log_z = gap.logsumexp(1) - math.log(K)
-        D = log_z[:, None] + logprobs - target
-        return Loss(2 * (D + (-D).exp() - 1).mean(), log_z)
-    log_z = 2 * ((gap / 2).logsumexp(1) - math.log(K))
-    D = log_z[:, None] + logprobs - target
-    return Loss(4 * (D + 2 * (-D / 2).exp() - 2).mean(), log_z)
+    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
+    gap = target - batch.sums(batch.logprobs)  # (B, K)
+    c = 1 if config.divergence == "forward_kl" else 2  # hellinger
+    log_z = c * ((gap.detach() / c).logsumexp(1) - math.log(gap.shape[1]))
+    D = log_z[:, None] - gap
+    return Loss(2 * c * (D + c * (-D / c).exp() - c).mean(), log_z)
 
 
 def oapl(batch: Batch, config: Config) -> Loss:
@@ -1317,8 +1310,8 @@ class Learner:
             groups, config.learning_rate, (0.9, config.adam_beta2), fused=True,
             weight_decay=config.weight_decay,
         )  # fmt: skip
+        self.peak_rates = (config.learning_rate, LOG_Z_LEARNING_RATE)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
-        self.scheduler = make_scheduler(config, optimizer, saved.get("step", 0))
         self.weights = checkpoint_state(self.model)
         self.adapters = {}  # by the id of the weights that they are added to
         for layer in self.model.modules():
@@ -1343,12 +1336,14 @@ class Learner:
         values = torch.stack(list(measured.values())).tolist()  # the step's one wait for the device
         metrics = dict(zip(measured, values, strict=True))
         computed = time.perf_counter()
+        factor = lr_factor(self.config, step)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+            group["lr"] = factor * peak
         if is_finite(metrics):
             self.update()
         self.optimizer.zero_grad()
         metrics["beta"] = now.beta
-        metrics["lr"] = self.scheduler.get_last_lr()[0]
-        self.scheduler.step()
+        metrics["lr"] = factor * self.config.learning_rate
         metrics["pack_seconds"] = pack_seconds
         metrics["forward_backward_seconds"] = computed - start - pack_seconds
         metrics["optimizer_seconds"] = time.perf_counter() - computed
@@ -1492,7 +1487,7 @@ class Learner:
     @torch.no_grad()
     def saved_weights(self) -> dict[str, Tensor]:
         """Copies in rank 0's host memory of the weights, adapters merged, by checkpoint names."""
-        return {name: host_copies(self.merged(name), self.ranks) for name in self.weights}
+        return {name: host_copy(self.merged(name), self.ranks) for name in self.weights}
 
     @on_every_rank
     @torch.no_grad()
@@ -1504,7 +1499,7 @@ class Learner:
             "adapters": {name: weights[name] for name in weights if ".lora_" in name},
             "log_z": self.log_z.detach(),
         }
-        return host_copies(state, self.ranks)
+        return tree_map(partial(host_copy, ranks=self.ranks), state)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore `state`; the learning rate is the one that is set now."""
@@ -1911,40 +1906,34 @@ class TokenLogProbs(nn.Module):
         targets: Tensor,
         entropy: bool = False,
         temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """From `pack`: the model's inputs (R, L), where (N,), targets (N,).
 
-        Returns log-probabilities (N,) and, if asked for, the entropies (N,) of the same
-        predictions, without gradient. `temperature` is another one than the policy's.
+        Returns log-probabilities (N,) and the entropies (N,) of the same predictions, without
+        gradient; zeros unless asked for. `temperature` overrides the policy's.
         """
         temperature = temperature or self.temperature
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # (N, H)
         output = dataclasses.replace(output, last_hidden_state=None)  # it need not be kept
 
-        def project(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-            """Log-probabilities and, if asked for, entropies of a chunk, (CHUNK,) each."""
+        def project(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            """Log-probabilities and entropies of a chunk, (CHUNK,) each."""
             logits = logits_of(self.model, output, hidden) / temperature  # (CHUNK, V)
             logprobs = logits.log_softmax(-1)
             chosen = logprobs.gather(1, targets[:, None])[:, 0]
             # the backward pass recomputes a chunk as far as it needs it, which is up to here
             if not entropy:
-                return chosen, None
+                return chosen, torch.zeros_like(chosen)
             fixed = logprobs.detach()
             return chosen, -(fixed.exp() * fixed).sum(-1)
 
-        logprobs = []
-        entropies = []
-        for states, tokens in zip(hidden.split(self.CHUNK), targets.split(self.CHUNK), strict=True):
-            if torch.is_grad_enabled():
-                chosen, chunk_entropies = checkpoint(project, states, tokens, use_reentrant=False)
-            else:
-                chosen, chunk_entropies = project(states, tokens)
-            logprobs.append(chosen)
-            entropies.append(chunk_entropies)
-        if entropy:
-            return torch.cat(logprobs), torch.cat(entropies)
-        return torch.cat(logprobs), None
+        run = project
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, project, use_reentrant=False)
+        chunks = map(run, hidden.split(self.CHUNK), targets.split(self.CHUNK))
+        logprobs, entropies = zip(*chunks, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
 
 
 @dataclass
@@ -2193,20 +2182,15 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
-def host_copies(state: Any, ranks: Ranks) -> Any:
-    """A state of nested dicts and lists, with copies in rank 0's host memory of all its tensors.
+def host_copy(value: Any, ranks: Ranks) -> Any:
+    """A copy of a tensor in rank 0's host memory, gathered if it is sharded; other values as is.
 
-    Those that are sharded are gathered, one after the other; the other ranks get no copies.
+    The other ranks get None.
     """
-
-    def to_host(value: Any) -> Any:
-        """A copy of a tensor; anything else as it is."""
-        if not isinstance(value, Tensor):
-            return value
-        gathered = whole(value.detach())
-        return gathered.to("cpu", copy=True) if ranks.rank == 0 else None
-
-    return tree_map(to_host, state)
+    if not isinstance(value, Tensor):
+        return value
+    gathered = whole(value.detach())
+    return gathered.to("cpu", copy=True) if ranks.rank == 0 else None
 
 
 LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, where an objective learns it
@@ -2229,24 +2213,21 @@ def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
     return accelerator
 
 
-def make_scheduler(config: Config, optimizer: Any, step: int) -> Any:
-    """The learning rate's schedule, where it is after `step` optimizer steps."""
-    first = int(config.warmup_steps > 0)  # a warm-up begins above 0
-    name = config.lr_schedule
-    total = config.steps + first
-    phases = None
-    if name == "constant":
-        name = "constant_with_warmup"
-    elif name == "warmup_stable_decay":
-        total = None
-        # the step after the last one of the decay would have rate 0
-        decay = config.decay_steps + first
-        phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": decay}
-    scheduler = transformers.get_scheduler(name, optimizer, config.warmup_steps, total, phases)
-    scheduler.last_epoch = first + step - 1
-    scheduler._step_count = 2  # else PyTorch warns that the optimizer has taken no step before
-    scheduler.step()
-    return scheduler
+def lr_factor(config: Config, step: int) -> float:
+    """The learning rate after `step` optimizer steps, over its peak.
+
+    Example: 3 --warmup_steps and a constant schedule give 1/3, 2/3, 1, 1, ...
+    """
+    first = int(config.warmup_steps > 0)  # warmup begins above 0
+    if step + first < config.warmup_steps:
+        return (step + first) / config.warmup_steps
+    after = step + first - config.warmup_steps  # steps since warmup
+    if config.lr_schedule == "linear":
+        return 1 - after / (config.steps + first - config.warmup_steps)
+    if config.lr_schedule == "warmup_stable_decay":
+        decayed = max(0, after - config.stable_steps) / (config.decay_steps + first)
+        return (1 + math.cos(math.pi * min(1, decayed))) / 2
+    return 1.0
 
 
 def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:

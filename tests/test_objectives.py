@@ -134,8 +134,6 @@ def test_tba_prime_is_tb_in_advantage_form():
         scale = config.beta * tau / (2 * batch.mean_length)
         expected = gradient_of(tba.tb, batch, config) * scale
         torch.testing.assert_close(gradient_of(tba.tba_prime, batch, config), expected)
-        log_z = tba.tba_prime(batch, config).log_z
-        torch.testing.assert_close(tba.tb(batch, config).log_z, log_z)
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "hellinger"])
