@@ -220,6 +220,10 @@ class Config:
     reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
     clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: PPO clip range.", POSITIVE)
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, instead of --beta.")
+    divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = flag(
+        "reverse_kl", "ftb: divergence."
+    )
+    behaviour_beta: float = flag(0.1, "oapl: its second KL coefficient.", POSITIVE)
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
     lora_rank: int = flag(0, "Rank of trained LoRA adapters; 0: train all weights.")
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
@@ -251,9 +255,7 @@ class Config:
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag(
-        "none", "Experiment tracker that receives all metrics."
-    )
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Tracker.")
 
     def need(self, ok: Any, name: str, fix: str) -> None:
         """Raise InputError with flag, value and fix unless it is `ok`."""
@@ -449,11 +451,10 @@ def tb_learned_z(batch: Batch, config: Config) -> Loss:
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and log Z 0 give mean([(0 - 2)^2, 0])
     = 2, whose derivative by log Z is mean([2 (0 - 2), 0]) = -2: it rises towards 1.
     """
-    logprobs = batch.sums(batch.logprobs)  # (B, K)
-    ref_logprobs = batch.sums(batch.ref_logprobs)
-    target = (ref_logprobs + batch.rewards / config.beta) / config.tau  # log pi* + log Z
+    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
     log_z = batch.learned_log_z  # (B,)
-    return Loss((log_z[:, None] + logprobs - target).square().mean(), log_z.detach())
+    D = log_z[:, None] + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
+    return Loss(D.square().mean(), log_z.detach())
 
 
 def tba_prime(batch: Batch, config: Config) -> Loss:
@@ -471,19 +472,6 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     advantage = total - total.mean(1, keepdim=True)
     gain = advantage * batch.sums(batch.logprobs)
     return Loss(-gain.mean() / batch.mean_length)
-
-
-@dataclass
-class FamilyFlags:
-    """The settings of the objectives that followed TB."""
-
-    divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = flag(
-        "reverse_kl", "ftb: divergence."
-    )
-    behaviour_beta: float = flag(0.1, "oapl: its second KL coefficient.", POSITIVE)
-
-
-FLAGS.append(FamilyFlags)
 
 
 def ftb(batch: Batch, config: Config) -> Loss:
@@ -2022,9 +2010,8 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
             ids[r, start:end] = response
             positions[r, start:end] = np.arange(P, P + len(response))
             owner[r, start:end] = response_owner
-            before = np.arange(start - 1, end - 1)
-            before[:1] = P - 1  # the prompt's last token predicts every response's first
-            predictor[r, start:end] = r * L + before
+            predictor[r, start:end] = np.arange(r * L + start - 1, r * L + end - 1)
+            predictor[r, start] = r * L + P - 1  # every response's first: the prompt's last
             start = end
     inputs = {"input_ids": to_device(ids, device)}
     # rows of one response need no mask: attention is causal, and padding comes last. Nor positions:
@@ -4199,9 +4186,7 @@ def stop_at_signals(trainer: Trainer) -> None:
             trainer.searchers.stop()
             os._exit(128 + number)
         trainer.stop_signal = number
-        loaded = trainer.sync and trainer.sync.version >= 0
-        what = "saving a checkpoint" if loaded else "it ends when models are loaded, unsaved"
-        os.write(2, f"\n{name}: {what} (again: exit at once)\n".encode())
+        os.write(2, f"\n{name}: stopping with a checkpoint (again: exit at once)\n".encode())
 
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has a run ignore SIGHUP
