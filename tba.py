@@ -176,11 +176,7 @@ class Config:
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
     beta: str = schedule(
-        "0.014",
-        "KL coefficient; the target is pi_ref exp(reward / beta). VALUE, or a schedule "
-        "VALUE@0,VALUE@STEP,...: linear between steps, constant after the last; two values at one "
-        "step: a jump.",
-        POSITIVE,
+        "0.014", "KL coefficient; VALUE or VALUE@0,VALUE@STEP,...: linear between steps.", POSITIVE
     )
     learning_rate: float = flag(1e-5, "Peak learning rate of AdamW.", POSITIVE)
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
@@ -200,10 +196,7 @@ class Config:
     gpu_memory_utilization: float = flag(0.5, "vLLM's share of a Searcher's GPU.", POSITIVE, 1)
 
     recent_probability: float | None = flag(
-        None,
-        "Probability of drawing a recent prompt [m] (default: 0.95); in lockstep, the fraction of "
-        "a batch's prompts that are searched rather than replayed (default: 1).",
-        most=1,
+        None, "Fraction of a batch's prompts that are recent [m]; 0.95, or 1 in lockstep.", most=1
     )
     replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
@@ -1291,12 +1284,11 @@ class Learner:
             {"params": [weights for weights in self.model.parameters() if weights.requires_grad]},
             {"params": [self.log_z], "lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             groups, config.learning_rate, (0.9, config.adam_beta2), fused=True,
             weight_decay=config.weight_decay,
         )  # fmt: skip
         self.peak_rates = (config.learning_rate, LOG_Z_LEARNING_RATE)
-        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         self.weights = checkpoint_state(self.model)
         self.adapters = {}  # by the id of the weights that they are added to
         for layer in self.model.modules():
@@ -1447,10 +1439,7 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def score_probes(self) -> list[np.ndarray]:
-        """The policy's log-probabilities (T,) of the probes, packed as batches are.
-
-        They are at temperature 1, as engines score them.
-        """
+        """The policy's log-probabilities (T,) of the probes at temperature 1, packed as batches."""
         return token_logprobs(self.policy, self.problem.probes(), self.config, temperature=1.0)
 
     def merged(self, name: str) -> Tensor:
@@ -2165,10 +2154,7 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def host_copy(value: Any, ranks: Ranks) -> Any:
-    """A copy of a tensor in rank 0's host memory, gathered if it is sharded; other values as is.
-
-    The other ranks get None.
-    """
+    """A copy of a (sharded) tensor in rank 0's host memory, None elsewhere; other values as is."""
     if not isinstance(value, Tensor):
         return value
     gathered = whole(value.detach())
@@ -2236,9 +2222,8 @@ def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> 
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
         "reshard_after_forward": True,
     }
-    blocks = model._no_split_modules or ()
     for module in list(policy.modules()):
-        if type(module).__name__ in blocks:
+        if type(module).__name__ in (model._no_split_modules or ()):
             fully_shard(module, **options)
     return fully_shard(policy, **options)
 
@@ -2307,10 +2292,7 @@ class TransformersEngine:
         self, config: Config, model: str, end_tokens: list[int], longest: int,
         device: torch.device, seed: int,
     ) -> None:  # fmt: skip
-        """Load a model, whose responses end with one of `end_tokens`.
-
-        `longest` is the most tokens of a prompt and its response.
-        """
+        """Load a model; `longest` is the most tokens of a prompt and its response together."""
         self.config = config
         self.device = device
         self.end_tokens = end_tokens
@@ -3586,10 +3568,7 @@ def first_line(error: Any) -> str:
 
 
 def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
-    """Call `load`, which loads what flag `name` names, and return what it returns.
-
-    Whatever it raises becomes an InputError.
-    """
+    """Return `load()`, which loads what flag `name` names. What it raises becomes InputError."""
     try:
         return load()
     except Exception as error:  # transformers and datasets raise a dozen types
@@ -3648,10 +3627,7 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
 
 
 def read_pretrained(kind: Any, name: str, config: Config) -> Any:
-    """Configuration or tokenizer, as `kind` says, of the model that flag `name` names.
-
-    Raises InputError if it cannot be loaded.
-    """
+    """The configuration or tokenizer of the model that flag `name` names. Raises InputError."""
     value = getattr(config, name)
     config.need(value, name, f"--task {config.task} needs a local folder or a hub name")
     return loading(name, value, partial(kind.from_pretrained, value))
@@ -3734,10 +3710,7 @@ def encode_prompts(
 
 
 def load_problem(config: Config) -> Problem:
-    """Read and check everything short of weights: tokenizer, model configuration, data, prompts.
-
-    Raises InputError.
-    """
+    """Read and check tokenizer, model configuration and prompts. Raises InputError."""
     model_config = read_config("model", config)
     tokenizer = read_tokenizer("model", config)
     config.need(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
@@ -4186,7 +4159,7 @@ def stop_at_signals(trainer: Trainer) -> None:
             trainer.searchers.stop()
             os._exit(128 + number)
         trainer.stop_signal = number
-        os.write(2, f"\n{name}: stopping with a checkpoint (again: exit at once)\n".encode())
+        os.write(2, f"\n{name}: stopping at the next safe point (again: at once)\n".encode())
 
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has a run ignore SIGHUP
@@ -4763,17 +4736,14 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]
 
 
 def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) -> list[float]:
-    """Maximise the log-probability of responses; pairs are (prompt, response) tokens.
+    """Maximize the log-probability of responses. Returns the loss of each step.
 
-    The learning rate rises linearly over the share --sft_warmup of the steps, and then decays with
-    a cosine. Returns the loss of each step.
+    The learning rate rises linearly over --sft_warmup of the steps, and then decays as a cosine.
     """
     optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=config.sft_learning_rate,
+        policy.parameters(), config.sft_learning_rate, fused=True,
         weight_decay=config.sft_weight_decay,
-        fused=True,
-    )
+    )  # fmt: skip
     rng = np.random.default_rng(config.seed)
     batches = []
     for _ in range(config.sft_epochs):
@@ -4801,8 +4771,7 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
 def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
     """`--sft_data` as pairs (prompt, response + EOS) of tokens. Raises InputError.
 
-    A row has `prompt` and `response`, or it has `instruction`, a response to one of the task's own
-    prompts, or to one of the first column of `--sft_prompts`.
+    An `instruction` is a response to one of the task's prompts, or of `--sft_prompts`.
     """
     task = problem.task
     tokenizer = problem.tokenizer
@@ -4829,10 +4798,7 @@ def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
 
 
 def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) -> None:
-    """Fine-tune --model first; the result is the policy and the reference.
-
-    It is written to sft/ in the run's folder, where a resumed run finds it. Rank 0 does this alone.
-    """
+    """Rank 0: fine-tune --model into sft/ of the run's folder, the new policy and reference."""
     path = Path(config.output_dir) / "sft"
     if pairs:
         torch.manual_seed(config.seed)
