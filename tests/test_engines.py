@@ -183,7 +183,7 @@ def test_saved_weights_are_the_models_under_its_files_names(
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     (tmp_path / "saved").mkdir()
-    weights = tba.saved_weights(learner)
+    weights = learner.saved_weights()
     tba.save_model(learner.model, weights, learner.problem, tmp_path / "saved")
     with tba.safe_open(path / "model.safetensors", "pt") as file:
         assert set(weights) == set(file.keys())
