@@ -149,17 +149,12 @@ schedule = partial(flag, scheduled=True)
 
 
 class FlagParser(transformers.HfArgumentParser):
-    """The parser of flags, which passes their metadata on to this method."""
+    """A parser to whose `add_argument` the metadata of flags are passed."""
 
-    def add_argument(
-        self,
-        *names: str,
-        least: float = 0,
-        most: float = 0,
-        scheduled: bool = False,
-        **options: Any,
-    ) -> Any:
+    def add_argument(self, *names: str, **options: Any) -> Any:
         """Add a flag; `check_range` checks its range, after schedules are parsed."""
+        for name in ("least", "most", "scheduled"):
+            options.pop(name, None)
         return super().add_argument(*names, **options)
 
 
