@@ -1263,7 +1263,7 @@ class Learner:
         self.config = config
         self.problem = problem
         self.ranks = ranks
-        self.device = own_device()
+        self.device = local_device()
         self.accelerator = make_accelerator(config, ranks)
         # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
         path = config.model if config.lora_rank else saved.get("model", config.model)
@@ -1520,7 +1520,7 @@ class Searcher:
         self.spec = spec
         self.index = spec.first  # its next place in the order of prompts
         self.limit = 0.0  # it begins prompts up to this place
-        self.device = own_device()
+        self.device = local_device()
         # another one for every start of a Searcher: two that sample alike waste one
         rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
         seed = int(rng.integers(2**31))
@@ -1785,7 +1785,7 @@ def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
 PromptGroups = list[tuple[np.ndarray, list[np.ndarray]]]
 
 
-def own_device() -> torch.device:
+def local_device() -> torch.device:
     """This process's GPU, with the index that NCCL requires, or the CPU.
 
     A Searcher sees one GPU, ranks of the Trainer see all.
@@ -2106,7 +2106,7 @@ class Ranks:
         backend = "gloo"
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
-            torch.cuda.set_device(own_device())
+            torch.cuda.set_device(local_device())
         dist.init_process_group(backend, timeout=cls.PATIENCE)
         return cls(dist.get_rank(), size)
 
@@ -2199,7 +2199,7 @@ def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> 
     Sharded, it is whole in host memory alone. In place of autocast its layers are then gathered in
     bfloat16: half of the bytes, and no copy is kept.
     """
-    device = own_device() if ranks.size == 1 else torch.device("cpu")
+    device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device).train()
     if lora_rank:
         import peft  # imported late: it takes seconds, and only adapters need it
@@ -2213,7 +2213,7 @@ def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> 
     policy.ranks = ranks
     low = torch.bfloat16 if config.dtype == "bfloat16" else None
     options = {
-        "mesh": init_device_mesh(own_device().type, (ranks.size,)),
+        "mesh": init_device_mesh(local_device().type, (ranks.size,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
         "reshard_after_forward": True,
     }
@@ -2596,7 +2596,7 @@ def form_group(
     store = dist.TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
     store = dist.PrefixStore(name, store)
     if nccl:
-        torch.cuda.set_device(own_device())
+        torch.cuda.set_device(local_device())
         return dist.ProcessGroupNCCL(store, rank, size, limit)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -2636,7 +2636,7 @@ class WeightSync:
         self.searchers = searchers
         self.evaluations = evaluations
         self.say = say
-        device = own_device() if use_nccl(config) else torch.device("cpu")
+        device = local_device() if use_nccl(config) else torch.device("cpu")
         shapes = {name: tensor.shape for name, tensor in learner.weights.items()}
         self.snapshot = FlatWeights(shapes, config.torch_dtype, device)
         learner.snapshot = self.snapshot
@@ -2817,7 +2817,7 @@ class WeightReceiver:
     def __init__(self, config: Config, spec: SearcherSpec, shapes: dict[str, torch.Size]) -> None:
         self.config = config
         self.spec = spec
-        device = own_device() if spec.nccl else torch.device("cpu")
+        device = local_device() if spec.nccl else torch.device("cpu")
         self.staging = FlatWeights(shapes, config.torch_dtype, device)
         self.inbox: queue.Queue = queue.Queue()  # messages for the main thread
         self.group: Any = None
