@@ -1421,7 +1421,7 @@ class Learner:
         self.log_z.grad /= self.ranks.size
         limit = self.config.max_grad_norm or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        return whole(norm).reshape(())
+        return gather_full(norm).reshape(())
 
     def follow(self) -> NoReturn:
         """On the other ranks: call the methods that rank 0 calls, until it ends."""
@@ -1448,7 +1448,7 @@ class Learner:
     def copy_weights(self) -> None:
         """Copy the weights into rank 0's snapshot; elsewhere there is never more than one whole."""
         for name in self.weights:
-            tensor = whole(self.merged(name).to(self.config.torch_dtype))
+            tensor = gather_full(self.merged(name).to(self.config.torch_dtype))
             if self.snapshot:
                 self.snapshot.views[name].copy_(tensor)
 
@@ -2133,7 +2133,7 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """All of a tensor that is sharded, which every rank asks for together; another as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -2152,7 +2152,7 @@ def host_copy(value: Any, ranks: Ranks) -> Any:
     """A copy of a (sharded) tensor in rank 0's host memory, None elsewhere; other values as is."""
     if not isinstance(value, Tensor):
         return value
-    gathered = whole(value.detach())
+    gathered = gather_full(value.detach())
     return gathered.to("cpu", copy=True) if ranks.rank == 0 else None
 
 
