@@ -1384,7 +1384,7 @@ class Learner:
             entropy += entropies.sum() * bool(order)
         ranks.add_up(entropy)
         with torch.no_grad():
-            batch = batch_of(in_order(parts, lengths, ranks), flat)
+            batch = batch_of(unpack(parts, lengths, ranks), flat)
             result = objective(batch, now)
             log_z = tb(batch, now).log_z if result.log_z is None else result.log_z
             measured = {"loss": result.loss, "log_z": log_z.mean(), "entropy": entropy / tokens}
@@ -2061,11 +2061,11 @@ def token_logprobs(
     """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
     parts = list(logprobs_by_microbatch(policy, groups, config, temperature))
     lengths = [len(response) for _, responses in groups for response in responses]
-    flat = in_order(parts, lengths, policy.ranks).cpu().numpy()  # one wait for the device
+    flat = unpack(parts, lengths, policy.ranks).cpu().numpy()  # one wait for the device
     return np.split(flat, np.cumsum(lengths)[:-1])
 
 
-def in_order(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ranks) -> Tensor:
+def unpack(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ranks) -> Tensor:
     """Log-probabilities (N,) of all responses end to end, from (indices, log-probabilities).
 
     The parts are of micro-batches, which ranks have computed between them; `lengths` are those of
