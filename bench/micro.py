@@ -48,7 +48,7 @@ def learner_of(model: Path, files: Path, packs: bool) -> tba.Learner:
         num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95, pack=packs,
         max_response_tokens=32, temperature=1.0, tokens_per_microbatch=4096,
     )  # fmt: skip
-    config.said = {}
+    config.as_given = {}
     return tba.Learner(config, tba.load_problem(config), tba.Ranks(), {})
 
 
