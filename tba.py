@@ -27,7 +27,7 @@ tempered policy, logits / --temperature, unless it is said otherwise):
     r(x, y)            the reward                         Task.rewards                         5
     TB, Eq. 4-5        --objective tb                     tb, trajectory_balance_loss          3
     TB, Eq. 3          --objective tb_learned_z           tb_learned_z                         3
-    beta, tau          --beta, --tau, schedules           at                                   1
+    beta, tau          --beta, --tau, schedules           at_step                              1
     log Z^ (VarGrad)   log_z                              trajectory_balance_loss              3
     B, K, S            --prompts_per_step, --trained_per_prompt, --searched_per_prompt         1
     m                  --recent_probability               Newest, a replay rule                4
@@ -144,7 +144,7 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
-# a flag whose value changes with the optimizer step; `at` gives its value at a step
+# a flag whose value changes with the optimizer step; `at_step` gives its value at a step
 schedule = partial(flag, scheduled=True)
 
 
@@ -291,7 +291,7 @@ def settings(**values: Any) -> Config:
     return config
 
 
-def at(config: Config, step: int) -> Config:
+def at_step(config: Config, step: int) -> Config:
     """The settings with the values that schedules have after `step` optimizer steps."""
     now = copy.copy(config)
     for f in all_flags():
@@ -1195,7 +1195,7 @@ class Trainer:
 
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
-        now = at(self.config, self.step)
+        now = at_step(self.config, self.step)
         metrics, tokens = self.learner.step(groups, now, self.step)
         staleness = [self.step - t.version for group in groups for t in group]
         metrics["staleness_mean"] = float(np.mean(staleness))

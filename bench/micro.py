@@ -142,7 +142,7 @@ def main() -> None:
     model = wide_model(files, Path(folder.name))
     packed = learner_of(model, files, packs=True)
     plain = learner_of(model, files, packs=False)
-    now = tba.at(packed.config, 0)
+    now = tba.at_step(packed.config, 0)
     for name, prompt, response in (("GSM8K", 140, 150), ("TL;DR", 350, 35)):
         groups = groups_of(packed, prompt, response)
         groups_of(plain, prompt, response)

@@ -250,7 +250,7 @@ def test_other_objectives_equal_their_papers_written_out(name, off_policy):
     batch = random_batch(4, 5, 3, off_policy, far=0.5)
     batch.rewards[1] = 0.25  # all equal: nothing to learn, but for the KL
     batch.rewards[2] = batch.rewards[2].round()
-    config = tba.at(tba.settings(beta="0.3", kl_coefficient=0.1, max_response_tokens=7), 0)
+    config = tba.at_step(tba.settings(beta="0.3", kl_coefficient=0.1, max_response_tokens=7), 0)
     result = tba.OBJECTIVES[name](batch, config)
     groups = responses_of(batch)
     expected = sum(BY_HAND[name](group, config) for group in groups) / len(groups)
@@ -272,7 +272,7 @@ def test_grpo_and_dr_grpo_equal_trls_own_loss(name, kl_coefficient):
     B, K, longest = 3, 5, 10
     batch = random_batch(B, K, 7, off_policy=0.3)
     config = tba.settings(beta="1", kl_coefficient=kl_coefficient, max_response_tokens=longest)
-    config = tba.at(config, 0)
+    config = tba.at_step(config, 0)
     loss = tba.OBJECTIVES[name](batch, config).loss
     gradient = gradient_of(tba.OBJECTIVES[name], batch, config)
 
@@ -319,7 +319,7 @@ def test_on_policy_tb_is_rloo_and_off_policy_it_is_not():
     are REINFORCE with the mean as baseline and the KL in the reward. With data of another policy TB
     has the KL of the policy as it is now, RLOO that of the one which sampled.
     """
-    config = tba.at(tba.settings(beta="0.4"), 0)
+    config = tba.at_step(tba.settings(beta="0.4"), 0)
     K = 5
     for off_policy in (0.0, 0.5):
         batch = random_batch(3, K, 0, off_policy)
@@ -413,7 +413,7 @@ def test_gradient_is_exact_for_any_micro_batches(gsm8k, tmp_path, budget, varian
     )  # fmt: skip
     learner.policy.CHUNK = 37
     groups = random_groups(learner.problem, 3, 6)
-    measured, tokens, _ = learner.backward(groups, tba.at(learner.config, 0), 5)
+    measured, tokens, _ = learner.backward(groups, tba.at_step(learner.config, 0), 5)
 
     exact = tba.load_model(learner.config, learner.config.model, torch.float64, CPU)
     logprobs, ref_logprobs, rewards, entropy = [], [], [], 0.0
@@ -458,7 +458,7 @@ def test_metrics_are_of_the_whole_batch_whatever_the_micro_batches(gsm8k, tmp_pa
         learner = learner_of(gsm8k, tmp_path / str(i), **flags)
         groups = random_groups(learner.problem, 3, 6)
         groups[1][2].version = 2
-        measured, *_ = learner.backward(groups, tba.at(learner.config, 0), 9)
+        measured, *_ = learner.backward(groups, tba.at_step(learner.config, 0), 9)
         metrics.append({name: value.item() for name, value in measured.items()})
         gradients.append([p.grad for p in learner.model.parameters()])
     assert metrics[0]["oldest_times_prompts"] == 27
@@ -484,7 +484,7 @@ def test_a_token_that_was_not_sampled_has_the_ratio_1(gsm8k, tmp_path):
             t.logprobs = logprobs.copy()
             if len(logprobs) % 2:
                 t.logprobs[-1] = tba.NOT_SAMPLED
-        measured, *_ = learner.backward(groups, tba.at(learner.config, 0), 0)
+        measured, *_ = learner.backward(groups, tba.at_step(learner.config, 0), 0)
         assert measured["effective_sample_size"].item() == pytest.approx(1, abs=1e-4)
         gradients.append(torch.cat([p.grad.flatten() for p in learner.model.parameters()]))
     assert torch.cosine_similarity(*gradients, 0) > 0.9999
@@ -494,7 +494,7 @@ def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_lo
     gsm8k, tmp_path
 ):
     learner = learner_of(gsm8k, tmp_path, objective="tb_learned_z", max_grad_norm=1)
-    now = tba.at(learner.config, 0)
+    now = tba.at_step(learner.config, 0)
     groups = random_groups(learner.problem, 3, 6)
     ids = [group[0].prompt_id for group in groups]
     learner.step(groups, now, 0)
@@ -516,7 +516,7 @@ def test_the_rate_scales_with_the_effective_sample_size(gsm8k, tmp_path):
     for scaled in (False, True):
         learner = learner_of(gsm8k, tmp_path, scale_rate_by_ess=scaled)
         before = torch.cat([p.flatten() for p in learner.model.parameters()]).detach().clone()
-        now = tba.at(learner.config, 0)
+        now = tba.at_step(learner.config, 0)
         groups = random_groups(learner.problem, 2, 4)
         metrics, _ = learner.step(groups, now, 0)
         after = torch.cat([p.flatten() for p in learner.model.parameters()]).detach()
