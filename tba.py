@@ -866,7 +866,7 @@ class Task:
     special_tokens = True  # the tokenizer adds its own to the prompt, such as BOS
     greedy_evaluation = True
     least_answer_tokens = 0  # that an answer in an evaluation has before it may end
-    closes_responses = False  # responses that do not end get the EOS that they lack
+    append_eos_if_truncated = False  # responses that do not end get the EOS that they lack
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # how many engines share a Searcher's device
     # threads that call `rewards` and `evaluate` beside decoding; several need them to be
@@ -1675,7 +1675,7 @@ class Searcher:
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """The responses to some prompts with log pi_ref, still without rewards."""
         task = self.problem.task
-        if task.closes_responses:
+        if task.append_eos_if_truncated:
             for done in completions:
                 done.close(self.problem.tokenizer.eos_token_id)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
@@ -4575,7 +4575,7 @@ class RedTeam(Task):
 
     template = "{prompt}"
     greedy_evaluation = False  # the diversity of attacks is measured too
-    closes_responses = True  # as the GFlowNet baseline does where it replays
+    append_eos_if_truncated = True  # as the GFlowNet baseline does where it replays
     engines = 2  # the attacker's and the victim's
     reward_threads = 0  # a thread's engine generates the victim's answers
     buffer = AttackBuffer
