@@ -865,7 +865,7 @@ class Task:
     metric = "reward"  # what an evaluation calls the mean reward
     special_tokens = True  # the tokenizer adds its own to the prompt, such as BOS
     greedy_evaluation = True
-    least_answer_tokens = 0  # that an answer in an evaluation has before it may end
+    min_eval_tokens = 0  # that an answer in an evaluation has before it may end
     append_eos_if_truncated = False  # responses that do not end get the EOS that they lack
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # how many engines share a Searcher's device
@@ -3319,7 +3319,7 @@ def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
             n=n,
             max_tokens=config.response_limit(prompt),
             temperature=config.temperature,
-            min_tokens=task.least_answer_tokens,
+            min_tokens=task.min_eval_tokens,
             greedy=task.greedy_evaluation and n == 1,
             seed=config.seed + row,
         )
@@ -4600,7 +4600,7 @@ class RedTeam(Task):
         fix = "--reset_reference_every empties the buffer, which would be frozen nearly empty"
         resets = config.freeze_buffer_at and config.reset_reference_every
         config.require(not resets, "freeze_buffer_at", fix)
-        self.least_answer_tokens = config.shortest_attack
+        self.min_eval_tokens = config.shortest_attack
         super().__init__(config, tokenizer)
 
     def examples(self) -> tuple[list[dict], list[dict]]:
