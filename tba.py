@@ -3340,12 +3340,12 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
 
     def send(records: list[dict]) -> None:
         """Send the records, with the first few answers as text."""
-        of_place = {}
+        by_position = {}
         for i, row in enumerate(rows):
-            of_place[row * n + i % n] = records[i] | logprobs[i]
+            by_position[row * n + i % n] = records[i] | logprobs[i]
             if row < ANSWERS_SHOWN and i % n == 0:
-                of_place[row * n]["answer"] = texts[i]
-        searcher.spec.send(Evaluated(answers[0].request.id[0], of_place))
+                by_position[row * n]["answer"] = texts[i]
+        searcher.spec.send(Evaluated(answers[0].request.id[0], by_position))
 
     examples = [task.held_out[row] for row in rows]
     searcher.score(Scoring(partial(task.evaluate, examples, texts, ended), send))
