@@ -149,17 +149,12 @@ schedule = partial(flag, scheduled=True)
 
 
 class FlagParser(transformers.HfArgumentParser):
-    """The parser of flags, which passes their metadata on to this method."""
+    """A parser to whose `add_argument` the metadata of flags are passed."""
 
-    def add_argument(
-        self,
-        *names: str,
-        least: float = 0,
-        most: float = 0,
-        scheduled: bool = False,
-        **options: Any,
-    ) -> Any:
+    def add_argument(self, *names: str, **options: Any) -> Any:
         """Add a flag; `check_range` checks its range, after schedules are parsed."""
+        for name in ("least", "most", "scheduled"):
+            options.pop(name, None)
         return super().add_argument(*names, **options)
 
 
@@ -543,7 +538,7 @@ def leave_one_out(batch: Batch, config: Config) -> Tensor:
 
 
 def clipped_gain(ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, equation 7); where the clip counts."""
+    """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, eq. 7); mask of clipped elements."""
     low = 1 - config.clip_range
     high = 1 + config.clip_range
     free = ratio * advantage
@@ -1806,7 +1801,7 @@ def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.devi
     model_config = transformers.AutoConfig.from_pretrained(path)
     for name, value in vars(model_config).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
-            setattr(model_config, name, 0.0)  # for pi_theta is a function, not a random variable
+            setattr(model_config, name, 0.0)  # pi_theta is a function, not a random variable
     if dtype == torch.bfloat16 or config.dtype == "bfloat16":
         # products of float32, such as logits: TF32, which is finer than bfloat16 and nearly as fast
         torch.set_float32_matmul_precision("high")
@@ -2117,7 +2112,7 @@ class Ranks:
         return cls(dist.get_rank(), size)
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; none goes on before that."""
+        """Rank 0's value, on every rank; waits for rank 0."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
@@ -2168,7 +2163,7 @@ LORA_ALPHA = 16  # adapters are scaled by this over their rank
 
 def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
     """Accelerate's mixed precision and tracker."""
-    # micro-batches of ever new shapes would fragment the GPU's memory
+    # micro-batches of many shapes would fragment the GPU's memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -2254,10 +2249,10 @@ class Completion:
     request: Request
     tokens: list[np.ndarray]  # n x (T,) int32, EOS included
     logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
-    ended: np.ndarray  # (n,) bool: closed with EOS rather than at the request's limit
+    ended: np.ndarray  # (n,) bool: finished with EOS (not truncated)
 
     def close(self, eos: int) -> None:
-        """Give responses that did not end the EOS that they lack, which nobody sampled."""
+        """Append EOS, which was not sampled, to truncated responses."""
         for j in np.flatnonzero(~self.ended):
             self.tokens[j] = np.append(self.tokens[j], np.int32(eos))
             self.logprobs[j] = np.append(self.logprobs[j], np.float32(NOT_SAMPLED))
@@ -2339,7 +2334,7 @@ class TransformersEngine:
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         prompt_ids = pad(prompts).to(self.device)  # (R, P), P of the longest
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (R, P)
-        # what `between_steps` does may generate too, with a seed of its own
+        # `between_steps` may generate too, with its own seed
         with torch.random.fork_rng():
             torch.manual_seed(batch[0].seed)
             ids = self.model.generate(  # (R, P + T)
@@ -4005,7 +4000,7 @@ def refuse(message: str) -> NoReturn:
 def parse(argv: list[str]) -> Config:
     """The command line as a Config; a wrong one ends the program with one line and code 2.
 
-    With `--resume DIR` the settings are those of the run in DIR, but for flags after it: so a
+    With `--resume DIR` the settings are those of the run in DIR; flags after it override them. So a
     script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
