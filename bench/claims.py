@@ -400,6 +400,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         self.groups = tba.ManagerQueue()
         self.messages = tba.ManagerQueue()
         self.port = 0  # of no store
+        self.problem.task.reward_threads = 0  # rewards are computed at once
         self.loaded: list[tba.Searcher] = []
         for i, slot in enumerate(self.slots):
             commands = queue.SimpleQueue()
@@ -408,7 +409,6 @@ class SimulatedSearchers(tba.SearcherProcesses):
                 commands=commands, groups=tba.ManagerQueue(), messages=self.messages,
             )  # fmt: skip
             searcher = tba.Searcher(self.config, self.problem, spec)
-            searcher.threads = None  # rewards are computed at once
             self.loaded.append(searcher)
             slot.running = tba.RunningSearcher(i, spec.start, None, commands, 0.0, ready=True)
 

@@ -256,7 +256,7 @@ def test_a_tracker_gets_steps_and_evaluations(gsm8k, tmp_path):
 
 def test_curves_of_many_steps_are_averaged(tmp_path):
     config = tba.settings(output_dir=str(tmp_path))
-    config.said = {}
+    config.as_given = {}
     folder = tba.RunFolder(config, {})
     for step in range(1, 20_001):
         folder.add_to_curves({"step": step, "reward": step % 2})
