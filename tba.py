@@ -3048,6 +3048,7 @@ class SearcherProcesses:
     LOADING_LIMIT = 900  # seconds that a Searcher may be silent while it loads its models
     QUEUE_SIZE = 4096  # groups that the queue holds before Searchers wait
     LOOK_EVERY = 0.2  # seconds between two looks at all processes
+    NOTE_EVERY = 30  # seconds between two lines on pending Searchers
 
     def __init__(
         self, config: Config, problem: Problem, say: Callable[[str], None], saved: dict[str, Any]
@@ -3118,7 +3119,7 @@ class SearcherProcesses:
             if slot.running is None and time.monotonic() >= slot.restart_at:
                 slot.running = self.start_searcher(i)
         pending = sum(s.pending for s in self.running)
-        if self.config.cluster and time.monotonic() - self.noted > 30:
+        if self.config.cluster and time.monotonic() - self.noted > self.NOTE_EVERY:
             self.noted = time.monotonic()
             if pending:
                 self.say(f"{pending} Searchers are pending: {cluster_devices()}")
@@ -3305,7 +3306,9 @@ def cluster_address() -> str:
     """This machine's address in the cluster."""
     import ray
 
-    return ray.util.get_node_ip_address()
+    here = ray.get_runtime_context().get_node_id()
+    (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
+    return node["NodeManagerAddress"]
 
 
 def cluster_devices() -> str:

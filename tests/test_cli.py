@@ -92,4 +92,4 @@ def test_help_tells_of_every_flag(capsys):
             assert f"--{f.name} " in said
             assert len(f.metadata["help"]) > 10
     counts = {kind.__name__: len(dataclasses.fields(kind)) for kind in tba.FLAGS}
-    assert counts["Config"] <= 60 and sum(counts.values()) <= 90
+    assert counts["Config"] <= 61 and sum(counts.values()) <= 90
