@@ -1360,7 +1360,7 @@ class Learner:
         batch_of = partial(
             self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
         )
-        units = plan_rows(sequences, min(budget, self.policy.row_tokens))
+        units = plan_rows(sequences, self.policy.row_tokens, budget)
         whole_groups = all(padded_tokens(unit) <= budget for unit in units)
         if not whole_groups:
             scored = np.concatenate(token_logprobs(self.policy, sequences, now))
@@ -1928,20 +1928,21 @@ class Row:
 IDLE = Row(np.zeros(1, np.int32), [], [np.zeros(1, np.int32)])
 
 
-def plan_rows(groups: PromptGroups, row_tokens: int) -> list[list[Row]]:
-    """Distribute each group's responses evenly over packed rows of about `row_tokens` tokens.
+def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[Row]]:
+    """Distribute each group's responses evenly over packed rows; returns the rows of each group.
 
-    Returns the rows of each group. With `row_tokens` 0 every response has a row of its own.
+    A row has about `row_tokens` tokens, or four times its prompt's if these are more, and at most
+    `budget` unless one response has more. With `row_tokens` 0 every response has its own row.
 
-    Example: a prompt of 4 tokens, responses of 5, 3, 4 and 2, and row_tokens 12 give two rows,
+    Example: a prompt of 3 tokens, responses of 5, 3, 4 and 2, and row_tokens 11 give two rows,
     with the responses [0, 3] and [2, 1].
     """
     plan = []
     first = 0  # index of the group's first response
     for prompt, responses in groups:
-        room = max(1, row_tokens - len(prompt))
-        tokens = sum(map(len, responses))
-        row_count = min(len(responses), math.ceil(tokens / room))
+        longest = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
+        room = max(1, longest - len(prompt))  # for responses
+        row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
         rows = [Row(prompt, [], []) for _ in range(row_count)]
         indexed = enumerate(responses, first)
         for i, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
@@ -2052,7 +2053,7 @@ def logprobs_by_microbatch(
     budget = config.tokens_per_microbatch
     ranks = policy.ranks
     device = next(policy.parameters()).device
-    units = plan_rows(groups, min(budget, policy.row_tokens))
+    units = plan_rows(groups, policy.row_tokens, budget)
     single_rows = [[row] for unit in units for row in unit]
     for rows in plan_microbatches(single_rows, budget, ranks.size)[ranks.rank]:
         with torch.autocast(device.type, torch.bfloat16, **options):

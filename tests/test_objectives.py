@@ -561,23 +561,26 @@ def test_plan_rows_covers_all_evenly_within_budget():
     tokens = lambda most: rng.integers(0, 9, int(rng.integers(1, most))).astype(np.int32)
     for _ in range(50):
         groups = [(tokens(60), [tokens(40) for _ in range(rng.integers(1, 30))]) for _ in range(4)]
-        row_tokens = int(rng.integers(0, 1000))
-        plan = tba.plan_rows(groups, row_tokens)
+        row_tokens, budget = int(rng.integers(0, 300)), int(rng.integers(30, 300))
+        plan = tba.plan_rows(groups, row_tokens, budget)
         responses = [response for _, responses in groups for response in responses]
         found = [i for unit in plan for row in unit for i in row.indices]
         assert sorted(found) == list(range(len(responses)))
         for (prompt, own), unit in zip(groups, plan, strict=True):
             longest = max(map(len, own))
             for row in unit:
-                assert row.prompt is prompt and 0 < row.length <= row_tokens + longest + len(prompt)
+                most = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
+                assert row.prompt is prompt
+                assert row.length <= max(most, len(prompt) + 1) + longest
+                assert row_tokens or len(row.indices) == 1
                 for i, response in zip(row.indices, row.responses, strict=True):
                     assert response is responses[i]
             lengths = [row.length for row in unit]
             assert max(lengths) - min(lengths) <= longest
-    example = (np.zeros(4, np.int32), [np.zeros(n, np.int32) for n in (5, 3, 4, 2)])
-    (unit,) = tba.plan_rows([example], 12)
+    example = (np.zeros(3, np.int32), [np.zeros(n, np.int32) for n in (5, 3, 4, 2)])
+    (unit,) = tba.plan_rows([example], 11, 100)
     assert [row.indices for row in unit] == [[0, 3], [2, 1]]
-    assert len(tba.plan_rows([example], 0)[0]) == 4
+    assert len(tba.plan_rows([example], 0, 100)[0]) == 4
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "qwen2"])
