@@ -127,7 +127,8 @@ def test_clusters_that_are_not_there_or_too_small(gsm8k, tmp_path, capsys, monke
     _, said = run_tba(arguments(gsm8k, out, cluster="auto"), code=2)
     assert said.count("error: --cluster auto") == 1 and "Traceback" not in said
     made = Cluster(initialize_head=True, head_node_args=NODE)
-    _, said = run_tba(arguments(gsm8k, out, cluster=made.address), code=2)
+    address = made.address
+    _, said = run_tba(arguments(gsm8k, out, cluster=address), code=2)
     made.shutdown()
-    assert f"--cluster {made.address}: has no CPU for a Searcher" in said
+    assert f"--cluster {address}: has no CPU for a Searcher" in said
     assert not out.exists() and not Path("runs").exists()
