@@ -2908,9 +2908,7 @@ class ReceiveWeights(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The process runs, and begins to load."""
-
-    host: str
+    """The process runs, and begins to load its models."""
 
 
 class Beat(NamedTuple):
@@ -3094,10 +3092,9 @@ class SearcherProcesses:
         address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
         nccl = torch.cuda.device_count() >= self.config.num_searchers + ranks_here()
         if self.config.cluster:
-            host = cluster_address()
+            host, self.reserved = reserve_devices()
             address = (host, 0)
             nccl = torch.cuda.is_available()
-            self.reserved = reserve_devices()
         manager = QueueManager(address, ctx=mp.get_context("fork"))
         manager.start(end_with_parent)  # forked before there are threads
         self.manager = manager
@@ -3120,10 +3117,12 @@ class SearcherProcesses:
             if slot.running is None and time.monotonic() >= slot.restart_at:
                 slot.running = self.start_searcher(i)
         pending = sum(s.pending for s in self.running)
-        if self.config.cluster and time.monotonic() - self.noted > self.NOTE_EVERY:
+        if self.config.cluster and pending and time.monotonic() - self.noted > self.NOTE_EVERY:
             self.noted = time.monotonic()
-            if pending:
-                self.say(f"{pending} Searchers are pending: {cluster_devices()}")
+            kind = device_kind()
+            free = ray.available_resources().get(kind, 0)
+            of_all = f"{free:g} of {ray.cluster_resources().get(kind, 0):g} {kind}s are free"
+            self.say(f"{pending} Searchers are pending: {of_all} in the cluster")
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process for a slot; it begins at the slot's first place that did not arrive."""
@@ -3197,7 +3196,7 @@ class SearcherProcesses:
         slot.running = None
         self.by_start = {start: other for start, other in self.by_start.items() if other is not s}
         if s.process.node_died:  # no fault of the Searcher
-            self.say(f"warning: {text}; it restarts when Ray has room")
+            self.say(f"warning: Searcher {s.searcher}'s machine is lost; it waits for another")
             return
         delay = min(60, 2**slot.failures)
         slot.restart_at = time.monotonic() + delay
@@ -3281,18 +3280,14 @@ def gpu_of(searcher: int) -> str | None:
 # else is as on one machine. A device is a GPU, or a CPU where the Trainer has no GPU.
 
 
-def device_kind() -> str:
-    """Ray's name of the devices that Searchers get."""
-    return "GPU" if torch.cuda.is_available() else "CPU"
-
-
 def join_cluster(config: Config) -> None:
     """Connect to --cluster; --num_searchers 0 is all of its devices but the Trainer's.
 
     Raises InputError.
     """
+    global ray
     try:
-        import ray  # imported late: only clusters need it
+        import ray  # only clusters need it
 
         ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
     except Exception as error:  # Ray raises several types
@@ -3303,49 +3298,35 @@ def join_cluster(config: Config) -> None:
     config.num_searchers = config.num_searchers or room
 
 
-def cluster_address() -> str:
-    """This machine's address in the cluster."""
-    import ray
+def device_kind() -> str:
+    """Ray's name of the devices that Searchers get."""
+    return "GPU" if torch.cuda.is_available() else "CPU"
 
+
+def on_device(function: Any, **options: Any) -> Any:
+    """A function or class that Ray runs where it has a device."""
+    return ray.remote(function).options(**{f"num_{device_kind().lower()}s": 1}, **options)
+
+
+class Reservation:
+    """An idle actor that holds a device of the Trainer's, of which Ray knows nothing."""
+
+    def wait(self) -> None:
+        """Returns when Ray has started it."""
+
+
+def reserve_devices() -> tuple[str, list[Any]]:
+    """This machine's address in the cluster, and reservations of the Trainer's devices on it."""
     here = ray.get_runtime_context().get_node_id()
     (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
-    return node["NodeManagerAddress"]
-
-
-def cluster_devices() -> str:
-    """How many devices Ray has, and how many are free."""
-    import ray
-
-    kind = device_kind()
-    free = ray.available_resources().get(kind, 0)
-    return f"of {ray.cluster_resources().get(kind, 0):g} {kind}s in the cluster {free:g} are free"
-
-
-def ray_options() -> dict[str, float]:
-    """What a task or an actor asks of Ray for each device."""
-    return {"num_cpus": float(device_kind() == "CPU"), "num_gpus": float(device_kind() == "GPU")}
-
-
-def reserve_devices() -> list[Any]:
-    """Idle actors on this machine that hold the Trainer's devices, of which Ray knows nothing."""
-    import ray
-
-    class Reservation:
-        """Holds a device while it is referred to."""
-
-        def ready(self) -> bool:
-            """Whether Ray has started it."""
-            return True
-
-    node = ray.get_runtime_context().get_node_id()
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    actor = ray.remote(Reservation).options(scheduling_strategy=here, **ray_options())
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+    actor = on_device(Reservation, scheduling_strategy=strategy)
     actors = [actor.remote() for _ in range(ranks_here())]
     try:
-        ray.get([one.ready.remote() for one in actors], timeout=60)
+        ray.get([one.wait.remote() for one in actors], timeout=60)
     except ray.exceptions.GetTimeoutError:
         raise RunEnded(f"Ray has no {device_kind()} on this machine for the Trainer") from None
-    return actors
+    return node["NodeManagerAddress"], actors
 
 
 def host_searcher(program: str, package: bytes) -> int:
@@ -3362,35 +3343,29 @@ class ClusterProcess:
     """A Searcher's process on the cluster; pending until Ray has a device for it."""
 
     def __init__(self, spec: SearcherSpec) -> None:
-        import ray
-
-        self.ray = ray
         key = bytes(multiprocessing.current_process().authkey)
         package = pickle.dumps((key, pickle.dumps(spec)))
-        # Ray would repeat a task with its old spec; `SearcherProcesses` makes a new one instead
-        task = ray.remote(host_searcher).options(
-            name=f"Searcher {spec.searcher}", scheduling_strategy="SPREAD", max_retries=0,
-            **ray_options(),
-        )  # fmt: skip
+        # Ray itself would repeat a task with its old spec
+        task = on_device(host_searcher, scheduling_strategy="SPREAD", max_retries=0)
         self.task = task.remote(os.path.abspath(__file__), package)
         self.exitcode: int | str | None = None
         self.node_died = False
 
     def is_alive(self) -> bool:
         """Whether its task has not ended; notes how it did."""
-        done, _ = self.ray.wait([self.task], timeout=0)
+        done, _ = ray.wait([self.task], timeout=0)
         if not done:
             return True
         try:
-            self.exitcode = self.ray.get(self.task)
-        except self.ray.exceptions.RayError as error:
-            self.node_died = isinstance(error, self.ray.exceptions.NodeDiedError)
+            self.exitcode = ray.get(self.task)
+        except ray.exceptions.RayError as error:
+            self.node_died = isinstance(error, ray.exceptions.NodeDiedError)
             self.exitcode = first_line(getattr(error, "cause", error))
         return False
 
     def kill(self) -> None:
         """Kill the task's process, with which the Searcher's ends."""
-        self.ray.cancel(self.task, force=True)
+        ray.cancel(self.task, force=True)
 
 
 def run_cluster_searcher() -> NoReturn:
@@ -3429,7 +3404,7 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     mp.set_start_method("fork", force=True)  # a task's Pool then knows the plug-in's functions
     quiet_libraries()
     try:
-        spec.send(Started(socket.gethostname()))
+        spec.send(Started())
         if spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(spec.shared["plugin"])
         config, problem = pickle.loads(spec.shared["run"])

@@ -15,6 +15,7 @@ from test_runs import same_weights
 import tba
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # nodes at 127.0.0.1; read at Ray's import
+os.environ["RAY_health_check_failure_threshold"] = "20"  # a busy machine's nodes are late
 from ray.cluster_utils import Cluster
 
 NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 10**8}
@@ -63,7 +64,7 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, cluster):
     run = Run(out, endless(gsm8k, out, cluster, **flags), hooks=False)
     run.reaches(5)
     assert read_lines(out / "metrics.jsonl")[-1]["searchers_alive"] == 2
-    run.says("1 Searchers are pending: of 3 CPUs in the cluster 0 are free")
+    run.says("1 Searchers are pending: 0 of 3 CPUs are free")
     cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
     run.until(lambda: read_lines(out / "metrics.jsonl")[-1]["searchers_alive"] == 1, "one is lost")
     step = read_lines(out / "metrics.jsonl")[-1]["step"]
@@ -104,11 +105,9 @@ def test_a_killed_trainer_leaves_nothing_and_strangers_are_refused(gsm8k, tmp_pa
         others |= set(listening(pid))
     ours = {address for address in trainer | others if address[0] != "::"}  # which are Ray's own
     assert {ip.removeprefix("::ffff:") for ip, _ in ours} == {"127.0.0.1"}
-    manager = {port for _, port in others - trainer}  # among Gloo's
+    ports = {port for _, port in set(listening(manager_of(run))) - trainer}  # less inherited ones
     with pytest.raises(multiprocessing.AuthenticationError):
-        for port in manager:
-            with contextlib.suppress(ConnectionError, EOFError, OSError):
-                BaseManager(("127.0.0.1", port), b"a guess").connect()
+        BaseManager(("127.0.0.1", *ports), b"a guess").connect()
     run.process.kill()
     run.process.wait()
     run.gone()
@@ -119,6 +118,13 @@ def listening(pid: int) -> list[tuple[str, int]]:
     """The addresses and ports at which a process listens."""
     connections = psutil.Process(pid).net_connections("inet")
     return [tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN]
+
+
+def manager_of(run: Run) -> int:
+    """The Manager's process: the only one that the Trainer forks."""
+    trainer = psutil.Process(run.process.pid)
+    (manager,) = (p for p in trainer.children() if p.cmdline() == trainer.cmdline())
+    return manager.pid
 
 
 def test_clusters_that_are_not_there_or_too_small(gsm8k, tmp_path, capsys, monkeypatch):
