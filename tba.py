@@ -17,7 +17,7 @@ buffer all the time, and neither waits for the other:
         rule.sample()    B prompts x K trajectories      score_groups()       rewards, log pi_ref
         Learner.step()   Trajectory Balance loss,        deliver()            complete groups
                          its gradient, AdamW             between two decode steps:
-        every k steps: WeightSync.begin()    ------>       load_weights()     of a new version
+        every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
 
 The paper's symbols, their names here, and the section (all log-probabilities are those of the
 tempered policy, logits / --temperature, unless it is said otherwise):
@@ -1028,7 +1028,7 @@ class Trainer:
             config, self.learner, self.searchers, self.evaluations, self.folder.say
         )
         restore(self)
-        self.finish_sync()  # at step 0 too: it proves the transfer at once
+        self.finish_sync()  # at step 0 too: it tests the transfer at once
         if self.step < config.steps:
             if config.synchronous:
                 self.run_lockstep()
@@ -1155,7 +1155,7 @@ class Trainer:
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
         self.sync.poll()
-        if not self.sync.under_way and self.sync.begin_if_due(self.step):
+        if self.sync.begin_if_due(self.step):
             self.rule.synced(self.step)
 
     def take_messages(self) -> None:
@@ -1166,12 +1166,12 @@ class Trainer:
                 case Beat():
                     s.beats.append(message)
                     s.ready = True
-                case Received(transfer):
-                    s.answered = transfer
-                case Missed():
-                    self.sync.on_missed(s, message)
-                case Loaded():
-                    self.sync.on_loaded(s, message)
+                case Received():
+                    s.receiving = None
+                case Missed(reason):
+                    self.sync.on_missed(s, reason)
+                case Loaded(probes):
+                    self.sync.on_loaded(s, probes)
                 case Evaluated():
                     self.evaluations.on_records(s, message)
                 case Failed(text):
@@ -1549,8 +1549,7 @@ class Searcher:
         self.scoring: list[Scoring] = []  # under way
         self.outbox: deque[Group] = deque()
         self.pending_answers = 0  # to held-out prompts, still to be generated
-        shapes = {name: tensor.shape for name, tensor in self.reference_weights.items()}
-        self.receiver = WeightReceiver(config, spec, shapes)
+        self.receiver = WeightReceiver(config, spec, self.reference_weights)
         self.staged: ReceiveWeights | None = None  # weights that wait to be loaded
         self.started = time.perf_counter()
         self.last_beat = 0.0
@@ -1613,7 +1612,7 @@ class Searcher:
             self.engine.load_weights(weights.items())
             self.version = message.version
             probes = self.score_probes()
-        self.spec.send(Loaded(message.transfer, probes))
+        self.spec.send(Loaded(probes))
         if message.held_out:
             begin_evaluation(self, message)
         self.idle += time.perf_counter() - start
@@ -2538,7 +2537,7 @@ def vllm_can_run() -> bool:
 # Weights travel while both sides work. A sync's way, in the order in which things happen:
 #
 #   Trainer.note_what_is_due     it is due: every k steps, for an evaluation, for a new Searcher
-#   WeightSync.begin             the training thread copies the weights into a snapshot, scores the
+#   WeightSync.begin_if_due      the training thread copies the weights into a snapshot, scores the
 #                                probes, and trains on
 #   WeightSync.send              in a thread, from start to end: tell the members, form a process
 #                                group if they changed, broadcast
@@ -2573,16 +2572,15 @@ class FlatWeights:
 
     BUCKET = 2**26  # numbers that are broadcast at a time
 
-    def __init__(
-        self, shapes: dict[str, torch.Size], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        sizes = [shape.numel() for shape in shapes.values()]
+    def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        """Room for weights of the same names and shapes."""
+        sizes = [tensor.numel() for tensor in like.values()]
         # for Gloo, beside a GPU, it is in pinned host memory: copies are fast
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
         self.views: dict[str, Tensor] = {}
-        for (name, shape), part in zip(shapes.items(), self.flat.split(sizes), strict=True):
-            self.views[name] = part.view(shape)
+        for (name, tensor), part in zip(like.items(), self.flat.split(sizes), strict=True):
+            self.views[name] = part.view(tensor.shape)
         self.buckets = self.flat.split(self.BUCKET)
 
 
@@ -2644,6 +2642,18 @@ def abandon(group: Any) -> None:
         threading.Thread(target=group.abort, daemon=True).start()
 
 
+@dataclass
+class Transfer:
+    """Weights on their way to the members of a process group."""
+
+    version: int  # optimizer step of these weights
+    reference: bool  # they are the reference's, not the policy's
+    group: Any  # the process group; None: `send` forms it
+    deadline: float  # by which it is sent, and each member has answered
+    sending: Future | None = None
+    failure: str = ""  # why a member missed it
+
+
 class WeightSync:
     """The Trainer's end of weight syncs: at most one transfer is under way, beside training."""
 
@@ -2658,19 +2668,14 @@ class WeightSync:
         self.searchers = searchers
         self.evaluations = evaluations
         self.say = say
-        shapes = {name: tensor.shape for name, tensor in learner.weights.items()}
-        self.snapshot = FlatWeights(shapes, config.torch_dtype, searchers.meeting.device)
+        device = searchers.meeting.device
+        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, device)
         learner.snapshot = self.snapshot
-        self.thread = ThreadPoolExecutor(1)
-        self.sending: Future | None = None  # the transfer, until everything is sent
-        self.failure = ""  # of the latest transfer, until its group is given up
-        self.transfer = 0  # the number of the latest one
-        self.sent_version = -1  # what it carries: optimizer step of these weights
-        self.sent_reference = False  # they are the reference's, not the policy's
-        self.deadline = 0.0  # by which its members must have answered
+        self.transfer: Transfer | None = None  # until it is sent, and each member has answered
+        self.transfers = 0  # begun so far
         self.members: list[RunningSearcher] = []  # of the process group; rank 1 is the first
         self.group: Any = None
-        self.groups_formed = 0
+        self.group_name = ""
         self.due = True
         self.version = -1  # optimizer step of the policy's weights that were sent last
         self.probes: list[np.ndarray] = []  # the Trainer's log-probabilities of them at `version`
@@ -2684,136 +2689,129 @@ class WeightSync:
     @property
     def under_way(self) -> bool:
         """Whether weights travel, or wait to be loaded: the next would overwrite them."""
-        return self.sending is not None or any(s.settled < self.transfer for s in self.present())
-
-    def present(self) -> list[RunningSearcher]:
-        """Members of the group that have not ended since it was formed."""
-        return [s for s in self.members if s.ready]
+        return self.transfer is not None or any(s.ready and s.loading for s in self.members)
 
     def poll(self) -> None:
-        """Note the end of `send`; after the deadline kill members that have not answered."""
-        if self.sending and self.sending.done():
-            error = self.sending.exception()
-            if error:
-                self.failure = self.failure or first_line(error)
-            else:
-                self.group = self.sending.result()
-            self.sending = None
-        silent = [s for s in self.present() if s.answered < self.transfer]
-        if time.monotonic() > self.deadline and (silent or self.sending):
+        """End a transfer that everybody has answered, or that is late; kill silent members.
+
+        If it failed, the group is given up; the next sync, due at once, forms a new one.
+        """
+        transfer = self.transfer
+        if transfer is None:
+            return
+        silent = [s for s in self.members if s.ready and s.receiving]
+        answered = transfer.sending.done() and not silent
+        if not answered and time.monotonic() < transfer.deadline:
+            return
+        failure = transfer.failure
+        if not answered:
             names = [s.searcher for s in silent]
-            self.failure = f"too slow (--transfer_timeout); Searchers without an answer: {names}"
-            self.sending = None
-            self.thread = ThreadPoolExecutor(1)  # what the other one is stuck in may never end
-            for s in silent:
-                s.kill("did not answer in a weight transfer, and was killed")
-        elif self.failure and not (silent or self.sending):
-            self.give_up()
+            failure = f"too slow (--transfer_timeout); Searchers without an answer: {names}"
+        elif error := transfer.sending.exception():
+            failure = failure or first_line(error)
+        for s in silent:
+            s.kill("did not answer in a weight transfer, and was killed")
+        self.transfer = None
+        self.group = transfer.group
+        if failure:
+            self.say(f"warning: sending the weights of step {transfer.version} failed: {failure}")
+            abandon(self.group)
+            self.group = None
+            self.due = True
+
+    def may_begin(self, ready: list[RunningSearcher]) -> bool:
+        """Whether a sync may begin now with these Searchers."""
+        if self.under_way or not ready:
+            return False
+        if self.config.synchronous:
+            return len(ready) == self.config.num_searchers
+        # the first one waits for Searchers that load their models
+        return self.version >= 0 or all(s.ready or s.pending for s in self.searchers.running)
 
     def begin_if_due(self, step: int) -> bool:
-        """Begin the next sync; returns whether the policy's weights have begun to be sent."""
-        running = self.searchers.running
-        ready = [s for s in running if s.ready]
+        """Copy weights into the snapshot, and have a thread send it to all Searchers.
+
+        A transfer carries one kind of weights: a reference that has changed goes first. Returns
+        whether the policy's have begun to be sent.
+        """
+        ready = [s for s in self.searchers.running if s.ready]
         self.due |= any(s.version < 0 for s in ready)
-        complete = True
-        if self.config.synchronous:
-            complete = len(ready) == self.config.num_searchers
-        elif self.version < 0:  # the first one waits for Searchers that load their models
-            complete = all(s.ready or s.pending for s in running)
-        if not (self.due and ready and complete):
+        if not self.due or not self.may_begin(ready):
             return False
         start = time.perf_counter()
-        self.begin(ready, step)
-        self.seconds += time.perf_counter() - start
-        return not self.sent_reference
-
-    def begin(self, ready: list[RunningSearcher], step: int) -> None:
-        """Copy weights into the snapshot, and have the thread send it to these Searchers.
-
-        A transfer carries one kind of weights: a reference that has changed goes first.
-        """
-        self.transfer += 1
-        self.sent_reference = any(s.reference < self.reference_version for s in ready)
-        if self.sent_reference:
-            self.sent_version = self.reference_version
+        self.transfers += 1
+        held_out = {}  # prompts for each member to answer
+        version = step
+        reference = any(s.reference < self.reference_version for s in ready)
+        if reference:
+            version = self.reference_version
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
         else:
             self.learner.copy_weights()  # now the optimizer may change them
-            try:
-                self.probes = self.learner.score_probes()
-            except (RuntimeError, TypeError) as error:  # of a family that takes no such mask
-                if step > 0 or not self.config.pack:
-                    raise
-                raise RunEnded(f"packed rows fail; try --pack False: {first_line(error)}") from None
-            self.sent_version = step
+            self.probes = self.learner.score_probes()
             self.version = step
             self.due = False
+            held_out = self.evaluations.begin_if_due(self.transfers, step, ready)
         if self.snapshot.flat.is_cuda:
             torch.cuda.synchronize()  # another thread has another stream
         if self.group is None or ready != self.members:
             abandon(self.group)
             self.group = None
-            self.groups_formed += 1
-        self.members = ready
-        held_out = {}  # prompts for each member to answer
-        if not self.sent_reference:
-            held_out = self.evaluations.begin_if_due(self.transfer, step, ready)
-        self.deadline = time.monotonic() + 3 * self.config.transfer_timeout
-        self.sending = self.thread.submit(self.send, self.group, held_out)
+            self.group_name = f"weights {self.transfers}"
+            self.members = ready
+        deadline = time.monotonic() + 3 * self.config.transfer_timeout
+        self.transfer = Transfer(version, reference, self.group, deadline)
+        for s in ready:
+            s.receiving = self.transfer
+            s.loading = self.transfer
+        thread = ThreadPoolExecutor(1)  # of this transfer: what it is stuck in may never end
+        self.transfer.sending = thread.submit(self.send, self.transfer, held_out)
+        self.seconds += time.perf_counter() - start
+        return not reference
 
-    def send(self, group: Any, held_out: dict[RunningSearcher, list[int]]) -> Any:
-        """In the thread, from start to end; returns the process group. Raises what goes wrong."""
-        name = f"weights {self.groups_formed}"
+    def send(self, transfer: Transfer, held_out: dict[RunningSearcher, list[int]]) -> None:
+        """In the thread, from start to end. Raises what goes wrong."""
         size = len(self.members) + 1
         for rank, s in enumerate(self.members, 1):
             message = ReceiveWeights(
-                transfer=self.transfer,
-                version=self.sent_version,
-                reference=self.sent_reference,
+                transfer=self.transfers,
+                version=transfer.version,
+                reference=transfer.reference,
                 held_out=held_out.get(s, []),
-                group=name,
+                group=self.group_name,
                 rank=rank,
                 size=size,
             )
             s.commands.put(message)
-        if group is None:
-            group = form_group(self.config, self.searchers.meeting, name, 0, size)
-        broadcast(group, self.snapshot, self.config.transfer_timeout)
-        return group
+        if transfer.group is None:
+            meeting = self.searchers.meeting
+            transfer.group = form_group(self.config, meeting, self.group_name, 0, size)
+        broadcast(transfer.group, self.snapshot, self.config.transfer_timeout)
 
-    def give_up(self) -> None:
-        """Give the group up; the next sync, which is due at once, forms a new one."""
-        text = f"warning: sending the weights of step {self.sent_version} failed: {self.failure}"
-        self.say(text)
-        self.failure = ""
-        abandon(self.group)
-        self.group = None
-        self.due = True
-
-    def on_missed(self, s: RunningSearcher, message: Missed) -> None:
+    def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """A member did not receive the weights, whoever is at fault; it searches on without."""
-        s.answered = message.transfer
-        s.settled = message.transfer
+        s.receiving.failure = s.receiving.failure or f"Searcher {s.searcher}: {reason}"
+        s.receiving = None
+        s.loading = None
         s.missed += 1
-        if self.group is not None or self.sending is not None:
-            self.failure = self.failure or f"Searcher {s.searcher}: {message.reason}"
         if s.missed >= self.MOST_MISSED:
-            s.kill(f"missed {s.missed} weight transfers, and was killed: {message.reason}")
+            s.kill(f"missed {s.missed} weight transfers, and was killed: {reason}")
 
-    def on_loaded(self, s: RunningSearcher, message: Loaded) -> None:
+    def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
         """The one check of numbers: the engine's log-probabilities beside the Trainer's.
 
         Raises RunEnded if they differ: a transfer, the packing of rows, or an engine is wrong, or
         the policy is broken.
         """
-        s.settled = message.transfer
+        transfer = s.loading
+        s.loading = None
         s.missed = 0
-        if self.sent_reference:
-            s.reference = self.sent_version
+        if transfer.reference:
+            s.reference = transfer.version
             return
-        s.version = self.sent_version
-        gaps = [np.abs(a - b).max() for a, b in zip(message.probes, self.probes, strict=True)]
+        s.version = transfer.version
+        gaps = [np.abs(a - b).max() for a, b in zip(probes, self.probes, strict=True)]
         s.logprob_gap = float(np.max(gaps))
         if s.logprob_gap <= self.config.logprob_tolerance:  # it may be not a number
             return
@@ -2838,10 +2836,10 @@ class WeightSync:
 class WeightReceiver:
     """A Searcher's end: takes the Trainer's messages and receives weights, in a thread."""
 
-    def __init__(self, config: Config, spec: SearcherSpec, shapes: dict[str, torch.Size]) -> None:
+    def __init__(self, config: Config, spec: SearcherSpec, like: dict[str, Tensor]) -> None:
         self.config = config
         self.spec = spec
-        self.staging = FlatWeights(shapes, config.torch_dtype, spec.meeting.device)
+        self.staging = FlatWeights(like, config.torch_dtype, spec.meeting.device)
         self.inbox: queue.Queue = queue.Queue()  # messages for the main thread
         self.group: Any = None
         self.group_name = ""
@@ -2870,9 +2868,9 @@ class WeightReceiver:
             abandon(self.group)
             self.group = None
             self.group_name = ""
-            self.spec.send(Missed(message.transfer, first_line(error)))
+            self.spec.send(Missed(first_line(error)))
             return False
-        self.spec.send(Received(message.transfer))
+        self.spec.send(Received())
         return True
 
 
@@ -2923,20 +2921,16 @@ class Beat(NamedTuple):
 class Received(NamedTuple):
     """The weights are in the staging buffer."""
 
-    transfer: int
-
 
 class Missed(NamedTuple):
     """The weights did not arrive: forming the process group or the broadcast failed."""
 
-    transfer: int
     reason: str
 
 
 class Loaded(NamedTuple):
     """The weights are in use."""
 
-    transfer: int
     probes: list[np.ndarray]  # a policy's: the engine's log-probabilities of the probes
 
 
@@ -2983,8 +2977,8 @@ class RunningSearcher:
     ready: bool = False  # it has loaded its models, and has neither failed nor been killed
     version: int = -1  # of its weights
     reference: int = 0  # version of its reference
-    answered: int = 0  # number of the latest transfer that it received or missed
-    settled: int = 0  # of the latest that it loaded or missed
+    receiving: Transfer | None = None  # until it has received the weights, or missed them
+    loading: Transfer | None = None  # until it has loaded them, or missed them
     missed: int = 0  # transfers, in a row
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""

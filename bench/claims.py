@@ -484,8 +484,8 @@ class SimulatedTrainer(tba.Trainer):
 
     def listen(self) -> None:
         super().listen()
-        if self.sync.sending:
-            self.sync.sending.result()
+        if self.sync.transfer:
+            self.sync.transfer.sending.result()
         self.searchers.work()
 
     def wait_for(self, what: str, poll: Callable[[], object]) -> object:
