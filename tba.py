@@ -1034,12 +1034,10 @@ class Trainer:
                 self.run_lockstep()
             else:
                 self.run_asynchronous()
-        self.wait_for("generation", self.searches_are_done)  # so that lockstep can be resumed
         self.searchers.search_up_to(0)
         self.finish_evaluations()
         if self.evaluations.done_at != self.step:
             self.evaluations.due_at = self.step
-            self.sync.due = True
         self.finish_evaluations()
         if self.step:
             save(self)
@@ -1078,10 +1076,6 @@ class Trainer:
         config = self.config
         n = config.searched_prompts
         while self.step < config.steps:
-            # those beside training on the batch before
-            self.wait_for("generation", self.searches_are_done)
-            if is_due(config.save_every, self.step):
-                save(self)
             self.finish_sync()
             self.finish_evaluations()
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
@@ -1099,17 +1093,20 @@ class Trainer:
             self.train_step(groups, n / config.prompts_per_step)
             self.note_what_is_due()
             self.sync.due = True
+            # with --lag, batches are searched beside training; checkpoints have them
+            self.wait_for("generation", self.searches_are_done)
+            if is_due(config.save_every, self.step):
+                save(self)
 
     def searches_are_done(self) -> bool:
-        """In lockstep, whether everything that was asked for is here."""
-        return not self.config.synchronous or self.searchers.first_missing >= self.searchers.limit
+        """Lockstep: whether everything that was asked for is here."""
+        return self.searchers.first_missing >= self.searchers.limit
 
     def note_what_is_due(self) -> None:
         """After an optimizer step: an evaluation, a new reference, a sync."""
         config = self.config
         if is_due(config.eval_every, self.step):
             self.evaluations.due_at = self.step
-            self.sync.due = True
         if is_due(config.reset_reference_every, self.step):
             self.sync.reset_reference(self.step)
             self.buffer = type(self.buffer)(config)  # what the new reference scores fills it
@@ -1143,15 +1140,14 @@ class Trainer:
 
     def listen(self) -> None:
         """Drain queues, restart failed Searchers, advance the sync, handle signals."""
-        if self.stop_signal and self.searches_are_done():  # so that lockstep resumes exactly
-            raise KeyboardInterrupt(self.stop_signal)
+        if self.stop_signal and (not self.config.synchronous or self.searches_are_done()):
+            raise KeyboardInterrupt(self.stop_signal)  # lockstep then resumes exactly
         self.take_messages()
         failures = self.searchers.failed()
         if failures:
             self.take_messages()  # what they had sent is used; what was in flight is searched again
         for s, reason in failures:
-            if self.evaluations.lose(s):
-                self.sync.due = True
+            self.evaluations.lose(s)
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
         self.sync.poll()
@@ -1201,7 +1197,8 @@ class Trainer:
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
         now = at_step(self.config, self.step)
-        metrics, tokens = self.learner.step(groups, now, self.step)
+        metrics = self.learner.step(groups, now, self.step)
+        tokens = sum(len(t.tokens) for group in groups for t in group)
         staleness = [self.step - t.version for group in groups for t in group]
         metrics["staleness_mean"] = float(np.mean(staleness))
         metrics["staleness_max"] = max(staleness)
@@ -1222,7 +1219,7 @@ class Trainer:
 
 def is_due(every: int, step: int) -> bool:
     """Whether something that comes every so many steps (0: never) comes after this one."""
-    return every > 0 and step > 0 and step % every == 0
+    return every > 0 and step % every == 0
 
 
 def is_finite(metrics: dict[str, float]) -> bool:
@@ -1280,15 +1277,17 @@ class Learner:
         self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
         # (prompts,), of objectives that learn it; others leave it at 0
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
+        trained = [weights for weights in self.model.parameters() if weights.requires_grad]
         groups = [
-            {"params": [weights for weights in self.model.parameters() if weights.requires_grad]},
-            {"params": [self.log_z], "lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
+            {
+                "params": trained,
+                "peak_lr": config.learning_rate,
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [self.log_z], "peak_lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(
-            groups, config.learning_rate, (0.9, config.adam_beta2), fused=True,
-            weight_decay=config.weight_decay,
-        )  # fmt: skip
-        self.peak_rates = (config.learning_rate, LOG_Z_LEARNING_RATE)
+        betas = (0.9, config.adam_beta2)
+        self.optimizer = torch.optim.AdamW(groups, betas=betas, fused=True)
         self.weights = checkpoint_state(self.model)
         self.adapters = {}  # by the id of the weights that they are added to
         for layer in self.model.modules():
@@ -1299,32 +1298,28 @@ class Learner:
             self.restore(saved)
 
     @on_every_rank
-    def step(
-        self, groups: list[list[Trajectory]], now: Config, step: int
-    ) -> tuple[dict[str, float], int]:
+    def step(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
         """One optimizer step on B groups of K trajectories, if loss and gradient are finite.
 
-        `now` is the Config with this step's beta, tau and so on. Returns what is logged, and the
-        number of response tokens.
+        `now` is the Config with this step's beta, tau and so on. Returns the metrics.
         """
         start = time.perf_counter()
-        measured, tokens, pack_seconds = self.backward(groups, now, step)
+        measured = self.backward(groups, now, step)
         measured["grad_norm"] = self.clip_gradients()
         values = torch.stack(list(measured.values())).tolist()  # the step's one wait for the device
         metrics = dict(zip(measured, values, strict=True))
         computed = time.perf_counter()
         factor = lr_factor(self.config, step)
-        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
-            group["lr"] = factor * peak
+        for group in self.optimizer.param_groups:
+            group["lr"] = factor * group["peak_lr"]
         if is_finite(metrics):
             self.update()
         self.optimizer.zero_grad()
         metrics["beta"] = now.beta
         metrics["lr"] = factor * self.config.learning_rate
-        metrics["pack_seconds"] = pack_seconds
-        metrics["forward_backward_seconds"] = computed - start - pack_seconds
+        metrics["forward_backward_seconds"] = computed - start
         metrics["optimizer_seconds"] = time.perf_counter() - computed
-        return metrics, tokens
+        return metrics
 
     def update(self) -> None:
         """The optimizer's step; a prompt that was not in the batch keeps its log Z."""
@@ -1334,9 +1329,7 @@ class Learner:
         # AdamW's momentum would move the others too
         self.log_z.data = torch.where(gradient == 0, before, self.log_z.data)
 
-    def backward(
-        self, groups: list[list[Trajectory]], now: Config, step: int
-    ) -> tuple[dict[str, Tensor], int, float]:
+    def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
         """Gradients of the objective over B groups of K trajectories, by micro-batches.
 
         Where every group fits --tokens_per_microbatch, micro-batches are whole groups: the batch's
@@ -1345,7 +1338,7 @@ class Learner:
         propagates. Both are exact. Metrics are computed once more, on the whole batch.
 
         Each rank computes its share of the packed rows, and FSDP adds up the gradients. Returns
-        what is logged, scalars by name, the number of response tokens, and seconds spent packing.
+        metrics, scalars by name.
         """
         objective = OBJECTIVES[now.objective]
         ranks = self.ranks
@@ -1370,13 +1363,9 @@ class Learner:
             units = [[row] for unit in units for row in unit]
         parts = []
         entropy = torch.zeros((), device=self.device)
-        pack_seconds = 0.0
         for rows in plan_microbatches(units, budget, ranks.size)[ranks.rank]:
-            start = time.perf_counter()
-            packed = pack(rows, self.device)
-            pack_seconds += time.perf_counter() - start
             order = [i for row in rows for i in row.indices]
-            logprobs, entropies = self.policy(**packed, entropy=True)
+            logprobs, entropies = self.policy(**pack(rows, self.device), entropy=True)
             parts.append((order, logprobs.detach()))
             if not order:
                 loss = 0.0 * logprobs.sum()
@@ -1394,7 +1383,7 @@ class Learner:
             log_z = tb(batch, now).log_z if result.log_z is None else result.log_z
             measured = {"loss": result.loss, "log_z": log_z.mean(), "entropy": entropy / tokens}
             measured |= batch_metrics(batch) | result.metrics
-        return {name: value.float() for name, value in measured.items()}, tokens, pack_seconds
+        return {name: value.float() for name, value in measured.items()}
 
     def make_batch(
         self, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float, now: Config,
@@ -2735,7 +2724,7 @@ class WeightSync:
         whether the policy's have begun to be sent.
         """
         ready = [s for s in self.searchers.running if s.ready]
-        self.due |= any(s.version < 0 for s in ready)
+        self.due |= self.evaluations.due_at is not None or any(s.version < 0 for s in ready)
         if not self.due or not self.may_begin(ready):
             return False
         start = time.perf_counter()
@@ -3487,12 +3476,12 @@ class Evaluations:
         self.under_way[transfer] = Evaluation(version, pending)
         return rows
 
-    def lose(self, s: RunningSearcher) -> bool:
-        """Drop the evaluations that a lost Searcher leaves incomplete; whether one is due again."""
-        lost = [number for number, own in self.under_way.items() if own.pending.get(s)]
-        for number in lost:
-            self.due_at = self.under_way.pop(number).version
-        return bool(lost)
+    def lose(self, s: RunningSearcher) -> None:
+        """Drop the evaluations that a lost Searcher leaves incomplete; one is due again."""
+        for number, evaluation in list(self.under_way.items()):
+            if evaluation.pending.get(s):
+                self.due_at = evaluation.version
+                del self.under_way[number]
 
     def on_records(self, s: RunningSearcher, message: Evaluated) -> None:
         """Add records; after the last ones write the evaluation."""
@@ -4136,8 +4125,7 @@ class StepLog:
         config = trainer.config
         if self.arrived:
             self.note_arrivals()
-        phases = ("pack_seconds", "forward_backward_seconds", "optimizer_seconds")
-        seconds = sum(measured[name] for name in phases)
+        seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
         waited = self.waited["generation"] if self.last_step_end else 0.0
