@@ -172,9 +172,7 @@ class Config:
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
-    beta: str = schedule(
-        "0.014", "KL coefficient; VALUE or VALUE@0,VALUE@STEP,...: linear between steps.", POSITIVE
-    )
+    beta: str = schedule("0.014", "KL coefficient; or VALUE@0,VALUE@STEP,...: linear.", POSITIVE)
     learning_rate: float = flag(1e-5, "Peak learning rate of AdamW.", POSITIVE)
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
 
@@ -186,9 +184,7 @@ class Config:
 
     engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
     num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
-    cluster: str = flag(
-        "", "Ray cluster on which Searchers run: auto, or ADDRESS:PORT of its head."
-    )
+    cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
     dtype: Literal["auto", "bfloat16", "float32"] = flag(
         "auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU."
     )
@@ -201,11 +197,7 @@ class Config:
     replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum number of trajectories per prompt in the buffer.")
-    max_replays: float = flag(
-        4.0,
-        "How often a group may be drawn as recent; the Trainer waits for generation rather than "
-        "draw one more often. 1.5: once and twice in turn; 0: no limit.",
-    )
+    max_replays: float = flag(4.0, "Draws of a group as recent; then the Trainer waits; 0: any.")
     initial_trajectories: int = flag(500, "Trajectories sampled before the first optimizer step.")
 
     objective: str = flag("tb", "Objective: one of OBJECTIVES (section 3), or defined by --plugin.")
@@ -1035,10 +1027,10 @@ class Trainer:
             else:
                 self.run_asynchronous()
         self.searchers.search_up_to(0)
-        self.finish_evaluations()
+        self.wait_for("an evaluation", self.evaluations.idle)
         if self.evaluations.done_at != self.step:
             self.evaluations.due_at = self.step
-        self.finish_evaluations()
+        self.wait_for("an evaluation", self.evaluations.idle)
         if self.step:
             save(self)
             self.checkpoints.finish()
@@ -1059,10 +1051,9 @@ class Trainer:
         """Store what arrived, and draw a batch; None while there is too little to draw from."""
         config = self.config
         self.store_arrived()
-        if self.received < config.initial_trajectories:
-            return None
         enough = min(config.prompts_per_step, len(self.problem.prompts))
-        if len(self.buffer.trajectories) < enough:  # also when the reference has changed
+        scarce = len(self.buffer.trajectories) < enough  # also when the reference has changed
+        if scarce or self.received < config.initial_trajectories:
             return None
         return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
 
@@ -1077,19 +1068,20 @@ class Trainer:
         n = config.searched_prompts
         while self.step < config.steps:
             self.finish_sync()
-            self.finish_evaluations()
+            self.wait_for("an evaluation", self.evaluations.idle)
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
             self.arrived.sort(key=attrgetter("index"))
-            batch = self.arrived[:n]
-            self.arrived = self.arrived[n:]
-            groups = [group.trajectories for group in batch]
+            later = self.arrived[n:]
+            self.arrived = self.arrived[:n]
+            groups = [group.trajectories for group in self.arrived]
             self.log.arrived = [t for group in groups for t in group]
             if n < config.prompts_per_step:
-                self.store(batch)
-                used = {group.prompt_id for group in batch}
+                used = {group.prompt_id for group in self.arrived}
+                self.store_arrived()
                 replayed = config.prompts_per_step - n
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
+            self.arrived = later
             self.train_step(groups, n / config.prompts_per_step)
             self.note_what_is_due()
             self.sync.due = True
@@ -1117,10 +1109,6 @@ class Trainer:
     def finish_sync(self) -> None:
         """Wait until no sync is due or under way."""
         self.wait_for("a weight sync", lambda: not (self.sync.due or self.sync.under_way))
-
-    def finish_evaluations(self) -> None:
-        """Wait until no evaluation is due or under way."""
-        self.wait_for("an evaluation", lambda: self.evaluations.idle)
 
     def wait_for(self, what: str, poll: Callable[[], Any]) -> Any:
         """Listen until `poll` returns something true, which is returned; log a long wait."""
@@ -1181,13 +1169,9 @@ class Trainer:
         self.log.queue_depth = max(self.log.queue_depth, len(groups))
 
     def store_arrived(self) -> None:
-        """Put the groups that arrived into the replay buffer."""
+        """Put what arrived into the replay buffer, except groups of an earlier reference."""
         groups = self.arrived
         self.arrived = []
-        self.store(groups)
-
-    def store(self, groups: list[Group]) -> None:
-        """Put groups into the replay buffer, but for those that an earlier reference scored."""
         for group in groups:
             if group.trajectories[0].reference == self.sync.reference_version:
                 self.buffer.add(group)
@@ -1313,21 +1297,16 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = factor * group["peak_lr"]
         if is_finite(metrics):
-            self.update()
+            before = self.log_z.detach().clone()
+            self.optimizer.step()
+            # AdamW's momentum would also move the log Z of prompts that are not in the batch
+            self.log_z.data = torch.where(self.log_z.grad == 0, before, self.log_z.data)
         self.optimizer.zero_grad()
         metrics["beta"] = now.beta
         metrics["lr"] = factor * self.config.learning_rate
         metrics["forward_backward_seconds"] = computed - start
         metrics["optimizer_seconds"] = time.perf_counter() - computed
         return metrics
-
-    def update(self) -> None:
-        """The optimizer's step; a prompt that was not in the batch keeps its log Z."""
-        before = self.log_z.detach().clone()
-        gradient = self.log_z.grad
-        self.optimizer.step()
-        # AdamW's momentum would move the others too
-        self.log_z.data = torch.where(gradient == 0, before, self.log_z.data)
 
     def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
         """Gradients of the objective over B groups of K trajectories, by micro-batches.
@@ -1485,16 +1464,10 @@ class Learner:
 class Scoring:
     """A call of the task: the rewards of some groups, or the records of held-out answers."""
 
-    compute: Callable[[], Any]  # in a thread, unless the task has none
-    finish: Callable[[Any], None]  # in the Searcher's own thread, with the result
-    groups: int = 0  # that wait for their rewards
-    started: float = math.inf
-    future: Future = field(default_factory=Future)
-
-    def run(self) -> Any:
-        """Compute the result, and note when that began."""
-        self.started = time.perf_counter()
-        return self.compute()
+    future: Future
+    finish: Callable[[Any], None]  # takes the result, in the Searcher's own thread
+    groups: int  # that wait for their rewards
+    queued: float  # when it was last seen waiting for its thread
 
 
 class Searcher:
@@ -1608,20 +1581,12 @@ class Searcher:
 
     def score_probes(self) -> list[np.ndarray]:
         """The engine's log-probabilities (T,) of the probes' responses, at temperature 1."""
-        sequences = []
-        starts = []
-        for prompt, responses in self.problem.probes():
-            for response in responses:
-                sequences.append(np.concatenate([prompt, response]))
-                starts.append(len(prompt) - 1)
-        scored = self.engine.prompt_logprobs(sequences)
-        return [logprobs[start:] for logprobs, start in zip(scored, starts, strict=True)]
+        pairs = [(prompt, y) for prompt, responses in self.problem.probes() for y in responses]
+        scored = self.engine.prompt_logprobs([np.concatenate(pair) for pair in pairs])
+        return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
 
     def begin_prompts(self) -> None:
-        """Keep the engine full, held-out prompts counted first.
-
-        None are begun while the queue is full, or too many responses wait for rewards.
-        """
+        """Keep the engine full, unless the queue is, or too many responses wait for rewards."""
         config = self.config
         S = config.searched_per_prompt
         waiting = len(self.unscored) + sum(job.groups for job in self.scoring)
@@ -1711,8 +1676,7 @@ class Searcher:
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
         compute = partial(task.checked_rewards, examples, texts, ended)
-        job = Scoring(compute, partial(self.take_rewards, groups), len(groups))
-        self.score(job, self.reward_threads)
+        self.score(compute, partial(self.take_rewards, groups), self.reward_threads, len(groups))
 
     def take_rewards(self, groups: list[Group], rewards: list[float]) -> None:
         """Complete groups with the rewards of all their trajectories, end to end."""
@@ -1721,22 +1685,28 @@ class Searcher:
             t.reward = reward
         self.outbox += groups
 
-    def score(self, job: Scoring, threads: ThreadPoolExecutor) -> None:
+    def score(
+        self, compute: Callable, finish: Callable, threads: ThreadPoolExecutor, groups: int = 0
+    ) -> None:
         """Have a thread make a call of the task, or make it here if the task has no threads."""
-        self.scoring.append(job)
         if self.problem.task.reward_threads:
-            job.future = threads.submit(job.run)
+            future = threads.submit(compute)
         else:
-            job.future.set_result(job.run())
+            future = Future()
+            future.set_result(compute())
+        self.scoring.append(Scoring(future, finish, groups, time.perf_counter()))
 
     def finish_scoring(self) -> None:
         """Use the results of the calls that returned. Raises what one raised, or TimeoutError."""
         limit = self.config.searcher_timeout
+        now = time.perf_counter()
         for job in list(self.scoring):
             if job.future.done():
                 self.scoring.remove(job)
                 job.finish(job.future.result())
-            elif time.perf_counter() - job.started > limit:
+            elif not job.future.running():
+                job.queued = now
+            elif now - job.queued > limit:
                 name = type(self.problem.task).__name__
                 raise TimeoutError(f"{name}: rewards took over {limit:g} s (--searcher_timeout)")
 
@@ -3456,9 +3426,8 @@ class Evaluations:
         self.due_at: int | None = saved.get("to_evaluate", 0)
         self.under_way: dict[int, Evaluation] = {}  # by the number of the transfer
 
-    @property
     def idle(self) -> bool:
-        """No evaluation is due or under way."""
+        """Whether no evaluation is due or under way."""
         return self.due_at is None and not self.under_way
 
     def begin_if_due(
@@ -3565,8 +3534,7 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
         searcher.spec.send(Evaluated(answers[0].request.id[0], by_position))
 
     examples = [task.held_out[row] for row in rows]
-    job = Scoring(partial(task.evaluate, examples, texts, ended), send)
-    searcher.score(job, searcher.judge_thread)
+    searcher.score(partial(task.evaluate, examples, texts, ended), send, searcher.judge_thread)
 
 
 def add_logprobs(searcher: Searcher, records: list[dict], answers: list[Completion]) -> None:
