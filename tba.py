@@ -17,7 +17,7 @@ buffer all the time, and neither waits for the other:
         rule.sample()    B prompts x K trajectories      score_groups()       rewards, log pi_ref
         Learner.step()   Trajectory Balance loss,        deliver()            complete groups
                          its gradient, AdamW             between two decode steps:
-        every k steps: WeightSync.begin()    ------>       load_weights()     of a new version
+        every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
 
 The paper's symbols, their names here, and the section (all log-probabilities are those of the
 tempered policy, logits / --temperature, unless it is said otherwise):
@@ -172,9 +172,7 @@ class Config:
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
-    beta: str = schedule(
-        "0.014", "KL coefficient; VALUE or VALUE@0,VALUE@STEP,...: linear between steps.", POSITIVE
-    )
+    beta: str = schedule("0.014", "KL coefficient; or VALUE@0,VALUE@STEP,...: linear.", POSITIVE)
     learning_rate: float = flag(1e-5, "Peak learning rate of AdamW.", POSITIVE)
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
 
@@ -186,9 +184,7 @@ class Config:
 
     engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
     num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
-    cluster: str = flag(
-        "", "Ray cluster on which Searchers run: auto, or ADDRESS:PORT of its head."
-    )
+    cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
     dtype: Literal["auto", "bfloat16", "float32"] = flag(
         "auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU."
     )
@@ -201,11 +197,7 @@ class Config:
     replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum number of trajectories per prompt in the buffer.")
-    max_replays: float = flag(
-        4.0,
-        "How often a group may be drawn as recent; the Trainer waits for generation rather than "
-        "draw one more often. 1.5: once and twice in turn; 0: no limit.",
-    )
+    max_replays: float = flag(4.0, "Draws of a group as recent; then the Trainer waits; 0: any.")
     initial_trajectories: int = flag(500, "Trajectories sampled before the first optimizer step.")
 
     objective: str = flag("tb", "Objective: one of OBJECTIVES (section 3), or defined by --plugin.")
@@ -1028,19 +1020,17 @@ class Trainer:
             config, self.learner, self.searchers, self.evaluations, self.folder.say
         )
         restore(self)
-        self.finish_sync()  # at step 0 too: it proves the transfer at once
+        self.finish_sync()  # at step 0 too: it tests the transfer at once
         if self.step < config.steps:
             if config.synchronous:
                 self.run_lockstep()
             else:
                 self.run_asynchronous()
-        self.wait_for("generation", self.searches_are_done)  # so that lockstep can be resumed
         self.searchers.search_up_to(0)
-        self.finish_evaluations()
+        self.wait_for("an evaluation", self.evaluations.idle)
         if self.evaluations.done_at != self.step:
             self.evaluations.due_at = self.step
-            self.sync.due = True
-        self.finish_evaluations()
+        self.wait_for("an evaluation", self.evaluations.idle)
         if self.step:
             save(self)
             self.checkpoints.finish()
@@ -1061,10 +1051,9 @@ class Trainer:
         """Store what arrived, and draw a batch; None while there is too little to draw from."""
         config = self.config
         self.store_arrived()
-        if self.received < config.initial_trajectories:
-            return None
         enough = min(config.prompts_per_step, len(self.problem.prompts))
-        if len(self.buffer.trajectories) < enough:  # also when the reference has changed
+        scarce = len(self.buffer.trajectories) < enough  # also when the reference has changed
+        if scarce or self.received < config.initial_trajectories:
             return None
         return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
 
@@ -1078,38 +1067,38 @@ class Trainer:
         config = self.config
         n = config.searched_prompts
         while self.step < config.steps:
-            # those beside training on the batch before
-            self.wait_for("generation", self.searches_are_done)
-            if is_due(config.save_every, self.step):
-                save(self)
             self.finish_sync()
-            self.finish_evaluations()
+            self.wait_for("an evaluation", self.evaluations.idle)
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
             self.arrived.sort(key=attrgetter("index"))
-            batch = self.arrived[:n]
-            self.arrived = self.arrived[n:]
-            groups = [group.trajectories for group in batch]
+            later = self.arrived[n:]
+            self.arrived = self.arrived[:n]
+            groups = [group.trajectories for group in self.arrived]
             self.log.arrived = [t for group in groups for t in group]
             if n < config.prompts_per_step:
-                self.store(batch)
-                used = {group.prompt_id for group in batch}
+                used = {group.prompt_id for group in self.arrived}
+                self.store_arrived()
                 replayed = config.prompts_per_step - n
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
+            self.arrived = later
             self.train_step(groups, n / config.prompts_per_step)
             self.note_what_is_due()
             self.sync.due = True
+            # with --lag, batches are searched beside training; checkpoints have them
+            self.wait_for("generation", self.searches_are_done)
+            if is_due(config.save_every, self.step):
+                save(self)
 
     def searches_are_done(self) -> bool:
-        """In lockstep, whether everything that was asked for is here."""
-        return not self.config.synchronous or self.searchers.first_missing >= self.searchers.limit
+        """Lockstep: whether everything that was asked for is here."""
+        return self.searchers.first_missing >= self.searchers.limit
 
     def note_what_is_due(self) -> None:
         """After an optimizer step: an evaluation, a new reference, a sync."""
         config = self.config
         if is_due(config.eval_every, self.step):
             self.evaluations.due_at = self.step
-            self.sync.due = True
         if is_due(config.reset_reference_every, self.step):
             self.sync.reset_reference(self.step)
             self.buffer = type(self.buffer)(config)  # what the new reference scores fills it
@@ -1120,10 +1109,6 @@ class Trainer:
     def finish_sync(self) -> None:
         """Wait until no sync is due or under way."""
         self.wait_for("a weight sync", lambda: not (self.sync.due or self.sync.under_way))
-
-    def finish_evaluations(self) -> None:
-        """Wait until no evaluation is due or under way."""
-        self.wait_for("an evaluation", lambda: self.evaluations.idle)
 
     def wait_for(self, what: str, poll: Callable[[], Any]) -> Any:
         """Listen until `poll` returns something true, which is returned; log a long wait."""
@@ -1143,19 +1128,18 @@ class Trainer:
 
     def listen(self) -> None:
         """Drain queues, restart failed Searchers, advance the sync, handle signals."""
-        if self.stop_signal and self.searches_are_done():  # so that lockstep resumes exactly
-            raise KeyboardInterrupt(self.stop_signal)
+        if self.stop_signal and (not self.config.synchronous or self.searches_are_done()):
+            raise KeyboardInterrupt(self.stop_signal)  # lockstep then resumes exactly
         self.take_messages()
         failures = self.searchers.failed()
         if failures:
             self.take_messages()  # what they had sent is used; what was in flight is searched again
         for s, reason in failures:
-            if self.evaluations.lose(s):
-                self.sync.due = True
+            self.evaluations.lose(s)
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
         self.sync.poll()
-        if not self.sync.under_way and self.sync.begin_if_due(self.step):
+        if self.sync.begin_if_due(self.step):
             self.rule.synced(self.step)
 
     def take_messages(self) -> None:
@@ -1166,12 +1150,12 @@ class Trainer:
                 case Beat():
                     s.beats.append(message)
                     s.ready = True
-                case Received(transfer):
-                    s.answered = transfer
-                case Missed():
-                    self.sync.on_missed(s, message)
-                case Loaded():
-                    self.sync.on_loaded(s, message)
+                case Received():
+                    s.receiving = None
+                case Missed(reason):
+                    self.sync.on_missed(s, reason)
+                case Loaded(probes):
+                    self.sync.on_loaded(s, probes)
                 case Evaluated():
                     self.evaluations.on_records(s, message)
                 case Failed(text):
@@ -1185,13 +1169,9 @@ class Trainer:
         self.log.queue_depth = max(self.log.queue_depth, len(groups))
 
     def store_arrived(self) -> None:
-        """Put the groups that arrived into the replay buffer."""
+        """Put what arrived into the replay buffer, except groups of an earlier reference."""
         groups = self.arrived
         self.arrived = []
-        self.store(groups)
-
-    def store(self, groups: list[Group]) -> None:
-        """Put groups into the replay buffer, but for those that an earlier reference scored."""
         for group in groups:
             if group.trajectories[0].reference == self.sync.reference_version:
                 self.buffer.add(group)
@@ -1201,7 +1181,8 @@ class Trainer:
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
         now = at_step(self.config, self.step)
-        metrics, tokens = self.learner.step(groups, now, self.step)
+        metrics = self.learner.step(groups, now, self.step)
+        tokens = sum(len(t.tokens) for group in groups for t in group)
         staleness = [self.step - t.version for group in groups for t in group]
         metrics["staleness_mean"] = float(np.mean(staleness))
         metrics["staleness_max"] = max(staleness)
@@ -1222,7 +1203,7 @@ class Trainer:
 
 def is_due(every: int, step: int) -> bool:
     """Whether something that comes every so many steps (0: never) comes after this one."""
-    return every > 0 and step > 0 and step % every == 0
+    return every > 0 and step % every == 0
 
 
 def is_finite(metrics: dict[str, float]) -> bool:
@@ -1280,15 +1261,17 @@ class Learner:
         self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
         # (prompts,), of objectives that learn it; others leave it at 0
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
+        trained = [weights for weights in self.model.parameters() if weights.requires_grad]
         groups = [
-            {"params": [weights for weights in self.model.parameters() if weights.requires_grad]},
-            {"params": [self.log_z], "lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
+            {
+                "params": trained,
+                "peak_lr": config.learning_rate,
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [self.log_z], "peak_lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(
-            groups, config.learning_rate, (0.9, config.adam_beta2), fused=True,
-            weight_decay=config.weight_decay,
-        )  # fmt: skip
-        self.peak_rates = (config.learning_rate, LOG_Z_LEARNING_RATE)
+        betas = (0.9, config.adam_beta2)
+        self.optimizer = torch.optim.AdamW(groups, betas=betas, fused=True)
         self.weights = checkpoint_state(self.model)
         self.adapters = {}  # by the id of the weights that they are added to
         for layer in self.model.modules():
@@ -1299,44 +1282,33 @@ class Learner:
             self.restore(saved)
 
     @on_every_rank
-    def step(
-        self, groups: list[list[Trajectory]], now: Config, step: int
-    ) -> tuple[dict[str, float], int]:
+    def step(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
         """One optimizer step on B groups of K trajectories, if loss and gradient are finite.
 
-        `now` is the Config with this step's beta, tau and so on. Returns what is logged, and the
-        number of response tokens.
+        `now` is the Config with this step's beta, tau and so on. Returns the metrics.
         """
         start = time.perf_counter()
-        measured, tokens, pack_seconds = self.backward(groups, now, step)
+        measured = self.backward(groups, now, step)
         measured["grad_norm"] = self.clip_gradients()
         values = torch.stack(list(measured.values())).tolist()  # the step's one wait for the device
         metrics = dict(zip(measured, values, strict=True))
         computed = time.perf_counter()
         factor = lr_factor(self.config, step)
-        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
-            group["lr"] = factor * peak
+        for group in self.optimizer.param_groups:
+            group["lr"] = factor * group["peak_lr"]
         if is_finite(metrics):
-            self.update()
+            before = self.log_z.detach().clone()
+            self.optimizer.step()
+            # AdamW's momentum would also move the log Z of prompts that are not in the batch
+            self.log_z.data = torch.where(self.log_z.grad == 0, before, self.log_z.data)
         self.optimizer.zero_grad()
         metrics["beta"] = now.beta
         metrics["lr"] = factor * self.config.learning_rate
-        metrics["pack_seconds"] = pack_seconds
-        metrics["forward_backward_seconds"] = computed - start - pack_seconds
+        metrics["forward_backward_seconds"] = computed - start
         metrics["optimizer_seconds"] = time.perf_counter() - computed
-        return metrics, tokens
+        return metrics
 
-    def update(self) -> None:
-        """The optimizer's step; a prompt that was not in the batch keeps its log Z."""
-        before = self.log_z.detach().clone()
-        gradient = self.log_z.grad
-        self.optimizer.step()
-        # AdamW's momentum would move the others too
-        self.log_z.data = torch.where(gradient == 0, before, self.log_z.data)
-
-    def backward(
-        self, groups: list[list[Trajectory]], now: Config, step: int
-    ) -> tuple[dict[str, Tensor], int, float]:
+    def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
         """Gradients of the objective over B groups of K trajectories, by micro-batches.
 
         Where every group fits --tokens_per_microbatch, micro-batches are whole groups: the batch's
@@ -1345,7 +1317,7 @@ class Learner:
         propagates. Both are exact. Metrics are computed once more, on the whole batch.
 
         Each rank computes its share of the packed rows, and FSDP adds up the gradients. Returns
-        what is logged, scalars by name, the number of response tokens, and seconds spent packing.
+        metrics, scalars by name.
         """
         objective = OBJECTIVES[now.objective]
         ranks = self.ranks
@@ -1370,13 +1342,9 @@ class Learner:
             units = [[row] for unit in units for row in unit]
         parts = []
         entropy = torch.zeros((), device=self.device)
-        pack_seconds = 0.0
         for rows in plan_microbatches(units, budget, ranks.size)[ranks.rank]:
-            start = time.perf_counter()
-            packed = pack(rows, self.device)
-            pack_seconds += time.perf_counter() - start
             order = [i for row in rows for i in row.indices]
-            logprobs, entropies = self.policy(**packed, entropy=True)
+            logprobs, entropies = self.policy(**pack(rows, self.device), entropy=True)
             parts.append((order, logprobs.detach()))
             if not order:
                 loss = 0.0 * logprobs.sum()
@@ -1394,7 +1362,7 @@ class Learner:
             log_z = tb(batch, now).log_z if result.log_z is None else result.log_z
             measured = {"loss": result.loss, "log_z": log_z.mean(), "entropy": entropy / tokens}
             measured |= batch_metrics(batch) | result.metrics
-        return {name: value.float() for name, value in measured.items()}, tokens, pack_seconds
+        return {name: value.float() for name, value in measured.items()}
 
     def make_batch(
         self, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float, now: Config,
@@ -1496,16 +1464,10 @@ class Learner:
 class Scoring:
     """A call of the task: the rewards of some groups, or the records of held-out answers."""
 
-    compute: Callable[[], Any]  # in a thread, unless the task has none
-    finish: Callable[[Any], None]  # in the Searcher's own thread, with the result
-    groups: int = 0  # that wait for their rewards
-    started: float = math.inf
-    future: Future = field(default_factory=Future)
-
-    def run(self) -> Any:
-        """Compute the result, and note when that began."""
-        self.started = time.perf_counter()
-        return self.compute()
+    future: Future
+    finish: Callable[[Any], None]  # takes the result, in the Searcher's own thread
+    groups: int  # that wait for their rewards
+    queued: float  # when it was last seen waiting for its thread
 
 
 class Searcher:
@@ -1549,8 +1511,7 @@ class Searcher:
         self.scoring: list[Scoring] = []  # under way
         self.outbox: deque[Group] = deque()
         self.pending_answers = 0  # to held-out prompts, still to be generated
-        shapes = {name: tensor.shape for name, tensor in self.reference_weights.items()}
-        self.receiver = WeightReceiver(config, spec, shapes)
+        self.receiver = WeightReceiver(config, spec, self.reference_weights)
         self.staged: ReceiveWeights | None = None  # weights that wait to be loaded
         self.started = time.perf_counter()
         self.last_beat = 0.0
@@ -1613,27 +1574,19 @@ class Searcher:
             self.engine.load_weights(weights.items())
             self.version = message.version
             probes = self.score_probes()
-        self.spec.send(Loaded(message.transfer, probes))
+        self.spec.send(Loaded(probes))
         if message.held_out:
             begin_evaluation(self, message)
         self.idle += time.perf_counter() - start
 
     def score_probes(self) -> list[np.ndarray]:
         """The engine's log-probabilities (T,) of the probes' responses, at temperature 1."""
-        sequences = []
-        starts = []
-        for prompt, responses in self.problem.probes():
-            for response in responses:
-                sequences.append(np.concatenate([prompt, response]))
-                starts.append(len(prompt) - 1)
-        scored = self.engine.prompt_logprobs(sequences)
-        return [logprobs[start:] for logprobs, start in zip(scored, starts, strict=True)]
+        pairs = [(prompt, y) for prompt, responses in self.problem.probes() for y in responses]
+        scored = self.engine.prompt_logprobs([np.concatenate(pair) for pair in pairs])
+        return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
 
     def begin_prompts(self) -> None:
-        """Keep the engine full, held-out prompts counted first.
-
-        None are begun while the queue is full, or too many responses wait for rewards.
-        """
+        """Keep the engine full, unless the queue is, or too many responses wait for rewards."""
         config = self.config
         S = config.searched_per_prompt
         waiting = len(self.unscored) + sum(job.groups for job in self.scoring)
@@ -1723,8 +1676,7 @@ class Searcher:
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
         compute = partial(task.checked_rewards, examples, texts, ended)
-        job = Scoring(compute, partial(self.take_rewards, groups), len(groups))
-        self.score(job, self.reward_threads)
+        self.score(compute, partial(self.take_rewards, groups), self.reward_threads, len(groups))
 
     def take_rewards(self, groups: list[Group], rewards: list[float]) -> None:
         """Complete groups with the rewards of all their trajectories, end to end."""
@@ -1733,22 +1685,28 @@ class Searcher:
             t.reward = reward
         self.outbox += groups
 
-    def score(self, job: Scoring, threads: ThreadPoolExecutor) -> None:
+    def score(
+        self, compute: Callable, finish: Callable, threads: ThreadPoolExecutor, groups: int = 0
+    ) -> None:
         """Have a thread make a call of the task, or make it here if the task has no threads."""
-        self.scoring.append(job)
         if self.problem.task.reward_threads:
-            job.future = threads.submit(job.run)
+            future = threads.submit(compute)
         else:
-            job.future.set_result(job.run())
+            future = Future()
+            future.set_result(compute())
+        self.scoring.append(Scoring(future, finish, groups, time.perf_counter()))
 
     def finish_scoring(self) -> None:
         """Use the results of the calls that returned. Raises what one raised, or TimeoutError."""
         limit = self.config.searcher_timeout
+        now = time.perf_counter()
         for job in list(self.scoring):
             if job.future.done():
                 self.scoring.remove(job)
                 job.finish(job.future.result())
-            elif time.perf_counter() - job.started > limit:
+            elif not job.future.running():
+                job.queued = now
+            elif now - job.queued > limit:
                 name = type(self.problem.task).__name__
                 raise TimeoutError(f"{name}: rewards took over {limit:g} s (--searcher_timeout)")
 
@@ -2539,7 +2497,7 @@ def vllm_can_run() -> bool:
 # Weights travel while both sides work. A sync's way, in the order in which things happen:
 #
 #   Trainer.note_what_is_due     it is due: every k steps, for an evaluation, for a new Searcher
-#   WeightSync.begin             the training thread copies the weights into a snapshot, scores the
+#   WeightSync.begin_if_due      the training thread copies the weights into a snapshot, scores the
 #                                probes, and trains on
 #   WeightSync.send              in a thread, from start to end: tell the members, form a process
 #                                group if they changed, broadcast
@@ -2574,16 +2532,15 @@ class FlatWeights:
 
     BUCKET = 2**26  # numbers that are broadcast at a time
 
-    def __init__(
-        self, shapes: dict[str, torch.Size], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        sizes = [shape.numel() for shape in shapes.values()]
+    def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        """Room for weights of the same names and shapes."""
+        sizes = [tensor.numel() for tensor in like.values()]
         # for Gloo, beside a GPU, it is in pinned host memory: copies are fast
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
         self.views: dict[str, Tensor] = {}
-        for (name, shape), part in zip(shapes.items(), self.flat.split(sizes), strict=True):
-            self.views[name] = part.view(shape)
+        for (name, tensor), part in zip(like.items(), self.flat.split(sizes), strict=True):
+            self.views[name] = part.view(tensor.shape)
         self.buckets = self.flat.split(self.BUCKET)
 
 
@@ -2645,6 +2602,18 @@ def abandon(group: Any) -> None:
         threading.Thread(target=group.abort, daemon=True).start()
 
 
+@dataclass
+class Transfer:
+    """Weights on their way to the members of a process group."""
+
+    version: int  # optimizer step of these weights
+    reference: bool  # they are the reference's, not the policy's
+    group: Any  # the process group; None: `send` forms it
+    deadline: float  # by which it is sent, and each member has answered
+    sending: Future | None = None
+    failure: str = ""  # why a member missed it
+
+
 class WeightSync:
     """The Trainer's end of weight syncs: at most one transfer is under way, beside training."""
 
@@ -2659,19 +2628,14 @@ class WeightSync:
         self.searchers = searchers
         self.evaluations = evaluations
         self.say = say
-        shapes = {name: tensor.shape for name, tensor in learner.weights.items()}
-        self.snapshot = FlatWeights(shapes, config.torch_dtype, searchers.meeting.device)
+        device = searchers.meeting.device
+        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, device)
         learner.snapshot = self.snapshot
-        self.thread = ThreadPoolExecutor(1)
-        self.sending: Future | None = None  # the transfer, until everything is sent
-        self.failure = ""  # of the latest transfer, until its group is given up
-        self.transfer = 0  # the number of the latest one
-        self.sent_version = -1  # what it carries: optimizer step of these weights
-        self.sent_reference = False  # they are the reference's, not the policy's
-        self.deadline = 0.0  # by which its members must have answered
+        self.transfer: Transfer | None = None  # until it is sent, and each member has answered
+        self.transfers = 0  # begun so far
         self.members: list[RunningSearcher] = []  # of the process group; rank 1 is the first
         self.group: Any = None
-        self.groups_formed = 0
+        self.group_name = ""
         self.due = True
         self.version = -1  # optimizer step of the policy's weights that were sent last
         self.probes: list[np.ndarray] = []  # the Trainer's log-probabilities of them at `version`
@@ -2685,136 +2649,129 @@ class WeightSync:
     @property
     def under_way(self) -> bool:
         """Whether weights travel, or wait to be loaded: the next would overwrite them."""
-        return self.sending is not None or any(s.settled < self.transfer for s in self.present())
-
-    def present(self) -> list[RunningSearcher]:
-        """Members of the group that have not ended since it was formed."""
-        return [s for s in self.members if s.ready]
+        return self.transfer is not None or any(s.ready and s.loading for s in self.members)
 
     def poll(self) -> None:
-        """Note the end of `send`; after the deadline kill members that have not answered."""
-        if self.sending and self.sending.done():
-            error = self.sending.exception()
-            if error:
-                self.failure = self.failure or first_line(error)
-            else:
-                self.group = self.sending.result()
-            self.sending = None
-        silent = [s for s in self.present() if s.answered < self.transfer]
-        if time.monotonic() > self.deadline and (silent or self.sending):
+        """End a transfer that everybody has answered, or that is late; kill silent members.
+
+        If it failed, the group is given up; the next sync, due at once, forms a new one.
+        """
+        transfer = self.transfer
+        if transfer is None:
+            return
+        silent = [s for s in self.members if s.ready and s.receiving]
+        answered = transfer.sending.done() and not silent
+        if not answered and time.monotonic() < transfer.deadline:
+            return
+        failure = transfer.failure
+        if not answered:
             names = [s.searcher for s in silent]
-            self.failure = f"too slow (--transfer_timeout); Searchers without an answer: {names}"
-            self.sending = None
-            self.thread = ThreadPoolExecutor(1)  # what the other one is stuck in may never end
-            for s in silent:
-                s.kill("did not answer in a weight transfer, and was killed")
-        elif self.failure and not (silent or self.sending):
-            self.give_up()
+            failure = f"too slow (--transfer_timeout); Searchers without an answer: {names}"
+        elif error := transfer.sending.exception():
+            failure = failure or first_line(error)
+        for s in silent:
+            s.kill("did not answer in a weight transfer, and was killed")
+        self.transfer = None
+        self.group = transfer.group
+        if failure:
+            self.say(f"warning: sending the weights of step {transfer.version} failed: {failure}")
+            abandon(self.group)
+            self.group = None
+            self.due = True
+
+    def may_begin(self, ready: list[RunningSearcher]) -> bool:
+        """Whether a sync may begin now with these Searchers."""
+        if self.under_way or not ready:
+            return False
+        if self.config.synchronous:
+            return len(ready) == self.config.num_searchers
+        # the first one waits for Searchers that load their models
+        return self.version >= 0 or all(s.ready or s.pending for s in self.searchers.running)
 
     def begin_if_due(self, step: int) -> bool:
-        """Begin the next sync; returns whether the policy's weights have begun to be sent."""
-        running = self.searchers.running
-        ready = [s for s in running if s.ready]
-        self.due |= any(s.version < 0 for s in ready)
-        complete = True
-        if self.config.synchronous:
-            complete = len(ready) == self.config.num_searchers
-        elif self.version < 0:  # the first one waits for Searchers that load their models
-            complete = all(s.ready or s.pending for s in running)
-        if not (self.due and ready and complete):
+        """Copy weights into the snapshot, and have a thread send it to all Searchers.
+
+        A transfer carries one kind of weights: a reference that has changed goes first. Returns
+        whether the policy's have begun to be sent.
+        """
+        ready = [s for s in self.searchers.running if s.ready]
+        self.due |= self.evaluations.due_at is not None or any(s.version < 0 for s in ready)
+        if not self.due or not self.may_begin(ready):
             return False
         start = time.perf_counter()
-        self.begin(ready, step)
-        self.seconds += time.perf_counter() - start
-        return not self.sent_reference
-
-    def begin(self, ready: list[RunningSearcher], step: int) -> None:
-        """Copy weights into the snapshot, and have the thread send it to these Searchers.
-
-        A transfer carries one kind of weights: a reference that has changed goes first.
-        """
-        self.transfer += 1
-        self.sent_reference = any(s.reference < self.reference_version for s in ready)
-        if self.sent_reference:
-            self.sent_version = self.reference_version
+        self.transfers += 1
+        held_out = {}  # prompts for each member to answer
+        version = step
+        reference = any(s.reference < self.reference_version for s in ready)
+        if reference:
+            version = self.reference_version
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
         else:
             self.learner.copy_weights()  # now the optimizer may change them
-            try:
-                self.probes = self.learner.score_probes()
-            except (RuntimeError, TypeError) as error:  # of a family that takes no such mask
-                if step > 0 or not self.config.pack:
-                    raise
-                raise RunEnded(f"packed rows fail; try --pack False: {first_line(error)}") from None
-            self.sent_version = step
+            self.probes = self.learner.score_probes()
             self.version = step
             self.due = False
+            held_out = self.evaluations.begin_if_due(self.transfers, step, ready)
         if self.snapshot.flat.is_cuda:
             torch.cuda.synchronize()  # another thread has another stream
         if self.group is None or ready != self.members:
             abandon(self.group)
             self.group = None
-            self.groups_formed += 1
-        self.members = ready
-        held_out = {}  # prompts for each member to answer
-        if not self.sent_reference:
-            held_out = self.evaluations.begin_if_due(self.transfer, step, ready)
-        self.deadline = time.monotonic() + 3 * self.config.transfer_timeout
-        self.sending = self.thread.submit(self.send, self.group, held_out)
+            self.group_name = f"weights {self.transfers}"
+            self.members = ready
+        deadline = time.monotonic() + 3 * self.config.transfer_timeout
+        self.transfer = Transfer(version, reference, self.group, deadline)
+        for s in ready:
+            s.receiving = self.transfer
+            s.loading = self.transfer
+        thread = ThreadPoolExecutor(1)  # of this transfer: what it is stuck in may never end
+        self.transfer.sending = thread.submit(self.send, self.transfer, held_out)
+        self.seconds += time.perf_counter() - start
+        return not reference
 
-    def send(self, group: Any, held_out: dict[RunningSearcher, list[int]]) -> Any:
-        """In the thread, from start to end; returns the process group. Raises what goes wrong."""
-        name = f"weights {self.groups_formed}"
+    def send(self, transfer: Transfer, held_out: dict[RunningSearcher, list[int]]) -> None:
+        """In the thread, from start to end. Raises what goes wrong."""
         size = len(self.members) + 1
         for rank, s in enumerate(self.members, 1):
             message = ReceiveWeights(
-                transfer=self.transfer,
-                version=self.sent_version,
-                reference=self.sent_reference,
+                transfer=self.transfers,
+                version=transfer.version,
+                reference=transfer.reference,
                 held_out=held_out.get(s, []),
-                group=name,
+                group=self.group_name,
                 rank=rank,
                 size=size,
             )
             s.commands.put(message)
-        if group is None:
-            group = form_group(self.config, self.searchers.meeting, name, 0, size)
-        broadcast(group, self.snapshot, self.config.transfer_timeout)
-        return group
+        if transfer.group is None:
+            meeting = self.searchers.meeting
+            transfer.group = form_group(self.config, meeting, self.group_name, 0, size)
+        broadcast(transfer.group, self.snapshot, self.config.transfer_timeout)
 
-    def give_up(self) -> None:
-        """Give the group up; the next sync, which is due at once, forms a new one."""
-        text = f"warning: sending the weights of step {self.sent_version} failed: {self.failure}"
-        self.say(text)
-        self.failure = ""
-        abandon(self.group)
-        self.group = None
-        self.due = True
-
-    def on_missed(self, s: RunningSearcher, message: Missed) -> None:
+    def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """A member did not receive the weights, whoever is at fault; it searches on without."""
-        s.answered = message.transfer
-        s.settled = message.transfer
+        s.receiving.failure = s.receiving.failure or f"Searcher {s.searcher}: {reason}"
+        s.receiving = None
+        s.loading = None
         s.missed += 1
-        if self.group is not None or self.sending is not None:
-            self.failure = self.failure or f"Searcher {s.searcher}: {message.reason}"
         if s.missed >= self.MOST_MISSED:
-            s.kill(f"missed {s.missed} weight transfers, and was killed: {message.reason}")
+            s.kill(f"missed {s.missed} weight transfers, and was killed: {reason}")
 
-    def on_loaded(self, s: RunningSearcher, message: Loaded) -> None:
+    def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
         """The one check of numbers: the engine's log-probabilities beside the Trainer's.
 
         Raises RunEnded if they differ: a transfer, the packing of rows, or an engine is wrong, or
         the policy is broken.
         """
-        s.settled = message.transfer
+        transfer = s.loading
+        s.loading = None
         s.missed = 0
-        if self.sent_reference:
-            s.reference = self.sent_version
+        if transfer.reference:
+            s.reference = transfer.version
             return
-        s.version = self.sent_version
-        gaps = [np.abs(a - b).max() for a, b in zip(message.probes, self.probes, strict=True)]
+        s.version = transfer.version
+        gaps = [np.abs(a - b).max() for a, b in zip(probes, self.probes, strict=True)]
         s.logprob_gap = float(np.max(gaps))
         if s.logprob_gap <= self.config.logprob_tolerance:  # it may be not a number
             return
@@ -2839,10 +2796,10 @@ class WeightSync:
 class WeightReceiver:
     """A Searcher's end: takes the Trainer's messages and receives weights, in a thread."""
 
-    def __init__(self, config: Config, spec: SearcherSpec, shapes: dict[str, torch.Size]) -> None:
+    def __init__(self, config: Config, spec: SearcherSpec, like: dict[str, Tensor]) -> None:
         self.config = config
         self.spec = spec
-        self.staging = FlatWeights(shapes, config.torch_dtype, spec.meeting.device)
+        self.staging = FlatWeights(like, config.torch_dtype, spec.meeting.device)
         self.inbox: queue.Queue = queue.Queue()  # messages for the main thread
         self.group: Any = None
         self.group_name = ""
@@ -2871,9 +2828,9 @@ class WeightReceiver:
             abandon(self.group)
             self.group = None
             self.group_name = ""
-            self.spec.send(Missed(message.transfer, first_line(error)))
+            self.spec.send(Missed(first_line(error)))
             return False
-        self.spec.send(Received(message.transfer))
+        self.spec.send(Received())
         return True
 
 
@@ -2922,20 +2879,16 @@ class Beat(NamedTuple):
 class Received(NamedTuple):
     """The weights are in the staging buffer."""
 
-    transfer: int
-
 
 class Missed(NamedTuple):
     """The weights did not arrive: forming the process group or the broadcast failed."""
 
-    transfer: int
     reason: str
 
 
 class Loaded(NamedTuple):
     """The weights are in use."""
 
-    transfer: int
     probes: list[np.ndarray]  # a policy's: the engine's log-probabilities of the probes
 
 
@@ -2982,8 +2935,8 @@ class RunningSearcher:
     ready: bool = False  # it has loaded its models, and has neither failed nor been killed
     version: int = -1  # of its weights
     reference: int = 0  # version of its reference
-    answered: int = 0  # number of the latest transfer that it received or missed
-    settled: int = 0  # of the latest that it loaded or missed
+    receiving: Transfer | None = None  # until it has received the weights, or missed them
+    loading: Transfer | None = None  # until it has loaded them, or missed them
     missed: int = 0  # transfers, in a row
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
@@ -3452,9 +3405,8 @@ class Evaluations:
         self.due_at: int | None = saved.get("to_evaluate", 0)
         self.under_way: dict[int, Evaluation] = {}  # by the number of the transfer
 
-    @property
     def idle(self) -> bool:
-        """No evaluation is due or under way."""
+        """Whether no evaluation is due or under way."""
         return self.due_at is None and not self.under_way
 
     def begin_if_due(
@@ -3472,12 +3424,12 @@ class Evaluations:
         self.under_way[transfer] = Evaluation(version, pending)
         return rows
 
-    def lose(self, s: RunningSearcher) -> bool:
-        """Drop the evaluations that a lost Searcher leaves incomplete; whether one is due again."""
-        lost = [number for number, own in self.under_way.items() if own.pending.get(s)]
-        for number in lost:
-            self.due_at = self.under_way.pop(number).version
-        return bool(lost)
+    def lose(self, s: RunningSearcher) -> None:
+        """Drop the evaluations that a lost Searcher leaves incomplete; one is due again."""
+        for number, evaluation in list(self.under_way.items()):
+            if evaluation.pending.get(s):
+                self.due_at = evaluation.version
+                del self.under_way[number]
 
     def on_records(self, s: RunningSearcher, message: Evaluated) -> None:
         """Add records; after the last ones write the evaluation."""
@@ -3561,8 +3513,7 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
         searcher.spec.send(Evaluated(answers[0].request.id[0], by_position))
 
     examples = [task.held_out[row] for row in rows]
-    job = Scoring(partial(task.evaluate, examples, texts, ended), send)
-    searcher.score(job, searcher.judge_thread)
+    searcher.score(partial(task.evaluate, examples, texts, ended), send, searcher.judge_thread)
 
 
 def add_logprobs(searcher: Searcher, records: list[dict], answers: list[Completion]) -> None:
@@ -4121,8 +4072,7 @@ class StepLog:
         config = trainer.config
         if self.arrived:
             self.note_arrivals()
-        phases = ("pack_seconds", "forward_backward_seconds", "optimizer_seconds")
-        seconds = sum(measured[name] for name in phases)
+        seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
         waited = self.waited["generation"] if self.last_step_end else 0.0

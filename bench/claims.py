@@ -399,18 +399,19 @@ class SimulatedSearchers(tba.SearcherProcesses):
         """Load the Searchers."""
         self.groups = tba.ManagerQueue()
         self.messages = tba.ManagerQueue()
-        self.port = 0  # of no store
+        self.meeting = tba.MeetingPoint("127.0.0.1", 0, nccl=False)
         self.problem.task.reward_threads = 0  # rewards are computed at once
         self.loaded: list[tba.Searcher] = []
         for i, slot in enumerate(self.slots):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, first=i, arrived=set(), nccl=False, port=0, shared=None,
+                searcher=i, start=i + 1, first=i, arrived=set(), meeting=self.meeting, shared=None,
                 commands=commands, groups=tba.ManagerQueue(), messages=self.messages,
             )  # fmt: skip
             searcher = tba.Searcher(self.config, self.problem, spec)
             self.loaded.append(searcher)
-            slot.running = tba.RunningSearcher(i, spec.start, None, commands, 0.0, ready=True)
+            slot.running = tba.RunningSearcher(i, None, commands, seen=0.0, ready=True)
+            self.by_start[spec.start] = slot.running
 
     def failed(self) -> list:
         return []
@@ -483,8 +484,8 @@ class SimulatedTrainer(tba.Trainer):
 
     def listen(self) -> None:
         super().listen()
-        if self.sync.sending:
-            self.sync.sending.result()
+        if self.sync.transfer:
+            self.sync.transfer.sending.result()
         self.searchers.work()
 
     def wait_for(self, what: str, poll: Callable[[], object]) -> object:

@@ -161,13 +161,12 @@ def main() -> None:
         for seconds in of_trl:
             print(f"TRL, {name}: a step takes {of_packed / seconds:.2f} of one of TRL's")
 
-    shapes = {name: tensor.shape for name, tensor in packed.weights.items()}
-    packed.snapshot = tba.FlatWeights(shapes, torch.float32, torch.device("cpu"))
+    packed.snapshot = tba.FlatWeights(packed.weights, torch.float32, torch.device("cpu"))
     own = torch.cat([tensor.flatten() for tensor in packed.weights.values()]).detach()
     other = torch.empty_like(own)
 
     def sync() -> None:
-        """What `WeightSync.begin` does in the training thread."""
+        """What `WeightSync.begin_if_due` does in the training thread."""
         packed.copy_weights()
         packed.score_probes()
 

@@ -66,7 +66,7 @@ def test_probes_are_exact_or_the_check_shows_that_they_are_not(family, tmp_path)
     policy.row_tokens = policy.ROW_TOKENS
     if family in PACKED:
         assert gap() < 1e-3
-    elif family == "Mamba":  # it takes no such mask: the first sync names --pack False
+    elif family == "Mamba":  # it takes no such mask: --pack False
         with pytest.raises(RuntimeError):
             gap()
     else:

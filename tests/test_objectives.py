@@ -413,7 +413,7 @@ def test_gradient_is_exact_for_any_micro_batches(gsm8k, tmp_path, budget, varian
     )  # fmt: skip
     learner.policy.CHUNK = 37
     groups = random_groups(learner.problem, 3, 6)
-    measured, tokens, _ = learner.backward(groups, tba.at_step(learner.config, 0), 5)
+    measured = learner.backward(groups, tba.at_step(learner.config, 0), 5)
 
     exact = tba.load_model(learner.config, learner.config.model, torch.float64, CPU)
     logprobs, ref_logprobs, rewards, entropy = [], [], [], 0.0
@@ -429,7 +429,7 @@ def test_gradient_is_exact_for_any_micro_batches(gsm8k, tmp_path, budget, varian
         torch.stack(logprobs).view(3, 6), tensor(ref_logprobs), tensor(rewards), 0.5, 1.0
     )
     expected.backward()
-    assert tokens == sum(len(t.tokens) for group in groups for t in group)
+    tokens = sum(len(t.tokens) for group in groups for t in group)
     assert measured["loss"].item() == pytest.approx(expected.item(), rel=1e-4)
     assert measured["log_z"].item() == pytest.approx(np.mean(log_zs), rel=1e-4)
     assert measured["entropy"].item() == pytest.approx(entropy / tokens, rel=1e-4)
@@ -458,7 +458,7 @@ def test_metrics_are_of_the_whole_batch_whatever_the_micro_batches(gsm8k, tmp_pa
         learner = learner_of(gsm8k, tmp_path / str(i), **flags)
         groups = random_groups(learner.problem, 3, 6)
         groups[1][2].version = 2
-        measured, *_ = learner.backward(groups, tba.at_step(learner.config, 0), 9)
+        measured = learner.backward(groups, tba.at_step(learner.config, 0), 9)
         metrics.append({name: value.item() for name, value in measured.items()})
         gradients.append([p.grad for p in learner.model.parameters()])
     assert metrics[0]["oldest_times_prompts"] == 27
@@ -484,7 +484,7 @@ def test_a_token_that_was_not_sampled_has_the_ratio_1(gsm8k, tmp_path):
             t.logprobs = logprobs.copy()
             if len(logprobs) % 2:
                 t.logprobs[-1] = tba.NOT_SAMPLED
-        measured, *_ = learner.backward(groups, tba.at_step(learner.config, 0), 0)
+        measured = learner.backward(groups, tba.at_step(learner.config, 0), 0)
         assert measured["effective_sample_size"].item() == pytest.approx(1, abs=1e-4)
         gradients.append(torch.cat([p.grad.flatten() for p in learner.model.parameters()]))
     assert torch.cosine_similarity(*gradients, 0) > 0.9999
@@ -505,7 +505,7 @@ def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_lo
     assert torch.equal(learner.log_z[ids], after_first[ids])  # momentum does not move them
     weights = [p.detach().clone() for p in learner.model.parameters()]
     groups[0][0].reward = math.nan
-    metrics, _ = learner.step(groups, now, 2)
+    metrics = learner.step(groups, now, 2)
     assert not tba.is_finite(metrics)
     for old, new in zip(weights, learner.model.parameters(), strict=True):
         assert torch.equal(old, new)

@@ -18,7 +18,7 @@ import tba
 
 METRICS = set(
     "step episode seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
-    "pack_seconds forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
+    "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
     "recent_fraction buffer_prompts buffer_trajectories queue_depth version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
@@ -28,7 +28,7 @@ OF_TIME = {
     "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second", "queue_depth",
     "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds", "wait_seconds",
     "replay_ratio",
-    "pack_seconds", "forward_backward_seconds", "optimizer_seconds",
+    "forward_backward_seconds", "optimizer_seconds",
 }  # fmt: skip
 
 
