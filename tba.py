@@ -3252,7 +3252,7 @@ class Evaluations:
         if self.due_at is None or version < self.due_at:
             return {}
         n = len(self.problem.held_out)
-        if version < self.config.steps:
+        if version < self.config.steps:  # after the last step all are answered
             n = min(n, self.config.eval_samples or n)
         rows = {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
         pending = {s: len(own) * self.config.eval_responses for s, own in rows.items()}
@@ -3280,25 +3280,20 @@ class Evaluations:
             self.summarize(evaluation)
 
     def summarize(self, evaluation: Evaluation) -> None:
-        """Write the task's metrics of the records: of --eval_samples, at the end of all too."""
+        """Write the task's metrics of the records, and the first few answers as text."""
         n = self.config.eval_responses
         version = evaluation.version
-        whole = [evaluation.records[place] for place in sorted(evaluation.records)]
-        for place, record in enumerate(whole):
+        records = [evaluation.records[place] for place in sorted(evaluation.records)]
+        for place, record in enumerate(records):
             if "answer" in record:
                 prompt = self.problem.text(self.problem.held_out[place // n])
                 self.folder.write_answer(version, prompt, record.pop("answer"))
-        subset = whole[: n * self.config.eval_samples or None]
-        parts = {"held_out": subset}
-        if len(subset) < len(whole):
-            parts["held_out_whole"] = whole
-        for split, part in parts.items():
-            metrics = self.problem.task.summarize([dict(record) for record in part])
-            if n > 1 and "accuracy" in metrics:  # share of prompts that some response solves
-                solved = np.array([record["accuracy"] for record in part]).reshape(-1, n).max(1)
-                metrics[f"pass@{n}"] = float(solved.mean())
-            head = {"step": version, "version": version, "split": split}
-            self.folder.write_evaluation(head | {"n": len(part) // n} | metrics)
+        metrics = self.problem.task.summarize(records)
+        if n > 1 and "accuracy" in metrics:  # share of prompts that some response solves
+            solved = np.array([record["accuracy"] for record in records]).reshape(-1, n).max(1)
+            metrics[f"pass@{n}"] = float(solved.mean())
+        head = {"step": version, "version": version, "split": "held_out", "n": len(records) // n}
+        self.folder.write_evaluation(head | metrics)
 
 
 # A Searcher's end of evaluations: it answers held-out prompts, and judges the answers.
@@ -3845,7 +3840,6 @@ class RunFolder:
             "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
         }
         evaluations = list(self.evaluations)  # another thread may add one
-        evaluations = [record for record in evaluations if record["split"] == "held_out"]
         names = self.metrics_of(evaluations[0]) if evaluations else ()
         columns = math.ceil((len(panels) + len(names)) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
@@ -3875,7 +3869,7 @@ class RunFolder:
         """What is printed at the end of a run: metrics before and after, and where curves are."""
         lines = []
         first = self.metrics_of(self.evaluations[0])
-        last = self.evaluations[-1]  # of all held-out prompts, also if --eval_samples are fewer
+        last = self.evaluations[-1]
         for name, before in first.items():
             text = f"{before:.4g} before -> {last.get(name, math.nan):.4g} after"
             lines.append(f"{name}: {text} {last['step']} steps")
