@@ -178,7 +178,7 @@ class Config:
 
     plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
     eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
-    output_dir: str = flag("", "Folder of the run; default: runs/TASK-DATE-TIME.")
+    output_dir: str = flag("", "Folder of the run; default: runs/TASK-DATE-TIME-PROCESS.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
     seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
 
@@ -909,11 +909,7 @@ class Task:
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
         """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
         name = f"{type(self).__name__}.rewards"
-        try:
-            given = np.asarray(self.rewards(examples, responses, ended), np.float32)
-        except Exception as error:
-            error.add_note(f"in {name} of {len(responses)} responses, the first to {examples[0]!r}")
-            raise
+        given = np.asarray(self.rewards(examples, responses, ended), np.float32)
         if given.shape != (len(responses),):
             raise ValueError(f"{name}: an array {given.shape} for {len(responses)} responses")
         for i in np.flatnonzero(~np.isfinite(given)):
@@ -1003,7 +999,8 @@ class Trainer:
         self.evaluations = Evaluations(config, problem, folder, saved)
         self.buffer = type(problem.task).buffer(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
-        self.checkpoints = CheckpointWriter(problem, folder)
+        self.writer = ThreadPoolExecutor(1)  # writes checkpoints beside training
+        self.writing: Future | None = None
         self.learner: Learner | None = None  # policy and optimizer; loaded beside the Searchers
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
@@ -1038,7 +1035,7 @@ class Trainer:
         self.finish_evaluations()
         if self.step:
             save(self)
-            self.checkpoints.finish()
+            finish_saving(self)
 
     def run_asynchronous(self) -> None:
         """Neither side waits for the other, but for the Trainer where data are scarce."""
@@ -1085,7 +1082,7 @@ class Trainer:
             batch = self.arrived[:n]
             self.arrived = self.arrived[n:]
             groups = [group.trajectories for group in batch]
-            self.log.arrived = [t for group in groups for t in group]
+            self.log.arrived = batch
             if n < config.prompts_per_step:
                 self.store(batch)
                 used = {group.prompt_id for group in batch}
@@ -1173,10 +1170,8 @@ class Trainer:
                     s.traceback = text.strip()
                     s.ready = False
         self.arrived += groups
-        for group in groups:
-            self.log.arrived += group.trajectories
-            self.received += len(group.trajectories)
-        self.log.groups_arrived += len(groups)
+        self.log.arrived += groups
+        self.received += sum(len(group.trajectories) for group in groups)
         self.log.queue_depth = max(self.log.queue_depth, len(groups))
 
     def store_arrived(self) -> None:
@@ -3329,9 +3324,9 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
     rows = [done.request.id[1] for done in answers for _ in range(n)]
     texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
     ended = np.concatenate([done.ended for done in answers])
-    logprobs: list[dict] = [{} for _ in rows]
-    if task.wants_logprobs:  # of the reference of this moment, too
-        add_logprobs(searcher, logprobs, answers)
+    logprobs: list[dict] = [{}] * len(rows)
+    if task.wants_logprobs:  # before the reference changes
+        logprobs = answer_logprobs(searcher, answers)
     searcher.pending_answers -= len(rows)
 
     def send(records: list[dict]) -> None:
@@ -3348,21 +3343,26 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
     searcher.score(job, searcher.judge_thread)
 
 
-def add_logprobs(searcher: Searcher, records: list[dict], answers: list[Completion]) -> None:
-    """Add the log-probabilities of answers under the policy and the reference to their records.
+def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]:
+    """Of each answer log pi_ref, the KL of the policy to the reference, and lengths in tokens.
 
-    Both are at the temperature at which the engine's log-probabilities are: 1 where greedy.
+    Both policies have the temperature of the engine's log-probabilities: 1 if greedy.
     """
     groups = [(done.request.prompt, done.tokens) for done in answers]
     temperature = 1.0 if answers[0].request.greedy else searcher.config.temperature
-    by_reference = token_logprobs(searcher.reference, groups, searcher.config, temperature)
-    by_policy = [logprobs for done in answers for logprobs in done.logprobs]
-    prompts = [done.request.prompt for done in answers for _ in done.tokens]
-    for i, record in enumerate(records):
-        record["ref_logprob"] = float(by_reference[i].sum())
-        record["kl"] = float(by_policy[i].sum()) - record["ref_logprob"]
-        record["tokens"] = len(by_policy[i])
-        record["prompt_tokens"] = len(prompts[i])
+    by_reference = iter(token_logprobs(searcher.reference, groups, searcher.config, temperature))
+    found = []
+    for done in answers:
+        for logprobs in done.logprobs:
+            ref_logprob = float(next(by_reference).sum())
+            record = {
+                "ref_logprob": ref_logprob,
+                "kl": float(logprobs.sum()) - ref_logprob,
+                "tokens": len(logprobs),
+                "prompt_tokens": len(done.request.prompt),
+            }
+            found.append(record)
+    return found
 
 
 # ================================================================================ 14. Checkpoints
@@ -3384,15 +3384,13 @@ def save(trainer: Trainer) -> None:
         return
     if not trainer.config.synchronous:  # where groups wait to be trained on as they are
         trainer.store_arrived()
+    finish_saving(trainer)
     evaluations = trainer.evaluations
     to_evaluate = [own.version for own in evaluations.under_way.values()]
     state = trainer.learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
-        "arrived": [g.index for g in trainer.arrived],
-        "arrived_rows": trajectories_to_tensors(
-            [t for g in trainer.arrived for t in g.trajectories]
-        ),
+        "arrived": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.arrived},
         "first_missing": trainer.searchers.first_missing,
         "places_arrived": sorted(trainer.searchers.arrived),
         "evaluated": evaluations.done_at,
@@ -3406,55 +3404,42 @@ def save(trainer: Trainer) -> None:
         "lockstep": lockstep_batch(trainer.config),
     }
     weights = trainer.learner.saved_weights()
-    trainer.checkpoints.begin(trainer.learner.model, weights, state)
+    trainer.writing = trainer.writer.submit(write_checkpoint, trainer, weights, state)
 
 
 def restore(trainer: Trainer) -> None:
-    """Take up what was saved, if anything was, but for what the constructors have taken up."""
+    """Restore what was saved, if anything was, except for what the constructors restored."""
     saved = trainer.saved
     if saved:
         trainer.buffer.restore(saved["buffer"])
-        rows = trajectories_from_tensors(saved["arrived_rows"])
-        for i, index in enumerate(saved["arrived"]):
-            S = trainer.config.searched_per_prompt
-            trainer.arrived.append(Group(index, rows[i * S : (i + 1) * S]))
+        for index, tensors in saved["arrived"].items():
+            trainer.arrived.append(Group(index, trajectories_from_tensors(tensors)))
         trainer.rule.memory = saved["memory"]
         trainer.sync.reference = saved["reference"] or trainer.sync.reference
         trainer.sync.reference_version = saved["reference_version"]
 
 
-class CheckpointWriter:
-    """Writes checkpoints in a thread, one at a time, beside training."""
+CHECKPOINTS_KEPT = 2  # the newest ones
 
-    KEPT = 2  # the newest ones
 
-    def __init__(self, problem: Problem, folder: RunFolder) -> None:
-        self.problem = problem
-        self.folder = folder
-        self.thread = ThreadPoolExecutor(1)
-        self.writing: Future | None = None
+def write_checkpoint(trainer: Trainer, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """In a thread: write checkpoint-STEP, remove older ones, and draw the curves."""
+    folder = trainer.folder
+    path = folder.path / f"checkpoint-{state['step']}"
+    with new_folder(path) as new:
+        save_model(trainer.learner.model, weights, trainer.problem, new)
+        torch.save(state, new / "trainer.pt")
+    folder.say(f"checkpoint: {path} (resume with --resume {folder.path})")
+    for surplus in checkpoints(folder.path)[CHECKPOINTS_KEPT:]:
+        shutil.rmtree(surplus)
+    folder.draw_curves()
 
-    def begin(self, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Have the thread write what was copied; wait for the checkpoint before."""
-        self.finish()
-        self.writing = self.thread.submit(self.write, model, weights, state)
 
-    def write(self, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """In the thread: write checkpoint-STEP, remove older ones, and draw the curves."""
-        path = self.folder.path / f"checkpoint-{state['step']}"
-        with new_folder(path) as new:
-            save_model(model, weights, self.problem, new)
-            torch.save(state, new / "trainer.pt")
-        self.folder.say(f"checkpoint: {path} (go on with --resume {self.folder.path})")
-        for surplus in checkpoints(self.folder.path)[self.KEPT :]:
-            shutil.rmtree(surplus)
-        self.folder.draw_curves()
-
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if one is. Raises what went wrong."""
-        if self.writing:
-            self.writing.result()
-            self.writing = None
+def finish_saving(trainer: Trainer) -> None:
+    """Wait for the checkpoint that is being written, if any. Raises what went wrong."""
+    if trainer.writing:
+        trainer.writing.result()
+        trainer.writing = None
 
 
 def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -> None:
@@ -3725,10 +3710,15 @@ class RunFolder:
     """The run's folder: its configuration, metrics, evaluations, sampled texts and curves."""
 
     HEAD = ("step", "version", "split", "n")  # what a record of an evaluation begins with
-    CURVES = (
-        "step", "reward", "loss", "kl", "staleness_mean", "staleness_max", "trainer_busy",
-        "searcher_busy", "train_tokens_per_second", "generated_tokens_per_second",
-    )  # fmt: skip
+    # what curves.png shows of optimizer steps: title -> metrics
+    PANELS: ClassVar = {
+        "reward": ["reward"],
+        "loss": ["loss"],
+        "KL of the generating policy to the reference, nats": ["kl"],
+        "staleness, optimizer steps": ["staleness_mean", "staleness_max"],
+        "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
+        "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
+    }
     MOST_POINTS = 1000  # of a curve; more are averaged
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
@@ -3753,7 +3743,8 @@ class RunFolder:
             self.cut_file("completions.jsonl", saved["step"])
             evaluated = saved["evaluated"]
             self.evaluations = self.cut_file("eval.jsonl", -1 if evaluated is None else evaluated)
-        self.curves: dict[str, list[float]] = {name: [] for name in self.CURVES}
+        drawn = ("step", *itertools.chain(*self.PANELS.values()))
+        self.curves: dict[str, list[float]] = {name: [] for name in drawn}
         for metrics in read_lines(self.path / "metrics.jsonl"):
             self.add_to_curves(metrics)
         options = {"total": config.steps, "initial": saved.get("step", 0)}
@@ -3831,38 +3822,32 @@ class RunFolder:
         """Draw curves.png: metrics of steps, averaged where they are many, and evaluations."""
         from matplotlib.figure import Figure  # no global state, no display
 
-        panels = {
-            "reward": ["reward"],
-            "loss": ["loss"],
-            "KL of the generating policy to the reference, nats": ["kl"],
-            "staleness, optimizer steps": ["staleness_mean", "staleness_max"],
-            "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
-            "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
-        }
-        evaluations = list(self.evaluations)  # another thread may add one
-        names = self.metrics_of(evaluations[0]) if evaluations else ()
-        columns = math.ceil((len(panels) + len(names)) / 2)
+        evaluations = list(self.evaluations)
+        held_out = list(self.metrics_of(evaluations[0])) if evaluations else []
+        columns = math.ceil((len(self.PANELS) + len(held_out)) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        steps = len(self.curves["step"])
-        starts = np.unique(np.linspace(0, steps, self.MOST_POINTS, endpoint=False, dtype=int))
+        axes = figure.subplots(2, columns).flatten()
+        steps = min(map(len, self.curves.values()))  # another thread may add one
+        stride = steps // self.MOST_POINTS + 1
         means = {}
         for name, values in self.curves.items():
-            sums = np.add.reduceat(np.array(values[:steps], float), starts) if steps else []
-            means[name] = sums / np.diff(starts, append=steps)
-        for i, (title, drawn) in enumerate([*panels.items(), *((name, [name]) for name in names)]):
-            axes = figure.add_subplot(2, columns, i + 1, xlabel="optimizer step")
-            axes.set_title(title if title in panels else f"held out: {title}", fontsize=10)
-            for name in drawn:
-                if title in panels:
-                    axes.plot(means["step"], means[name], lw=1, label=name)
-                else:
-                    values = [record.get(name, math.nan) for record in evaluations]
-                    axes.plot([record["step"] for record in evaluations], values, "o-", lw=1)
-            axes.locator_params("x", integer=True)
-            axes.grid(alpha=0.3)
-            if len(drawn) > 1:
-                axes.set_ylim(bottom=0)
-                axes.legend(fontsize=8)
+            means[name] = [np.mean(values[i : i + stride]) for i in range(0, steps, stride)]
+        for panel, (title, names) in zip(axes, self.PANELS.items(), strict=False):
+            panel.set_title(title, fontsize=10)
+            for name in names:
+                panel.plot(means["step"], means[name], lw=1, label=name)
+            if len(names) > 1:
+                panel.set_ylim(bottom=0)
+                panel.legend(fontsize=8)
+        for panel, name in zip(axes[len(self.PANELS) :], held_out, strict=False):
+            panel.set_title(f"held out: {name}", fontsize=10)
+            values = [record.get(name, math.nan) for record in evaluations]
+            panel.plot([record["step"] for record in evaluations], values, "o-", lw=1)
+        for panel in axes:
+            panel.set_xlabel("optimizer step")
+            panel.locator_params("x", integer=True)
+            panel.grid(alpha=0.3)
+            panel.set_visible(panel.has_data())  # the last place may be empty
         figure.savefig(self.path / "curves.png", dpi=110)
 
     def summary(self) -> str:
@@ -3887,10 +3872,9 @@ class StepLog:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.arrived: list[Trajectory] = []  # since the last step
+        self.arrived: list[Group] = []  # since the last step
         # means over what arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.groups_arrived = 0  # since the last step
         self.queue_depth = 0  # the most groups found on the queue since the last step
         self.waited: Counter[str] = Counter()  # seconds since the last step, by what for
         self.last_step_end = 0.0
@@ -3908,7 +3892,7 @@ class StepLog:
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
         waited = self.waited["generation"] if self.last_step_end else 0.0
-        self.recent.append((trained, self.groups_arrived, wall, waited))
+        self.recent.append((trained, len(self.arrived), wall, waited))
         of_recent = np.sum(self.recent, 0)
         running = trainer.searchers.running
         rates = [s.rates() for s in running]
@@ -3938,25 +3922,25 @@ class StepLog:
         trainer.folder.write_metrics(metrics, of_recent[3] / of_recent[2])
         self.last_step_end = now
         self.arrived = []
-        self.groups_arrived = 0
         self.queue_depth = 0
         self.waited.clear()
         trainer.sync.seconds = 0.0
 
     def note_arrivals(self) -> None:
         """Means over the trajectories that arrived; the last of them goes to completions.jsonl."""
-        nominal = [t for t in self.arrived if not t.explored]  # sampled at --temperature
+        rows = [t for group in self.arrived for t in group.trajectories]
         kl = []  # of the policy that generated, over the tokens that it sampled
-        for t in nominal:
-            sampled = t.logprobs != NOT_SAMPLED
-            kl.append((t.logprobs - t.ref_logprobs)[sampled].sum())
+        for t in rows:
+            if not t.explored:  # sampled at --temperature
+                sampled = t.logprobs != NOT_SAMPLED
+                kl.append((t.logprobs - t.ref_logprobs)[sampled].sum())
         self.means = {
-            "reward": float(np.mean([t.reward for t in self.arrived])),
+            "reward": float(np.mean([t.reward for t in rows])),
             "kl": float(np.mean(kl)) if kl else math.nan,
-            "response_length": float(np.mean([len(t.tokens) for t in self.arrived])),
-            "eos_fraction": float(np.mean([t.ended for t in self.arrived])),
+            "response_length": float(np.mean([len(t.tokens) for t in rows])),
+            "eos_fraction": float(np.mean([t.ended for t in rows])),
         }
-        t = self.arrived[-1]
+        t = rows[-1]
         problem = self.trainer.problem
         record = {
             "step": self.trainer.step,
@@ -4037,8 +4021,9 @@ def resolve(config: Config) -> None:
 
     `as_given` keeps the settings as they were before that: a resumed run resolves them anew.
     """
-    if config.output_dir:
-        config.output_dir = os.path.abspath(config.output_dir)
+    # the process's number: of two runs that start in the same second each has its own folder
+    default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
+    config.output_dir = os.path.abspath(config.output_dir or default)
     for name, value in vars(config).items():
         named = name.endswith(("model", "tokenizer", "data", "prompts", "dataset", "plugin"))
         if named and isinstance(value, str) and os.path.exists(value):
@@ -4109,12 +4094,9 @@ def check_range(config: Config, f: dataclasses.Field) -> None:
 def claim_folder(config: Config) -> None:
     """Make the run's folder, and lock it for as long as this process lives. Raises InputError."""
     name = "resume" if config.resume else "output_dir"
+    folder = Path(config.output_dir)
     try:
-        if config.output_dir:
-            Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-        else:
-            config.output_dir = str(default_folder(config.task))
-        folder = Path(config.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -4123,16 +4105,6 @@ def claim_folder(config: Config) -> None:
         config.require(False, name, f"{error.strerror}; name another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
     config.require(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
-
-
-def default_folder(task: str) -> Path:
-    """Make runs/TASK-DATE-TIME, or with a number behind it if another run has that folder."""
-    stem = Path(time.strftime(f"runs/{task}-%Y%m%d-%H%M%S")).absolute()
-    for number in itertools.count(1):
-        folder = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
 
 
 def quiet_libraries() -> None:
@@ -4224,7 +4196,7 @@ def save_what_is_left(trainer: Trainer) -> None:
     exact = not trainer.config.lag or trainer.searches_are_done()  # or it could not be repeated
     if trainer.learner and trainer.step and exact:
         save(trainer)
-    trainer.checkpoints.finish()
+    finish_saving(trainer)
 
 
 def finish(trainer: Trainer) -> None:
