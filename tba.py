@@ -1035,7 +1035,6 @@ class Trainer:
         self.finish_evaluations()
         if self.step:
             save(self)
-            finish_saving(self)
 
     def run_asynchronous(self) -> None:
         """Neither side waits for the other, but for the Trainer where data are scarce."""
@@ -1172,7 +1171,6 @@ class Trainer:
         self.arrived += groups
         self.log.arrived += groups
         self.received += sum(len(group.trajectories) for group in groups)
-        self.log.queue_depth = max(self.log.queue_depth, len(groups))
 
     def store_arrived(self) -> None:
         """Put the groups that arrived into the replay buffer."""
@@ -3454,15 +3452,11 @@ def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, beside the place `path` that it then takes: what has its name is whole."""
+    """A folder to fill, which is renamed to `path` once it is complete."""
     new = path.with_name(f".{path.name}")
     shutil.rmtree(new, ignore_errors=True)  # of a run that was killed while it wrote
     new.mkdir()
     yield new
-    for file in (*new.iterdir(), new):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
     old = path.with_name(f".{path.name}.old")
     if path.exists():
         path.rename(old)
@@ -3475,10 +3469,8 @@ def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]
     tensors = {"lengths": torch.tensor([len(t.tokens) for t in trajectories])}
     for name in Trajectory.__slots__:
         values = [getattr(t, name) for t in trajectories]
-        if name in Trajectory.BY_TOKEN and trajectories:
-            tensors[name] = torch.from_numpy(np.concatenate(values))
-        else:
-            tensors[name] = torch.from_numpy(np.array(values))
+        by_token = trajectories and name in Trajectory.BY_TOKEN
+        tensors[name] = torch.from_numpy(np.concatenate(values) if by_token else np.array(values))
     return tensors
 
 
@@ -3875,7 +3867,6 @@ class StepLog:
         self.arrived: list[Group] = []  # since the last step
         # means over what arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.queue_depth = 0  # the most groups found on the queue since the last step
         self.waited: Counter[str] = Counter()  # seconds since the last step, by what for
         self.last_step_end = 0.0
         # of recent steps: groups trained on, groups arrived, seconds, of these waiting for groups
@@ -3884,7 +3875,6 @@ class StepLog:
     def write(self, measured: dict[str, float], trained: int, tokens: int) -> None:
         """Log a step on so many groups and response tokens, and a sampled response."""
         trainer = self.trainer
-        config = trainer.config
         if self.arrived:
             self.note_arrivals()
         phases = ("pack_seconds", "forward_backward_seconds", "optimizer_seconds")
@@ -3896,11 +3886,8 @@ class StepLog:
         of_recent = np.sum(self.recent, 0)
         running = trainer.searchers.running
         rates = [s.rates() for s in running]
-        if torch.cuda.is_available():
-            measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         metrics = {
             "step": trainer.step,
-            "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
             "seconds": time.perf_counter() - trainer.folder.start,
             **self.means,
             **measured,
@@ -3910,7 +3897,6 @@ class StepLog:
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
             "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
-            "queue_depth": self.queue_depth,
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),
@@ -3922,7 +3908,6 @@ class StepLog:
         trainer.folder.write_metrics(metrics, of_recent[3] / of_recent[2])
         self.last_step_end = now
         self.arrived = []
-        self.queue_depth = 0
         self.waited.clear()
         trainer.sync.seconds = 0.0
 
@@ -4163,7 +4148,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(trainer: Trainer) -> int:
-    """Train, and end cleanly whatever happens; returns the exit code."""
+    """Train, save the last step, and stop the Searchers whatever happens; returns the exit code."""
     folder = trainer.folder
     stop_at_signals(trainer)
     code = 1
@@ -4178,10 +4163,12 @@ def run(trainer: Trainer) -> int:
         folder.say(traceback.format_exc())
         if trainer.ranks.size > 1:  # the other ranks may wait within a collective operation
             trainer.learner = None
+    exact = not trainer.config.lag or trainer.searches_are_done()  # or it could not be repeated
     try:
-        if code:
-            save_what_is_left(trainer)
-        else:
+        if code and trainer.learner and trainer.step and exact:
+            save(trainer)
+        finish_saving(trainer)
+        if code == 0:
             finish(trainer)
     finally:
         folder.bar.close()
@@ -4189,14 +4176,6 @@ def run(trainer: Trainer) -> int:
         if folder.accelerator:
             folder.accelerator.end_training()
     return code
-
-
-def save_what_is_left(trainer: Trainer) -> None:
-    """At an early end save the last step, and finish the checkpoint that is being written."""
-    exact = not trainer.config.lag or trainer.searches_are_done()  # or it could not be repeated
-    if trainer.learner and trainer.step and exact:
-        save(trainer)
-    finish_saving(trainer)
 
 
 def finish(trainer: Trainer) -> None:
@@ -4296,6 +4275,8 @@ class TextModel:
             "next": transformers.AutoModelForCausalLM,
             "sentence": transformers.AutoModel,
         }
+        if config.dtype == "bfloat16":  # TF32 changes scores by about 1e-3; vLLM has turned it off
+            torch.set_float32_matmul_precision("high")
         # scores in bfloat16 would have steps of 0.03, which are multiplied by 1 / beta
         dtype = config.torch_dtype if kind == "next" else torch.float32
         load = partial(loaders[kind].from_pretrained, dtype=dtype, device_map={"": device})
@@ -4316,11 +4297,7 @@ class TextModel:
         """Vectors (N, ...) of N texts, on the CPU; equal texts have equal ones, to the last bit."""
         different = sorted(dict.fromkeys(texts), key=len)
         starts = range(0, len(different), self.BATCH)
-        # TF32, for speed, changes scores by about 1e-3; vLLM has set this process's precision
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
         vectors = [self.vectors_of(different[i : i + self.BATCH]) for i in starts]
-        torch.set_float32_matmul_precision(precision)
         index_of = {text: i for i, text in enumerate(different)}
         return torch.cat(vectors).cpu()[[index_of[text] for text in texts]]
 
@@ -4360,7 +4337,7 @@ class TLDR(Task):
     held_out_splits = ("validation", "test")
     template = "{query}"
     wants_logprobs = True
-    reward_threads = 0  # TextModel changes a setting of the whole process
+    reward_threads = 0  # the judges share the Searcher's device
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         gold = "gold_reward_tokenizer" if config.gold_reward_tokenizer else "gold_reward_model"
@@ -4374,9 +4351,8 @@ class TLDR(Task):
         super().__init__(config, tokenizer)
 
     def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
-        self.judges = {}
-        for name, tokenizer in self.tokenizers.items():
-            self.judges[name] = TextModel("labels", name, tokenizer, self.config, device)
+        load = partial(TextModel, "labels", config=self.config, device=device)
+        self.judges = {name: load(name, tokenizer) for name, tokenizer in self.tokenizers.items()}
 
     def judge(self, name: str, examples: list, summaries: list, closed: np.ndarray) -> np.ndarray:
         """Scores (N,) of N summaries by a reward model; those that are `closed` have an EOS."""
@@ -4526,13 +4502,11 @@ class AttackBuffer(ReplayBuffer):
         return np.where((edits < limit * both) | (edits == 0), edits / both, math.inf)
 
     def begin_step(self, step: int) -> None:
-        """From --freeze_buffer_at on no prompt has more attacks than one has then."""
-        super().begin_step(step)
+        """From --freeze_buffer_at on no prompt has more attacks than the largest one has then."""
         freeze_at = self.config.freeze_buffer_at
-        sizes = [len(stored) for stored in list(self.trajectories.values())]
-        growing = self.capacity == self.config.kept_per_prompt
-        if freeze_at and step >= freeze_at and sizes and growing:
-            self.capacity = max(sizes)
+        if freeze_at and step >= freeze_at and self.trajectories:
+            # the largest never shrinks, so this stays the same
+            self.capacity = max(map(len, list(self.trajectories.values())))
 
 
 class RedTeam(Task):
