@@ -426,8 +426,8 @@ def tb(batch: Batch, config: Config) -> Loss:
     """Trajectory Balance on a replay batch (paper equations 4 and 5)."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
     ref_logprobs = batch.sums(batch.ref_logprobs)
-    temperatures = (config.beta, config.tau)
-    return Loss(*trajectory_balance_loss(logprobs, ref_logprobs, batch.rewards, *temperatures))
+    rewards = batch.rewards
+    return Loss(*trajectory_balance_loss(logprobs, ref_logprobs, rewards, config.beta, config.tau))
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
@@ -539,10 +539,8 @@ def leave_one_out(batch: Batch, config: Config) -> Tensor:
 
 def clipped_gain(ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, eq. 7); mask of clipped elements."""
-    low = 1 - config.clip_range
-    high = 1 + config.clip_range
     free = ratio * advantage
-    limited = ratio.clamp(low, high) * advantage
+    limited = ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * advantage
     return torch.minimum(free, limited), limited < free
 
 
@@ -3222,13 +3220,11 @@ class Evaluations:
     Searcher is repeated with the weights of the next sync.
     """
 
-    def __init__(
-        self, config: Config, problem: Problem, folder: RunFolder, saved: dict[str, Any]
-    ) -> None:
+    def __init__(self, config: Config, problem: Problem, folder: RunFolder, saved: dict) -> None:
         self.config = config
         self.problem = problem
         self.folder = folder
-        self.done_at: int | None = saved.get("evaluated")  # version of the latest that is complete
+        self.done_at: int = saved.get("evaluated", -1)  # version of the latest that is complete
         # the least version of the weights to evaluate next; None: no evaluation is due
         self.due_at: int | None = saved.get("to_evaluate", 0)
         self.under_way: dict[int, Evaluation] = {}  # by the number of the transfer
@@ -3733,8 +3729,7 @@ class RunFolder:
         if saved:  # forget what was written after it
             self.cut_file("metrics.jsonl", saved["step"])
             self.cut_file("completions.jsonl", saved["step"])
-            evaluated = saved["evaluated"]
-            self.evaluations = self.cut_file("eval.jsonl", -1 if evaluated is None else evaluated)
+            self.evaluations = self.cut_file("eval.jsonl", saved["evaluated"])
         drawn = ("step", *itertools.chain(*self.PANELS.values()))
         self.curves: dict[str, list[float]] = {name: [] for name in drawn}
         for metrics in read_lines(self.path / "metrics.jsonl"):
@@ -4354,17 +4349,18 @@ class TLDR(Task):
         load = partial(TextModel, "labels", config=self.config, device=device)
         self.judges = {name: load(name, tokenizer) for name, tokenizer in self.tokenizers.items()}
 
-    def judge(self, name: str, examples: list, summaries: list, closed: np.ndarray) -> np.ndarray:
-        """Scores (N,) of N summaries by a reward model; those that are `closed` have an EOS."""
+    def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
+        """Scores (N,) of N summaries by a reward model, read at EOS or at the token before it."""
         eos = self.tokenizers[name].eos_token or ""
+        ending = eos if with_eos else ""
         texts = []
-        for example, summary, closes in zip(examples, summaries, closed, strict=True):
-            text = example["query"] + summary.removesuffix(eos)
-            texts.append(text + eos if closes else text)
+        for example, summary in zip(examples, summaries, strict=True):
+            texts.append(example["query"] + summary.removesuffix(eos) + ending)
         return self.judges[name](texts)[:, 0].numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        return np.where(ended, self.judge("reward_model", examples, responses, ended), -1.0)
+        scores = self.judge("reward_model", examples, responses, with_eos=True)
+        return np.where(ended, scores, -1.0)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         """Whether the gold model prefers each summary to the reference one.
@@ -4372,8 +4368,7 @@ class TLDR(Task):
         As in the authors' evaluation, a score is read at a summary's last token before EOS.
         """
         texts = responses + [example["reference_response"] for example in examples]
-        closed = np.zeros(len(texts), bool)
-        scores = self.judge("gold_reward_model", examples * 2, texts, closed)
+        scores = self.judge("gold_reward_model", examples * 2, texts, with_eos=False)
         of_responses, of_references = np.split(scores, 2)
         return [{"win_rate": float(won)} for won in of_responses > of_references]
 
