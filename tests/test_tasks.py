@@ -39,7 +39,7 @@ def judges_of(path):
 def task_of(path, out, **flags):
     """A task in the state that it has in a Searcher."""
     config, problem = problem_of(path, out, **(judges_of(path) | flags))
-    make = tba.partial(tba.make_engine, config, CPU, 0)
+    make = tba.partial(tba.ENGINES[config.engine], config, 0)
     problem.task.setup(CPU, make)
     return problem.task, problem, config
 
