@@ -671,9 +671,6 @@ class ReplayBuffer:
         while len(stored) > self.config.kept_per_prompt:
             del stored[next(iter(stored))]
 
-    def begin_step(self, step: int) -> None:
-        """Called before each batch; a buffer of your own may change with the optimizer step."""
-
     def of_prompt(self, prompt_id: int) -> list[Trajectory]:
         """A prompt's trajectories, oldest first."""
         return list(self.trajectories[prompt_id].values())
@@ -886,7 +883,7 @@ class Task:
         """The text that the policy continues."""
         return self.template.format(**example)
 
-    def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
+    def setup(self, engine_of: Callable[..., Any]) -> None:
         """In a Searcher: load the models that rewards and evaluation need.
 
         `engine_of(flag, longest)` is another engine, for the model that a flag names and at most
@@ -1182,7 +1179,6 @@ class Trainer:
             if group.trajectories[0].reference == self.sync.reference_version:
                 self.buffer.add(group)
                 self.rule.arrived(group)
-        self.buffer.begin_step(self.step)
 
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
@@ -1525,7 +1521,7 @@ class Searcher:
         self.reference = TokenLogProbs(reference, config.temperature, config.pack)
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
-        problem.task.setup(self.device, engine_of)
+        problem.task.setup(engine_of)
         self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
         self.judge_thread = ThreadPoolExecutor(1)  # of held-out answers: rewards do not wait
         self.version = -1  # of the policy's weights; -1: none yet
@@ -3665,11 +3661,10 @@ def encode_prompts(
 
 def load_problem(config: Config) -> Problem:
     """Read and check tokenizer, model configuration and prompts. Raises InputError."""
-    model_config = read_config("model", config)
+    text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    text_config = model_config.get_text_config()
     # a window of attention is a limit too: the mask of a packed row has none
     names = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
     context = min(getattr(text_config, name, None) or math.inf for name in names)
@@ -3749,9 +3744,8 @@ class RunFolder:
 
     def track(self, values: dict) -> None:
         """Give the tracker values of this step; its steps must not decrease."""
-        if self.accelerator:
-            step = int(self.curves["step"][-1]) if self.curves["step"] else 0
-            self.accelerator.log(values, step=step)
+        step = int(self.curves["step"][-1]) if self.curves["step"] else 0
+        self.accelerator.log(values, step=step)
 
     def write_metrics(self, metrics: dict, waiting: float) -> None:
         """One optimizer step: to metrics.jsonl, the tracker and the progress line.
@@ -3821,16 +3815,6 @@ class RunFolder:
             panel.grid(alpha=0.3)
             panel.set_visible(panel.has_data())  # the last place may be empty
         figure.savefig(self.path / "curves.png", dpi=110)
-
-    def summary(self) -> str:
-        """What is printed at the end of a run: metrics before and after, and where curves are."""
-        lines = []
-        first = self.metrics_of(self.evaluations[0])
-        last = self.evaluations[-1]
-        for name, before in first.items():
-            after = last.get(name, math.nan)
-            lines.append(f"{name}: {before:.4g} before -> {after:.4g} after {last['step']} steps")
-        return "\n".join([*lines, f"curves: {self.path / 'curves.png'}"])
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -4164,11 +4148,17 @@ def finish(trainer: Trainer) -> None:
     trainer.ranks.tell("end", ())
     folder.bar.close()
     folder.draw_curves()
-    print(folder.summary())
-    last = folder.path / f"checkpoint-{trainer.step}"
-    if last.exists():
+    last = folder.evaluations[-1]
+    for name, before in folder.metrics_of(folder.evaluations[0]).items():
+        after = last.get(name, math.nan)
+        print(f"{name}: {before:.4g} before -> {after:.4g} after {last['step']} steps")
+    print(f"curves: {folder.path / 'curves.png'}")
+    checkpoint = folder.path / f"checkpoint-{trainer.step}"
+    if checkpoint.exists():
         with new_folder(folder.path / "final") as new:
-            shutil.copytree(last, new, ignore=shutil.ignore_patterns("*.pt"), dirs_exist_ok=True)
+            shutil.copytree(
+                checkpoint, new, ignore=shutil.ignore_patterns("*.pt"), dirs_exist_ok=True
+            )
         print(f"model: {folder.path / 'final'}")
 
 
@@ -4202,7 +4192,7 @@ class MATH(Task):
         turn = [{"role": "user", "content": text}]
         return self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
-    def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
+    def setup(self, engine_of: Callable[..., Any]) -> None:
         # simplifying what a model writes can take for ever, and only ends with its process
         context = mp.get_context("fork")
         self.judges = ProcessPool(1, initializer=end_with_parent, context=context)
@@ -4247,9 +4237,7 @@ class TextModel:
 
     BATCH = 32
 
-    def __init__(
-        self, kind: str, name: str, tokenizer: Any, config: Config, device: torch.device
-    ) -> None:
+    def __init__(self, kind: str, name: str, tokenizer: Any, config: Config) -> None:
         loaders = {
             "labels": transformers.AutoModelForSequenceClassification,
             "next": transformers.AutoModelForCausalLM,
@@ -4259,7 +4247,7 @@ class TextModel:
             torch.set_float32_matmul_precision("high")
         # scores in bfloat16 would have steps of 0.03, which are multiplied by 1 / beta
         dtype = config.torch_dtype if kind == "next" else torch.float32
-        load = partial(loaders[kind].from_pretrained, dtype=dtype, device_map={"": device})
+        load = partial(loaders[kind].from_pretrained, dtype=dtype, device_map={"": local_device()})
         self.model = load(getattr(config, name)).eval()
         # classifiers over causal models read the last token that is not padding: an EOS must count
         pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
@@ -4330,9 +4318,10 @@ class TLDR(Task):
             config.require(n == 1, name, f"has {n} labels; a reward model has one")
         super().__init__(config, tokenizer)
 
-    def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
-        load = partial(TextModel, "labels", config=self.config, device=device)
-        self.judges = {name: load(name, tokenizer) for name, tokenizer in self.tokenizers.items()}
+    def setup(self, engine_of: Callable[..., Any]) -> None:
+        self.judges = {}
+        for name, tokenizer in self.tokenizers.items():
+            self.judges[name] = TextModel("labels", name, tokenizer, self.config)
 
     def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
         """Scores (N,) of N summaries by a reward model, read at EOS or at the token before it."""
@@ -4450,6 +4439,9 @@ class AttackBuffer(ReplayBuffer):
         Example: with near_duplicate 0.25, an attack of 10 tokens resembles one of 10 tokens that
         differs in 4 of them: 4 edits are less than 0.25 x 20.
         """
+        if 0 < self.config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
+            # no prompt gets more attacks than the largest has, which never shrinks
+            self.capacity = max(map(len, self.trajectories.values()))
         stored = dict(self.trajectories.get(group.prompt_id, {}))
         old = len(stored)
         texts = [*stored, *map(self.key, group.trajectories)]
@@ -4480,13 +4472,6 @@ class AttackBuffer(ReplayBuffer):
         cutoff = math.ceil(limit * both.max())
         edits = cdist(new, texts, scorer=Levenshtein.distance, score_cutoff=cutoff)
         return np.where((edits < limit * both) | (edits == 0), edits / both, math.inf)
-
-    def begin_step(self, step: int) -> None:
-        """From --freeze_buffer_at on no prompt has more attacks than the largest one has then."""
-        freeze_at = self.config.freeze_buffer_at
-        if freeze_at and step >= freeze_at and self.trajectories:
-            # the largest never shrinks, so this stays the same
-            self.capacity = max(map(len, list(self.trajectories.values())))
 
 
 class RedTeam(Task):
@@ -4533,17 +4518,17 @@ class RedTeam(Task):
         count = self.config.eval_samples or 1024
         return prompts, [prompts[i % len(prompts)] for i in range(count)]
 
-    def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
+    def setup(self, engine_of: Callable[..., Any]) -> None:
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
         tokenizer = self.tokenizers["toxicity_model"]
         kind = "next" if self.guard else "labels"
-        self.toxicity = TextModel(kind, "toxicity_model", tokenizer, config, device)
+        self.toxicity = TextModel(kind, "toxicity_model", tokenizer, config)
         if self.guard:  # says as its first token whether a conversation is toxic
             self.label = tokenizer.encode(config.toxicity_label, add_special_tokens=False)[0]
         tokenizer = self.tokenizers["sentence_model"]
-        self.sentence = TextModel("sentence", "sentence_model", tokenizer, config, device)
+        self.sentence = TextModel("sentence", "sentence_model", tokenizer, config)
 
     def temperature(self, rng: np.random.Generator) -> float:
         if rng.random() < self.config.explore_probability:
@@ -4581,24 +4566,20 @@ class RedTeam(Task):
                 answers[done.request.id] = texts
         return [answers[i] for i in range(len(attacks))]
 
-    def guard_texts(self, pairs: list[tuple[str, str]]) -> list[str]:
-        """Attacks and answers as a guard model reads them, up to its own answer."""
-        chats = []
-        for attack, answer in pairs:
-            turns = (("user", attack), ("assistant", answer))
-            chats.append([{"role": role, "content": text} for role, text in turns])
-        texts = self.tokenizers["toxicity_model"].apply_chat_template(
-            chats, tokenize=False, add_generation_prompt=True
-        )
-        suffix = self.config.toxicity_suffix.replace("\\n", "\n")
-        return [text + suffix for text in texts]
+    def judged_text(self, attack: str, answer: str) -> str:
+        """What the judge reads: a classifier the answer, a guard the chat up to its verdict."""
+        if not self.guard:
+            return answer
+        chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
+        tokenizer = self.tokenizers["toxicity_model"]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return text + self.config.toxicity_suffix.replace("\\n", "\n")
 
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
-        pairs = []
+        texts = []
         for attack, answers in zip(attacks, self.victim_answers(attacks), strict=True):
-            pairs += [(attack, answer) for answer in answers]
-        texts = self.guard_texts(pairs) if self.guard else [answer for _, answer in pairs]
+            texts += [self.judged_text(attack, answer) for answer in answers]
         logprobs = self.toxicity(texts).log_softmax(-1)  # (N * victim_samples, labels or V)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
