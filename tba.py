@@ -925,10 +925,8 @@ class Task:
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
-        metrics = {}
-        for key in records[0]:
-            metrics[key] = float(np.mean([record[key] for record in records]))
-        return metrics
+        columns = {key: [record[key] for record in records] for key in records[0]}
+        return {key: float(np.mean(values)) for key, values in columns.items()}
 
 
 def extract_number(text: str) -> float | None:
@@ -3517,10 +3515,12 @@ def first_line(error: Any) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
-    """Return `load()`, which loads what flag `name` names. What it raises becomes InputError."""
+def loading(name: str, config: Config, load: Callable[[str], Any]) -> Any:
+    """What `load` makes of the value of flag `name`. Raises InputError with what went wrong."""
+    value = getattr(config, name)
+    config.require(value, name, f"--task {config.task} needs a local path or a hub name")
     try:
-        return load()
+        return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
         text = first_line(error.__cause__ or error)
         raise InputError(f"--{name} {value}: {text}") from None
@@ -3532,16 +3532,16 @@ def read_dataset(name: str, config: Config) -> Any:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
-    value = getattr(config, name)
-    config.require(value, name, f"--task {config.task} needs a folder, a file or a hub name")
-    ending = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-    if ending in (".json", ".csv", ".parquet"):
-        load = partial(datasets.load_dataset, ending[1:], data_files=value)
-    elif os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
-        load = partial(datasets.load_from_disk, value)
-    else:  # a folder, or a hub name and perhaps a configuration
-        load = partial(datasets.load_dataset, *value.split(":"))
-    return loading(name, value, load)
+
+    def load(value: str) -> Any:
+        ending = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
+        if ending in (".json", ".csv", ".parquet"):
+            return datasets.load_dataset(ending[1:], data_files=value)
+        if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
+            return datasets.load_from_disk(value)
+        return datasets.load_dataset(*value.split(":"))  # a folder, or NAME or NAME:CONFIGURATION
+
+    return loading(name, config, load)
 
 
 def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -> list[dict]:
@@ -3576,15 +3576,9 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
     return train[:-held_out], train[-held_out:]
 
 
-def read_pretrained(kind: Any, name: str, config: Config) -> Any:
-    """The configuration or tokenizer of the model that flag `name` names. Raises InputError."""
-    value = getattr(config, name)
-    config.require(value, name, f"--task {config.task} needs a local folder or a hub name")
-    return loading(name, value, partial(kind.from_pretrained, value))
-
-
-read_config = partial(read_pretrained, transformers.AutoConfig)
-read_tokenizer = partial(read_pretrained, transformers.AutoTokenizer)
+# of the model that a flag names
+read_config = partial(loading, load=transformers.AutoConfig.from_pretrained)
+read_tokenizer = partial(loading, load=transformers.AutoTokenizer.from_pretrained)
 
 
 @dataclass
@@ -3634,9 +3628,7 @@ def end_tokens(name: str, config: Config) -> list[int]:
     return sorted(set(ends) - {None})
 
 
-def encode_prompts(
-    task: Task, examples: list[dict], context: float
-) -> tuple[list[dict], list[np.ndarray]]:
+def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[list, list]:
     """Examples, and the tokens of the prompt of each; those are left out that are too long.
 
     A prompt and its response have to fit the model's context, and the limits that flags set.
@@ -3956,8 +3948,7 @@ def parse(argv: list[str]) -> Config:
         allow_abbrev=False,
     )
     parser.error = refuse
-    names = {f.name for f in all_flags()}
-    parser.set_defaults(**{name: value for name, value in saved.items() if name in names})
+    parser.set_defaults(**saved)
     config = settings(**vars(parser.parse_args(argv)))
     if saved:
         config.output_dir = str(folder)
@@ -4419,9 +4410,7 @@ class AttackBuffer(ReplayBuffer):
     def add(self, group: Group) -> None:
         """Have the thread store a group; in lockstep, which repeats exactly, wait for it."""
         self.adding.append(self.thread.submit(self.add_distinct, group))
-        if self.config.synchronous:
-            self.finish_adding()
-        while self.adding and self.adding[0].done():
+        while self.adding and (self.config.synchronous or self.adding[0].done()):
             self.adding.popleft().result()
 
     def finish_adding(self) -> None:
