@@ -75,7 +75,7 @@ settings=(
   --max_response_tokens 128
   --dtype float32                            # the paper's; bfloat16 is faster and takes less memory
   --eval_every 0
-  --eval_samples 512                         # at the start; at the end all are evaluated too
+  --eval_samples 512                         # after the last step all are evaluated
 )
 if [ "$size" = 2.8b ]; then
   settings+=(--gradient_checkpointing)

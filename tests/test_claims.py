@@ -86,7 +86,7 @@ def test_the_small_engine_samples_what_it_says_from_the_models_own_distribution(
     config = tba.settings(model=path, dtype="float32", sequences_in_flight=10_000)
     device = torch.device("cpu")
     ends = tba.end_tokens("model", config)
-    engine = claims.SmallLlama(config, path, ends, 100, device, 0)
+    engine = claims.SmallLlama(config, 0, "model", 100)
     model = tba.load_model(config, path, torch.float32, device)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -75,11 +75,15 @@ def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path,
     assert "--dataset" in refused(flags, capsys)
 
 
-def test_two_runs_of_the_same_second_get_two_folders(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_two_runs_of_the_same_second_get_two_folders(monkeypatch):
     monkeypatch.setattr(tba.time, "strftime", lambda text: text)
-    names = {tba.default_folder("gsm8k").name for _ in range(3)}
-    assert len(names) == 3 and {path.name for path in (tmp_path / "runs").iterdir()} == names
+    folders = []
+    for process in (1, 2):
+        monkeypatch.setattr(tba.os, "getpid", lambda process=process: process)
+        config = tba.settings(steps=1)
+        tba.resolve(config)
+        folders.append(config.output_dir)
+    assert folders[0] != folders[1]
 
 
 def test_help_tells_of_every_flag(capsys):

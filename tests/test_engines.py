@@ -23,7 +23,7 @@ def engine_of(gsm8k, model_of, tmp_path):
         flags = {"temperature": 0.7, "max_response_tokens": 12} | flags
         model = model_of(architecture)
         config, problem = problem_of(gsm8k, tmp_path, model=model, engine=name, **flags)
-        return tba.make_engine(config, CPU, 0, "model", 200), config, problem
+        return tba.ENGINES[name](config, 0, "model", 200), config, problem
 
     return make
 

@@ -1,5 +1,7 @@
 """Families of models: log-probabilities are the model's own, or the run's one check shows it."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -48,7 +50,8 @@ def test_probes_are_exact_or_the_check_shows_that_they_are_not(family, tmp_path)
     problem = tba.Problem(None, None, prompts, prompts)
     config = tba.settings(model=str(tmp_path), dtype="float32")
     cpu = torch.device("cpu")
-    engine = tba.TransformersEngine(config, config.model, [1], 400, cpu, 0)
+    with mock.patch.object(tba, "end_tokens", lambda *_: [1]):
+        engine = tba.TransformersEngine(config, 0, "model", 400)
     engine.load_weights(tba.checkpoint_state(model).items())
     policy = tba.TokenLogProbs(tba.load_model(config, config.model, torch.float32, cpu), 1.0)
 

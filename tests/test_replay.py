@@ -292,7 +292,6 @@ def test_attacks_that_resemble_others_and_the_worst_ones_go(attacks, share, kept
 def test_a_frozen_buffer_of_attacks_takes_in_new_ones_but_does_not_grow():
     buffer = tba.AttackBuffer(tba.settings(kept_per_prompt=100, freeze_buffer_at=5))
     for step in range(12):
-        buffer.begin_step(step)
         buffer.add(group(0, [[step, j] for j in range(4)], version=step))
         buffer.finish_adding()
     assert sorted({t.version for t in buffer.trajectories[0].values()}) == [7, 8, 9, 10, 11]
@@ -305,10 +304,8 @@ def test_a_frozen_buffer_of_attacks_takes_in_new_ones_but_does_not_grow():
 
 def test_a_buffer_freezes_once_it_has_attacks():
     buffer = tba.AttackBuffer(tba.settings(kept_per_prompt=100, freeze_buffer_at=1))
-    buffer.begin_step(3)
-    buffer.add(group(0, [[j] for j in range(4)]))
+    buffer.add(group(0, [[j] for j in range(4)], version=3))
     buffer.finish_adding()
-    buffer.begin_step(3)
-    buffer.add(group(0, [[9, j] for j in range(4)]))
+    buffer.add(group(0, [[9, j] for j in range(4)], version=3))
     buffer.finish_adding()
     assert len(buffer.trajectories[0]) == 4

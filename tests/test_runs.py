@@ -17,15 +17,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tba
 
 METRICS = set(
+<<<<<<< HEAD
     "step episode seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
     "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
+=======
+    "step seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
+    "pack_seconds forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
+>>>>>>> simplify2
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
-    "recent_fraction buffer_prompts buffer_trajectories queue_depth version trainer_busy "
+    "recent_fraction buffer_prompts buffer_trajectories version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
     "sync_wait_seconds logprob_gap searchers_alive".split()
 )
 OF_TIME = {
-    "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second", "queue_depth",
+    "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second",
     "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds", "wait_seconds",
     "replay_ratio",
     "forward_backward_seconds", "optimizer_seconds",
@@ -63,8 +68,8 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
     assert metrics[-1]["buffer_trajectories"] <= metrics[-1]["buffer_prompts"] * 8
     assert metrics[-1]["version"] >= 20 and metrics[-1]["searchers_alive"] == 2
     evaluations = read_lines(out / "eval.jsonl")
-    assert [e["step"] for e in evaluations] == [0, 8, 16, 24, 24]
-    assert [e["n"] for e in evaluations] == [8, 8, 8, 8, 200]
+    assert [e["step"] for e in evaluations] == [0, 8, 16, 24]
+    assert [e["n"] for e in evaluations] == [8, 8, 8, 200]
     assert all(0 <= e["accuracy"] <= 1 and e["version"] == e["step"] for e in evaluations)
     config = json.loads((out / "config.json").read_text())
     assert config["resolved"]["steps"] == 24 and "torch" in config["versions"]
@@ -215,7 +220,7 @@ def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path)
     flags = {"steps": 0, "eval_responses": 4, "eval_samples": 20}
     run_tba(arguments(gsm8k, out, **flags))
     records = read_lines(out / "eval.jsonl")
-    assert [record["n"] for record in records] == [20, 200]
+    assert [record["n"] for record in records] == [200]
     for record in records:
         assert 0 < record["accuracy"] <= record["pass@4"] <= 4 * record["accuracy"]
     assert not list(out.glob("checkpoint-*")) and not (out / "metrics.jsonl").exists()

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import tba
 
-CPU = torch.device("cpu")
-
 
 def judges_of(path):
     """Flags of the tiny TL;DR or red-teaming's models."""
@@ -39,8 +37,8 @@ def judges_of(path):
 def task_of(path, out, **flags):
     """A task in the state that it has in a Searcher."""
     config, problem = problem_of(path, out, **(judges_of(path) | flags))
-    make = tba.partial(tba.make_engine, config, CPU, 0)
-    problem.task.setup(CPU, make)
+    make = tba.partial(tba.ENGINES[config.engine], config, 0)
+    problem.task.setup(make)
     return problem.task, problem, config
 
 
@@ -151,7 +149,7 @@ def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_pa
     """A power tower that nobody can compute: its judge is killed, and another one goes on."""
     task = tba.MATH.__new__(tba.MATH)
     task.MOST_SECONDS = 3
-    task.setup(CPU, None)
+    task.setup(None)
     answers = ["\\boxed{2}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{3}", "\\boxed{2}"]
     rewards = task.rewards([{"solution": "\\boxed{2}"}] * 4, answers, np.ones(4))
     assert rewards.tolist() == [1, 0, 0, 1]
