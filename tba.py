@@ -1061,17 +1061,10 @@ class Trainer:
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
             self.arrived.sort(key=attrgetter("index"))
-<<<<<<< HEAD
             later = self.arrived[n:]
             self.arrived = self.arrived[:n]
             groups = [group.trajectories for group in self.arrived]
-            self.log.arrived = [t for group in groups for t in group]
-=======
-            batch = self.arrived[:n]
-            self.arrived = self.arrived[n:]
-            groups = [group.trajectories for group in batch]
-            self.log.arrived = batch
->>>>>>> simplify2
+            self.log.arrived = self.arrived
             if n < config.prompts_per_step:
                 used = {group.prompt_id for group in self.arrived}
                 self.store_arrived()
@@ -1159,6 +1152,7 @@ class Trainer:
                     s.ready = False
         self.arrived += groups
         self.log.arrived += groups
+        self.log.queue_depth = max(self.log.queue_depth, len(groups))
         self.received += sum(len(group.trajectories) for group in groups)
 
     def store_arrived(self) -> None:
@@ -1296,7 +1290,8 @@ class Learner:
         self.optimizer.zero_grad()
         metrics["beta"] = now.beta
         metrics["lr"] = factor * self.config.learning_rate
-        metrics["forward_backward_seconds"] = computed - start
+        metrics["pack_seconds"] = self.pack_seconds
+        metrics["forward_backward_seconds"] = computed - start - self.pack_seconds
         metrics["optimizer_seconds"] = time.perf_counter() - computed
         return metrics
 
@@ -1334,9 +1329,13 @@ class Learner:
             units = [[row] for unit in units for row in unit]
         parts = []
         entropy = torch.zeros((), device=self.device)
+        self.pack_seconds = 0.0
         for rows in plan_microbatches(units, budget, ranks.size)[ranks.rank]:
             order = [i for row in rows for i in row.indices]
-            logprobs, entropies = self.policy(**pack(rows, self.device), entropy=True)
+            start = time.perf_counter()
+            packed = pack(rows, self.device)
+            self.pack_seconds += time.perf_counter() - start
+            logprobs, entropies = self.policy(**packed, entropy=True)
             parts.append((order, logprobs.detach()))
             if not order:
                 loss = 0.0 * logprobs.sum()
@@ -3404,21 +3403,12 @@ class Evaluations:
         self.under_way[transfer] = Evaluation(version, members, n * self.config.eval_responses)
         return {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
 
-<<<<<<< HEAD
     def lose(self, s: RunningSearcher) -> None:
-        """Drop the evaluations that a lost Searcher leaves incomplete; one is due again."""
-        for number, evaluation in list(self.under_way.items()):
-            if evaluation.pending.get(s):
+        """Drop the evaluations of a lost Searcher; one is due again."""
+        for transfer, evaluation in list(self.under_way.items()):
+            if s in evaluation.members:
                 self.due_at = evaluation.version
-                del self.under_way[number]
-=======
-    def lose(self, s: RunningSearcher) -> bool:
-        """Drop the evaluations of a lost Searcher; whether one is due again."""
-        lost = [transfer for transfer, own in self.under_way.items() if s in own.members]
-        for transfer in lost:
-            self.due_at = self.under_way.pop(transfer).version
-        return bool(lost)
->>>>>>> simplify2
+                del self.under_way[transfer]
 
     def on_records(self, message: Evaluated) -> None:
         """Add records; after the last ones write the evaluation."""
@@ -4002,6 +3992,7 @@ class StepLog:
         self.arrived: list[Group] = []  # since the last step
         # means over what arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
+        self.queue_depth = 0  # the most groups found on the queue since the last step
         self.waited: Counter[str] = Counter()  # seconds since the last step, by what for
         self.last_step_end = 0.0
         # of recent steps: groups trained on, groups arrived, seconds, of these waiting for groups
@@ -4012,7 +4003,8 @@ class StepLog:
         trainer = self.trainer
         if self.arrived:
             self.note_arrivals()
-        seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
+        phases = ("pack_seconds", "forward_backward_seconds", "optimizer_seconds")
+        seconds = sum(measured[name] for name in phases)
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
         waited = self.waited["generation"] if self.last_step_end else 0.0
@@ -4020,8 +4012,12 @@ class StepLog:
         of_recent = np.sum(self.recent, 0)
         running = [s for s in trainer.searchers.running if not s.pending]
         rates = [s.rates() for s in running]
+        batch = config.prompts_per_step * config.trained_per_prompt
+        if torch.cuda.is_available():
+            measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         metrics = {
             "step": trainer.step,
+            "episode": trainer.step * batch,
             "seconds": time.perf_counter() - trainer.folder.start,
             **self.means,
             **measured,
@@ -4031,6 +4027,7 @@ class StepLog:
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
             "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
+            "queue_depth": self.queue_depth,
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),
@@ -4042,6 +4039,7 @@ class StepLog:
         trainer.folder.write_metrics(metrics, of_recent[3] / of_recent[2])
         self.last_step_end = now
         self.arrived = []
+        self.queue_depth = 0
         self.waited.clear()
         trainer.sync.seconds = 0.0
 
@@ -4139,21 +4137,12 @@ def resolve(config: Config) -> None:
 
     `as_given` keeps the settings as they were before that: a resumed run resolves them anew.
     """
-<<<<<<< HEAD
-    if config.output_dir:
-        config.output_dir = os.path.abspath(config.output_dir)
-    for name in path_flags(config):
-        if os.path.exists(getattr(config, name)):
-            setattr(config, name, os.path.abspath(getattr(config, name)))
-=======
     # the process's number: of two runs that start in the same second each has its own folder
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.output_dir or default)
-    for name, value in vars(config).items():
-        named = name.endswith(("model", "tokenizer", "data", "prompts", "dataset", "plugin"))
-        if named and isinstance(value, str) and os.path.exists(value):
-            setattr(config, name, os.path.abspath(value))
->>>>>>> simplify2
+    for name in path_flags(config):
+        if os.path.exists(getattr(config, name)):
+            setattr(config, name, os.path.abspath(getattr(config, name)))
     config.as_given = dict(vars(config))
     gpus = torch.cuda.device_count()
     if config.engine == "auto":

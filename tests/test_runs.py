@@ -17,22 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tba
 
 METRICS = set(
-<<<<<<< HEAD
     "step episode seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
-    "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
-=======
-    "step seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
     "pack_seconds forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
->>>>>>> simplify2
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
-    "recent_fraction buffer_prompts buffer_trajectories version trainer_busy "
+    "recent_fraction buffer_prompts buffer_trajectories queue_depth version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
     "sync_wait_seconds logprob_gap searchers_alive".split()
 )
 OF_TIME = {
     "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second",
     "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds", "wait_seconds",
-    "replay_ratio",
+    "replay_ratio", "queue_depth", "pack_seconds",
     "forward_backward_seconds", "optimizer_seconds",
 }  # fmt: skip
 
