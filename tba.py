@@ -4012,7 +4012,7 @@ class StepLog:
         of_recent = np.sum(self.recent, 0)
         running = [s for s in trainer.searchers.running if not s.pending]
         rates = [s.rates() for s in running]
-        batch = config.prompts_per_step * config.trained_per_prompt
+        batch = trainer.config.prompts_per_step * trainer.config.trained_per_prompt
         if torch.cuda.is_available():
             measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         metrics = {

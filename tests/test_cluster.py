@@ -15,7 +15,7 @@ from test_runs import same_weights
 import tba
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # nodes at 127.0.0.1; read at Ray's import
-os.environ["RAY_health_check_failure_threshold"] = "20"  # a busy machine's nodes are late
+os.environ["RAY_health_check_failure_threshold"] = "20"  # noqa: SIM112 (a busy machine is late)
 from ray.cluster_utils import Cluster
 
 NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 10**8}
