@@ -1035,7 +1035,7 @@ class Trainer:
             self.checkpoints.finish()
 
     def run_asynchronous(self) -> None:
-        """Neither side waits for the other, but for the Trainer where data are scarce."""
+        """Neither side waits for the other, except the Trainer where data are scarce."""
         config = self.config
         self.searchers.search_up_to(math.inf)
         while self.step < config.steps:
@@ -1201,7 +1201,7 @@ class Trainer:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something that comes every so many steps (0: never) comes after this one."""
+    """Whether something that is done every so many steps (0: never) follows this one."""
     return every > 0 and step % every == 0
 
 
@@ -1477,7 +1477,7 @@ class Searcher:
         self.index = spec.first  # its next place in the order of prompts
         self.limit = 0.0  # it begins prompts up to this place
         self.device = local_device()
-        # another one for every start of a Searcher: two that sample alike waste one
+        # another seed for every start of a Searcher: two that sample alike waste one
         rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
         seed = int(rng.integers(2**31))
         torch.manual_seed(seed)
@@ -2478,9 +2478,7 @@ def vllm_can_run() -> bool:
 
 # ================================================================================ 11. Weight sync
 
-
-#
-# Weights travel while both sides work. A sync's way, in the order in which things happen:
+# Weights travel while both sides work. A sync's steps, in the order in which they happen:
 #
 #   Trainer.note_what_is_due     it is due: every k steps, for an evaluation, for a new Searcher
 #   WeightSync.begin_if_due      the training thread copies the weights into a snapshot, scores the
