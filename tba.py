@@ -973,7 +973,6 @@ class Trainer:
     """
 
     PATIENCE = 30  # seconds of waiting after which it is logged what for
-
     MOST_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
 
     def __init__(
@@ -1025,7 +1024,7 @@ class Trainer:
             save(self)
 
     def run_asynchronous(self) -> None:
-        """Neither side waits for the other, but for the Trainer where data are scarce."""
+        """Neither side waits for the other, except the Trainer where data are scarce."""
         config = self.config
         self.searchers.search_up_to(math.inf)
         while self.step < config.steps:
@@ -1138,7 +1137,7 @@ class Trainer:
             match message:
                 case Beat():
                     s.beats.append(message)
-                    s.ready = True
+                    s.ready = not s.end  # it may be the last one of a process that was killed
                 case Received():
                     s.receiving = None
                 case Missed(reason):
@@ -1188,7 +1187,7 @@ class Trainer:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something that comes every so many steps (0: never) comes after this one."""
+    """Whether something that is done every so many steps (0: never) follows this one."""
     return every > 0 and step % every == 0
 
 
@@ -1226,9 +1225,7 @@ class Learner:
     (section 9).
     """
 
-    def __init__(
-        self, config: Config, problem: Problem, ranks: Ranks, saved: dict[str, Any]
-    ) -> None:
+    def __init__(self, config: Config, problem: Problem, ranks: Ranks, saved: dict) -> None:
         """Load the policy, of the checkpoint `saved` if there is one, and set up its optimizer."""
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
@@ -1249,20 +1246,15 @@ class Learner:
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         trained = [weights for weights in self.model.parameters() if weights.requires_grad]
         groups = [
-            {
-                "params": trained,
-                "peak_lr": config.learning_rate,
-                "weight_decay": config.weight_decay,
-            },
+            {"params": trained, "peak_lr": config.learning_rate},
             {"params": [self.log_z], "peak_lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
         ]
-        betas = (0.9, config.adam_beta2)
-        self.optimizer = torch.optim.AdamW(groups, betas=betas, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay, fused=True
+        )
         self.weights = checkpoint_state(self.model)
-        self.adapters = {}  # by the id of the weights that they are added to
-        for layer in self.model.modules():
-            if hasattr(layer, "get_delta_weight"):
-                self.adapters[id(layer.base_layer.weight)] = layer
+        adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
+        self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
         self.snapshot: FlatWeights | None = None  # on rank 0: what a sync sends
         if saved:
             self.restore(saved)
@@ -1275,7 +1267,13 @@ class Learner:
         """
         start = time.perf_counter()
         measured = self.backward(groups, now, step)
-        measured["grad_norm"] = self.clip_gradients()
+        if self.log_z.grad is None:  # the objective has none, or this rank's passes were empty
+            self.log_z.grad = torch.zeros_like(self.log_z)
+        self.ranks.add_up(self.log_z.grad)  # it is not sharded
+        self.log_z.grad /= self.ranks.size
+        limit = self.config.max_grad_norm or math.inf
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        measured["grad_norm"] = gather_full(norm).reshape(())  # before it was clipped
         values = torch.stack(list(measured.values())).tolist()  # the step's one wait for the device
         metrics = dict(zip(measured, values, strict=True))
         computed = time.perf_counter()
@@ -1377,16 +1375,6 @@ class Learner:
             learned_log_z=self.log_z[load(prompt_ids)],
         )
 
-    def clip_gradients(self) -> Tensor:
-        """The gradient's norm, a scalar, before it was clipped at --max_grad_norm."""
-        if self.log_z.grad is None:  # the objective has none, or this rank's passes were empty
-            self.log_z.grad = torch.zeros_like(self.log_z)
-        self.ranks.add_up(self.log_z.grad)  # it is not sharded
-        self.log_z.grad /= self.ranks.size
-        limit = self.config.max_grad_norm or math.inf
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        return gather_full(norm).reshape(())
-
     def follow(self) -> NoReturn:
         """On the other ranks: call the methods that rank 0 calls, until it ends."""
         while True:
@@ -1480,7 +1468,7 @@ class Searcher:
         self.index = spec.first  # its next place in the order of prompts
         self.limit = 0.0  # it begins prompts up to this place
         self.device = local_device()
-        # another one for every start of a Searcher: two that sample alike waste one
+        # another seed for every start of a Searcher: two that sample alike waste one
         rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
         seed = int(rng.integers(2**31))
         torch.manual_seed(seed)
@@ -1496,8 +1484,8 @@ class Searcher:
         self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
         self.judge_thread = ThreadPoolExecutor(1)  # of held-out answers: rewards do not wait
         self.version = -1  # of the policy's weights; -1: none yet
-        # place -> prompt id, version of the weights when it was submitted, whether it explores
-        self.requests: dict[int, tuple[int, int, bool]] = {}
+        # by place: the prompt, the version of the weights at submission, whether it explores
+        self.requests: dict[int, dict[str, Any]] = {}
         self.unscored: list[Group] = []  # complete, and not yet given to the task
         self.scoring: list[Scoring] = []  # under way
         self.outbox: deque[Group] = deque()
@@ -1608,7 +1596,8 @@ class Searcher:
             seed=int(rng.integers(2**31)),
         )
         self.engine.submit(request)
-        self.requests[index] = prompt_id, self.version, temperature != config.temperature
+        sampled_by = {"version": self.version, "explored": temperature != config.temperature}
+        self.requests[index] = {"prompt_id": prompt_id} | sampled_by
 
     def handle_completions(self, completions: list[Completion]) -> None:
         """Turn responses into groups to be scored; have answers to held-out prompts judged."""
@@ -1631,7 +1620,7 @@ class Searcher:
         ref_logprobs = iter(token_logprobs(self.reference, sequences, self.config))
         groups = []
         for done in completions:
-            prompt_id, version, explored = self.requests.pop(done.request.id)
+            request = self.requests.pop(done.request.id)
             group = Group(done.request.id, [])
             for j, tokens in enumerate(done.tokens):
                 trajectory = Trajectory(
@@ -1639,11 +1628,9 @@ class Searcher:
                     logprobs=done.logprobs[j],
                     ref_logprobs=task.ref_logprobs(tokens, next(ref_logprobs)),
                     ended=bool(done.ended[j]),
-                    explored=explored,
                     reward=math.nan,
-                    prompt_id=prompt_id,
-                    version=version,
                     reference=self.reference_version,
+                    **request,
                 )
                 group.trajectories.append(trajectory)
                 self.tokens += len(tokens)
@@ -2474,9 +2461,7 @@ def vllm_can_run() -> bool:
 
 # ================================================================================ 11. Weight sync
 
-
-#
-# Weights travel while both sides work. A sync's way, in the order in which things happen:
+# Weights travel while both sides work. A sync's steps, in the order in which they happen:
 #
 #   Trainer.note_what_is_due     it is due: every k steps, for an evaluation, for a new Searcher
 #   WeightSync.begin_if_due      the training thread copies the weights into a snapshot, scores the
@@ -2489,7 +2474,7 @@ def vllm_can_run() -> bool:
 #                                evaluation is due, the weights came with its prompts
 #   WeightSync.on_loaded         compares the probes; when the last has loaded, the sync is over
 #
-# If anything fails in `send` or at a member, the group is given up, and the next sync forms a new
+# If `send` or a member fails, the group is given up, and the next sync, due at once, forms a new
 # one. Only members that answer with neither Received nor Missed in time are killed and restarted.
 
 
@@ -2506,11 +2491,7 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class FlatWeights:
-    """Weights end to end in one flat tensor, with a view of each under its checkpoint name.
-
-    The Trainer's is the snapshot that travels while the optimizer goes on, a Searcher's the staging
-    buffer that is filled while it decodes on.
-    """
+    """Weights in one flat tensor: the Trainer's snapshot, a Searcher's staging buffer."""
 
     BUCKET = 2**26  # numbers that are broadcast at a time
 
@@ -2520,7 +2501,7 @@ class FlatWeights:
         # for Gloo, beside a GPU, it is in pinned host memory: copies are fast
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
-        self.views: dict[str, Tensor] = {}
+        self.views: dict[str, Tensor] = {}  # by checkpoint name
         for (name, tensor), part in zip(like.items(), self.flat.split(sizes), strict=True):
             self.views[name] = part.view(tensor.shape)
         self.buckets = self.flat.split(self.BUCKET)
@@ -2539,12 +2520,6 @@ class MeetingPoint:
         """Where weights are sent from and received."""
         return local_device() if self.nccl else torch.device("cpu")
 
-    def local_address(self) -> str:
-        """This machine's address on the network in which it reaches the Trainer."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self.host, self.port))  # of a datagram socket: sends nothing
-            return probe.getsockname()[0]
-
 
 def form_group(
     config: Config, meeting: MeetingPoint, name: str, rank: int, size: int
@@ -2559,8 +2534,10 @@ def form_group(
     if meeting.nccl:
         torch.cuda.set_device(meeting.device)
         return dist.ProcessGroupNCCL(store, rank, size, limit)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((meeting.host, meeting.port))  # a datagram socket: this sends nothing
+        address = probe.getsockname()[0]  # of this machine, on the Trainer's network
     options = dist.ProcessGroupGloo._Options()
-    address = meeting.local_address()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = limit
     return dist.ProcessGroupGloo(store, rank, size, options)
@@ -2634,10 +2611,7 @@ class WeightSync:
         return self.transfer is not None or any(s.ready and s.loading for s in self.members)
 
     def poll(self) -> None:
-        """End a transfer that everybody has answered, or that is late; kill silent members.
-
-        If it failed, the group is given up; the next sync, due at once, forms a new one.
-        """
+        """End a transfer that everybody has answered, or that is late; kill silent members."""
         transfer = self.transfer
         if transfer is None:
             return
@@ -2801,15 +2775,14 @@ class WeightReceiver:
         try:
             if message.group != self.group_name:
                 abandon(self.group)
+                self.group_name = message.group
                 self.group = form_group(
                     self.config, self.spec.meeting, message.group, message.rank, message.size
                 )
-                self.group_name = message.group
             broadcast(self.group, self.staging, self.config.transfer_timeout)
         except RuntimeError as error:  # also where another member is at fault
             abandon(self.group)
             self.group = None
-            self.group_name = ""
             self.spec.send(Missed(first_line(error)))
             return False
         self.spec.send(Received())
