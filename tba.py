@@ -178,7 +178,7 @@ class Config:
 
     plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
     eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
-    output_dir: str = flag("", "Folder of the run; default: runs/TASK-DATE-TIME-PROCESS.")
+    output_dir: str = flag("", "Folder of the run; default: runs/TASK-DATE-TIME-PID.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
     seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
 
@@ -627,10 +627,9 @@ def batch_metrics(batch: Batch) -> dict[str, Tensor]:
     weights = (log_weights - log_weights.amax(1, keepdim=True)).exp()
     K = weights.shape[1]
     effective = weights.sum(1).square() / (K * weights.square().sum(1))
-    equal = (batch.rewards == batch.rewards[:, :1]).all(1)
     return {
         "reward_std": batch.rewards.std(1).mean(),
-        "equal_rewards": equal.float().mean(),
+        "equal_rewards": (batch.rewards == batch.rewards[:, :1]).all(1).float().mean(),
         "effective_sample_size": effective.mean(),
         "ratio_max": log_ratios.amax().exp(),
     }
@@ -989,7 +988,8 @@ class Trainer:
         self.buffer = type(problem.task).buffer(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
         self.writer = ThreadPoolExecutor(1)  # writes checkpoints beside training
-        self.writing: Future | None = None
+        self.writing = Future()  # of the latest checkpoint
+        self.writing.set_result(None)
         self.learner: Learner | None = None  # policy and optimizer; loaded beside the Searchers
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
@@ -1810,13 +1810,9 @@ class TokenLogProbs(nn.Module):
         self.ranks = Ranks()  # over which it is sharded
 
     def forward(
-        self,
-        inputs: dict[str, Tensor],
-        where: Tensor,
-        targets: Tensor,
-        entropy: bool = False,
+        self, inputs: dict[str, Tensor], where: Tensor, targets: Tensor, entropy: bool = False,
         temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """From `pack`: the model's inputs (R, L), where (N,), targets (N,).
 
         Returns log-probabilities (N,) and the entropies (N,) of the same predictions, without
@@ -1903,9 +1899,8 @@ def padded_tokens(rows: list[Row]) -> int:
     return len(rows) * max(row.length for row in rows)
 
 
-# what a position of a packed row belongs to: nothing, the prompt, or one of the responses, which
-# have the numbers from FIRST_RESPONSE on
-PADDING = 0
+# what a position of a packed row belongs to: padding is 0, responses have the numbers from
+# FIRST_RESPONSE on
 PROMPT = 1
 FIRST_RESPONSE = 2
 
@@ -1924,7 +1919,7 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
     L = max(row.length for row in rows)
     ids = np.zeros((len(rows), L), np.int64)
     positions = np.zeros((len(rows), L), np.int64)
-    owner = np.full((len(rows), L), PADDING, np.int64)
+    owner = np.zeros((len(rows), L), np.int64)
     predictor = np.zeros((len(rows), L), np.int64)  # flat position whose output predicts this one
     for r, row in enumerate(rows):
         P = len(row.prompt)
@@ -2038,7 +2033,6 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    PATIENCE: ClassVar = timedelta(days=1)  # with rank 0, whose end the launcher notices
 
     @classmethod
     def connect(cls) -> Ranks:
@@ -2050,7 +2044,8 @@ class Ranks:
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(local_device())
-        dist.init_process_group(backend, timeout=cls.PATIENCE)
+        # the others wait for rank 0, whose end the launcher notices
+        dist.init_process_group(backend, timeout=timedelta(days=1))
         return cls(dist.get_rank(), size)
 
     def from_first(self, value: Any) -> Any:
@@ -2085,10 +2080,8 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor of a parameter's shape; others, such as counts, as they are."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
-    tensor = tensor.to(parameter.device)
-    return distribute_tensor(
-        tensor, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+    place = partial(distribute_tensor, src_data_rank=None)  # no rank sends: all have the tensor
+    return place(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def host_copy(value: Any, ranks: Ranks) -> Any:
@@ -2231,8 +2224,8 @@ class TransformersEngine:
         self.config = config
         self.device = local_device()
         self.end_tokens = end_tokens(name, config)
-        path = getattr(config, name)
-        self.model = load_model(config, path, config.torch_dtype, self.device).eval()
+        # in evaluation mode, as `from_pretrained` returns it
+        self.model = load_model(config, getattr(config, name), config.torch_dtype, self.device)
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's own
         self.state = checkpoint_state(self.model)
         self.waiting: deque[Request] = deque()
@@ -2312,11 +2305,11 @@ class TransformersEngine:
             start += request.n
         return completions
 
+    @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights, given under checkpoint names; the KV cache of a batch is kept."""
-        with torch.inference_mode():
-            for name, tensor in weights:
-                self.state[name].copy_(tensor)
+        for name, tensor in weights:
+            self.state[name].copy_(tensor)
 
     @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
@@ -3444,9 +3437,8 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
     rows = [done.request.id[1] for done in answers for _ in range(n)]
     texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
     ended = np.concatenate([done.ended for done in answers])
-    logprobs: list[dict] = [{}] * len(rows)
-    if task.wants_logprobs:  # before the reference changes
-        logprobs = answer_logprobs(searcher, answers)
+    # at once: the reference may change
+    logprobs = answer_logprobs(searcher, answers) if task.wants_logprobs else [{}] * len(rows)
     searcher.pending_answers -= len(rows)
 
     def send(records: list[dict]) -> None:
@@ -3503,7 +3495,7 @@ def save(trainer: Trainer) -> None:
         return
     if not trainer.config.synchronous:  # where groups wait to be trained on as they are
         trainer.store_arrived()
-    finish_saving(trainer)
+    trainer.writing.result()  # wait for the previous one; raises what failed there
     evaluations = trainer.evaluations
     to_evaluate = [own.version for own in evaluations.under_way.values()]
     state = trainer.learner.state() | {
@@ -3523,7 +3515,8 @@ def save(trainer: Trainer) -> None:
         "lockstep": lockstep_batch(trainer.config),
     }
     weights = trainer.learner.saved_weights()
-    trainer.writing = trainer.writer.submit(write_checkpoint, trainer, weights, state)
+    model = trainer.learner.model
+    trainer.writing = trainer.writer.submit(write_checkpoint, trainer, model, weights, state)
 
 
 def restore(trainer: Trainer) -> None:
@@ -3538,27 +3531,17 @@ def restore(trainer: Trainer) -> None:
         trainer.sync.reference_version = saved["reference_version"]
 
 
-CHECKPOINTS_KEPT = 2  # the newest ones
-
-
-def write_checkpoint(trainer: Trainer, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> None:
     """In a thread: write checkpoint-STEP, remove older ones, and draw the curves."""
     folder = trainer.folder
     path = folder.path / f"checkpoint-{state['step']}"
     with new_folder(path) as new:
-        save_model(trainer.learner.model, weights, trainer.problem, new)
+        save_model(model, weights, trainer.problem, new)
         torch.save(state, new / "trainer.pt")
     folder.say(f"checkpoint: {path} (resume with --resume {folder.path})")
-    for surplus in checkpoints(folder.path)[CHECKPOINTS_KEPT:]:
+    for surplus in checkpoints(folder.path)[2:]:  # the newest two stay
         shutil.rmtree(surplus)
     folder.draw_curves()
-
-
-def finish_saving(trainer: Trainer) -> None:
-    """Wait for the checkpoint that is being written, if any. Raises what went wrong."""
-    if trainer.writing:
-        trainer.writing.result()
-        trainer.writing = None
 
 
 def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -> None:
@@ -3664,8 +3647,7 @@ def loading(name: str, config: Config, load: Callable[[str], Any]) -> Any:
     try:
         return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
-        text = first_line(error.__cause__ or error)
-        raise InputError(f"--{name} {value}: {text}") from None
+        raise InputError(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
 
 
 def read_dataset(name: str, config: Config) -> Any:
@@ -3844,8 +3826,7 @@ class RunFolder:
             self.cut_file("metrics.jsonl", saved["step"])
             self.cut_file("completions.jsonl", saved["step"])
             self.evaluations = self.cut_file("eval.jsonl", saved["evaluated"])
-        drawn = ("step", *itertools.chain(*self.PANELS.values()))
-        self.curves: dict[str, list[float]] = {name: [] for name in drawn}
+        self.curves = {name: [] for name in ("step", *itertools.chain(*self.PANELS.values()))}
         for metrics in read_lines(self.path / "metrics.jsonl"):
             self.add_to_curves(metrics)
         options = {"total": config.steps, "initial": saved.get("step", 0)}
@@ -4278,7 +4259,7 @@ def run(trainer: Trainer) -> int:
     try:
         if code and trainer.learner and trainer.step and exact:
             save(trainer)
-        finish_saving(trainer)
+        trainer.writing.result()
         if code == 0:
             finish(trainer)
     finally:
@@ -4341,8 +4322,7 @@ class MATH(Task):
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
         # simplifying what a model writes can take for ever, and only ends with its process
-        context = mp.get_context("fork")
-        self.judges = ProcessPool(1, initializer=end_with_parent, context=context)
+        self.judges = ProcessPool(1, initializer=end_with_parent, context=mp.get_context("fork"))
 
     @staticmethod
     def is_right(solution: str, response: str) -> bool:
@@ -4418,9 +4398,9 @@ class TextModel:
 
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
-        special = self.kind != "next"  # a chat template has them
         encode = partial(self.tokenizer, padding=True, truncation=True, return_tensors="pt")
-        batch = encode(texts, add_special_tokens=special).to(self.model.device)
+        # a chat template has the special tokens
+        batch = encode(texts, add_special_tokens=self.kind != "next").to(self.model.device)
         mask = batch["attention_mask"]  # (R, L)
         if self.kind == "labels":
             return self.model(batch["input_ids"], attention_mask=mask).logits.float()
@@ -4703,12 +4683,11 @@ class RedTeam(Task):
                 seed=zlib.crc32(prompt.tobytes()),  # of its own, so that lockstep runs repeat
             )
             self.victim.submit(request)
-        tokenizer = self.tokenizers["victim_model"]
+        decode = partial(self.tokenizers["victim_model"].batch_decode, skip_special_tokens=True)
         answers = {}
         while self.victim.unfinished:
             for done in self.victim.step():
-                texts = tokenizer.batch_decode(done.tokens, skip_special_tokens=True)
-                answers[done.request.id] = texts
+                answers[done.request.id] = decode(done.tokens)
         return [answers[i] for i in range(len(attacks))]
 
     def judged_text(self, attack: str, answer: str) -> str:
