@@ -201,7 +201,7 @@ def test_a_member_that_never_comes_ends_a_transfer_in_time():
     store = tba.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     start = time.monotonic()
     with pytest.raises(RuntimeError):
-        tba.form_group(config, store.port, False, "alone", 0, 2)
+        tba.form_group(config, tba.MeetingPoint("127.0.0.1", store.port, False), "alone", 0, 2)
     assert time.monotonic() - start < 60
 
 
