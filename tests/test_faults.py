@@ -102,7 +102,7 @@ def test_faults_that_end_a_run(gsm8k, tmp_path):
     run = Run(out, endless(gsm8k, out))
     run.want("raise")
     said = run.ends(1)
-    assert "ArithmeticError: a fault on demand" in said and not (out / "metrics.jsonl").exists()
+    assert "ArithmeticError: a fault on demand" in said and "before its first group" in said
 
     out = tmp_path / "many"
     run = Run(out, endless(gsm8k, out, num_searchers=1, max_restarts=1, initial_trajectories=10**6))
@@ -209,7 +209,7 @@ def test_decoding_and_weights_do_not_wait_for_rewards_or_verdicts(gsm8k, tmp_pat
     (run.faults / "verdicts").touch()
     run.ends(0)
     steps = [e["step"] for e in read_lines(out / "eval.jsonl")]
-    assert len(steps) >= 4 and steps[0] == 0 and steps[-2:] == [12, 12]
+    assert len(steps) >= 4 and steps[0] == 0 and steps[-1] == 12
 
 
 def test_a_reward_that_raises_ends_the_searcher_with_its_traceback(gsm8k, tmp_path):
