@@ -2335,8 +2335,12 @@ class VLLMEngine:
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # float32 products in float32
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # these two are read on a CPU
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         import vllm  # imported late: it must see the settings above, and is slow to import
 
+        if not dist.is_initialized():  # vLLM's own store would listen on all addresses
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         make = partial(
             vllm.LLM,
             model=getattr(config, name),

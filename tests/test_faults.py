@@ -223,9 +223,10 @@ def test_a_reward_that_raises_ends_the_searcher_with_its_traceback(gsm8k, tmp_pa
     assert "ArithmeticError: a judge that fails" in said and "in rewards" in said
 
 
-def test_every_port_of_a_run_listens_on_loopback(gsm8k, tmp_path):
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_every_port_of_a_run_listens_on_loopback(gsm8k, tmp_path, engine):
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, num_searchers=2))
+    run = Run(out, endless(gsm8k, out, num_searchers=2, engine=engine))
     run.reaches(3)
     connections = []
     for pid in processes_of(run.process.pid):
