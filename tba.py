@@ -1456,7 +1456,7 @@ class Searcher:
     """
 
     JUDGED_AT_ONCE = 8  # held-out answers that one call of the task judges
-    MOST_WAITING = 4  # responses that wait for rewards, over --sequences_in_flight
+    MOST_WAITING = 8  # responses that wait for rewards, over --sequences_in_flight
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
         self.config = config

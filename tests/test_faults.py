@@ -200,7 +200,7 @@ def test_decoding_and_weights_do_not_wait_for_rewards_or_verdicts(gsm8k, tmp_pat
     # 64 responses are decoded at a time, 8 to a prompt; their rewards are not there
     run.until(lambda: len(run.noted("decoded")) >= 16, "further groups")
     time.sleep(3)
-    assert len(run.noted("decoded")) <= 7 * 8  # no more than that wait
+    assert len(run.noted("decoded")) <= 10 * 8  # no more than that wait
     assert not (out / "metrics.jsonl").exists()
     (run.faults / "rewards").touch()
     run.reaches(12)  # with weights that were loaded, although no verdict has come
