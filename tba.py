@@ -2700,7 +2700,7 @@ class WeightSync:
         broadcast(transfer.group, self.snapshot, self.config.transfer_timeout)
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
-        """A member did not receive the weights, whoever is at fault; it searches on without."""
+        """A member did not receive the weights; it continues with the ones it has."""
         s.receiving.failure = s.receiving.failure or f"Searcher {s.searcher}: {reason}"
         s.receiving = None
         s.loading = None
@@ -2874,6 +2874,7 @@ class RunningSearcher:
     """One start of a Searcher, until its process has ended, as the Trainer sees it."""
 
     searcher: int
+    start: int  # number of this start, among those of all Searchers
     process: Any
     commands: Any  # the process's queue
     seen: float  # when its last message came
@@ -2956,7 +2957,6 @@ class SearcherProcesses:
         for index in saved.get("places_arrived", []):
             self.slots[index % M].note_arrival(index)
         self.starts = 0  # of all slots
-        self.by_start: dict[int, RunningSearcher] = {}  # those whose process has not ended
         self.looked = 0.0  # when `failed` looked at the processes
         # Searchers may begin prompts up to this place in the order
         self.limit = float(first if config.synchronous else 0)
@@ -3027,9 +3027,7 @@ class SearcherProcesses:
         context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
         process = context.Process(target=searcher_process, args=(spec, gpu_of(searcher)))
         process.start()
-        running = RunningSearcher(searcher, process, commands, time.monotonic())
-        self.by_start[self.starts] = running
-        return running
+        return RunningSearcher(searcher, self.starts, process, commands, time.monotonic())
 
     def take(self) -> tuple[list[Group], list[tuple[RunningSearcher, Any]]]:
         """Groups and messages that came."""
@@ -3043,12 +3041,12 @@ class SearcherProcesses:
             slot.delivered = True
             if slot.note_arrival(group.index):
                 groups.append(group)
+        running = {s.start: s for s in self.running}
         messages = []
         for start, message in self.messages.take_all():
-            s = self.by_start.get(start)
-            if s:  # its process has not ended
-                s.seen = time.monotonic()
-                messages.append((s, message))
+            if start in running:  # its process has not ended
+                running[start].seen = time.monotonic()
+                messages.append((running[start], message))
         return groups, messages
 
     def failed(self) -> list[tuple[RunningSearcher, str]]:
@@ -3079,7 +3077,6 @@ class SearcherProcesses:
         s.ready = False
         slot = self.slots[s.searcher]
         slot.running = None
-        self.by_start = {start: other for start, other in self.by_start.items() if other is not s}
         delay = min(60, 2**slot.failures)
         slot.restart_at = time.monotonic() + delay
         slot.failures += 1
@@ -3303,7 +3300,7 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
 
 
 def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]:
-    """Of each answer log pi_ref, the KL of the policy to the reference, and lengths in tokens.
+    """log pi_ref of each answer, its KL from the policy to the reference, and lengths in tokens.
 
     Both policies have the temperature of the engine's log-probabilities: 1 if greedy.
     """
@@ -3407,6 +3404,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(new, ignore_errors=True)  # of a run that was killed while it wrote
     new.mkdir()
     yield new
+    for file in (*new.iterdir(), new):  # on the disk before the rename is, should power fail
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     old = path.with_name(f".{path.name}.old")
     if path.exists():
         path.rename(old)
@@ -3489,7 +3490,7 @@ def first_line(error: Any) -> str:
 
 
 def loading(name: str, config: Config, load: Callable[[str], Any]) -> Any:
-    """What `load` makes of the value of flag `name`. Raises InputError with what went wrong."""
+    """Call `load` with the value of flag `name`, and return its result. Raises InputError."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
     try:

@@ -410,8 +410,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
             )  # fmt: skip
             searcher = tba.Searcher(self.config, self.problem, spec)
             self.loaded.append(searcher)
-            slot.running = tba.RunningSearcher(i, None, commands, seen=0.0, ready=True)
-            self.by_start[spec.start] = slot.running
+            slot.running = tba.RunningSearcher(i, spec.start, None, commands, seen=0.0, ready=True)
 
     def failed(self) -> list:
         return []
@@ -1066,7 +1065,7 @@ def up_to(row: dict, name: str, limit: float) -> dict:
 
 
 def at_equal(found: list[dict], name: str, limit: float) -> tuple[str, str, str, str]:
-    """Of runs up to a step, time or number of groups: the step, gain, last reward, largest KL."""
+    """The step, gain, last reward and largest KL of runs at a step, time or number of groups."""
     parts = [up_to(row, name, limit) for row in found]
     last = [part["path"][-1] for part in parts]
     largest = [max(point["kl"] for point in part["path"]) for part in parts]
