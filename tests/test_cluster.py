@@ -23,7 +23,7 @@ FASTER = '''"""Waits are logged after three seconds."""
 import tba
 
 tba.Trainer.PATIENCE = 3
-tba.SearcherProcesses.NOTE_EVERY = 3
+tba.SearcherProcesses.LOG_EVERY = 3
 '''
 
 
