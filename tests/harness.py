@@ -78,6 +78,7 @@ def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
     """A Ray cluster at 127.0.0.1: a head for the Trainer, and nodes with a CPU or more each."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # both are read when Ray is imported
     os.environ["RAY_health_check_failure_threshold"] = "20"  # noqa: SIM112 (a busy machine is late)
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (it counts others' memory)
     from ray.cluster_utils import Cluster
 
     options = {"include_dashboard": False, "object_store_memory": 10**8}
