@@ -18,7 +18,7 @@
 # --sft_prompts prompts/alpaca.jsonl, and the attacker's prompt with three examples:
 # --attacker_prompt "$(jq -r .attacker_prompt prompts/attack_prompt.jsonl)".
 #
-# Settings that the paper does not give are from there. Known differences:
+# Settings that the paper does not give are from there. Differences:
 # * TBA estimates log Z by VarGrad over groups of K attacks, as in the paper; for gflownet, log Z is
 #   one parameter, not a linear map of the attacker's states.
 # * The baseline's buffer starts with the 3,003 warm-start attacks and 160 samples (temperature 0.7,
@@ -84,7 +84,7 @@ case "$run" in
       --victim_model meta-llama/Llama-3.1-8B-Instruct --victim_format chat
       --victim_max_tokens 64 --victim_temperature 0.1 --victim_top_p 0.9
       --toxicity_model meta-llama/Llama-Guard-3-8B --toxicity_label unsafe
-      --toxicity_suffix '\n\n'                 # Llama Guard answers after two line breaks
+      --toxicity_suffix '\n\n'                 # the answer follows two line breaks
       --tau 2@0,1@1000
       --reference_temperature 1@0,1.2@2000
       --explore_low 0.7
