@@ -48,7 +48,7 @@ esac
 
 steps=${STEPS:-256}
 case "$steps" in
-  *[!0-9]* | ? | 0*) echo "run_tldr.sh: error: STEPS=$steps: must be at least 10" >&2; exit 2 ;;
+  *[!0-9]* | ? | 0*) echo "run_tldr.sh: error: STEPS=$steps: must be an integer >= 10" >&2; exit 2 ;;
 esac
 eighth=$(((steps + 7) / 8))              # rounded up: 104 for 825 (B.2)
 
