@@ -12,7 +12,7 @@ buffer all the time, and neither waits for the other:
 
     Trainer.run_asynchronous, the main process       Searcher.run, a process and a GPU each
       while step < steps:                              while True:
-        listen()         groups arrive       <------     begin_prompts()      S responses to each
+        poll()           groups arrive       <------     begin_prompts()      S responses to each
         store_arrived()  into the ReplayBuffer           engine.step()        one decode step
         rule.sample()    B prompts x K trajectories      score_groups()       rewards, log pi_ref
         Learner.step()   Trajectory Balance loss,        deliver()            complete groups
@@ -1028,7 +1028,7 @@ class Trainer:
         config = self.config
         self.searchers.search_up_to(math.inf)
         while self.step < config.steps:
-            self.listen()  # groups arrive; weights are sent
+            self.poll()  # groups arrive; weights are sent
             groups = self.wait_for("generation", self.next_batch)
             self.train_step(groups, self.rule.recent_fraction)
             self.note_what_is_due()
@@ -1103,7 +1103,7 @@ class Trainer:
         start = time.monotonic()
         noted = start
         while not (found := poll()):
-            self.listen()
+            self.poll()
             time.sleep(0.01)
             now = time.monotonic()
             if now - noted > self.PATIENCE:
@@ -1114,7 +1114,7 @@ class Trainer:
         self.log.waited[what] += time.monotonic() - start
         return found
 
-    def listen(self) -> None:
+    def poll(self) -> None:
         """Drain queues, restart failed Searchers, advance the sync, handle signals."""
         if self.stop_signal and (not self.config.synchronous or self.searches_are_done()):
             raise KeyboardInterrupt(self.stop_signal)  # lockstep then resumes exactly

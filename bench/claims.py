@@ -481,8 +481,8 @@ class SimulatedTrainer(tba.Trainer):
         with mock.patch.multiple(tba, form_group=lambda *_: None, broadcast=broadcast):
             super().run()
 
-    def listen(self) -> None:
-        super().listen()
+    def poll(self) -> None:
+        super().poll()
         if self.sync.transfer:
             self.sync.transfer.sending.result()
         self.searchers.work()
@@ -494,7 +494,7 @@ class SimulatedTrainer(tba.Trainer):
                 if self.step:
                     self.waited += arrival - self.searchers.now
                 self.searchers.advance(arrival)
-            self.listen()
+            self.poll()
         return found
 
     def train_step(self, groups: list, recent: float) -> None:
