@@ -31,7 +31,7 @@ tempered policy, logits / --temperature, unless it is said otherwise):
     log Z^ (VarGrad)   log_z                              trajectory_balance_loss              3
     B, K, S            --prompts_per_step, --trained_per_prompt, --searched_per_prompt         1
     m                  --recent_probability               Newest, a replay rule                4
-    k                  --sync_every                       Trainer.note_what_is_due             6
+    k                  --sync_every                       Trainer.mark_due             6
     rho (TBA')         --reset_reference_every            next_reference                       6
     TBA', Eq. 7        --objective tba_prime              tba_prime                            3
     D, the buffer      --kept_per_prompt                  ReplayBuffer                         4
@@ -1031,7 +1031,7 @@ class Trainer:
             self.poll()  # groups arrive; weights are sent
             groups = self.wait_for("generation", self.next_batch)
             self.train_step(groups, self.rule.recent_fraction)
-            self.note_what_is_due()
+            self.mark_due()
             if is_due(config.save_every, self.step):
                 save(self)
 
@@ -1071,7 +1071,7 @@ class Trainer:
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
             self.arrived = later
             self.train_step(groups, n / config.prompts_per_step)
-            self.note_what_is_due()
+            self.mark_due()
             self.sync.due = True
             # with --lag, batches are searched beside training; checkpoints have them
             self.wait_for("generation", self.searches_are_done)
@@ -1082,7 +1082,7 @@ class Trainer:
         """Lockstep: whether everything that was asked for is here."""
         return self.searchers.first_missing >= self.searchers.limit
 
-    def note_what_is_due(self) -> None:
+    def mark_due(self) -> None:
         """After an optimizer step: an evaluation, a new reference, a sync."""
         config = self.config
         if is_due(config.eval_every, self.step):
@@ -2460,7 +2460,7 @@ def vllm_can_run() -> bool:
 
 # Weights travel while both sides work. A sync's steps, in the order in which they happen:
 #
-#   Trainer.note_what_is_due     it is due: every k steps, for an evaluation, for a new Searcher
+#   Trainer.mark_due     it is due: every k steps, for an evaluation, for a new Searcher
 #   WeightSync.begin_if_due      the training thread copies the weights into a snapshot, scores the
 #                                probes, and trains on
 #   WeightSync.send              in a thread, from start to end: tell the members, form a process
