@@ -1118,10 +1118,10 @@ class Trainer:
         """Drain queues, restart failed Searchers, advance the sync, handle signals."""
         if self.stop_signal and (not self.config.synchronous or self.searches_are_done()):
             raise KeyboardInterrupt(self.stop_signal)  # lockstep then resumes exactly
-        self.take_messages()
+        self.drain_queues()
         failures = self.searchers.failed()
         if failures:
-            self.take_messages()  # what they had sent is used; what was in flight is searched again
+            self.drain_queues()  # what they had sent is used; what was in flight is searched again
         for s, reason in failures:
             self.evaluations.lose(s)
             self.searchers.handle_failure(s, reason)
@@ -1130,7 +1130,7 @@ class Trainer:
         if self.sync.begin_if_due(self.step):
             self.rule.synced(self.step)
 
-    def take_messages(self) -> None:
+    def drain_queues(self) -> None:
         """Take groups and messages from the queues."""
         groups, messages = self.searchers.take()
         for s, message in messages:
@@ -2872,7 +2872,7 @@ class SearcherSpec:
     messages: Any  # queue of all other messages, of all Searchers
 
     def send(self, message: Any) -> None:
-        """Send the Trainer a message, which `Trainer.take_messages` handles."""
+        """Send the Trainer a message, which `Trainer.drain_queues` handles."""
         self.messages.put((self.start, message))
 
 
