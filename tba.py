@@ -1135,8 +1135,8 @@ class Trainer:
         groups, messages = self.searchers.take()
         for s, message in messages:
             match message:
-                case Beat():
-                    s.beats.append(message)
+                case Heartbeat():
+                    s.heartbeats.append(message)
                     s.ready = not s.end  # it may be the last one of a process that was killed
                 case Received():
                     s.receiving = None
@@ -1698,7 +1698,7 @@ class Searcher:
         now = time.perf_counter()
         if now - self.last_beat > 0.5:
             self.last_beat = now
-            self.spec.send(Beat(now, now - self.started - self.idle, self.tokens))
+            self.spec.send(Heartbeat(now, now - self.started - self.idle, self.tokens))
 
 
 def prompt_of(seed: int, index: int, prompts: int) -> int:
@@ -2820,7 +2820,7 @@ class Started(NamedTuple):
     """The process runs, and begins to load its models."""
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """A heartbeat, twice a second; after the first the Searcher gets weights."""
 
     time: float  # seconds, of this Searcher's clock
@@ -2894,7 +2894,7 @@ class RunningSearcher:
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
     end: str = ""  # why it was killed
-    beats: deque[Beat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
+    heartbeats: deque[Heartbeat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
 
     @property
     def pending(self) -> bool:
@@ -2909,10 +2909,10 @@ class RunningSearcher:
 
     def rates(self) -> tuple[float, float]:
         """Share of its time that it worked lately, and tokens that it made per second."""
-        if len(self.beats) < 2:
+        if len(self.heartbeats) < 2:
             return 0.0, 0.0
-        first = self.beats[0]
-        last = self.beats[-1]
+        first = self.heartbeats[0]
+        last = self.heartbeats[-1]
         seconds = last.time - first.time
         return (last.worked - first.worked) / seconds, (last.tokens - first.tokens) / seconds
 
