@@ -2907,7 +2907,7 @@ class RunningSearcher:
         self.end = why
         self.process.kill()
 
-    def rates(self) -> tuple[float, float]:
+    def recent_rates(self) -> tuple[float, float]:
         """Share of its time that it worked lately, and tokens that it made per second."""
         if len(self.heartbeats) < 2:
             return 0.0, 0.0
@@ -3970,7 +3970,7 @@ class StepLog:
         self.recent.append((trained, len(self.arrived), wall, waited))
         of_recent = np.sum(self.recent, 0)
         running = [s for s in trainer.searchers.running if not s.pending]
-        rates = [s.rates() for s in running]
+        rates = [s.recent_rates() for s in running]
         batch = trainer.config.prompts_per_step * trainer.config.trained_per_prompt
         if torch.cuda.is_available():
             measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
