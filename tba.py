@@ -709,10 +709,10 @@ class ReplayRule:
         self.memory: dict[str, Any] = {"epoch": []}  # prompts that this epoch of replay has left
         self.recent_fraction = math.nan  # share of the latest batch that was recent
 
-    def arrived(self, group: Group) -> None:
+    def on_group(self, group: Group) -> None:
         """A group, as it was sampled, has just been stored."""
 
-    def synced(self, step: int) -> None:
+    def on_sync(self, step: int) -> None:
         """New weights begin to be sent: what arrives from now on is the most recent."""
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
@@ -776,7 +776,7 @@ class Newest(ReplayRule):
         self.window = 0
         self.wanted: int | None = None  # recent groups of the next batch; None: to be drawn
 
-    def arrived(self, group: Group) -> None:
+    def on_group(self, group: Group) -> None:
         """Give the group its draws. Of a fraction, such as 1.5, groups have 1, 2, 1, 2, ..."""
         R = self.config.max_replays or math.inf
         draws = R
@@ -786,7 +786,7 @@ class Newest(ReplayRule):
         if draws > 0:
             self.recent.append(RecentGroup(group, self.window, draws))
 
-    def synced(self, step: int) -> None:
+    def on_sync(self, step: int) -> None:
         self.window += 1
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
@@ -1128,7 +1128,7 @@ class Trainer:
         self.searchers.start_due()
         self.sync.poll()
         if self.sync.begin_if_due(self.step):
-            self.rule.synced(self.step)
+            self.rule.on_sync(self.step)
 
     def drain_queues(self) -> None:
         """Take groups and messages from the queues."""
@@ -1161,7 +1161,7 @@ class Trainer:
         for group in groups:
             if group.trajectories[0].reference == self.sync.reference_version:
                 self.buffer.add(group)
-                self.rule.arrived(group)
+                self.rule.on_group(group)
 
     def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
         """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""

@@ -186,7 +186,7 @@ def main() -> None:
                 t.prompt_id = index
             rule.buffer.add(tba.Group(index, group))
         if index > 1900:
-            rule.arrived(tba.Group(index, group))
+            rule.on_group(tba.Group(index, group))
     (draw,) = seconds_of(lambda: rule.sample(7, 16), rounds=50)
     print(f"replay: a draw of 7 x 16 takes {draw / of_packed:.4f} of a training step")
 

@@ -92,7 +92,7 @@ def take_rewards(original, searcher, groups, rewards):
         note("searched", group.index, group.prompt_id, *rewards, *lengths)
 
 
-def arrived(original, rule, group):
+def on_group(original, rule, group):
     note("stored", group.index, group.trajectories[0].version, group.trajectories[0].reference)
     original(rule, group)
 
@@ -114,5 +114,5 @@ replace(tba, "broadcast", broadcast)
 replace(tba.Searcher, "load_weights", load_weights)
 replace(tba.Searcher, "between_steps", between_steps)
 replace(tba.Searcher, "take_rewards", take_rewards)
-replace(tba.Newest, "arrived", arrived)
+replace(tba.Newest, "on_group", on_group)
 replace(tba.Trainer, "train_step", train_step)

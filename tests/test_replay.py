@@ -47,7 +47,7 @@ def arrive(rule, *groups):
     """Store groups as the Trainer does."""
     for one in groups:
         rule.buffer.add(one)
-        rule.arrived(one)
+        rule.on_group(one)
 
 
 def tokens_of(trajectories):
@@ -62,9 +62,9 @@ def chi_square(counts, expected):
 def test_recent_prompts_are_drawn_with_probability_m(m):
     rule = rule_of(recent_probability=m, max_replays=0)
     arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200)))
-    rule.synced(1)
+    rule.on_sync(1)
     arrive(rule, group(0, [[0, 9], [0, 8]]))
-    rule.synced(2)
+    rule.on_sync(2)
     arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200, 240)))
     recent = 0
     drawn = np.zeros(240)
@@ -110,15 +110,15 @@ def test_groups_of_one_prompt_are_drawn_newest_first_and_not_twice():
 def test_groups_from_before_the_latest_sync_follow_only_where_newer_ones_are_too_few():
     rule = rule_of(recent_probability=1.0)
     arrive(rule, *(group(p, [[p]], version=0) for p in range(5)))
-    rule.synced(1)
-    rule.synced(2)
+    rule.on_sync(1)
+    rule.on_sync(2)
     arrive(rule, *(group(p, [[p]], version=2) for p in (5, 6)))
     assert {g[0].prompt_id for g in rule.sample(2, 1)} == {5, 6}
     assert rule.recent_fraction == 1.0
     drawn = [g[0].prompt_id for g in rule.sample(7, 1)]
     assert sorted(drawn) == list(range(7))
     assert rule.recent_fraction == 2 / 7  # the others came two syncs ago
-    rule.synced(3)
+    rule.on_sync(3)
     arrive(rule, group(7, [[7]], version=3))
     assert {g[0].prompt_id for g in rule.sample(3, 1)} == {5, 6, 7}
     assert rule.recent_fraction == 1.0
@@ -139,7 +139,7 @@ def test_no_group_is_drawn_as_recent_more_often_than_the_bound(events, bound, B)
             arrive(rule, group(arrivals, [[arrivals]]))
             arrivals += 1
         elif event == "sync":
-            rule.synced(0)
+            rule.on_sync(0)
         else:
             batch = rule.sample(B, 1)
             # the n-th group's draws: what n + 1 groups may be drawn more often than n
