@@ -994,7 +994,7 @@ class Trainer:
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
         self.received: int = saved.get("received", 0)  # trajectories, in the whole run
-        self.arrived: list[Group] = []  # not used yet
+        self.inbox: list[Group] = []  # not used yet
         self.log = StepLog(self)
         self.skipped = 0  # steps, in a row
         self.stop_signal = 0
@@ -3502,7 +3502,7 @@ def save(trainer: Trainer) -> None:
     state = trainer.learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
-        "arrived": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.arrived},
+        "arrived": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
         "first_missing": trainer.searchers.first_missing,
         "places_arrived": trainer.searchers.places_arrived(),
         "evaluated": evaluations.done_at,
@@ -3526,7 +3526,7 @@ def restore(trainer: Trainer) -> None:
     if saved:
         trainer.buffer.restore(saved["buffer"])
         for index, tensors in saved["arrived"].items():
-            trainer.arrived.append(Group(index, trajectories_from_tensors(tensors)))
+            trainer.inbox.append(Group(index, trajectories_from_tensors(tensors)))
         trainer.rule.memory = saved["memory"]
         trainer.sync.reference = saved["reference"] or trainer.sync.reference
         trainer.sync.reference_version = saved["reference_version"]
