@@ -12,7 +12,7 @@ buffer all the time, and neither waits for the other:
 
     Trainer.run_asynchronous, the main process       Searcher.run, a process and a GPU each
       while step < steps:                              while True:
-        poll()           groups arrive       <------     begin_prompts()      S responses to each
+        poll()           groups arrive       <------     submit_prompts()      S responses to each
         store_arrived()  into the ReplayBuffer           engine.step()        one decode step
         rule.sample()    B prompts x K trajectories      score_groups()       rewards, log pi_ref
         Learner.step()   Trajectory Balance loss,        deliver()            complete groups
@@ -36,7 +36,7 @@ tempered policy, logits / --temperature, unless it is said otherwise):
     TBA', Eq. 7        --objective tba_prime              tba_prime                            3
     D, the buffer      --kept_per_prompt                  ReplayBuffer                         4
 
-A trajectory's way: Searcher.begin_prompt, engine.step, Searcher.score_groups, deliver (7) |
+A trajectory's way: Searcher.submit_prompt, engine.step, Searcher.score_groups, deliver (7) |
 Trainer.listen, store_arrived (6), ReplayBuffer.add, Newest.sample (4), Learner.backward (6),
 pack, TokenLogProbs (8), Batch, the objective (2, 3). A sync's way stands in section 11. A Problem
 is the task with its tokenizer and prompts (15); Ranks are processes that share a large policy (9).
@@ -1501,7 +1501,7 @@ class Searcher:
         """Search until the process is ended."""
         threading.Thread(target=self.receiver.run, daemon=True).start()
         while True:
-            self.begin_prompts()
+            self.submit_prompts()
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
                 continue
@@ -1564,7 +1564,7 @@ class Searcher:
         scored = self.engine.prompt_logprobs([np.concatenate(pair) for pair in pairs])
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
 
-    def begin_prompts(self) -> None:
+    def submit_prompts(self) -> None:
         """Keep the engine full, unless the queue is, or too many responses wait for rewards."""
         config = self.config
         S = config.searched_per_prompt
@@ -1577,10 +1577,10 @@ class Searcher:
             if under_way and under_way + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
                 return
             if self.index not in self.spec.arrived:  # at its start
-                self.begin_prompt(self.index)
+                self.submit_prompt(self.index)
             self.index += config.num_searchers
 
-    def begin_prompt(self, index: int) -> None:
+    def submit_prompt(self, index: int) -> None:
         """Ask the engine for S responses to the prompt at a place of the order."""
         config = self.config
         prompt_id = prompt_of(config.seed, index, len(self.problem.prompts))

@@ -440,7 +440,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
     def begin(self, i: int) -> None:
         """Begin a Searcher's next batch, if it may."""
         searcher = self.loaded[i]
-        searcher.begin_prompts()
+        searcher.submit_prompts()
         self.generate(searcher)
         if batch := searcher.spec.groups.take_all():
             heapq.heappush(self.batches, (self.now + self.duration, i, batch))
