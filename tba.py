@@ -1654,9 +1654,9 @@ class Searcher:
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
         compute = partial(task.checked_rewards, examples, texts, ended)
-        self.score(compute, partial(self.take_rewards, groups), self.reward_threads, len(groups))
+        self.score(compute, partial(self.set_rewards, groups), self.reward_threads, len(groups))
 
-    def take_rewards(self, groups: list[Group], rewards: list[float]) -> None:
+    def set_rewards(self, groups: list[Group], rewards: list[float]) -> None:
         """Complete groups with the rewards of all their trajectories, end to end."""
         rows = [t for group in groups for t in group.trajectories]
         for t, reward in zip(rows, rewards, strict=True):

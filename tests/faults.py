@@ -84,7 +84,7 @@ def between_steps(original, searcher):
     original(searcher)
 
 
-def take_rewards(original, searcher, groups, rewards):
+def set_rewards(original, searcher, groups, rewards):
     original(searcher, groups, rewards)
     for group in groups:
         rewards = [int(t.reward) for t in group.trajectories]
@@ -113,6 +113,6 @@ replace(tba, "form_group", form_group)
 replace(tba, "broadcast", broadcast)
 replace(tba.Searcher, "load_weights", load_weights)
 replace(tba.Searcher, "between_steps", between_steps)
-replace(tba.Searcher, "take_rewards", take_rewards)
+replace(tba.Searcher, "set_rewards", set_rewards)
 replace(tba.Newest, "on_group", on_group)
 replace(tba.Trainer, "train_step", train_step)
