@@ -343,7 +343,7 @@ class Trajectory:
     reward: float
     prompt_id: int
     version: int  # optimizer step of the weights that began it
-    reference: int  # optimizer step of the reference's weights
+    reference_version: int  # optimizer step of the reference
 
     @property
     def ref_logprob(self) -> float:
@@ -1159,7 +1159,7 @@ class Trainer:
         groups = self.arrived
         self.arrived = []
         for group in groups:
-            if group.trajectories[0].reference == self.sync.reference_version:
+            if group.trajectories[0].reference_version == self.sync.reference_version:
                 self.buffer.add(group)
                 self.rule.on_group(group)
 
@@ -1629,7 +1629,7 @@ class Searcher:
                     ref_logprobs=task.ref_logprobs(tokens, next(ref_logprobs)),
                     ended=bool(done.ended[j]),
                     reward=math.nan,
-                    reference=self.reference_version,
+                    reference_version=self.reference_version,
                     **request,
                 )
                 group.trajectories.append(trajectory)

@@ -83,7 +83,7 @@ def groups_of(learner: tba.Learner, prompt: int, response: int) -> list[list[tba
                 reward=float(rng.random()),
                 prompt_id=prompt_id,
                 version=0,
-                reference=0,
+                reference_version=0,
             )
             group.append(trajectory)
         groups.append(group)

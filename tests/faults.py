@@ -93,7 +93,7 @@ def set_rewards(original, searcher, groups, rewards):
 
 
 def on_group(original, rule, group):
-    note("stored", group.index, group.trajectories[0].version, group.trajectories[0].reference)
+    note("stored", group.index, group.trajectories[0].version, group.trajectories[0].reference_version)
     original(rule, group)
 
 

@@ -30,7 +30,7 @@ def group(prompt_id, responses, rewards=None, version=0, index=0):
             reward=0.0 if rewards is None else float(np.float32(rewards[i])),
             prompt_id=prompt_id,
             version=version,
-            reference=0,
+            reference_version=0,
         )
         trajectories.append(trajectory)
     return tba.Group(index, trajectories)
