@@ -168,19 +168,19 @@ def test_replays_of_the_rest_are_not_counted_and_do_not_wait():
 def test_reward_sampling_is_softmax_without_replacement(inverse_temperature):
     rewards = [0.0, 0.5, 1.0, -0.5]
     buffer = tba.ReplayBuffer(tba.settings(reward_inverse_temperature=inverse_temperature))
-    stored = group(0, [[i] for i in range(4)], rewards).trajectories
+    buffer.add(group(0, [[i] for i in range(4)], rewards))
     weights = np.exp(inverse_temperature * np.array(rewards))
     counts = dict.fromkeys(itertools.permutations(range(4), 2), 0)
     n = 12_000
     for _ in range(n):
-        counts[tuple(int(t.tokens[0]) for t in buffer.draw(stored, 2))] += 1
+        counts[tuple(int(t.tokens[0]) for t in buffer.draw(0, 2))] += 1
     expected = []
     for i, j in counts:
         first = weights[i] / weights.sum()
         expected.append(n * first * weights[j] / (weights.sum() - weights[i]))
     assert chi_square(counts.values(), expected) < CRITICAL[11]
-    extreme = group(0, [[i] for i in range(4)], [1e6, -1e6, 0.0, 1e6]).trajectories
-    assert len(buffer.draw(extreme, 3)) == 3
+    buffer.add(group(1, [[i] for i in range(4)], [1e6, -1e6, 0.0, 1e6]))
+    assert len(buffer.draw(1, 3)) == 3
 
 
 def test_prompts_are_replayed_without_replacement_over_an_epoch():
