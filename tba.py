@@ -2,14 +2,14 @@
 
 Reference implementation of "Trajectory Balance with Asynchrony: Decoupling Exploration and Learning
 for Fast, Scalable LLM Post-Training" (arXiv 2503.18929), in one file. Part I is the paper, to be
-read from top to bottom; Part II is the machinery; Part III has the paper's other tasks.
+read top to bottom; Part II is the machinery; Part III has the paper's other tasks.
 
     python tba.py --task gsm8k --model DIR_OR_HUB_NAME --dataset DIR_OR_HUB_NAME     # GPUs or CPU
     bash run_gsm8k.sh                     # the paper's settings; --tiny: on a CPU in minutes
 
 Searchers generate and score responses while the Trainer learns from a replay buffer; neither waits
-for the other. On one machine Searchers are torch.multiprocessing processes; with --cluster they are
-tasks on a Ray cluster. Measured results: docs/results.md.
+for the other. Searchers are torch.multiprocessing processes, or with --cluster tasks on a Ray
+cluster. Measured results: docs/results.md.
 
     Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
       while step < steps:                              while True:
@@ -20,16 +20,14 @@ tasks on a Ray cluster. Measured results: docs/results.md.
                          its gradient, AdamW             between two decode steps:
         every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
 
-The paper's symbols, their names here, and the section that defines them. Log-probabilities are of
-the tempered policy (logits / --temperature) unless stated otherwise.
+The paper's symbols, their names here, and the section. Log-probabilities are those of the tempered
+policy (logits / --temperature) unless stated otherwise.
 
     pi_theta, pi_ref   the policy, the reference          TokenLogProbs                        8
     x, y               a prompt, a response               Trajectory, Group                    2
     r(x, y)            the reward                         Task.rewards                         5
-    TB, Eq. 4-5        --objective tb                     tb, trajectory_balance_loss          3
-    TB, Eq. 3          --objective tb_learned_z           tb_learned_z                         3
+    TB, Eq. 3-5        --objective tb, tb_learned_z       trajectory_balance_loss              3
     beta, tau          --beta, --tau, schedules           at_step                              1
-    log Z^ (VarGrad)   log_z                              trajectory_balance_loss              3
     B, K, S            --prompts_per_step, --trained_per_prompt, --searched_per_prompt         1
     m                  --recent_probability               Newest, a replay rule                4
     k                  --sync_every                       Trainer.mark_due                     6
@@ -37,10 +35,10 @@ the tempered policy (logits / --temperature) unless stated otherwise.
     TBA', Eq. 7        --objective tba_prime              tba_prime                            3
     D, the buffer      --kept_per_prompt                  ReplayBuffer                         4
 
-Left out, to keep this readable: tensor parallelism (a policy must fit on one Searcher GPU),
-multi-turn episodes and tools, PPO (its value model would be a second one to train), memory planning
-(docs/operations.md has estimates), dry runs of plug-ins (they fail with their own traceback),
-adapter-only weight syncs, and authentication between machines (use a private network).
+Left out to keep this readable: tensor parallelism (the policy fits on one Searcher GPU), multi-turn
+episodes and tools, PPO (its value model is a second model to train, shard and save), memory
+planning (docs/operations.md has estimates), dry runs of plug-ins (they fail with a traceback),
+adapter-only weight syncs, encryption and authentication (use a private network).
 """
 
 from __future__ import annotations
@@ -138,8 +136,8 @@ def flag(
     default: Any, text: str, minimum: float = 0, maximum: float = math.inf, scheduled: bool = False
 ) -> Any:
     """A dataclass field that is a command-line flag, with its help text and range."""
-    metadata = {"help": text, "range": (minimum, maximum), "scheduled": scheduled}
-    return field(default=default, metadata=metadata)
+    limits = {"range": (minimum, maximum), "scheduled": scheduled}
+    return field(default=default, metadata={"help": text} | limits)
 
 
 # a flag whose value may change with the optimizer step; `at_step` evaluates it
@@ -149,11 +147,8 @@ schedule = partial(flag, scheduled=True)
 class FlagParser(transformers.HfArgumentParser):
     """A parser for dataclasses whose fields are made by `flag`."""
 
-    def add_argument(self, *names: str, **options: Any) -> Any:
-        """Add a flag; `check_range` checks its range, after schedules are parsed."""
-        options.pop("range", None)
-        options.pop("scheduled", None)
-        return super().add_argument(*names, **options)
+    def add_argument(self, *names: str, range=None, scheduled=None, **options: Any) -> Any:
+        return super().add_argument(*names, **options)  # argparse does not know the other two
 
 
 @dataclass
@@ -181,9 +176,7 @@ class Config:
     engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
     num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
     cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
-    dtype: Literal["auto", "bfloat16", "float32"] = flag(
-        "auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU."
-    )
+    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
     gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
     gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", POSITIVE, 1)
 
@@ -263,8 +256,7 @@ class Config:
         return int(min(self.max_response_tokens, total - len(prompt)))
 
 
-# Dataclasses whose fields are flags; tasks and plug-ins append their own. The values of all of them
-# are attributes of the one Config that is passed around.
+# dataclasses whose fields are flags; tasks and plug-ins append theirs, and Config has all values
 FLAGS: list[type] = [Config]
 
 
@@ -338,9 +330,7 @@ class Trajectory:
     explored: bool  # sampled at another temperature than --temperature
     reward: float
     prompt_id: int
-    # optimizer step of the policy when the prompt was submitted; later tokens may come from newer
-    # weights, which are loaded while it is decoded
-    version: int
+    version: int  # optimizer step of the policy at submission; later tokens may be from newer ones
     reference_version: int  # optimizer step of the reference
 
 
@@ -385,8 +375,7 @@ class Loss:
     """The output of an objective."""
 
     loss: Tensor  # scalar with gradient: the mean over the prompts of the batch
-    # scalars to log in addition to `batch_metrics`; computed on the whole batch
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # scalars to log, of the whole batch
 
 
 # ================================================================================== 3. Objectives
@@ -397,11 +386,9 @@ def trajectory_balance_loss(
 ) -> tuple[Tensor, Tensor]:
     """Trajectory Balance with the VarGrad estimate of log Z (paper section 3, equations 3-5).
 
-    The target is pi*(y|x) ~ (pi_ref(y|x) exp(r / beta))^(1/tau). The probability under the policy
-    that sampled the responses does not appear, so any off-policy data are valid.
-
-    Args: log-probabilities of whole responses and rewards, each (B, K); beta > 0; tau > 0.
-    Returns: the scalar loss and log Z^ (B,), which carries no gradient.
+    The target is pi*(y|x) ~ (pi_ref(y|x) exp(r / beta))^(1/tau). The policy that sampled the
+    responses does not appear: any off-policy data are valid. Takes log-probabilities of responses
+    and rewards, each (B, K). Returns the scalar loss and log Z^ (B,), which carries no gradient.
 
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5: r/beta is [2, 0], log Z^ is 1, and the
     loss mean([(1 - 2)^2, (1 - 0)^2]) = 1 raises the first response and lowers the second.
@@ -414,37 +401,34 @@ def trajectory_balance_loss(
 def tb(batch: Batch, config: Config) -> Loss:
     """Trajectory Balance on a replay batch (paper equations 4 and 5)."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
-    ref_logprobs = batch.sums(batch.ref_logprobs)
-    loss, log_z = trajectory_balance_loss(
-        logprobs, ref_logprobs, batch.rewards, config.beta, config.tau
-    )
+    ref = batch.sums(batch.ref_logprobs)
+    loss, log_z = trajectory_balance_loss(logprobs, ref, batch.rewards, config.beta, config.tau)
     return Loss(loss, {"log_z": log_z.mean()})
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
     """Trajectory Balance with a learned log Z, as in GFlowNets (paper section 3, equation 3).
 
-    log Z(x) is a parameter per prompt, trained by the same loss. The policy learns only once log Z
-    has converged, so this is for tasks with few prompts, such as red-teaming.
+    log Z(x) is a parameter per prompt. The policy learns only once log Z has converged: this is for
+    tasks with few prompts, such as red-teaming.
 
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and log Z 0 give mean([(0 - 2)^2, 0])
     = 2, whose derivative by log Z is mean([2 (0 - 2), 0]) = -2: it rises towards 1.
     """
     target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
-    log_z = batch.learned_log_z  # (B,)
-    D = log_z[:, None] + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
+    log_z = batch.learned_log_z[:, None]  # (B, 1)
+    D = log_z + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
     return Loss(D.square().mean(), {"log_z": log_z.detach().mean()})
 
 
 def tba_prime(batch: Batch, config: Config) -> Loss:
     """TBA', for large models: TB's gradient in advantage form (paper section 3.3, equation 7).
 
-    A_j = (r_j - mean r) - beta (kl_j - mean kl), where kl_j sums tau log pi_theta - log pi_ref over
-    the response's tokens. Each token's log-probability is weighted by the constant A_j, and the
-    loss is the mean over all tokens of the batch: beta tau / (2 mean length) times TB's gradient.
+    A_j = (r_j - mean r) - beta (kl_j - mean kl), where kl_j = tau log pi_theta - log pi_ref of the
+    response. Loss = - mean over all tokens of A_j log pi_theta, with A_j held constant. Its
+    gradient is beta tau / (2 mean length) times TB's.
 
-    Example: rewards [[1, 0]] and kl 0 give A = [[0.5, -0.5]], the weights of every token of the
-    first and of the second response.
+    Example: rewards [[1, 0]] and kl 0 give the tokens of the two responses A = [[0.5, -0.5]].
     """
     kl = batch.sums(config.tau * batch.logprobs.detach() - batch.ref_logprobs)  # (B, K)
     total = batch.rewards - config.beta * kl
@@ -456,10 +440,9 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
 def ftb(batch: Batch, config: Config) -> Loss:
     """f-Trajectory Balance (Fawkes and Hartford 2026, arXiv 2605.15417): other divergences.
 
-    TB's square of D = log pi - log pi* is one of a family of losses l(D). On-policy, each has the
-    gradient direction of its --divergence; off-policy, all have the same minimum. They are scaled
-    to match D^2 for small D; log Z^ is where l'(D) sums to 0 over the K responses. reverse_kl is
-    `tb`, forward_kl covers modes, hellinger is in between.
+    TB's D^2, D = log pi - log pi*, is one of a family of losses l(D). On-policy, each has the
+    gradient direction of its --divergence; off-policy, all have the same minimum. l(D) is scaled to
+    D^2 for small D; log Z^ is where l'(D) sums to 0 over the K responses. reverse_kl is `tb`.
 
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and forward_kl give log Z^ = log
     mean([e^2, 1]) = 1.43 and D = [-0.57, 1.43].
@@ -477,9 +460,8 @@ def ftb(batch: Batch, config: Config) -> Loss:
 def oapl(batch: Batch, config: Config) -> Loss:
     """OAPL (Ritter et al. 2026, arXiv 2602.19362): KL to the behaviour policy pi_b.
 
-    The target is pi* ~ pi_b exp(r / beta_2), beta_2 being --behaviour_beta; there is no reference.
-    V^ = beta log mean exp(r / beta) over the K responses replaces log Z:
-    loss = mean (beta_2 (log pi - log pi_b) - (r - V^))^2.
+    loss = mean (beta_2 (log pi - log pi_b) - (r - V^))^2, with V^ = beta log mean exp(r / beta)
+    over the K responses and beta_2 = --behaviour_beta. There is no reference.
 
     Example: log pi = log pi_b, rewards [[1, 0]] and a large beta give V^ = 0.5 and the loss 0.25.
     """
@@ -490,14 +472,11 @@ def oapl(batch: Batch, config: Config) -> Loss:
     return Loss((config.behaviour_beta * log_ratio - advantage).square().mean())
 
 
-# Baselines, trained on the same (replayed) batches.
-
-
 def rloo(batch: Batch, config: Config) -> Loss:
     """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740).
 
-    R_j = r_j - beta (log pi_b - log pi_ref)(y_j), where pi_b is the behaviour policy; A_j = R_j -
-    mean of the other K - 1; loss = - mean A_j log pi_theta(y_j). No off-policy correction.
+    R_j = r_j - beta (log pi_b - log pi_ref)(y_j), pi_b being the behaviour policy; A_j = R_j - mean
+    of the other K - 1; loss = - mean A_j log pi_theta(y_j), without off-policy correction.
 
     Example: rewards [[1, 0, 0]] and KL 0 give A = [[1, -1/2, -1/2]].
     """
@@ -508,8 +487,7 @@ def rloo(batch: Batch, config: Config) -> Loss:
 def proximal_rloo(batch: Batch, config: Config) -> Loss:
     """RLOO with PPO's clipped ratio of whole responses (paper equation 6; arXiv 2410.18252).
 
-    rho_j = pi_theta(y_j) / pi_b(y_j); loss = - mean min(rho A, clip(rho, 1 - c, 1 + c) A), c being
-    --clip_range.
+    loss = - mean min(rho A, clip(rho) A), with rho_j = pi_theta(y_j) / pi_b(y_j).
     """
     log_ratio = batch.sums(batch.logprobs - batch.behaviour)
     ratio = log_ratio.clamp(max=20).exp()  # (B, K), finite
@@ -535,10 +513,9 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, config: Config) -> tuple
 def grpo(batch: Batch, config: Config) -> Loss:
     """Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300, equation 3).
 
-    A_j = (r_j - mean r) / std r. A response's loss is the mean over its tokens of the clipped ratio
-    to the behaviour policy, with a KL term weighted by --kl_coefficient.
+    A_j = (r_j - mean r) / std r; a response's loss is the mean over its tokens.
 
-    Example: rewards [[1, 0]] give A = [[0.71, -0.71]], as the standard deviation is 0.71.
+    Example: rewards [[1, 0]] have the standard deviation 0.71 and give A = [[0.71, -0.71]].
     """
     centred = batch.rewards - batch.rewards.mean(1, keepdim=True)
     advantage = centred / (batch.rewards.std(1, keepdim=True) + 1e-4)  # 0 if all are equal
@@ -551,14 +528,13 @@ def dr_grpo(batch: Batch, config: Config) -> Loss:
     A_j = r_j - mean r; a response's loss is the sum over its tokens / --max_response_tokens.
     """
     advantage = batch.rewards - batch.rewards.mean(1, keepdim=True)
-    weight = torch.full_like(batch.rewards, 1 / config.max_response_tokens)
-    return token_ratio_loss(batch, config, advantage, weight)
+    return token_ratio_loss(batch, config, advantage, 1 / config.max_response_tokens)
 
 
-def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, weight: Tensor) -> Loss:
-    """The loss of `grpo` and `dr_grpo`: clipped ratios of tokens, and the KL term.
+def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, weight: Any) -> Loss:
+    """Clipped ratios to the behaviour policy, less --kl_coefficient times the KL to the reference.
 
-    `advantage` and `weight` (B, K) are those of each token of a response.
+    `advantage` (B, K) and `weight` (B, K), or a number, apply to each token of a response.
     """
     ratio = (batch.logprobs - batch.behaviour).exp()  # (N,)
     of_token = advantage.flatten()[batch.rows()]  # (N,)
@@ -574,8 +550,8 @@ def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, weight: Te
 def online_dpo(batch: Batch, config: Config) -> Loss:
     """Online DPO (Guo et al. 2024, arXiv 2402.04792): best against worst of K responses.
 
-    loss = - log sigmoid(beta (d_best - d_worst)), d = log pi_theta(y) - log pi_ref(y), averaged
-    over prompts; a prompt whose rewards are all equal contributes 0.
+    loss = - mean log sigmoid(beta (d_best - d_worst)), d = log pi_theta(y) - log pi_ref(y); a
+    prompt whose rewards are all equal contributes 0.
 
     Example: d = 0 gives log 2, whose derivatives by d_best and d_worst are -beta/2 and beta/2.
     """
@@ -600,10 +576,9 @@ OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
 def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
     """Metrics that are logged for every objective.
 
-    log_z: TB's estimate. reward_std: mean over groups of the standard deviation of rewards.
-    equal_rewards: fraction of groups whose rewards are all equal. effective_sample_size: (sum w)^2
-    / (K sum w^2) of a group's importance weights w = pi_theta(y|x) / behaviour(y|x), between 1/K
-    and 1 (weights 1, 1, 1, 3: 0.75). ratio_max: the largest such ratio of a token.
+    effective_sample_size: (sum w)^2 / (K sum w^2) of a group's importance weights w = pi_theta(y|x)
+    / behaviour(y|x), between 1/K and 1 (weights 1, 1, 1, 3: 0.75). ratio_max: the largest ratio of
+    a token. reward_std: mean within groups. equal_rewards: fraction of groups.
     """
     log_ratios = batch.logprobs.detach() - batch.behaviour  # (N,)
     log_weights = batch.sums(log_ratios)  # (B, K)
@@ -628,8 +603,7 @@ class ReplayBuffer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rng = np.random.default_rng([config.seed, 0xB0F])
-        # prompt id -> its trajectories by key, oldest first
-        self.trajectories: dict[int, dict[str, Trajectory]] = {}
+        self.trajectories: dict[int, dict[str, Trajectory]] = {}  # by prompt and key, oldest first
 
     def key(self, t: Trajectory) -> str:
         """Equal responses have equal keys: a string with one character per token."""
@@ -640,9 +614,8 @@ class ReplayBuffer:
 
         A trajectory replaces an older equal one. Beyond --kept_per_prompt, the oldest are evicted.
 
-        Example: prompt 7 has the responses "a", "b", "c", and kept_per_prompt is 4. A group of 7
-        with the responses "b", "d", "d", "e" leaves "c", the new "b", "d", "e": the old "b" is
-        replaced, the second "d" duplicates the first, and "a" is the oldest of five.
+        Example: with "a", "b", "c" stored and kept_per_prompt 4, a group of "b", "d", "d", "e"
+        leaves "c", the new "b", "d", "e": "a" is the oldest of five and is evicted.
         """
         stored = self.trajectories.setdefault(group.prompt_id, {})
         for t in group.trajectories:
@@ -654,7 +627,7 @@ class ReplayBuffer:
     def draw(self, prompt_id: int, K: int) -> list[Trajectory]:
         """K trajectories of a prompt, p ~ softmax(--reward_inverse_temperature * reward).
 
-        They are drawn without replacement; if fewer than K are stored, all of them, repeatedly.
+        Without replacement, but repeating if fewer than K are stored.
         """
         stored = list(self.trajectories[prompt_id].values())
         rewards = np.array([t.reward for t in stored])
@@ -679,10 +652,7 @@ class ReplayBuffer:
 
 
 class ReplayRule:
-    """Chooses batches from the buffer. Custom rules are subclasses in REPLAY_RULES.
-
-    `memory` is the state that checkpoints save: plain values.
-    """
+    """Chooses batches from the buffer. `memory` is its state in checkpoints: plain values."""
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         self.buffer = buffer
@@ -697,10 +667,7 @@ class ReplayRule:
         """The weights of `step` are about to be sent: groups after this are the most recent."""
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
-        """Draw B groups of K trajectories, each group of one prompt.
-
-        None makes the Trainer wait for another group to arrive.
-        """
+        """Draw B groups of K trajectories of one prompt each, or None to wait for another group."""
         raise NotImplementedError
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
@@ -737,11 +704,10 @@ class RecentGroup:
 class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    A group is recent if it arrived since the latest sync; K of its trajectories are used as they
-    were sampled. Two choices are ours. A group is drawn as recent at most --max_replays times, so
-    that slow generation does not mean training on the same groups over and over (the authors'
-    blocking sync implies such a bound). If too few groups since the sync have draws left, older
-    ones are used, newest first; if there are not enough of these either, the Trainer waits.
+    A group is recent if it arrived since the latest sync. Two choices are ours. A group is drawn as
+    recent at most --max_replays times: with slow generation, the same groups would be trained on
+    over and over (the authors' blocking sync implies such a bound). If too few groups since the
+    sync have draws left, older ones are used, newest first, and then the Trainer waits.
     """
 
     MAX_RECENT = 1024  # groups; with fast generation, older ones are never drawn
@@ -769,9 +735,8 @@ class Newest(ReplayRule):
 
         `recent_fraction` is the fraction of groups that arrived since the sync before the latest.
 
-        Example: prompts 0-9 have 24 trajectories each, those of 6-9 since the latest sync. B = 4,
-        K = 20, m = 0.5 give about two groups of 20, of two of the prompts 6-9, and any 20 of two
-        other prompts, say 3 and 5; `recent_fraction` is then 0.5.
+        Example: prompts 0-9 are stored, 6-9 since the latest sync. B = 4, K = 20, m = 0.5 give
+        about two groups of 6-9, say of 7 and 9, and 20 trajectories each of others, say 3 and 5.
         """
         if self.wanted is None:
             self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
@@ -857,8 +822,7 @@ class Task:
     def setup(self, engine_of: Callable[..., Any]) -> None:
         """In a Searcher: load the models that rewards and evaluation need.
 
-        `engine_of(flag, max_tokens)` builds another engine, for the model that a flag names and at
-        most `max_tokens` of prompt and response.
+        `engine_of(flag, max_tokens)` builds an engine for the model that a flag names.
         """
 
     def temperature(self, rng: np.random.Generator) -> float:
@@ -866,10 +830,7 @@ class Task:
         return self.config.temperature
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        """Rewards (N,) of N responses, each to its example.
-
-        `ended` (N,) says which responses finished with EOS (were not truncated).
-        """
+        """Rewards (N,) of N responses to their examples; `ended` (N,): finished with EOS."""
         raise NotImplementedError
 
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
@@ -881,10 +842,7 @@ class Task:
         return rewards.tolist()
 
     def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """log pi_ref (T,) of a response's tokens, given the reference's `logprobs` (T,).
-
-        A task can rule out responses by returning lower values.
-        """
+        """log pi_ref (T,) of a response's tokens; lower than `logprobs` (T,) to rule it out."""
         return logprobs
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
@@ -940,13 +898,10 @@ class RunEnded(RuntimeError):
 class Trainer:
     """Trains on replayed groups while the Searchers generate new ones.
 
-    In an asynchronous run it waits only
-    * before the first step: for a first weight sync, and for --initial_trajectories;
-    * for generation: if too few groups have draws left (--max_replays), or if a reference reset has
-      emptied the buffer;
-    * in `save`: for the previous checkpoint to be written;
-    * after the last step: for the final evaluation.
-    In lockstep it also waits at every step: for the sync, the evaluation if any, and the batch.
+    An asynchronous run waits for generation before the first step (--initial_trajectories), if too
+    few groups have draws left (--max_replays), and after a reference reset has emptied the buffer;
+    for the previous checkpoint to be written, in `save`; and for the final evaluation. Lockstep
+    also waits for the weight sync, the evaluation if one is due, and the batch of every step.
     """
 
     REPORT_EVERY = 30  # seconds between log lines about a wait
@@ -979,15 +934,14 @@ class Trainer:
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
-        config = self.config
         self.searchers.start()  # they load their models while this process loads its own
-        self.learner = Learner(config, self.problem, self.ranks, self.saved)
+        self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
         self.folder.accelerator = self.learner.accelerator
         self.sync = WeightSync(
-            config, self.learner, self.searchers, self.evaluations, self.folder.say
+            self.config, self.learner, self.searchers, self.evaluations, self.folder.say
         )
         restore(self)
-        if config.synchronous:
+        if self.config.synchronous:
             self.run_lockstep()
         else:
             self.run_asynchronous()
@@ -1001,14 +955,13 @@ class Trainer:
 
     def run_asynchronous(self) -> None:
         """Train on batches drawn by the replay rule, while the Searchers keep generating."""
-        config = self.config
         self.searchers.search_up_to(math.inf)
-        while self.step < config.steps:
+        while self.step < self.config.steps:
             self.poll()  # receives groups, sends weights
             groups = self.wait_for("generation", self.next_batch)
             self.train_step(groups, self.rule.recent_fraction)
             self.mark_due()
-            if config.save_every and self.step % config.save_every == 0:
+            if self.config.save_every and self.step % self.config.save_every == 0:
                 save(self)
 
     def next_batch(self) -> list[list[Trajectory]] | None:
@@ -1032,8 +985,7 @@ class Trainer:
         """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
 
         Its groups bypass the buffer: duplicates count as often as they were sampled. With
-        --recent_probability m < 1, a fraction 1 - m of each batch is replayed from the buffer by
-        the rule's `replay`.
+        --recent_probability m < 1, the rule's `replay` supplies a fraction 1 - m of each batch.
         """
         config = self.config
         n = config.searched_prompts
@@ -1055,24 +1007,19 @@ class Trainer:
             self.train_step(groups, n / config.prompts_per_step)
             self.mark_due()
             self.sync.due = True
-            self.wait_for("generation", self.at_barrier)
+            self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
             if config.save_every and self.step % config.save_every == 0:
                 save(self)
 
     def at_barrier(self) -> bool:
-        """Lockstep: whether every group requested so far has arrived.
-
-        With --lag, later batches are sampled during training. A checkpoint must contain them: a
-        resumed run no longer has the weights to sample them with.
-        """
+        """Lockstep: whether all requested groups are here; later they could not be resampled."""
         return self.searchers.first_missing >= self.searchers.limit
 
     def mark_due(self) -> None:
-        """Mark evaluations, reference resets and syncs that are due after this step.
+        """Mark evaluations, reference resets and syncs as due after this step.
 
-        An evaluation starts with the next sync, whose message carries the held-out prompts.
-        Searchers answer them before any others and before they load newer weights, so until then
-        further syncs are postponed, while training continues.
+        An evaluation starts with a sync, which brings the held-out prompts. Searchers answer them
+        before they load newer weights: meanwhile at most one sync begins, and training continues.
         """
         config = self.config
         if config.eval_every and self.step % config.eval_every == 0:
@@ -1146,16 +1093,16 @@ class Trainer:
         metrics = self.learner.step(groups, now, self.step)
         tokens = sum(len(t.tokens) for group in groups for t in group)
         staleness = [self.step - t.version for group in groups for t in group]
-        metrics["staleness_mean"] = float(np.mean(staleness))
-        metrics["staleness_max"] = max(staleness)
-        metrics["recent_fraction"] = recent_fraction
+        metrics |= {
+            "staleness_mean": float(np.mean(staleness)),
+            "staleness_max": max(staleness),
+            "recent_fraction": recent_fraction,
+        }
         self.step += 1
         self.log.write(metrics, len(groups), tokens)
-        if is_finite(metrics):
-            self.skipped = 0
-            return
-        self.skipped += 1
-        self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
+        self.skipped = 0 if is_finite(metrics) else self.skipped + 1
+        if self.skipped:
+            self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
         if self.skipped >= self.MAX_SKIPPED:
             raise RunEnded(
                 f"loss or gradient not finite in {self.skipped} consecutive steps: lower "
@@ -1169,18 +1116,12 @@ def is_finite(metrics: dict[str, float]) -> bool:
 
 
 def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
-    """A weight of the next reference, at --reset_reference_every: the policy's (paper section 6).
-
-    A plug-in may replace this function, for example by an average of the two.
-    """
+    """A weight of the next reference: the policy's (paper section 6). Plug-ins may replace this."""
     return policy
 
 
 def on_every_rank(method: Callable) -> Callable:
-    """Decorator for Learner methods: called on rank 0, they run on all ranks (section 9).
-
-    Arguments are sent to the other ranks: plain values, arrays, Trajectories.
-    """
+    """Decorator for Learner methods: when rank 0 calls one, it runs on all ranks (section 9)."""
 
     @wraps(method)
     def together(learner: Learner, *args: Any) -> Any:
@@ -1229,16 +1170,13 @@ class Learner:
 
     @on_every_rank
     def step(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
-        """Take one optimizer step on B groups of K trajectories if loss and gradient are finite.
-
-        `now` is the Config of this step (`at_step`). Returns the metrics.
-        """
+        """Take a step on B groups of K trajectories, unless not finite; `now`: Config `at_step`."""
         start = time.perf_counter()
         measured = self.backward(groups, now, step)
         self.ranks.add_up(self.log_z.grad)  # it is not sharded
         self.log_z.grad /= self.ranks.size
-        limit = self.config.max_grad_norm or math.inf
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        max_norm = self.config.max_grad_norm or math.inf
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
         measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
@@ -1252,23 +1190,21 @@ class Learner:
             # AdamW's momentum would also move the log Z of prompts that are not in the batch
             self.log_z.data = torch.where(self.log_z.grad == 0, before, self.log_z.data)
         self.optimizer.zero_grad()
-        metrics["beta"] = now.beta
-        metrics["lr"] = factor * self.config.learning_rate
-        metrics["pack_seconds"] = self.pack_seconds
-        metrics["forward_backward_seconds"] = computed - start - self.pack_seconds
-        metrics["optimizer_seconds"] = time.perf_counter() - computed
-        return metrics
+        return metrics | {
+            "beta": now.beta,
+            "lr": factor * self.config.learning_rate,
+            "pack_seconds": self.pack_seconds,
+            "forward_backward_seconds": computed - start - self.pack_seconds,
+            "optimizer_seconds": time.perf_counter() - computed,
+        }
 
     def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
         """Accumulate gradients of the objective on B groups of K trajectories, by micro-batches.
 
         If every group fits in --tokens_per_microbatch, micro-batches are whole groups, and the
         batch's loss is the mean of theirs. Otherwise a first pass without gradient computes the
-        derivative of the loss by each token's log-probability, which a second pass, in smaller
-        micro-batches, propagates. Both are exact.
-
-        Each rank computes its share of the packed rows, and FSDP adds up the gradients. Returns
-        scalar metrics of the whole batch by name.
+        loss's derivative by each log-probability, which a second pass propagates. Both are exact.
+        Each rank computes its share of the rows; FSDP adds up the gradients. Returns scalars.
         """
         objective = OBJECTIVES[now.objective]
         ranks = self.ranks
@@ -1325,7 +1261,6 @@ class Learner:
         """The Batch of whole groups of K trajectories, whose tokens have these `logprobs` (N,)."""
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=logprobs.device)
-        prompt_ids = np.array([t.prompt_id for t in rows[::K]])
         behaviour = load(np.concatenate([t.logprobs for t in rows]))
         return Batch(
             logprobs=logprobs,
@@ -1336,7 +1271,7 @@ class Learner:
             versions=load(np.array([t.version for t in rows])),
             step=step,
             mean_length=mean_length,
-            learned_log_z=self.log_z[load(prompt_ids)],
+            learned_log_z=self.log_z[load(np.array([t.prompt_id for t in rows[::K]]))],
         )
 
     def follow(self) -> NoReturn:
@@ -1405,23 +1340,21 @@ class Learner:
 
 @dataclass(eq=False)
 class TaskCall:
-    """A call of the task: the rewards of some groups, or the records of held-out answers."""
+    """A call of the task: rewards of some groups, or records of held-out answers."""
 
     future: Future
     finish: Callable[[Any], None]  # handles the result, in the Searcher's main thread
-    groups: int  # number of groups waiting for these rewards
+    groups: int  # number of groups that get their rewards
     queued: float  # when it was last seen waiting for a thread
 
 
 class Searcher:
     """Generates and scores responses; never waits for training.
 
-    Another thread receives messages and weights (`WeightReceiver`), which this one loads between
-    two decode steps. Rewards are computed in further threads while the engine decodes.
-
-    If its process dies, the groups it had not delivered are lost: those in flight or waiting for
-    rewards, and its part of an evaluation. A new process with the Trainer's current weights then
-    submits these prompts again; the evaluation is repeated as a whole.
+    A thread receives messages and weights (`WeightReceiver`), which are loaded between two decode
+    steps. Others compute rewards while the engine decodes. If the process dies, groups that it has
+    not delivered are lost. Its successor submits their prompts again, with the Trainer's current
+    weights, and an evaluation in progress is repeated as a whole.
     """
 
     EVAL_CHUNK = 8  # held-out answers that are scored between polls
@@ -1433,7 +1366,6 @@ class Searcher:
         self.spec = spec
         self.index = spec.first  # its next position in the prompt order
         self.limit = 0.0  # it submits prompts before this position
-        self.device = local_device()
         # a different seed for every start: identical samples would be a waste
         rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
         seed = int(rng.integers(2**31))
@@ -1441,8 +1373,8 @@ class Searcher:
         engine_of = partial(ENGINES[config.engine], config, seed)
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
         self.engine = engine_of("model", longest_prompt + config.max_response_tokens)
-        reference = load_model(config, config.model, config.torch_dtype, self.device).eval()
-        reference.requires_grad_(False)
+        reference = load_model(config, config.model, config.torch_dtype, local_device())
+        reference.eval().requires_grad_(False)
         self.reference = TokenLogProbs(reference, config.temperature, config.pack)
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
@@ -1450,8 +1382,7 @@ class Searcher:
         self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
         self.judge_thread = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
-        # position in the prompt order -> version of the policy at submission
-        self.in_flight: dict[int, int] = {}
+        self.in_flight: dict[int, int] = {}  # position in the prompt order -> version
         self.unscored: list[Group] = []  # complete, waiting for a reward thread
         self.calls: list[TaskCall] = []  # in progress
         self.outbox: deque[Group] = deque()
@@ -1471,13 +1402,12 @@ class Searcher:
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
                 continue
-            start = time.perf_counter()
             time.sleep(0.003)
-            self.idle += time.perf_counter() - start
+            self.idle += 0.003
             self.between_steps()
 
     def between_steps(self) -> None:
-        """Everything that happens between decode steps. Raises what a task or receiver raised."""
+        """Work between decode steps. Raises whatever the task or the receiver raised."""
         self.start_scoring()
         self.collect_results()
         self.deliver()
@@ -1493,17 +1423,14 @@ class Searcher:
             self.load_weights()
 
     def may_load(self) -> bool:
-        """Whether received weights may be loaded now.
+        """Whether received weights may be loaded now: once held-out prompts have been answered.
 
-        Not before all held-out prompts that came with the current ones are answered (their scoring
-        may take longer). In lockstep, neither before all prompts to be submitted to the current
-        weights are complete. Otherwise responses continue under the new weights, with their KV
-        cache.
+        Other responses continue under the new weights, with their KV cache. In lockstep they, and
+        prompts yet to be submitted, must be completed under the current weights.
         """
         to_submit = self.index < self.limit and self.version >= 0
-        if self.config.synchronous and (to_submit or self.in_flight):
-            return False
-        return self.pending_answers == 0
+        unfinished = self.config.synchronous and (to_submit or self.in_flight)
+        return not (unfinished or self.pending_answers)
 
     def load_weights(self) -> None:
         """Load received weights, report the engine's probe scores, and start an evaluation."""
@@ -1532,9 +1459,9 @@ class Searcher:
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
-        """Keep the engine full, unless groups or rewards cannot keep up.
+        """Keep the engine full, unless the queue is, or too many responses wait for rewards.
 
-        Searcher i of M has the positions i, i + M, i + 2M, ... of the prompt order.
+        Searcher i of M submits the positions i, i + M, i + 2M, ... of the prompt order.
         """
         config = self.config
         S = config.searched_per_prompt
@@ -1606,10 +1533,9 @@ class Searcher:
         return groups
 
     def start_scoring(self) -> None:
-        """Have the task compute the rewards of complete groups.
+        """Compute the rewards of all complete groups in one call, once a thread is free.
 
-        While all reward threads are busy, groups accumulate, to be scored in one call. In lockstep
-        groups completed together are scored together, so that runs repeat exactly.
+        In lockstep, groups completed together are scored together, so that runs repeat exactly.
         """
         task = self.problem.task
         busy = sum(call.groups > 0 for call in self.calls) >= max(1, task.reward_threads)

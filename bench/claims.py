@@ -487,9 +487,9 @@ class SimulatedTrainer(tba.Trainer):
             self.sync.transfer.sending.result()
         self.searchers.work()
 
-    def wait_for(self, what: str, poll: Callable[[], object]) -> object:
-        while not (found := poll()):
-            if what == "generation":
+    def wait_for(self, what: str, condition: Callable[[], object]) -> object:
+        while not (found := condition()):
+            if what == "generation" and self.searchers.batches:
                 arrival = self.searchers.batches[0][0]
                 if self.step:
                     self.waited += arrival - self.searchers.now
