@@ -23,17 +23,17 @@ cluster. Measured results: docs/results.md.
 The paper's symbols, their names here, and the section. Log-probabilities are those of the tempered
 policy (logits / --temperature) unless stated otherwise.
 
-    pi_theta, pi_ref   the policy, the reference          TokenLogProbs                        8
-    x, y               a prompt, a response               Trajectory, Group                    2
-    r(x, y)            the reward                         Task.rewards                         5
-    TB, Eq. 3-5        --objective tb, tb_learned_z       trajectory_balance_loss              3
-    beta, tau          --beta, --tau, schedules           at_step                              1
-    B, K, S            --prompts_per_step, --trained_per_prompt, --searched_per_prompt         1
-    m                  --recent_probability               Newest, a replay rule                4
-    k                  --sync_every                       Trainer.mark_due                     6
-    rho (TBA')         --reset_reference_every            next_reference                       6
-    TBA', Eq. 7        --objective tba_prime              tba_prime                            3
-    D, the buffer      --kept_per_prompt                  ReplayBuffer                         4
+    pi_theta, pi_ref  the policy, the reference     TokenLogProbs            8
+    x, y              a prompt, a response          Trajectory, Group        2
+    r(x, y)           the reward                    Task.rewards             5
+    TB, Eq. 3-5       --objective tb, tb_learned_z  trajectory_balance_loss  3
+    TBA', Eq. 7       --objective tba_prime         tba_prime                3
+    beta, tau         --beta, --tau, schedules      at_step                  1
+    B, K, S           --prompts_per_step, --trained_per_prompt, --searched_per_prompt
+    m                 --recent_probability          Newest, a replay rule    4
+    k                 --sync_every                  Trainer.mark_due         6
+    rho (TBA')        --reset_reference_every       next_reference           6
+    D, the buffer     --kept_per_prompt             ReplayBuffer             4
 
 Left out to keep this readable: tensor parallelism (the policy fits on one Searcher GPU), multi-turn
 episodes and tools, PPO (its value model is a second model to train, shard and save), memory
@@ -261,7 +261,7 @@ FLAGS: list[type] = [Config]
 
 
 class InputError(ValueError):
-    """Bad user input: a flag, a path, a column. Ends the run with one line and exit code 2."""
+    """A bad flag, path or column: ends the run with one line and exit code 2."""
 
 
 def all_flags() -> list[dataclasses.Field]:
@@ -390,8 +390,8 @@ def trajectory_balance_loss(
     responses does not appear: any off-policy data are valid. Takes log-probabilities of responses
     and rewards, each (B, K). Returns the scalar loss and log Z^ (B,), which carries no gradient.
 
-    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5: r/beta is [2, 0], log Z^ is 1, and the
-    loss mean([(1 - 2)^2, (1 - 0)^2]) = 1 raises the first response and lowers the second.
+    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5: r/beta is [2, 0], log Z^ is 1, the
+    loss is mean([(1 - 2)^2, (1 - 0)^2]) = 1.
     """
     target = (ref_logprobs + rewards / beta) / tau  # log pi* + log Z, (B, K)
     log_z = (target - logprobs).mean(1).detach()  # log Z^ = mean_j(r_j/beta - d_j) for tau = 1
@@ -640,7 +640,7 @@ class ReplayBuffer:
         return drawn
 
     def state(self) -> dict[str, Any]:
-        """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
+        """For checkpoints: tensors over all trajectories, and plain values."""
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
         return {"rows": trajectories_to_tensors(rows), "rng": self.rng.bit_generator.state}
 
@@ -704,10 +704,10 @@ class RecentGroup:
 class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    A group is recent if it arrived since the latest sync. Two choices are ours. A group is drawn as
-    recent at most --max_replays times: with slow generation, the same groups would be trained on
-    over and over (the authors' blocking sync implies such a bound). If too few groups since the
-    sync have draws left, older ones are used, newest first, and then the Trainer waits.
+    A group is recent if it arrived since the latest sync. Two choices are ours. It is drawn as
+    recent at most --max_replays times, or slow generation would mean training on the same groups
+    over and over (the authors' blocking sync implies a bound). If too few groups since the sync
+    have draws left, older ones are used, newest first; then the Trainer waits.
     """
 
     MAX_RECENT = 1024  # groups; with fast generation, older ones are never drawn
@@ -800,8 +800,8 @@ class Task:
     append_eos_if_truncated = False
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
-    # threads that call `rewards` while the engine decodes; one more calls `evaluate`. 0: both are
-    # called between decode steps, for code that is not thread-safe or uses the Searcher's engine
+    # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
+    # between decode steps, because they use the Searcher's engine or are not thread-safe
     reward_threads = 1
     buffer: type[ReplayBuffer] = ReplayBuffer
 
@@ -870,7 +870,7 @@ def extract_number(text: str) -> float | None:
 
 
 class GSM8K(Task):
-    """Grade-school word problems: reward 1 if the response's last number is the gold answer."""
+    """Word problems: reward 1 if the response's last number is the gold answer."""
 
     columns = ("question", "answer")
     template = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
@@ -965,7 +965,7 @@ class Trainer:
                 save(self)
 
     def next_batch(self) -> list[list[Trajectory]] | None:
-        """Store new groups and draw a batch; None if there is not enough to draw from."""
+        """Store new groups and draw a batch; None if there is too little to draw from."""
         self.store(self.inbox)
         self.inbox = []
         B = self.config.prompts_per_step
@@ -1201,10 +1201,9 @@ class Learner:
     def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
         """Accumulate gradients of the objective on B groups of K trajectories, by micro-batches.
 
-        If every group fits in --tokens_per_microbatch, micro-batches are whole groups, and the
-        batch's loss is the mean of theirs. Otherwise a first pass without gradient computes the
-        loss's derivative by each log-probability, which a second pass propagates. Both are exact.
-        Each rank computes its share of the rows; FSDP adds up the gradients. Returns scalars.
+        If every group fits in --tokens_per_microbatch, micro-batches are whole groups, whose losses
+        are averaged. Otherwise a first pass without gradient computes the loss's derivative by each
+        log-probability, which a second pass propagates. Both are exact. Returns scalar metrics.
         """
         objective = OBJECTIVES[now.objective]
         ranks = self.ranks
@@ -1351,10 +1350,10 @@ class TaskCall:
 class Searcher:
     """Generates and scores responses; never waits for training.
 
-    A thread receives messages and weights (`WeightReceiver`), which are loaded between two decode
-    steps. Others compute rewards while the engine decodes. If the process dies, groups that it has
-    not delivered are lost. Its successor submits their prompts again, with the Trainer's current
-    weights, and an evaluation in progress is repeated as a whole.
+    A thread receives messages and weights (`WeightReceiver`), to be loaded between decode steps;
+    others compute rewards. If the process dies, groups not yet delivered are lost: a new process
+    submits their prompts again, with the Trainer's current weights. An evaluation in progress is
+    repeated as a whole, with the next sync.
     """
 
     EVAL_CHUNK = 8  # held-out answers that are scored between polls
@@ -1512,9 +1511,9 @@ class Searcher:
         ref_logprobs = iter(token_logprobs(self.reference, sequences, config))
         groups = []
         for done in completions:
-            index = done.request.id
-            group = Group(index, [])
-            version = self.in_flight.pop(index)
+            group = Group(done.request.id, [])
+            version = self.in_flight.pop(group.index)
+            prompt_id = prompt_at(config.seed, group.index, len(self.problem.prompts))
             for tokens, logprobs, ended in zip(done.tokens, done.logprobs, done.ended, strict=True):
                 trajectory = Trajectory(
                     tokens=tokens,
@@ -1523,7 +1522,7 @@ class Searcher:
                     ended=bool(ended),
                     explored=done.request.temperature != config.temperature,
                     reward=math.nan,
-                    prompt_id=prompt_at(config.seed, index, len(self.problem.prompts)),
+                    prompt_id=prompt_id,
                     version=version,
                     reference_version=self.reference_version,
                 )
@@ -1592,7 +1591,7 @@ class Searcher:
 
 
 def prompt_at(seed: int, index: int, prompts: int) -> int:
-    """The prompt at a position of the order that all Searchers share: one epoch after another."""
+    """The prompt at a position of the prompt order, which is one shuffled epoch after another."""
     epoch, position = divmod(index, prompts)
     return int(epoch_order(seed, epoch, prompts)[position])
 
