@@ -35,10 +35,10 @@ policy (logits / --temperature) unless stated otherwise.
     rho (TBA')        --reset_reference_every       next_reference           6
     D, the buffer     --kept_per_prompt             ReplayBuffer             4
 
-Left out to keep this readable: tensor parallelism (the policy fits on one Searcher GPU), multi-turn
+Left out, to stay readable: tensor parallelism (a policy must fit on one Searcher GPU), multi-turn
 episodes and tools, PPO (its value model is a second model to train, shard and save), memory
 planning (docs/operations.md has estimates), dry runs of plug-ins (they fail with a traceback),
-adapter-only weight syncs, encryption and authentication (use a private network).
+adapter-only weight syncs, and authentication (use a private network).
 """
 
 from __future__ import annotations
@@ -904,7 +904,7 @@ class Trainer:
     also waits for the weight sync, the evaluation if one is due, and the batch of every step.
     """
 
-    REPORT_EVERY = 30  # seconds between log lines about a wait
+    LOG_EVERY = 30  # seconds between log lines about a wait
     MAX_SKIPPED = 10  # consecutive steps skipped because of a non-finite loss or gradient
 
     def __init__(
@@ -1034,13 +1034,13 @@ class Trainer:
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
         """Poll until `condition` returns something true, and return it; log long waits."""
         start = time.monotonic()
-        next_report = start + self.REPORT_EVERY
+        next_log = start + self.LOG_EVERY
         while not (result := condition()):
             self.poll()
             time.sleep(0.01)
-            if time.monotonic() > next_report:
-                waited = next_report - start
-                next_report += self.REPORT_EVERY
+            if time.monotonic() > next_log:
+                waited = next_log - start
+                next_log += self.LOG_EVERY
                 running = sum(not s.pending for s in self.searchers.running)
                 text = f"step {self.step}: waiting for {what} for {waited:.0f} s"
                 self.folder.say(f"{text}; {running} of {self.config.num_searchers} Searchers run")
