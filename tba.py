@@ -29,7 +29,7 @@ policy (logits / --temperature) unless stated otherwise.
     TB, Eq. 3-5       --objective tb, tb_learned_z  trajectory_balance_loss  3
     TBA', Eq. 7       --objective tba_prime         tba_prime                3
     beta, tau         --beta, --tau, schedules      at_step                  1
-    B, K, S           --prompts_per_step, --trained_per_prompt, --searched_per_prompt
+    B, K, S           --prompts_per_step, --trained_per_prompt, --searched_per_prompt  1
     m                 --recent_probability          Newest, a replay rule    4
     k                 --sync_every                  Trainer.mark_due         6
     rho (TBA')        --reset_reference_every       next_reference           6
@@ -136,8 +136,11 @@ def flag(
     default: Any, text: str, minimum: float = 0, maximum: float = math.inf, scheduled: bool = False
 ) -> Any:
     """A dataclass field that is a command-line flag, with its help text and range."""
-    limits = {"range": (minimum, maximum), "scheduled": scheduled}
-    return field(default=default, metadata={"help": text} | limits)
+    shown = text if default in ("", None) else f"{text} (default: {default})"
+    return field(
+        default=default,
+        metadata={"help": shown, "range": (minimum, maximum), "scheduled": scheduled},
+    )
 
 
 # a flag whose value may change with the optimizer step; `at_step` evaluates it
@@ -229,7 +232,7 @@ class Config:
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Tracker.")
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Metrics tracker.")
 
     def require(self, ok: Any, name: str, fix: str) -> None:
         """Raise InputError with the flag, its value and a fix, unless `ok`."""
@@ -3937,6 +3940,7 @@ def parse(argv: list[str]) -> Config:
         FLAGS,
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.HelpFormatter,  # the help texts have the defaults
         allow_abbrev=False,
     )
     parser.error = refuse
