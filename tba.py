@@ -189,7 +189,7 @@ class Config:
     replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
-    max_replays: float = flag(4.0, "Maximum draws of a group as recent; 0: unlimited.")
+    max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     objective: str = flag("tb", "Objective: one of OBJECTIVES (section 3), or defined by --plugin.")
@@ -929,7 +929,7 @@ class Trainer:
         self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
-        self.received: int = saved.get("received", 0)  # trajectories, in the whole run
+        self.received: int = saved.get("received", 0)  # trajectories so far
         self.inbox: list[Group] = []  # groups not yet stored or, in lockstep, trained on
         self.log = StepLog(self)
         self.skipped = 0  # consecutive steps
@@ -1057,7 +1057,7 @@ class Trainer:
         self.drain_queues()
         failures = self.searchers.failed()
         if failures:
-            self.drain_queues()  # of what they had sent; prompts in flight will be sampled again
+            self.drain_queues()  # what they sent last; their prompts in flight are sampled again
         for s, reason in failures:
             self.evaluations.lose(s)
             self.searchers.handle_failure(s, reason)
@@ -2349,7 +2349,7 @@ def vllm_can_run() -> bool:
 
 # Weights travel while both sides work. A sync's steps, in the order in which they happen:
 #
-#   Trainer.mark_due     it is due: every k steps, for an evaluation, for a new Searcher
+#   Trainer.mark_due             it is due: every k steps, for an evaluation, for a new Searcher
 #   WeightSync.begin_if_due      the training thread copies the weights into a snapshot, scores the
 #                                probes, and trains on
 #   WeightSync.send              in a thread, from start to end: tell the members, form a process
