@@ -90,6 +90,8 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0" and FOR_CLUSTER
     # the process that Searchers are forked from; it imports these while this one does
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     forkserver.ensure_running()
+    if sys.stderr.isatty():  # "\r": the next line overwrites it
+        print("importing libraries, reading data", end="\r", file=sys.stderr, flush=True)
 
 # a lost member of a weight group is handled there: NCCL's watchdog would end the process
 os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun has set it to 1
@@ -1005,6 +1007,7 @@ class Trainer:
         self.searchers.start()  # they load their models while this process loads its own
         self.learner = Learner(config, self.problem, self.ranks, self.saved)
         self.folder.accelerator = self.learner.accelerator
+        self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
             config, self.learner, self.searchers, self.evaluations, self.folder.say
         )
@@ -3390,19 +3393,21 @@ class Evaluations:
         if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
             return
         del self.pending[message.evaluation]
-        self.done_at = evaluation.version
+        step = evaluation.version
+        self.done_at = step
         by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
+        text = ""  # of eval_answers.txt
         for row, records in enumerate(by_prompt):
             answers = [record.pop("answer") for record in records]
             if row < self.ANSWERS_SHOWN:
                 prompt = self.problem.text(self.problem.held_out[row])
-                self.folder.write_answer(evaluation.version, prompt, answers[0])
+                text += f"======== step {step}\n{prompt}\n-------- answer\n{answers[0]}\n\n"
         metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
         if n > 1 and "accuracy" in metrics:  # the fraction of prompts that some response solves
             solved = [max(record["accuracy"] for record in records) for records in by_prompt]
             metrics[f"pass@{n}"] = float(np.mean(solved))
-        self.folder.write_evaluation(evaluation.version, len(by_prompt), metrics)
+        self.folder.write_evaluation(step, len(by_prompt), metrics, text)
 
 
 # A Searcher's side of evaluations: it answers held-out prompts, and has the answers scored.
@@ -3469,8 +3474,7 @@ def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]
 
 # ================================================================================ 14. Checkpoints
 
-
-# settings that a resumed run cannot change; a checkpoint of lockstep may have searched batches
+# settings that a resumed run cannot change; in lockstep, checkpoints may have batches to train on
 FIXED = ("synchronous", "lora_rank")
 FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
@@ -3506,7 +3510,7 @@ def save(trainer: Trainer) -> None:
     }
     weights = learner.saved_weights()
     trainer.writing = trainer.writer.submit(
-        write_checkpoint, trainer.folder, trainer.problem, learner.model, weights, state
+        write_checkpoint, trainer, learner.model, weights, state
     )
 
 
@@ -3515,21 +3519,19 @@ def restore(trainer: Trainer) -> None:
     saved = trainer.saved
     if saved:
         trainer.buffer.restore(saved["buffer"])
-        trainer.arrived = [
-            Group(i, trajectories_from_tensors(tensors)) for i, tensors in saved["arrived"].items()
-        ]
+        for index, tensors in saved["arrived"].items():
+            trainer.arrived.append(Group(index, trajectories_from_tensors(tensors)))
         trainer.rule.memory = saved["memory"]
         trainer.sync.reference = saved["reference"] or trainer.sync.reference
         trainer.sync.reference_version = saved["reference_version"]
 
 
-def write_checkpoint(
-    folder: RunFolder, problem: Problem, model: nn.Module, weights: dict, state: dict
-) -> int:
+def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> int:
     """In a thread: write checkpoint-STEP, and return its step. The newest two are kept."""
+    folder = trainer.folder
     path = folder.path / f"checkpoint-{state['step']}"
     with atomic_folder(path) as new:
-        save_model(model, weights, problem, new)
+        save_model(model, weights, trainer.problem, new)
         torch.save(state, new / "trainer.pt")
     folder.say(f"checkpoint: {path} (resume with --resume {folder.path})")
     for old in checkpoints(folder.path)[2:]:
@@ -3592,10 +3594,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
-    """Load the newest checkpoint of --resume; warn about damaged ones, and skip them.
-
-    Raises InputError if there is none, or if it does not match the settings.
-    """
+    """Load the newest intact checkpoint of --resume. Raises InputError if it does not fit."""
     for path in checkpoints(Path(config.resume)):
         try:
             saved = open_checkpoint(path)
@@ -3608,8 +3607,7 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     config.require(same_prompts, "dataset", "must have the prompts that the run began with")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     for name, value in saved["fixed"].items():
-        same = getattr(config, name) == value
-        config.require(same, name, f"a resumed run cannot change it from {value}")
+        config.require(getattr(config, name) == value, name, f"a resumed run keeps {value}")
     return saved
 
 
@@ -3664,11 +3662,10 @@ def read_dataset(name: str, config: Config) -> Any:
 
 
 def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -> list[dict]:
-    """A split's rows as dicts of these columns. Raises InputError if there are none."""
+    """A split's rows as dicts of these columns. Raises InputError if one is missing."""
     missing = sorted(set(columns) - set(split.column_names))
     fix = f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})"
     config.require(not missing, name, fix)
-    config.require(len(split), name, "has no rows")
     return split.select_columns(list(columns)).to_list()
 
 
@@ -3717,10 +3714,7 @@ class Problem:
         return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
 
     def probes(self) -> PromptGroups:
-        """Three fixed prompts with two responses each, cut from the first training prompts.
-
-        Trainer and Searchers score them, which compares both their weights and their numerics.
-        """
+        """Fixed prompts with two responses each, which Trainer and Searchers score to compare."""
         rows = np.resize(np.concatenate(self.prompts[:16]), (3, 24))  # repeated if too short
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
@@ -3737,10 +3731,7 @@ def end_tokens(name: str, config: Config) -> list[int]:
 
 
 def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[list, list]:
-    """Tokenize each example's prompt; returns the examples that fit, and their prompts.
-
-    A prompt and its response have to fit the model's context and the limits set by flags.
-    """
+    """Tokenize prompts; returns the examples whose prompt and response fit, and their prompts."""
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = task.tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
@@ -3788,6 +3779,7 @@ class RunFolder:
         "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
     }
     CURVES = ("step", *itertools.chain(*PANELS.values()))
+    curve_values = itemgetter(*CURVES)  # of a step's metrics
     MAX_POINTS = 1000  # per curve; longer ones are averaged over neighbouring steps
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
@@ -3807,9 +3799,7 @@ class RunFolder:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 self.truncate(name, saved["step"])
         self.evaluations = read_lines(self.path / "eval.jsonl")
-        self.curves: list[list[float]] = []  # a step's values of CURVES
-        for metrics in read_lines(self.path / "metrics.jsonl"):
-            self.add_to_curves(metrics)
+        self.curves = [self.curve_values(m) for m in read_lines(self.path / "metrics.jsonl")]
         lines = {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}  # one every 30 seconds
         options = {} if sys.stderr.isatty() else lines
         self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **options)
@@ -3831,22 +3821,20 @@ class RunFolder:
         with open(self.path / name, "a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def add_to_curves(self, metrics: dict) -> None:
-        """Keep the metrics of a step that curves.png shows."""
-        self.curves.append([metrics.get(name, math.nan) for name in self.CURVES])
-
     def write_metrics(self, metrics: dict, hint: str) -> None:
         """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
         self.append("metrics.jsonl", metrics)
-        self.add_to_curves(metrics)
+        self.curves.append(self.curve_values(metrics))
         status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
         status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(metrics["step"] - self.bar.n)
         self.accelerator.log(metrics, step=self.bar.n)
 
-    def write_evaluation(self, step: int, n: int, metrics: dict[str, float]) -> None:
-        """Log an evaluation of n prompts: to eval.jsonl, the tracker and the terminal."""
+    def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
+        """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
+        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
+            file.write(answers)
         record = {"step": step, "version": step, "split": "held_out", "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
@@ -3859,11 +3847,6 @@ class RunFolder:
     def eval_metrics(self, record: dict) -> dict[str, float]:
         """The metrics in an evaluation's record."""
         return {name: value for name, value in record.items() if name not in self.EVAL_HEAD}
-
-    def write_answer(self, step: int, prompt: str, answer: str) -> None:
-        """Append a held-out prompt and its answer to eval_answers.txt."""
-        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
-            file.write(f"======== step {step}\n{prompt}\n-------- answer\n{answer}\n\n")
 
     def draw_curves(self) -> None:
         """Draw curves.png: training metrics and evaluations over optimizer steps."""
@@ -3879,7 +3862,8 @@ class RunFolder:
         width = math.ceil(len(panels) / 2)
         figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
         for place, (title, names) in enumerate(panels.items(), 1):
-            axes = figure.add_subplot(2, width, place, title=title, xlabel="optimizer step")
+            axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
+            axes.set_title(title, fontsize=10)
             for name in names:
                 if title in self.PANELS:
                     axes.plot(curves["step"], curves[name], lw=1, label=name)
@@ -3888,7 +3872,7 @@ class RunFolder:
                     axes.plot([record["step"] for record in evaluations], values, "o-", lw=1)
             if len(names) > 1:
                 axes.set_ylim(bottom=0)
-                axes.legend()
+                axes.legend(fontsize=8)
             axes.grid(alpha=0.3)
         figure.savefig(self.path / "curves.png", dpi=110)
 
@@ -3927,8 +3911,6 @@ class StepLog:
         groups_trained, groups_arrived, recent_wall, recent_wait = np.sum(self.recent, 0)
         running = [s for s in trainer.searchers.running if not s.pending]
         rates = [s.rates() for s in running]
-        if torch.cuda.is_available():
-            measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         metrics = {
             "step": trainer.step,
             "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
@@ -3949,6 +3931,7 @@ class StepLog:
             "sync_wait_seconds": self.waited["a weight sync"],
             "logprob_gap": max((s.logprob_gap for s in running), default=0.0),
             "searchers_alive": len(running),
+            "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
         hint = ""
         if recent_wait > 0.5 * recent_wall and not config.synchronous:
@@ -3962,11 +3945,12 @@ class StepLog:
     def log_arrivals(self) -> None:
         """Average over the trajectories that arrived; append the last to completions.jsonl."""
         rows = [t for group in self.arrived for t in group.trajectories]
-        kl = []  # of the generating policy to the reference, over the tokens it sampled
-        for t in rows:
-            if not t.explored:  # sampled at --temperature
-                sampled = t.logprobs != NOT_SAMPLED
-                kl.append((t.logprobs - t.ref_logprobs)[sampled].sum())
+        # of the generating policy to the reference, over the tokens it sampled at --temperature
+        kl = [
+            (t.logprobs - t.ref_logprobs)[t.logprobs != NOT_SAMPLED].sum()
+            for t in rows
+            if not t.explored
+        ]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
             "kl": float(np.mean(kl)) if kl else math.nan,
@@ -3986,7 +3970,6 @@ class StepLog:
 
 
 # ================================================================================ 17. Command line
-
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -4011,8 +3994,8 @@ def exit_with_error(message: str) -> NoReturn:
 def parse(argv: list[str]) -> Config:
     """Parse the command line into a Config; a mistake exits with one line and code 2.
 
-    `--resume DIR` loads the settings of the run in DIR; flags before it are ignored, flags after it
-    override. So a script with all its flags can be given `--resume DIR --steps 1000`.
+    `--resume DIR` loads the settings of that run; flags before it are ignored, flags after it
+    override. So a script with flags of its own can be given `--resume DIR --steps 1000`.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", default="")
@@ -4045,17 +4028,14 @@ def parse(argv: list[str]) -> Config:
 
 
 def resolve(config: Config) -> None:
-    """Make paths absolute, and replace defaults such as "auto" by definite values.
-
-    `as_given` has the settings without these values, which a resumed run resolves again.
-    """
+    """Make paths absolute, and replace defaults such as "auto" by definite values."""
     # with the process ID, two runs started in the same second get two folders
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.output_dir or default)
     for name in path_flags(config):
         if os.path.exists(getattr(config, name)):
             setattr(config, name, os.path.abspath(getattr(config, name)))
-    config.as_given = dict(vars(config))
+    config.as_given = dict(vars(config))  # config.json has these: a resumed run resolves them again
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
@@ -4082,10 +4062,8 @@ def path_flags(config: Config) -> list[str]:
 def check_settings(config: Config) -> None:
     """Raise InputError with flag, value and fix if a resolved setting is invalid."""
     require = config.require
-    tables = {
-        "task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES
-    }  # fmt: skip
-    for name, table in tables.items():
+    names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
+    for name, table in names.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     for f in all_flags():
         check_range(config, f)
@@ -4184,7 +4162,7 @@ def main(argv: list[str]) -> int:
     except InputError as error:
         exit_with_error(str(error))
     folder = RunFolder(config, saved)
-    print(f"output     {config.output_dir}", flush=True)
+    folder.say(f"output: {folder.path}")
     warm_start(config, problem, pairs, folder.say)
     ranks.from_first((config, problem, saved.get("model", "")))
     return run(Trainer(config, problem, folder, ranks, saved))
@@ -4194,6 +4172,7 @@ def run(trainer: Trainer) -> int:
     """Train, save a checkpoint and stop the Searchers, however it ends; returns the exit code."""
     folder = trainer.folder
     stop_at_signals(trainer)
+    folder.say(f"loading the policy, and models in {trainer.config.num_searchers} Searchers")
     code = 1
     try:
         trainer.run()
@@ -4235,9 +4214,8 @@ def finish(trainer: Trainer) -> None:
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():
         with atomic_folder(folder.path / "final") as new:
-            shutil.copytree(
-                checkpoint, new, ignore=shutil.ignore_patterns("*.pt"), dirs_exist_ok=True
-            )
+            ignore = shutil.ignore_patterns("*.pt")
+            shutil.copytree(checkpoint, new, ignore=ignore, dirs_exist_ok=True)
         print(f"model: {folder.path / 'final'}")
 
 
