@@ -91,7 +91,7 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0" and FOR_CLUSTER
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     forkserver.ensure_running()
     if sys.stderr.isatty():  # "\r": the next line overwrites it
-        print("importing libraries, reading data", end="\r", file=sys.stderr, flush=True)
+        print("importing libraries", end="\r", file=sys.stderr, flush=True)
 
 # a lost member of a weight group is handled there: NCCL's watchdog would end the process
 os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun has set it to 1
@@ -4144,7 +4144,7 @@ def run(trainer: Trainer) -> int:
     """Train; however that ends, save and stop the Searchers. Returns the exit code."""
     folder = trainer.folder
     stop_at_signals(trainer)
-    folder.say(f"loading the policy and {trainer.config.num_searchers} Searchers")
+    folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s)")
     code = 1
     try:
         trainer.run()
