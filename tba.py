@@ -1333,7 +1333,7 @@ class Learner:
             start = time.perf_counter()
             packed = pack(rows, self.device)
             self.pack_seconds += time.perf_counter() - start
-            logprobs, entropies = self.policy(**packed, entropy=True)
+            logprobs, entropies = self.policy(**packed)
             parts.append((order, logprobs.detach()))
             if not order:
                 loss = 0.0 * logprobs.sum()
@@ -1728,10 +1728,7 @@ PromptGroups = list[tuple[np.ndarray, list[np.ndarray]]]
 
 
 def local_device() -> torch.device:
-    """This process's GPU, with an explicit index for NCCL, or the CPU.
-
-    A Searcher sees one GPU; a rank of the Trainer sees all of them.
-    """
+    """This process's GPU, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -1743,7 +1740,7 @@ def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.devi
     for name, value in vars(model_config).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             setattr(model_config, name, 0.0)
-    if dtype == torch.bfloat16 or config.dtype == "bfloat16":
+    if config.dtype == "bfloat16":
         # TF32 for the remaining float32 matmuls: more precise than bfloat16, and nearly as fast
         torch.set_float32_matmul_precision("high")
     # SDPA would skip the soft cap of attention scores (Gemma 2)
@@ -1758,43 +1755,39 @@ def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.devi
 
 
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Logits (..., V) in float32, as vLLM computes them (`head_dtype`).
-
-    Adjacent bfloat16 numbers near 100 are 0.5 apart, too coarse for log-probabilities.
-    """
+    """Float32 logits (..., V), as in vLLM: bfloat16 logits of 64-128 would be 0.5 apart."""
     with torch.autocast(hidden.device.type, enabled=False):
         return hidden.float() @ head.weight.float().t()
 
 
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
-    """Float32 logits (N, V) of hidden states (N, H), computed by the model's own `forward`.
+    """Float32 logits (N, V) of hidden states (N, H), by the model's own `forward`.
 
-    It runs on a shallow copy of the model whose body returns `hidden` and its other outputs, from
-    `output`. This keeps each family's soft caps, scales and biases.
+    It runs on a shallow copy whose body returns `output` with these states, so that each family's
+    soft caps, scales and biases apply.
     """
-    head = model.get_output_embeddings()
     twin = copy.copy(model)
     twin._modules = dict(model._modules)
     body_output = dataclasses.replace(output, last_hidden_state=hidden[None])
     twin._modules[model.base_model_prefix] = lambda *_, **__: body_output
-    for name, module in model._modules.items():
-        # a head with an adapter is not an nn.Linear
-        if module is head and isinstance(head, nn.Linear) and head.bias is None:
-            twin._modules[name] = partial(float_logits, head)
-    # the class's `forward`: Accelerate may have wrapped the instance's, bound to the original
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and head.bias is None:  # false for a head with an adapter
+        float_head = copy.copy(head)
+        float_head.forward = partial(float_logits, head)
+        twin.set_output_embeddings(float_head)
+    # the class's `forward`: an instance's may be wrapped, and bound to the original
     return type(twin).forward(twin, use_cache=False).logits[0].float()
 
 
 class TokenLogProbs(nn.Module):
-    """log pi(y_t | x, y_<t) of response tokens under a causal model at a temperature.
+    """log pi(y_t | x, y_<t) of response tokens under a causal model.
 
-    Only positions that predict a response token are projected to the vocabulary, CHUNK at a time,
-    and the backward pass recomputes each chunk's logits: (B*K, T, V) is never materialized.
+    Logits are computed where they predict a response token, CHUNK at a time, and once more in the
+    backward pass: (B*K, T, V) is never materialized.
     """
 
     CHUNK = 1024
-    # tokens of a packed row: longer rows share a prompt among more responses, but the cost of
-    # attention grows with the square of the length
+    # of a packed row; longer rows share their prompt more, but attention's cost is quadratic
     ROW_TOKENS = 1024
 
     def __init__(self, model: nn.Module, temperature: float, packs: bool = True) -> None:
@@ -1805,13 +1798,12 @@ class TokenLogProbs(nn.Module):
         self.ranks = Ranks()  # over which the model is sharded
 
     def forward(
-        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor, entropy: bool = False,
+        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Score packed rows, given what `pack` returns.
+        """Log-probabilities (N,) and, without gradient, entropies (N,) of packed rows.
 
-        Returns log-probabilities (N,) of the targets, and entropies (N,) of the predictions without
-        gradient (zeros unless `entropy`). `temperature` overrides the policy's.
+        The arguments are what `pack` returns; `temperature` overrides the policy's.
         """
         temperature = temperature or self.temperature
         output = self.model.base_model(**inputs, use_cache=False)
@@ -1823,8 +1815,6 @@ class TokenLogProbs(nn.Module):
             logits = logits_of(self.model, output, hidden) / temperature  # (CHUNK, V)
             logprobs = logits.log_softmax(-1)
             chosen = logprobs.gather(1, targets[:, None])[:, 0]
-            if not entropy:
-                return chosen, torch.zeros_like(chosen)
             fixed = logprobs.detach()
             return chosen, -(fixed.exp() * fixed).sum(-1)
 
@@ -1845,7 +1835,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Number of tokens, without padding."""
+        """Length in tokens, without padding."""
         return len(self.prompt) + sum(map(len, self.responses))
 
 
@@ -1856,8 +1846,8 @@ IDLE = Row(np.zeros(1, np.int32), [], [])
 def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[Row]]:
     """Distribute each group's responses evenly over packed rows; returns the rows of each group.
 
-    A row has about `row_tokens` tokens, or four times its prompt's if that is more, and at most
-    `budget` unless a single response exceeds it. `row_tokens` 0 gives one response per row.
+    A row has about max(row_tokens, 4 * prompt) tokens, and at most `budget` unless one response
+    exceeds it; with `row_tokens` 0, each response has its own row.
 
     Example: a prompt of 3 tokens, responses of 5, 3, 4 and 2, and row_tokens 11 give two rows,
     with the responses [0, 3] and [2, 1].
@@ -1888,7 +1878,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def padded_tokens(rows: list[Row]) -> int:
-    """Number of tokens of packed rows, including padding."""
+    """Number of tokens, including padding."""
     return len(rows) * max(row.length for row in rows)
 
 
@@ -1920,8 +1910,8 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
     predictor = np.where(first, index[:, :1] + prompt_lengths, index) - 1
     answered = owner > 0
     inputs = {"input_ids": to_device(ids, device)}
-    # rows of one response need no mask: attention is causal, and padding comes last. Nor position
-    # ids: some families do not take them, others see a new sequence where they decrease
+    # rows of one response need no mask, as attention is causal and padding comes last, and no
+    # position ids: some families do not accept them, others start a new sequence at each 0
     if any(len(row.responses) > 1 for row in rows):
         inputs["position_ids"] = to_device(position_ids, device)
         owners = to_device(owner, device)  # (R, L)
@@ -1936,10 +1926,10 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
 
 
 def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[list[list[Row]]]:
-    """Plan each rank's micro-batches from units: lists of rows that stay together.
+    """Group units (rows that stay together) of similar length into micro-batches for each rank.
 
-    A micro-batch has units of similar length, and at most `budget` tokens, including padding, or a
-    single unit. Ranks run in step: those with fewer micro-batches get IDLE rows.
+    A micro-batch has at most `budget` tokens, including padding, or one unit. All ranks have the
+    same number, some of them IDLE.
 
     Example: units of 2 rows of 30, 2 of 10 and 2 of 12 tokens, a budget of 50 and one rank give two
     micro-batches: the last two units (4 x 12 = 48 tokens), and the first (60, too many).
@@ -1961,7 +1951,7 @@ def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[l
 def logprobs_by_microbatch(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield each micro-batch's response indices and its tokens' log-probabilities (N,)."""
+    """Yield the response indices and log-probabilities (N,) of each micro-batch."""
     budget = config.tokens_per_microbatch
     device = next(policy.parameters()).device
     units = [[row] for rows in plan_rows(groups, policy.row_tokens, budget) for row in rows]
@@ -1978,7 +1968,7 @@ def logprobs_by_microbatch(
 def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> list[np.ndarray]:
-    """Log-probabilities (T,) of each response's tokens, over the responses of all groups."""
+    """Log-probabilities (T,) of every response's tokens."""
     parts = list(logprobs_by_microbatch(policy, groups, config, temperature))
     lengths = [len(response) for _, responses in groups for response in responses]
     flat = unpack(parts, lengths, policy.ranks).cpu().numpy()
@@ -1986,10 +1976,9 @@ def token_logprobs(
 
 
 def unpack(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ranks) -> Tensor:
-    """Concatenated log-probabilities (N,) of all responses, in order, on every rank.
+    """Log-probabilities (N,) of responses of these lengths, in order, on every rank.
 
-    `parts` are this rank's micro-batches, as (response indices, log-probabilities); `lengths` are
-    those of all responses.
+    `parts` are this rank's micro-batches: (response indices, log-probabilities).
     """
     flat = torch.zeros(sum(lengths), device=parts[0][1].device)
     by_response = flat.split(lengths)  # views
@@ -2005,11 +1994,11 @@ def unpack(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ran
 
 @dataclass
 class Ranks:
-    """The processes that share the policy, as `accelerate launch` or torchrun started them.
+    """The processes that share the policy, started by `accelerate launch` or torchrun.
 
-    Rank 0 is the main process: it has the buffer, the Searchers and the run's folder, and tells the
-    others over Gloo which method of the Learner all of them run next (`on_every_rank`). FSDP2
-    communicates weights and gradients. The launcher ends all ranks when one of them ends.
+    Rank 0, the main process, has everything else, and tells the others over Gloo which method of
+    the Learner to run next (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher
+    ends all ranks when one ends.
     """
 
     rank: int = 0
@@ -2017,7 +2006,7 @@ class Ranks:
 
     @classmethod
     def connect(cls) -> Ranks:
-        """Join all ranks that the launcher started; without a launcher, this process alone."""
+        """Join the launcher's other ranks, if there is a launcher."""
         size = int(os.environ.get("WORLD_SIZE", 1))
         if size == 1:
             return cls()
@@ -2053,7 +2042,7 @@ def ranks_here() -> int:
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """All-gather a sharded tensor, a collective operation; returns other tensors as they are."""
+    """All-gather a sharded tensor (a collective operation); others are returned as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -2061,12 +2050,8 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor of the parameter's shape; other tensors as they are."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
-    return distribute_tensor(
-        tensor.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        src_data_rank=None,  # every rank has the whole tensor
-    )
+    place = partial(distribute_tensor, src_data_rank=None)  # every rank has the whole tensor
+    return place(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def host_copy(value: Any, ranks: Ranks) -> Any:
@@ -2117,8 +2102,8 @@ def lr_factor(config: Config, step: int) -> float:
 def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
     """Load the policy to be trained, in float32; with several ranks, sharded by FSDP2.
 
-    A sharded model is whole only in host memory. Instead of using autocast, FSDP gathers its layers
-    in bfloat16, which halves the traffic and keeps no copies.
+    A sharded model is whole only in host memory. FSDP gathers its layers in bfloat16, which halves
+    the traffic and replaces autocast.
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device).train()
@@ -2132,11 +2117,10 @@ def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> 
     if ranks.size == 1:
         return policy
     policy.ranks = ranks
-    gathered = torch.bfloat16 if config.dtype == "bfloat16" else None
     shard = partial(
         fully_shard,
         mesh=init_device_mesh(local_device().type, (ranks.size,)),
-        mp_policy=MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32),
+        mp_policy=MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32),
         reshard_after_forward=True,
     )
     for module in list(policy.modules()):
@@ -2182,7 +2166,7 @@ class Completion:
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
     """Applies each row's temperature, records log-probabilities, and calls `between_steps`.
 
-    `generate` calls it with logits (R, V) before sampling a token, and with None after.
+    `generate` calls it with logits (R, V) before sampling a token, and with None after it.
     """
 
     def __init__(self, temperature: Tensor, between_steps: Callable) -> None:
@@ -2225,11 +2209,7 @@ class TransformersEngine:
         self.waiting.append(request)
 
     def take_batch(self) -> list[Request]:
-        """Remove the next requests from the queue that can share a batch.
-
-        They have equal sampling parameters, and together at most `sequences_in_flight` responses
-        unless a single request has more.
-        """
+        """Pop the next requests that fit a batch and have equal sampling parameters."""
         kind = attrgetter("greedy", "top_p", "min_tokens")
         batch = [self.waiting.popleft()]
         rows = batch[0].n
@@ -2283,13 +2263,9 @@ class TransformersEngine:
             stops = np.isin(own_tokens[:, : request.max_tokens], self.end_tokens)  # (n, T)
             ended = stops.any(1)  # (n,)
             lengths = np.where(ended, stops.argmax(1) + 1, request.max_tokens)  # (n,)
-            completion = Completion(
-                request=request,
-                tokens=[row[:T].copy() for row, T in zip(own_tokens, lengths, strict=True)],
-                logprobs=[row[:T].copy() for row, T in zip(own_logprobs, lengths, strict=True)],
-                ended=ended,
-            )
-            completions.append(completion)
+            cut_tokens = [row[:T].copy() for row, T in zip(own_tokens, lengths, strict=True)]
+            cut_logprobs = [row[:T].copy() for row, T in zip(own_logprobs, lengths, strict=True)]
+            completions.append(Completion(request, cut_tokens, cut_logprobs, ended))
         return completions
 
     @torch.inference_mode()
@@ -2300,10 +2276,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities (P-1,) of each sequence's tokens after the first, at temperature 1.
-
-        Computed by the model's own `forward`, unpacked, to check the Trainer's against.
-        """
+        """Log-probabilities (P-1,) of each sequence's tokens after the first, at temperature 1."""
         rows = [torch.from_numpy(tokens).long() for tokens in sequences]
         # needs no mask: padding comes last, and attention is causal
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)  # (R, P)
@@ -2394,22 +2367,15 @@ class VLLMEngine:
         self.engine.add_request(request_id, inputs, params)
         return request_id
 
-    def _decode(self) -> None:
-        """Run one decode step, and collect finished outputs."""
-        self.outputs |= {output.request_id: output for output in self.engine.step()}
-
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
-        self._decode()
+        self.outputs |= {output.request_id: output for output in self.engine.step()}
         completions = []
         for request_id, output in self.outputs.items():
-            samples = output.outputs
-            completion = Completion(
-                request=self.requests.pop(request_id),
-                tokens=[np.array(o.token_ids, np.int32) for o in samples],
-                logprobs=[np.array(o.logprobs.logprobs, np.float32) for o in samples],
-                ended=np.array([o.finish_reason == "stop" for o in samples]),
-            )
-            completions.append(completion)
+            request = self.requests.pop(request_id)
+            tokens = [np.array(o.token_ids, np.int32) for o in output.outputs]
+            logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in output.outputs]
+            ended = np.array([o.finish_reason == "stop" for o in output.outputs])
+            completions.append(Completion(request, tokens, logprobs, ended))
         self.outputs.clear()
         between_steps()
         return completions
@@ -2433,8 +2399,9 @@ class VLLMEngine:
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         params = self.sampling(max_tokens=1, prompt_logprobs=0)
         ids = [self._add(sequence, params) for sequence in sequences]
-        while not all(i in self.outputs for i in ids):
-            self._decode()  # other requests advance too
+        while not self.outputs.keys() >= set(ids):
+            # other requests advance too
+            self.outputs |= {output.request_id: output for output in self.engine.step()}
         return [np.array(self.outputs.pop(i).prompt_logprobs.logprobs) for i in ids]
 
 
@@ -2449,17 +2416,9 @@ def vllm_can_run() -> bool:
 
 # ================================================================================ 11. Weight sync
 
-# Weights travel while both sides keep working. The steps of a sync, in order:
-#
-#   Trainer.note_what_is_due     a sync is due: every k steps, for an evaluation, a new Searcher
-#   WeightSync.begin_if_due      the training thread copies the weights into a snapshot, scores the
-#                                probes, and continues to train
-#   WeightSync.send              a thread notifies the members, forms a new process group if the
-#                                members changed, and broadcasts
-#   WeightReceiver.run           a Searcher's thread joins the group, receives the weights into the
-#                                staging buffer, and replies Received, or Missed if that failed
-#   Searcher.load_weights        between two decode steps; scores the probes and replies Loaded
-#   WeightSync.on_loaded         compares the probes; the sync ends when every member has loaded
+# Both sides keep working during a sync, whose steps are, in order: Trainer.note_what_is_due,
+# WeightSync.begin_if_due (snapshot), WeightSync.send (in a thread), WeightReceiver.receive (in a
+# Searcher's thread), Searcher.load_weights (between two decode steps), and WeightSync.on_loaded.
 #
 # If `send` or a member fails, the group is aborted and the next sync, due at once, forms a new one.
 # Only members that reply neither Received nor Missed before the deadline are killed and restarted.
@@ -2487,9 +2446,8 @@ class FlatWeights:
         # Gloo's buffers on a GPU machine: copies from pinned host memory are faster
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
-        self.views: dict[str, Tensor] = {}  # by checkpoint name
-        for (name, tensor), part in zip(like.items(), self.flat.split(sizes), strict=True):
-            self.views[name] = part.view(tensor.shape)
+        parts = zip(like.items(), self.flat.split(sizes), strict=True)
+        self.views = {name: part.view(tensor.shape) for (name, tensor), part in parts}
 
 
 @dataclass
@@ -2569,8 +2527,7 @@ class WeightSync:
         self.searchers = searchers
         self.evaluations = evaluations
         self.say = say
-        device = searchers.meeting.device
-        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, device)
+        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.meeting.device)
         learner.snapshot = self.snapshot
         self.transfer: Transfer | None = None  # until it is sent and every member has replied
         self.transfers = 0  # begun so far
@@ -2581,10 +2538,8 @@ class WeightSync:
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes: list[np.ndarray] = []  # their log-probabilities under that snapshot
         # the reference's weights in host memory, if it ever changes
-        self.reference: dict[str, Tensor] = {}
+        self.reference = learner.saved_weights() if config.reset_reference_every else {}
         self.reference_version = 0  # optimizer step of its latest change
-        if config.reset_reference_every:
-            self.reference = learner.saved_weights()
         self.seconds = 0.0  # of the training thread's time, since the latest log record
 
     @property
@@ -2603,8 +2558,7 @@ class WeightSync:
             return
         failure = transfer.failure
         if not complete:
-            names = [s.searcher for s in silent]
-            failure = f"timeout (--transfer_timeout); no reply from Searchers {names}"
+            failure = failure or "timeout (--transfer_timeout)"
         elif error := transfer.sending.exception():
             failure = failure or first_line(error)
         for s in silent:
@@ -2656,12 +2610,9 @@ class WeightSync:
             self.group = None
             self.group_name = f"weights {self.transfers}"
             self.members = ready
-        self.transfer = Transfer(
-            version=self.reference_version if reference else step,
-            reference=reference,
-            group=self.group,
-            deadline=time.monotonic() + 3 * self.config.transfer_timeout,
-        )
+        deadline = time.monotonic() + 3 * self.config.transfer_timeout
+        version = self.reference_version if reference else step
+        self.transfer = Transfer(version, reference, self.group, deadline)
         for s in ready:
             s.receiving = self.transfer
             s.loading = self.transfer
@@ -2685,8 +2636,9 @@ class WeightSync:
             )
             s.commands.put(message)
         if transfer.group is None:
-            meeting = self.searchers.meeting
-            transfer.group = form_group(self.config, meeting, self.group_name, 0, size)
+            transfer.group = form_group(
+                self.config, self.searchers.meeting, self.group_name, 0, size
+            )
         broadcast(transfer.group, self.snapshot, self.config.transfer_timeout)
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
@@ -2710,18 +2662,15 @@ class WeightSync:
             s.reference = transfer.version
             return
         s.version = transfer.version
-        expected = np.concatenate(self.probes)
-        s.logprob_gap = float(np.abs(np.concatenate(probes) - expected).max())
+        gap = np.concatenate(probes) - np.concatenate(self.probes)
+        s.logprob_gap = float(np.abs(gap).max())
         if s.logprob_gap <= self.config.logprob_tolerance:  # False for NaN
             return
-        fix = "the two compute this model differently; try another --engine or model"
-        if s.version == 0 and self.config.pack:
-            fix = "try --pack False: not every model family supports packed rows"
-        if not np.isfinite(expected).all():
-            fix = "training diverged; lower --learning_rate, raise --beta, or set --max_grad_norm"
         raise RunEnded(
             f"step {s.version}: log-probabilities of Searcher {s.searcher}'s engine and the "
-            f"Trainer differ by {s.logprob_gap:.3g} (--logprob_tolerance): {fix}"
+            f"Trainer differ by {s.logprob_gap:.3g} (--logprob_tolerance). If this is the first "
+            "step, they compute this model differently: try --pack False or another --engine. "
+            "Otherwise training may have diverged: lower --learning_rate or raise --beta"
         )
 
     def reset_reference(self, step: int) -> None:
@@ -4339,9 +4288,6 @@ class MATH(Task):
         return rewards
 
 
-TASKS["math"] = MATH
-
-
 # ======================================================================================= 19. TL;DR
 
 
@@ -4391,13 +4337,9 @@ class TextModel:
 
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
-        batch = self.tokenizer(
-            texts,
-            padding=True,
-            truncation=True,
-            return_tensors="pt",
-            add_special_tokens=self.kind != "next",  # a chat template includes them
-        ).to(self.model.device)
+        encode = partial(self.tokenizer, padding=True, truncation=True, return_tensors="pt")
+        # a guard's chat template includes special tokens
+        batch = encode(texts, add_special_tokens=self.kind != "next").to(self.model.device)
         mask = batch["attention_mask"]  # (R, L)
         if self.kind == "labels":
             return self.model(batch["input_ids"], attention_mask=mask).logits.float()
@@ -4416,9 +4358,6 @@ class TLDRFlags:
     reward_model: str = flag("", "tldr: reward model, a sequence classifier with one label.")
     gold_reward_model: str = flag("", "tldr: reward model for win rates in evaluations.")
     gold_reward_tokenizer: str = flag("", "tldr: tokenizer of a gold model without one.")
-
-
-FLAGS.append(TLDRFlags)
 
 
 class TLDR(Task):
@@ -4482,9 +4421,6 @@ class TLDR(Task):
         return {name: means[name] for name in ("win_rate", "perplexity", "kl")}
 
 
-TASKS["tldr"] = TLDR
-
-
 # ================================================================================= 20. Red-teaming
 
 
@@ -4517,9 +4453,6 @@ class RedTeamFlags:
     freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
 
-FLAGS.append(RedTeamFlags)
-
-
 class AttackBuffer(ReplayBuffer):
     """A replay buffer without near-duplicates, which keeps the best attacks and may stop growing.
 
@@ -4542,12 +4475,11 @@ class AttackBuffer(ReplayBuffer):
     def add(self, group: Group) -> None:
         """Store a group in the thread; in lockstep wait for it, so that runs repeat exactly."""
         self.adding.append(self.thread.submit(self.add_distinct, group))
-        while self.adding and (self.config.synchronous or self.adding[0].done()):
-            self.adding.popleft().result()
+        self.finish_adding(self.config.synchronous)
 
-    def finish_adding(self) -> None:
-        """Wait until every group is in the buffer."""
-        while self.adding:
+    def finish_adding(self, wait: bool = True) -> None:
+        """Raise the thread's error, if any; with `wait`, once every group is stored."""
+        while self.adding and (wait or self.adding[0].done()):
             self.adding.popleft().result()
 
     def state(self) -> dict[str, Any]:
@@ -4721,9 +4653,6 @@ class RedTeam(Task):
         return super().summarize(records) | {"cosine_distance": 1.0 - float(similarity)}
 
 
-TASKS["redteam"] = RedTeam
-
-
 # ================================================================================== 21. Warm start
 
 
@@ -4740,15 +4669,8 @@ class WarmStartFlags:
     sft_weight_decay: float = flag(0.0, "Warm-start weight decay.")
 
 
-FLAGS.append(WarmStartFlags)
-
-
-# tokens of a prompt, (P,) int32, and of a response to it, (T,) int32
-Pairs = list[tuple[np.ndarray, np.ndarray]]
-
-
-def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) -> list[float]:
-    """Maximize the log-probability of responses; returns the loss of each step.
+def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Config) -> list[float]:
+    """Maximize the log-probability of a response to each prompt; returns each step's loss.
 
     The learning rate warms up over --sft_warmup of the steps, then decays as a cosine.
     """
@@ -4759,13 +4681,13 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
     rng = np.random.default_rng(config.seed)
     batches = []
     for _ in range(config.sft_epochs):
-        order = rng.permutation(len(pairs))
-        batches += np.split(order, range(config.sft_batch, len(pairs), config.sft_batch))
+        starts = range(config.sft_batch, len(pairs), config.sft_batch)
+        batches += np.split(rng.permutation(len(pairs)), starts)
     warmup = round(config.sft_warmup * len(batches))
     schedule = transformers.get_scheduler("cosine", optimizer, warmup, len(batches))
     losses = []
     for batch in tqdm(batches, "fine-tuning", mininterval=10):
-        groups = [(pairs[i][0], [pairs[i][1]]) for i in batch]
+        groups = [pairs[i] for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
         total = 0.0
         for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
@@ -4780,8 +4702,8 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
     return losses
 
 
-def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
-    """Read --sft_data as pairs of tokens (prompt, response + EOS). Raises InputError.
+def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
+    """Read --sft_data: prompts with one response each, which ends with EOS. Raises InputError.
 
     An `instruction` is the response to one of the task's prompts, or of --sft_prompts.
     """
@@ -4805,11 +4727,11 @@ def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
         prompt_ids = encode(prompt, add_special_tokens=task.special_tokens)["input_ids"]
         response_ids = encode(response, add_special_tokens=False)["input_ids"]
         response_ids.append(encode.eos_token_id)
-        pairs.append((np.array(prompt_ids, np.int32), np.array(response_ids, np.int32)))
+        pairs.append((np.array(prompt_ids, np.int32), [np.array(response_ids, np.int32)]))
     return pairs
 
 
-def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) -> None:
+def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Callable) -> None:
     """On rank 0, fine-tune --model into the run's sft/, the new policy and reference."""
     path = Path(config.output_dir) / "sft"
     if pairs:
@@ -4822,6 +4744,10 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) ->
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
     if config.sft_data:
         config.model = str(path)
+
+
+TASKS |= {"math": MATH, "tldr": TLDR, "redteam": RedTeam}
+FLAGS += [TLDRFlags, RedTeamFlags, WarmStartFlags]
 
 
 ####################################################################################################

@@ -274,9 +274,9 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     config, problem = problem_of(redteam, tmp_path / "out", **flags)
     pairs = tba.read_sft_pairs(config, problem)
     assert [problem.text(prompt) for prompt, _ in pairs] == [config.attacker_prompt] * 2
-    texts = problem.response_texts([response for _, response in pairs])
+    texts = problem.response_texts([response for _, (response,) in pairs])
     assert texts == [row["instruction"] for row in rows]
-    assert all(response[-1] == problem.tokenizer.eos_token_id for _, response in pairs)
+    assert all(response[-1] == problem.tokenizer.eos_token_id for _, (response,) in pairs)
     config.sft_data = str(tmp_path / "b.jsonl")
     pairs += tba.read_sft_pairs(config, problem)
     losses = []
