@@ -1378,7 +1378,7 @@ class Learner:
     def follow(self) -> NoReturn:
         """On the other ranks: call the methods that rank 0 calls, until it ends."""
         while True:
-            name, args = self.ranks.from_first(None)
+            name, args = self.ranks.from_rank_zero(None)
             if name == "end":
                 sys.exit(0)
             getattr(self, name)(*args)
@@ -2017,7 +2017,7 @@ class Ranks:
         dist.init_process_group(backend, timeout=timedelta(days=1))
         return cls(dist.get_rank(), size)
 
-    def from_first(self, value: Any) -> Any:
+    def from_rank_zero(self, value: Any) -> Any:
         """Return rank 0's value on every rank; waits for rank 0."""
         values = [value]
         if self.size > 1:
@@ -2027,7 +2027,7 @@ class Ranks:
     def tell(self, name: str, args: tuple) -> None:
         """On rank 0, have the others call this method of the Learner (see `Learner.follow`)."""
         if self.rank == 0:
-            self.from_first((name, args))
+            self.from_rank_zero((name, args))
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place."""
@@ -4118,7 +4118,7 @@ def main(argv: list[str]) -> int:
     if ranks.rank > 0:
         for number in STOP_SIGNALS:  # rank 0 heeds them
             signal.signal(number, signal.SIG_IGN)
-        config, problem, checkpoint = ranks.from_first(None)
+        config, problem, checkpoint = ranks.from_rank_zero(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
         Learner(config, problem, ranks, saved).follow()
     try:
@@ -4137,7 +4137,7 @@ def main(argv: list[str]) -> int:
     folder = RunFolder(config, saved)
     print(f"output     {config.output_dir}", flush=True)
     warm_start(config, problem, pairs, folder.say)
-    ranks.from_first((config, problem, saved.get("model", "")))
+    ranks.from_rank_zero((config, problem, saved.get("model", "")))
     return run(Trainer(config, problem, folder, ranks, saved))
 
 
