@@ -4267,8 +4267,8 @@ class TextModel:
         """Load the model of flag `name`; `kind` is the name of one of these classes."""
         if config.dtype == "bfloat16":  # TF32 changes scores by about 1e-3; vLLM disables it
             torch.set_float32_matmul_precision("high")
-        # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         self.is_lm = kind == "AutoModelForCausalLM"
+        # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
         load = getattr(transformers, kind).from_pretrained
         self.model = load(getattr(config, name), dtype=dtype, device_map={"": local_device()})
