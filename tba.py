@@ -1995,9 +1995,9 @@ def unpack(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ran
 class Ranks:
     """The processes that share the policy, started by `accelerate launch` or torchrun.
 
-    Rank 0, the main process, has everything else, and tells the others over Gloo which method of
-    the Learner to run next (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher
-    ends all ranks when one ends.
+    Rank 0 is the main process. It tells the others over Gloo which method of the Learner to run
+    next (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher ends all ranks when
+    one ends.
     """
 
     rank: int = 0
@@ -2100,7 +2100,7 @@ def lr_factor(config: Config, step: int) -> float:
 def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
     """Load the policy to be trained, in float32; with several ranks, sharded by FSDP2.
 
-    A sharded model is whole only in host memory. FSDP gathers layers in --dtype, without autocast.
+    It is unsharded only in host memory. FSDP gathers layers in --dtype, without autocast.
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device).train()
@@ -2172,7 +2172,7 @@ class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
         self.logprobs: list[Tensor] = []  # (R, 1) of each token sampled so far
 
     def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
-        """Log-probabilities (R, V) to sample from; after sampling, that no row (R,) stops."""
+        """Log-probabilities (R, V) to sample from, or zeros (R,): no row stops."""
         if scores is not None:
             self.distribution = (scores.float() / self.temperature).log_softmax(-1)
             return self.distribution
@@ -2184,7 +2184,7 @@ class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
 class TransformersEngine:
     """Batched generation with transformers' `generate`, on any device."""
 
-    LOOKAHEAD = 1.0  # responses submitted at a time, over --sequences_in_flight
+    LOOKAHEAD = 1.0  # submitted responses / --sequences_in_flight
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
         """Load the model of flag `name`, for at most `longest` tokens of prompt and response."""
@@ -2297,7 +2297,7 @@ VLLM_ENVIRONMENT = {
 class VLLMEngine:
     """Generation with vLLM in this process; the same interface as `TransformersEngine`."""
 
-    # pending requests fill the slots that a group's first responses free
+    # pending requests fill the slots freed by a group's shorter responses
     LOOKAHEAD = 4 / 3
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
@@ -2350,7 +2350,7 @@ class VLLMEngine:
             min_tokens=request.min_tokens,
             max_tokens=request.max_tokens,
             logprobs=0,  # of the sampled token only
-            # seeded requests repeat, but are sampled row by row
+            # seeded sampling is reproducible, but slow: row by row
             seed=request.seed if self.config.synchronous else None,
         )
         self.requests[self._add(request.prompt, params)] = request
@@ -2461,7 +2461,7 @@ class MeetingPoint:
 def form_group(
     config: Config, meeting: MeetingPoint, name: str, rank: int, size: int
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-    """Form a process group beside the default one. Raises RuntimeError."""
+    """Form a process group besides the default one. Raises RuntimeError."""
     limit = timedelta(seconds=config.transfer_timeout)
     store = dist.TCPStore(meeting.host, meeting.port, timeout=limit, wait_for_workers=False)
     store = dist.PrefixStore(name, store)
@@ -2525,7 +2525,7 @@ class WeightSync:
         learner.snapshot = self.snapshot
         self.transfer: Transfer | None = None  # until it is sent and every member has replied
         self.transfers = 0  # begun so far
-        self.members: list[RunningSearcher] = []  # of the process group, from rank 1 on
+        self.members: list[RunningSearcher] = []  # of the process group, by rank, from 1
         self.group: Any = None
         self.group_name = ""
         self.due = True
@@ -2534,7 +2534,7 @@ class WeightSync:
         # the reference's weights in host memory, if it ever changes
         self.reference = learner.saved_weights() if config.reset_reference_every else {}
         self.reference_version = 0  # optimizer step of its latest change
-        self.seconds = 0.0  # of the training thread's time, since the latest log record
+        self.seconds = 0.0  # spent in the training thread since the last log record
 
     @property
     def in_progress(self) -> bool:
@@ -2632,7 +2632,7 @@ class WeightSync:
         broadcast(transfer.group, self.snapshot, self.config.transfer_timeout)
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
-        """A member did not receive the weights, and continues with its present ones."""
+        """A member did not receive the weights, and keeps its current ones."""
         s.receiving.failure = s.receiving.failure or f"Searcher {s.searcher}: {reason}"
         s.receiving = None
         s.loading = None
@@ -2658,11 +2658,11 @@ class WeightSync:
         raise RunEnded(
             f"step {s.version}: log-probabilities of Trainer and engine differ by "
             f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try --pack False or another "
-            "--engine; later, training may have diverged: lower --learning_rate or raise --beta"
+            "--engine; later, training may have diverged: lower --learning_rate, raise --beta"
         )
 
     def reset_reference(self, step: int) -> None:
-        """Update the reference from the policy and the present one; the next sync sends it."""
+        """Update the reference from the policy and itself; the next sync sends it."""
         for name, policy in self.learner.saved_weights().items():
             self.reference[name] = next_reference(policy, self.reference[name], self.config)
         self.reference_version = step
@@ -4388,7 +4388,7 @@ class RedTeamFlags:
         "redteam: attacker's prompt, unless --dataset has prompts.",
     )
     min_attack_tokens: int = flag(0, "redteam: minimum attack tokens; shorter: log pi_ref -500.")
-    victim_model: str = flag("", "redteam: attacked model.")
+    victim_model: str = flag("", "redteam: victim model.")
     victim_format: Literal["chat", "alpaca"] = flag("chat", "redteam: victim's prompt format.")
     victim_samples: int = flag(5, "redteam: victim's answers per attack.", 1)
     victim_max_tokens: int = flag(30, "redteam: maximum answer length in tokens.", 1)
@@ -4398,13 +4398,13 @@ class RedTeamFlags:
     toxicity_label: str = flag("", "redteam: label of toxic text, or a guard's first token.")
     toxicity_suffix: str = flag("", "redteam: text before a guard's verdict, such as \\n\\n.")
     sentence_model: str = flag("", "redteam: sentence encoder that measures diversity.")
-    explore_probability: float = flag(0.0, "redteam: fraction of prompts to explore.", 0, 1)
+    explore_probability: float = flag(0.0, "redteam: probability of exploration.", 0, 1)
     explore_low: float = flag(0.5, "redteam: minimum exploration temperature.", POSITIVE)
     explore_high: float = flag(2.0, "redteam: maximum exploration temperature.", POSITIVE)
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
         "oldest", "redteam: eviction policy of a full AttackBuffer."
     )
-    near_duplicate: float = flag(0.0, "redteam: near-duplicates' edits over both lengths.", 0, 1)
+    near_duplicate: float = flag(0.0, "redteam: near-duplicate threshold, edits / length.", 0, 1)
     freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
 
@@ -4441,13 +4441,13 @@ class AttackBuffer(ReplayBuffer):
         return super().state()
 
     def add_distinct(self, group: Group) -> None:
-        """Store a group's attacks; each replaces its nearest near-duplicate, if it is no worse.
+        """Store a group's attacks; each replaces its nearest near-duplicate unless it is worse.
 
         Example: with near_duplicate 0.25, two attacks of 10 tokens that differ in 4 of them are
         near-duplicates: 4 edits are less than 0.25 x 20.
         """
         if 0 < self.config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
-            # of the largest prompt
+            # that of the largest prompt
             self.capacity = max(map(len, self.trajectories.values()))
         stored = dict(self.trajectories.get(group.prompt_id, {}))
         old = len(stored)
@@ -4623,7 +4623,7 @@ class WarmStartFlags:
 
 
 def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Config) -> list[float]:
-    """Maximize the log-probability of a response to each prompt; returns each step's loss.
+    """Fine-tune on prompts with one response each; returns the loss of each step.
 
     The learning rate warms up over --sft_warmup_ratio of the steps, then decays as a cosine.
     """
@@ -4673,7 +4673,7 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
         response = row.get("response")
         if row.get("instruction"):
             prompt = str(rng.choice(prompts)) if config.sft_prompts else prompts[i % len(prompts)]
-            # such as the number of a list item, "1."
+            # a prompt may end with the number of a list item
             response = row["instruction"] if prompt[-1:].isspace() else f" {row['instruction']}"
         fix = f"row {i} needs text in prompt and response, or in instruction"
         config.require(prompt and response, "sft_data", fix)
