@@ -4404,7 +4404,7 @@ class RedTeamFlags:
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
         "oldest", "redteam: eviction policy of a full AttackBuffer."
     )
-    near_duplicate: float = flag(0.0, "redteam: near-duplicate threshold, edits / length.", 0, 1)
+    near_duplicate: float = flag(0.0, "redteam: near-duplicates: edits / both lengths.", 0, 1)
     freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
 
