@@ -275,9 +275,8 @@ class SmallLlama(tba.TransformersEngine):
             self.fuse()
         batch = self.take_batch()
         requests = [request for request in batch for _ in range(request.n)]
-        limits = np.array([request.max_tokens for request in requests])
         P = max(len(request.prompt) for request in requests)
-        R, T = len(requests), int(limits.max())
+        R, T = len(requests), max(request.max_tokens for request in batch)
         ids = torch.zeros(R, P, dtype=torch.long)
         for row, request in enumerate(requests):
             ids[row, P - len(request.prompt) :] = torch.from_numpy(request.prompt)
@@ -315,9 +314,7 @@ class SmallLlama(tba.TransformersEngine):
                 left = ~ended
                 state = {name: tensor[left] for name, tensor in state.items()}
                 kept, ids, ended = kept[:, :, left], ids[left], ended[left]
-        return self.completions_of(
-            batch, limits, tokens[:, : t + 1].int().numpy(), logprobs.numpy()
-        )
+        return self.completions_of(batch, tokens[:, : t + 1].int().numpy(), logprobs.numpy())
 
     def forward(
         self, ids: torch.Tensor, kept: torch.Tensor, state: dict, first: int
