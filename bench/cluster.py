@@ -202,9 +202,9 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
     seconds = time.monotonic() - begin
     cpu = {p: (sum(p.cpu_times()[:2]) - before) / seconds for p, before in cpu.items()}
     read = (manager.io_counters().read_chars - read) / seconds
-    pss = {p: p.memory_full_info().pss / 2**20 for p in (trainer, manager)}
+    private = {p: p.memory_full_info().uss / 2**20 for p in (trainer, manager)}
     of_searchers = [
-        psutil.Process(pid).memory_full_info().pss for pid in searcher_pids(trainer.pid)
+        psutil.Process(pid).memory_full_info().uss for pid in searcher_pids(trainer.pid)
     ]
     descriptors = {p: p.num_fds() for p in (trainer, manager)}
     steps = metrics()[first:]
@@ -253,9 +253,9 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
         "first weights, s": end["all_loaded"] - launched,
         "Trainer, cores": cpu[trainer],
         "Manager, cores": cpu[manager],
-        "Trainer, PSS MB": pss[trainer],
-        "Manager, PSS MB": pss[manager],
-        "a Searcher, PSS MB": sum(of_searchers) / max(1, len(of_searchers)) / 2**20,
+        "Trainer, private MB": private[trainer],
+        "Manager, private MB": private[manager],
+        "a Searcher, private MB": sum(of_searchers) / max(1, len(of_searchers)) / 2**20,
         "Trainer, descriptors": descriptors[trainer],
         "Manager, descriptors": descriptors[manager],
     }
