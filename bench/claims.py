@@ -440,7 +440,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
     def begin(self, i: int) -> None:
         """Begin a Searcher's next batch, if it may."""
         searcher = self.loaded[i]
-        searcher.begin_prompts()
+        searcher.submit_prompts()
         self.generate(searcher)
         if batch := searcher.spec.groups.take_all():
             heapq.heappush(self.batches, (self.now + self.duration, i, batch))
@@ -481,20 +481,20 @@ class SimulatedTrainer(tba.Trainer):
         with mock.patch.multiple(tba, form_group=lambda *_: None, broadcast=broadcast):
             super().run()
 
-    def listen(self) -> None:
-        super().listen()
+    def poll(self) -> None:
+        super().poll()
         if self.sync.transfer:
             self.sync.transfer.sending.result()
         self.searchers.work()
 
-    def wait_for(self, what: str, poll: Callable[[], object]) -> object:
-        while not (found := poll()):
-            if what == "generation":
+    def wait_for(self, what: str, condition: Callable[[], object]) -> object:
+        while not (found := condition()):
+            if what == "generation" and self.searchers.batches:
                 arrival = self.searchers.batches[0][0]
                 if self.step:
                     self.waited += arrival - self.searchers.now
                 self.searchers.advance(arrival)
-            self.listen()
+            self.poll()
         return found
 
     def train_step(self, groups: list, recent: float) -> None:

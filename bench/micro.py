@@ -83,7 +83,7 @@ def random_groups(learner: tba.Learner, prompt: int, response: int) -> list[list
                 reward=float(rng.random()),
                 prompt_id=prompt_id,
                 version=0,
-                reference=0,
+                reference_version=0,
             )
             group.append(trajectory)
         groups.append(group)
@@ -185,7 +185,7 @@ def main() -> None:
                 t.prompt_id = index
             rule.buffer.add(tba.Group(index, group))
         if index > 1900:
-            rule.arrived(tba.Group(index, group))
+            rule.on_group(tba.Group(index, group))
     (draw,) = median_seconds(lambda: rule.sample(7, 16), rounds=50)
     print(f"replay: a draw of 7 x 16 takes {draw / packed_seconds:.4f} of a training step")
 
