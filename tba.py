@@ -624,8 +624,9 @@ class ReplayBuffer:
         """
         stored = self.trajectories.setdefault(group.prompt_id, {})
         for t in group.trajectories:
-            stored.pop(self.key(t), None)
-            stored[self.key(t)] = t
+            key = self.key(t)
+            stored.pop(key, None)
+            stored[key] = t
         while len(stored) > self.config.kept_per_prompt:
             del stored[next(iter(stored))]
 
@@ -2360,12 +2361,22 @@ class MeetingPoint:
         return local_device() if self.nccl else torch.device("cpu")
 
 
+@lru_cache
+def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
+    """This process's connection to the Trainer's TCPStore.
+
+    It is kept because connecting performs a reverse DNS lookup, which can take seconds.
+    """
+    limit = timedelta(seconds=timeout)
+    return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
+
+
 def form_group(
     config: Config, meeting: MeetingPoint, name: str, rank: int, size: int
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
     """Form a process group besides the default one. Raises RuntimeError."""
     limit = timedelta(seconds=config.transfer_timeout)
-    store = dist.TCPStore(meeting.host, meeting.port, timeout=limit, wait_for_workers=False)
+    store = connect_store(meeting.host, meeting.port, config.transfer_timeout)
     store = dist.PrefixStore(name, store)
     if meeting.nccl:
         torch.cuda.set_device(meeting.device)
