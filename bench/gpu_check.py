@@ -1,7 +1,6 @@
 """Does the path for GPUs work? Real tiny runs on this machine's GPUs, each checked.
 
-    bash run_gsm8k.sh --tiny                        # makes the tiny model and data, on any machine
-    python bench/gpu_check.py [--files FOLDER]      # where they are, if not in .cache/tiny-gsm8k
+    python bench/gpu_check.py [--files FOLDER]      # of the tiny model and data
 
 Each check is a run of tba.py: transformers and vLLM, float32 and bfloat16, one GPU shared or NCCL
 between several, adapters, lockstep. Exits with 0 if all passed, with 1 if one
@@ -57,7 +56,7 @@ def run(name: str, files: Path, folder: Path, **flags: object) -> bool:
 def main() -> int:
     """Check everything that this machine allows; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "tiny-gsm8k")
+    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     files = parser.parse_args().files
     gpus = torch.cuda.device_count()
     if not gpus:

@@ -1,6 +1,6 @@
 """What single parts cost, as ratios of two things that are timed in turn, in one run.
 
-    python bench/micro.py [--files FOLDER]      # a tiny task's files: bash run_gsm8k.sh --tiny
+    python bench/micro.py [--files FOLDER]      # of a tiny model and data
 
 * packed: a training step on packed rows over one with a row for each response, for prompts and
   responses of GSM8K's and of TL;DR's proportions;
@@ -134,7 +134,7 @@ def trl_step(model: Path, groups: list[list[tba.Trajectory]], prompts: list[np.n
 def main() -> None:
     """Measure, and print a line for each ratio."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "tiny-gsm8k")
+    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     files = parser.parse_args().files
     torch.set_num_threads(1)
     tba.quiet_libraries()

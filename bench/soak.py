@@ -1,6 +1,6 @@
 """An endless tiny run under random faults: no group is lost or counted twice.
 
-    python bench/soak.py --minutes 10 --faults 40       # make the model first: run_gsm8k.sh --tiny
+    python bench/soak.py --minutes 10 --faults 40
 
 Three Searchers are killed, stopped or made to raise, at random places, also in weight transfers.
 Prints what was injected and survived; exits with 1 if a group was lost or stored twice, if weights
@@ -32,7 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--faults", type=int, default=40)
-    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "tiny-gsm8k")
+    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     out = folder / "run"
