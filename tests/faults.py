@@ -13,6 +13,8 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
+
 import tba
 
 FOLDER = Path(os.environ["TBA_FAULTS"])
@@ -106,7 +108,16 @@ def train_step(original, trainer, groups, recent):
         lengths = [len(t.tokens) for t in group]
         note("trained", trainer.step, max(versions), min(versions), group[0].prompt_id,
              *rewards, *lengths)  # fmt: skip
+        for t in group:
+            note("judged", int(t.reward), int(judged_alone(trainer.problem, t)))
     original(trainer, groups, recent)
+
+
+def judged_alone(problem, t):
+    """The reward of a response in a call of its own."""
+    example = problem.task.train[t.prompt_id]
+    text = problem.response_texts([t.tokens])
+    return problem.task.rewards([example], text, np.array([t.ended]))[0]
 
 
 replace(tba, "form_group", form_group)

@@ -22,7 +22,7 @@ import tba
 ROOT = Path(__file__).resolve().parents[1]
 HOOKS = ROOT / "tests" / "faults.py"
 # seconds until a wait counts as a hang; a busy machine takes many times what an idle one does
-PATIENCE = 300
+PATIENCE = 900
 GONE = 60  # seconds in which all processes of a run have ended that itself has
 
 

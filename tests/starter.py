@@ -42,10 +42,12 @@ start_process = multiprocessing.util.spawnv_passfds
 
 def serve(listener: socket.socket) -> None:
     """Fork a run for each connection; imports begin with the first one."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     code = None
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         if sys.stdin in ready:
             return
         connection, _ = listener.accept()
@@ -71,7 +73,6 @@ def compile_and_import() -> types.CodeType:
 
 def start_run(connection: socket.socket, code: types.CodeType) -> NoReturn:
     """In a fork: start a run in a fork of this one, and report its pid and its end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, files, _, _ = socket.recv_fds(connection, 1 << 20, 2)
     arguments, environment, folder = json.loads(request)
     pid = os.fork()

@@ -48,7 +48,7 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(temporary))
     out = tmp_path / "run"
     flags = {"steps": 24, "sync_every": 1, "eval_every": 8, "eval_samples": 8, "save_every": 8}
-    run = Run(out, arguments(gsm8k, out, num_searchers=2, **flags))
+    run = Run(out, arguments(gsm8k, out, num_searchers=2, **flags), interpreter=True)
     run.want("slow-trainer", "0.3")
     said = run.ends(0)
     assert "24 steps" in said and list(temporary.iterdir()) == []
@@ -70,7 +70,9 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
     assert config["resolved"]["steps"] == 24 and "torch" in config["versions"]
     completion = read_lines(out / "completions.jsonl")[0]
     assert set(completion) == {"step", "version", "prompt", "response", "reward"}
-    assert (out / "eval_answers.txt").read_text().count("-------- answer") >= 5
+    answers = (out / "eval_answers.txt").read_text()
+    for answer in greedy_answers(gsm8k, 5):  # of the first evaluation
+        assert f"-------- answer\n{answer}\n" in answers
     assert min(matplotlib.image.imread(out / "curves.png").shape[:2]) > 300
 
     assert sorted(path.name for path in out.glob("checkpoint-*")) == [
@@ -84,6 +86,20 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
     assert sum(p.numel() for p in model.parameters()) > 100_000
     places = sorted(index for index, *_ in run.noted("stored"))
     assert len(places) == len(set(places)) and places[:20] == list(range(20))
+    assert all(reward == alone for reward, alone in run.noted("judged"))
+
+
+def greedy_answers(files, count):
+    """The untrained model's most likely answers to the first held-out prompts."""
+    model = AutoModelForCausalLM.from_pretrained(files / "model")
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    answers = []
+    for example in read_lines(files / "data" / "test.jsonl")[:count]:
+        prompt = tokenizer(tba.GSM8K.template.format(**example), return_tensors="pt")
+        ids = model.generate(**prompt, do_sample=False, max_new_tokens=32)[0]
+        answer = ids[prompt["input_ids"].shape[1] :]
+        answers.append(tokenizer.decode(answer, skip_special_tokens=True))
+    return answers
 
 
 def lockstep_flags(prompts):
@@ -114,6 +130,7 @@ def test_lockstep_trains_on_the_very_groups_that_were_searched(gsm8k, ten_prompt
     run.want("slow-searcher", "0.15")  # it finds what to search and the next weights together
     run.ends(0)
     searched = {index: numbers for index, *numbers in sorted(run.noted("searched"))}
+    assert all(reward == alone for reward, alone in run.noted("judged"))
     trained = run.noted("trained")
     assert len(trained) == 40 and len(searched) >= 40
     duplicates = 0
@@ -143,7 +160,7 @@ def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k
         logged = [{k: v for k, v in m.items() if k not in OF_TIME} for m in metrics]
         return logged, evaluations
 
-    run_tba(flags("whole"))
+    run_tba(flags("whole"), interpreter=True)
     stopped = Run(tmp_path / "stopped", flags("stopped"))
     stopped.want("slow-trainer", "0.5")
     stopped.reaches(6)
