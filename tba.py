@@ -2793,7 +2793,7 @@ class WeightReceiver:
 
 
 class SearchUpTo(NamedTuple):
-    """Begin prompts up to this place in the order of prompts; infinite: search all the time."""
+    """Submit prompts up to this position of the prompt order; infinity: never stop."""
 
     limit: float
 
@@ -2801,29 +2801,29 @@ class SearchUpTo(NamedTuple):
 class ReceiveWeights(NamedTuple):
     """Receive weights -> Received or Missed; load them between two decode steps -> Loaded.
 
-    Then answer held-out prompts before others -> Evaluated, in parts.
+    Held-out prompts are answered before other prompts are submitted -> Evaluated, in parts.
     """
 
     transfer: int  # its number
-    version: int  # optimizer step whose weights these are
+    version: int  # optimizer step of these weights
     reference: bool  # they are the reference's, not the policy's
-    held_out: list[int]  # rows of held-out prompts, if an evaluation begins with these weights
-    group: str  # name of the process group; a member of another one joins it first
+    held_out: list[int]  # held-out prompts to answer, if an evaluation starts with these weights
+    group: str  # name of the process group; a Searcher that is not in it yet joins it
     rank: int  # in the group
     size: int
 
 
-# From a Searcher to the Trainer; groups travel on a queue of their own.
+# From a Searcher to the Trainer; prompt groups have a queue of their own.
 
 
 class Started(NamedTuple):
-    """The process runs, and begins to load its models."""
+    """The process runs, and starts to load its models."""
 
 
 class Beat(NamedTuple):
-    """A heartbeat, twice a second; after the first the Searcher gets weights."""
+    """A heartbeat, twice a second; the first one means that the models are loaded."""
 
-    time: float  # seconds, of this Searcher's clock
+    time: float  # seconds, on this Searcher's clock
     worked: float  # seconds spent on generating and scoring so far
     tokens: int  # generated so far
 
@@ -2833,43 +2833,43 @@ class Received(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """The weights did not arrive: forming the process group or the broadcast failed."""
+    """The weights did not arrive: the process group or the broadcast failed."""
 
     reason: str
 
 
 class Loaded(NamedTuple):
-    """The weights are in use."""
+    """The engine uses the weights."""
 
-    probes: list[np.ndarray]  # a policy's: the engine's log-probabilities of the probes
+    probes: list[np.ndarray]  # of a policy: the engine's log-probabilities of the probes
 
 
 class Evaluated(NamedTuple):
-    """Some of an evaluation's answers are judged."""
+    """Scored answers of an evaluation."""
 
-    evaluation: int  # the number of the transfer that it came with
-    records: dict[int, dict]  # by row; those of the first rows have their `answer`
+    evaluation: int  # number of the transfer that it came with
+    records: dict[int, dict]  # by position; the first few include the `answer`
 
 
 class Failed(NamedTuple):
-    """The process ends; the Trainer shows why, and starts another."""
+    """The process is about to exit with this traceback."""
 
     traceback: str
 
 
 @dataclass
 class SearcherSpec:
-    """What a Searcher's process is started with; its queues are in the Manager."""
+    """Everything that a Searcher's process is started with; its queues live in the Manager."""
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
-    first: int  # place in the order of prompts at which it begins
-    arrived: set[int]  # places behind `first` that it need not search again
+    first: int  # position in the prompt order to start from
+    arrived: set[int]  # later positions that need no search
     meeting: MeetingPoint
-    shared: Any  # dict: the plug-in's path; the configuration and the problem, pickled
+    shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
-    groups: Any  # bounded queue of prompt groups, of all Searchers
-    messages: Any  # queue of all other messages, of all Searchers
+    groups: Any  # bounded queue of all Searchers' prompt groups
+    messages: Any  # queue of all Searchers' other messages
 
     def send(self, message: Any) -> None:
         """Send the Trainer a message, which `Trainer.take_messages` handles."""
@@ -2878,19 +2878,19 @@ class SearcherSpec:
 
 @dataclass(eq=False)
 class RunningSearcher:
-    """One start of a Searcher, until its process has ended, as the Trainer sees it."""
+    """The Trainer's view of one start of a Searcher, until its process has ended."""
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
     process: LocalProcess | ClusterProcess
-    commands: Any  # the process's queue
-    seen: float = math.inf  # when its last message came; infinite: it has sent none
-    ready: bool = False  # it has loaded its models, and has neither failed nor been killed
+    commands: Any  # queue
+    seen: float  # time of its last message; infinity: pending, because Ray has no room for it yet
+    ready: bool = False  # its models are loaded, and it has neither failed nor been killed
     version: int = -1  # of its weights
     reference: int = 0  # version of its reference
     receiving: Transfer | None = None  # until it has received the weights, or missed them
     loading: Transfer | None = None  # until it has loaded them, or missed them
-    missed: int = 0  # transfers, in a row
+    missed: int = 0  # consecutive transfers
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
     end: str = ""  # why it was killed
@@ -2898,17 +2898,17 @@ class RunningSearcher:
 
     @property
     def pending(self) -> bool:
-        """Its process has not begun: Ray has no room for it yet."""
+        """Whether its process has not started yet."""
         return math.isinf(self.seen)
 
-    def kill(self, why: str) -> None:
+    def kill(self, reason: str) -> None:
         """Kill its process; `SearcherProcesses.failed` then finds it."""
         self.ready = False
-        self.end = why
+        self.end = reason
         self.process.kill()
 
     def rates(self) -> tuple[float, float]:
-        """Share of its time that it worked lately, and tokens that it made per second."""
+        """Fraction of recent time that it worked, and tokens generated per second."""
         if len(self.beats) < 2:
             return 0.0, 0.0
         first = self.beats[0]
@@ -2919,23 +2919,23 @@ class RunningSearcher:
 
 @dataclass
 class Slot:
-    """A Searcher's share of the prompts, whichever process has it: every M-th place of the order.
+    """A Searcher's share of the prompt order: every M-th position.
 
-    It is always the same places, so that a successor searches what was lost with a process.
+    It stays the same when the process is replaced, so the new one searches what was lost.
     """
 
-    first_missing: int  # the first of its places whose group has not arrived
+    first_missing: int  # its first position whose group has not arrived
     stride: int  # M
-    arrived: set[int] = field(default_factory=set)  # those behind it that have
+    arrived: set[int] = field(default_factory=set)  # later positions whose groups have
     running: RunningSearcher | None = None
     failures: int = 0  # since its last group arrived
     delivered: bool = False  # a group, ever
     restart_at: float = 0.0
 
     def note_arrival(self, index: int) -> bool:
-        """Note that a place's group arrived; returns whether it is the first one to do so."""
+        """Record a group's arrival; False if it arrived before, from an earlier process."""
         if index < self.first_missing or index in self.arrived:
-            return False  # a killed process had sent it, and so did its successor
+            return False
         self.arrived.add(index)
         while self.first_missing in self.arrived:
             self.arrived.remove(self.first_missing)
@@ -2944,16 +2944,16 @@ class Slot:
 
 
 class SearcherProcesses:
-    """The Searchers' processes and queues: start, drain, find failures, restart, stop.
+    """Starts, monitors, restarts and stops the Searchers' processes, and drains their queues.
 
-    There is one rule for whatever goes wrong: a process that ended, or sent no heartbeat for its
-    limit, is killed, its traceback is shown, and its slot gets a new one.
+    There is one rule for every failure: a process that ended, or that sent no heartbeat within its
+    timeout, is killed, its traceback is shown, and its slot gets a new process.
     """
 
-    LOADING_LIMIT = 900  # seconds that a Searcher may be silent while it loads its models
-    QUEUE_SIZE = 4096  # groups that the queue holds before Searchers wait
-    LOOK_EVERY = 0.2  # seconds between two looks at all processes
-    NOTE_EVERY = 30  # seconds between two lines on pending Searchers
+    LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
+    QUEUE_SIZE = 4096  # groups in the queue before Searchers wait
+    POLL_EVERY = 0.2  # seconds between two checks of all processes
+    LOG_EVERY = 30  # seconds between two lines on pending Searchers
 
     def __init__(
         self, config: Config, problem: Problem, say: Callable[[str], None], saved: dict[str, Any]
@@ -2966,24 +2966,24 @@ class SearcherProcesses:
         self.slots = [Slot(first + (i - first) % M, M) for i in range(M)]
         for index in saved.get("places_arrived", []):
             self.slots[index % M].note_arrival(index)
-        self.starts = 0  # of all slots
-        self.looked = 0.0  # when `failed` looked at the processes
-        self.noted = time.monotonic()  # when pending Searchers were logged
-        # Searchers may begin prompts up to this place in the order
+        self.starts = 0  # of all Searchers
+        self.polled = 0.0  # when the processes were last checked
+        self.logged = time.monotonic()  # when pending Searchers were last logged
+        # Searchers may submit prompts up to this position
         self.limit = float(first if config.synchronous else 0)
 
     @property
     def running(self) -> list[RunningSearcher]:
-        """The Searchers that have a process, or wait for Ray to start one."""
+        """The Searchers that have a process, or are pending."""
         return [slot.running for slot in self.slots if slot.running]
 
     @property
     def first_missing(self) -> int:
-        """The groups of all places before this one have arrived."""
+        """The groups of all earlier positions have arrived."""
         return min(slot.first_missing for slot in self.slots)
 
     def places_arrived(self) -> list[int]:
-        """The places behind `first_missing` whose groups have arrived."""
+        """Positions after `first_missing` whose groups have arrived."""
         first = self.first_missing
         found = []
         for i, slot in enumerate(self.slots):
@@ -2992,22 +2992,21 @@ class SearcherProcesses:
         return sorted(found)
 
     def start(self) -> None:
-        """Start the Manager, and the Searchers. On one machine they need no network."""
+        """Start the Manager, the store in which process groups form, and the Searchers."""
         host = "127.0.0.1"
-        address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
+        address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket leaves no file behind
         nccl = torch.cuda.device_count() >= self.config.num_searchers + ranks_here()
         if self.config.cluster:
-            host, self.reserved = reserve_devices()
+            host = ray_node()["NodeManagerAddress"]
             address = (host, 0)
             nccl = torch.cuda.is_available()
-        manager = QueueManager(address, ctx=mp.get_context("fork"))
-        manager.start(end_with_parent)  # forked before there are threads
-        self.manager = manager
-        self.groups = manager.Queue(self.QUEUE_SIZE)
-        self.messages = manager.Queue()
+        self.manager = QueueManager(address, ctx=mp.get_context("fork"))
+        self.manager.start(end_with_parent)  # forked before there are threads
+        self.groups = self.manager.Queue(self.QUEUE_SIZE)
+        self.messages = self.manager.Queue()
         run = pickle.dumps((self.config, self.problem))
-        self.shared = manager.dict({"plugin": self.config.plugin, "run": run})
-        # by itself the store would listen on all of the machine's addresses
+        self.shared = self.manager.dict({"plugin": self.config.plugin, "run": run})
+        # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         self.meeting = MeetingPoint(host, listener.getsockname()[1], nccl)
         self.store = dist.TCPStore(
@@ -3017,20 +3016,20 @@ class SearcherProcesses:
         self.start_due()
 
     def start_due(self) -> None:
-        """Start a process for each slot that has none, when its time comes."""
+        """Start a process for each slot without one whose restart is due; log pending ones."""
         for i, slot in enumerate(self.slots):
             if slot.running is None and time.monotonic() >= slot.restart_at:
                 slot.running = self.start_searcher(i)
         pending = sum(s.pending for s in self.running)
-        if self.config.cluster and pending and time.monotonic() - self.noted > self.NOTE_EVERY:
-            self.noted = time.monotonic()
+        if pending and time.monotonic() > self.logged + self.LOG_EVERY:
+            self.logged = time.monotonic()
             kind = device_kind()
             free = ray.available_resources().get(kind, 0)
-            of_all = f"{free:g} of {ray.cluster_resources().get(kind, 0):g} {kind}s are free"
-            self.say(f"{pending} Searchers are pending: {of_all} in the cluster")
+            total = ray.cluster_resources().get(kind, 0)
+            self.say(f"{pending} Searchers are pending: {free:g} of {total:g} {kind}s are free")
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process for a slot; it begins at the slot's first place that did not arrive."""
+        """Start a process for a slot; it searches the slot's positions that have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
@@ -3046,14 +3045,16 @@ class SearcherProcesses:
             groups=self.groups,
             messages=self.messages,
         )
-        process = ClusterProcess(spec) if self.config.cluster else LocalProcess(spec)
-        return RunningSearcher(searcher, self.starts, process, commands)
+        if self.config.cluster:  # pending until its first message
+            return RunningSearcher(searcher, self.starts, ClusterProcess(spec), commands, math.inf)
+        process = LocalProcess(spec)
+        return RunningSearcher(searcher, self.starts, process, commands, time.monotonic())
 
     def take(self) -> tuple[list[Group], list[tuple[RunningSearcher, Any]]]:
-        """Groups and messages that came."""
+        """Drain the queues; returns groups that have not arrived before, and messages."""
         groups = []
-        # a Searcher reports on new weights before it sends what it made with them: as groups are
-        # taken first, wrong weights end the run before these count
+        # groups are drained first: a Searcher reports the probes of new weights before it sends
+        # groups generated with them, so wrong weights end the run before these are used
         for pickled in self.groups.take_all():
             group = pickle.loads(pickled)
             slot = self.slots[group.index % len(self.slots)]
@@ -3070,63 +3071,63 @@ class SearcherProcesses:
         return groups, messages
 
     def failed(self) -> list[tuple[RunningSearcher, str]]:
-        """The Searchers that ended, and why; those that are silent are killed."""
+        """Kill Searchers that timed out; returns those whose process has ended, and why."""
         now = time.monotonic()
-        if now - self.looked < self.LOOK_EVERY:
+        if now < self.polled + self.POLL_EVERY:
             return []
-        self.looked = now
+        self.polled = now
         found = []
         for s in self.running:
-            limit = self.config.searcher_timeout
+            timeout = self.config.searcher_timeout
             if not s.ready:
-                limit = max(limit, self.LOADING_LIMIT)
+                timeout = max(timeout, self.LOADING_TIMEOUT)
             if not s.process.is_alive():
                 found.append((s, s.end or f"ended with exit code {s.process.exitcode}"))
-            elif now > s.seen + limit and not s.end:
-                s.kill(f"was silent for {limit:g} s (--searcher_timeout), and killed")
+            elif now > s.seen + timeout and not s.end:
+                s.kill(f"sent no heartbeat for {timeout:g} s (--searcher_timeout) and was killed")
         return found
 
     def handle_failure(self, s: RunningSearcher, reason: str) -> None:
         """Show the traceback of a process that has ended, and schedule a restart.
 
-        Raises RunEnded if a restart would be in vain.
+        Raises RunEnded if a restart would be useless.
         """
-        text = f"Searcher {s.searcher} {reason}"
-        if s.traceback:
-            text += f":\n{s.traceback}"
         s.ready = False
         slot = self.slots[s.searcher]
         slot.running = None
-        if s.process.node_died:  # no fault of the Searcher
-            self.say(f"warning: Searcher {s.searcher}'s machine is lost; it waits for another")
+        if s.process.node_died:  # not a failure of the Searcher
+            self.say(f"warning: Searcher {s.searcher} lost its machine and waits for another one")
             return
+        text = f"Searcher {s.searcher} {reason}"
+        if s.traceback:
+            text += f":\n{s.traceback}"
         delay = min(60, 2**slot.failures)
         slot.restart_at = time.monotonic() + delay
         slot.failures += 1
-        most = self.config.max_restarts
+        limit = self.config.max_restarts
         if not slot.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
-        if slot.failures > most:
+        if slot.failures > limit:
             raise RunEnded(f"{text}\nnot restarted: {slot.failures} failures (--max_restarts)")
-        self.say(f"warning: {text}\nrestart {slot.failures} of {most} in {delay} s")
+        self.say(f"warning: {text}\nrestart {slot.failures} of {limit} in {delay} s")
 
     def search_up_to(self, limit: float) -> None:
-        """Have every Searcher begin prompts up to this place in the order."""
+        """Have all Searchers submit prompts up to this position of the prompt order."""
         self.limit = limit
         for s in self.running:
             s.commands.put(SearchUpTo(limit))
 
     def stop(self) -> None:
-        """Kill every Searcher."""
+        """Kill all Searchers."""
         for s in self.running:
             s.process.kill()
 
 
 class ManagerQueue(queue.Queue):
-    """A queue in the Manager's process, which one call empties."""
+    """A queue in the Manager's process that one call drains."""
 
     def take_all(self) -> list:
-        """Everything that it has."""
+        """Remove and return all items."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -3135,42 +3136,31 @@ class ManagerQueue(queue.Queue):
 
 
 class QueueManager(SyncManager):
-    """The Manager, a process that has the queues."""
+    """The Manager: the process in which the queues live."""
 
 
 QueueManager.register("Queue", ManagerQueue)
 
 
-class LocalProcess:
-    """A Searcher's process on this machine."""
+class LocalProcess(multiprocessing.context.ForkServerProcess):
+    """A Searcher's process on this machine, forked from a process that never touched CUDA."""
 
     node_died = False
 
     def __init__(self, spec: SearcherSpec) -> None:
-        context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
-        gpu = gpu_of(spec.searcher)
-        self.process = context.Process(target=searcher_process, args=(spec, gpu))
-        self.process.start()
-
-    def is_alive(self) -> bool:
-        """Whether it has not ended."""
-        return self.process.is_alive()
-
-    @property
-    def exitcode(self) -> int | None:
-        """Negative: the signal that ended it."""
-        return self.process.exitcode
+        super().__init__(target=searcher_process, args=(spec, gpu_of(spec.searcher)))
+        self.start()
 
     def kill(self) -> None:
-        """Kill it and what it has started."""
+        """Kill it and its children."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
+            for child in psutil.Process(self.pid).children(recursive=True):
                 child.kill()
-        self.process.kill()
+        super().kill()
 
 
 def gpu_of(searcher: int) -> str | None:
-    """The GPU that a Searcher sees, behind those of the Trainer's ranks; None: the CPU."""
+    """The GPU that a local Searcher sees, after those of the Trainer's ranks; None: the CPU."""
     gpus = torch.cuda.device_count()
     if not gpus:
         return None
@@ -3178,65 +3168,47 @@ def gpu_of(searcher: int) -> str | None:
     return visible.split(",")[min(ranks_here() + searcher, gpus - 1)]
 
 
-# With --cluster, Ray chooses the machine on which a Searcher's process is started, and when. All
-# else is as on one machine. A device is a GPU, or a CPU where the Trainer has no GPU.
+# With --cluster, Ray decides when and on which machine a Searcher's process starts. Everything else
+# works as on one machine. A device is a GPU, or a CPU core if the Trainer has no GPU.
 
 
 def join_cluster(config: Config) -> None:
-    """Connect to --cluster; --num_searchers 0 is all of its devices but the Trainer's.
+    """Connect to --cluster, and reserve the Trainer's devices, which Ray takes to be idle.
 
-    Raises InputError.
+    --num_searchers 0 becomes the number of all other devices. Raises InputError.
     """
     global ray
     try:
-        import ray  # only clusters need it
+        import ray  # needed on clusters only
 
         ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
     except Exception as error:  # Ray raises several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = device_kind()
-    room = int(ray.cluster_resources().get(kind, 0)) - ranks_here()
-    config.require(room > 0, "cluster", f"has no {kind} for a Searcher beside the Trainer's")
-    config.num_searchers = config.num_searchers or room
+    here = {"ray.io/node-id": ray_node()["NodeID"]}
+    own = ray.util.placement_group([{kind: ranks_here()}], bundle_label_selector=[here])
+    config.require(own.wait(30), "cluster", f"has no free {kind} on this machine for the Trainer")
+    others = int(ray.cluster_resources()[kind]) - ranks_here()
+    config.require(others > 0, "cluster", f"has no {kind} for a Searcher beside the Trainer's")
+    config.num_searchers = config.num_searchers or others
 
 
 def device_kind() -> str:
-    """Ray's name of the devices that Searchers get."""
+    """Ray's name for the kind of device that Searchers get."""
     return "GPU" if torch.cuda.is_available() else "CPU"
 
 
-def on_device(function: Any, **options: Any) -> Any:
-    """A function or class that Ray runs where it has a device."""
-    return ray.remote(function).options(**{f"num_{device_kind().lower()}s": 1}, **options)
-
-
-class Reservation:
-    """An idle actor that holds a device of the Trainer's, of which Ray knows nothing."""
-
-    def wait(self) -> None:
-        """Returns when Ray has started it."""
-
-
-def reserve_devices() -> tuple[str, list[Any]]:
-    """This machine's address in the cluster, and reservations of the Trainer's devices on it."""
-    here = ray.get_runtime_context().get_node_id()
-    (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
-    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
-    actor = on_device(Reservation, scheduling_strategy=strategy)
-    actors = [actor.remote() for _ in range(ranks_here())]
-    try:
-        ray.get([one.wait.remote() for one in actors], timeout=60)
-    except ray.exceptions.GetTimeoutError:
-        raise RunEnded(f"Ray has no {device_kind()} on this machine for the Trainer") from None
-    return node["NodeManagerAddress"], actors
+def ray_node() -> dict[str, Any]:
+    """Ray's record of this machine."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(node for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 def host_searcher(program: str, package: bytes) -> int:
     """A Ray task, on any machine: run a Searcher's process; returns its exit code."""
     if not os.path.exists(program):
         raise FileNotFoundError(f"{program} does not exist on {socket.gethostname()}")
-    command = [sys.executable, program, "--searcher"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, program, FOR_CLUSTER], stdin=subprocess.PIPE)
     process.communicate(package)
     return process.returncode
 
@@ -3247,63 +3219,65 @@ class ClusterProcess:
     def __init__(self, spec: SearcherSpec) -> None:
         key = bytes(multiprocessing.current_process().authkey)
         package = pickle.dumps((key, pickle.dumps(spec)))
-        # Ray itself would repeat a task with its old spec
-        task = on_device(host_searcher, scheduling_strategy="SPREAD", max_retries=0)
-        self.task = task.remote(os.path.abspath(__file__), package)
+        device = {f"num_{device_kind().lower()}s": 1}
+        # no retries: Ray would start the task again with an outdated spec
+        options = {"scheduling_strategy": "SPREAD", "max_retries": 0} | device
+        task = ray.remote(host_searcher).options(**options)
+        self.result = task.remote(os.path.abspath(__file__), package)
         self.exitcode: int | str | None = None
         self.node_died = False
 
     def is_alive(self) -> bool:
-        """Whether its task has not ended; notes how it did."""
-        done, _ = ray.wait([self.task], timeout=0)
+        """Whether its task is pending or runs; sets how it ended."""
+        done, _ = ray.wait([self.result], timeout=0)
         if not done:
             return True
         try:
-            self.exitcode = ray.get(self.task)
+            self.exitcode = ray.get(self.result)
         except ray.exceptions.RayError as error:
             self.node_died = isinstance(error, ray.exceptions.NodeDiedError)
             self.exitcode = first_line(getattr(error, "cause", error))
         return False
 
     def kill(self) -> None:
-        """Kill the task's process, with which the Searcher's ends."""
-        ray.cancel(self.task, force=True)
+        """Kill the task's process, and the Searcher's with it."""
+        ray.cancel(self.result, force=True)
 
 
 def run_cluster_searcher() -> NoReturn:
-    """`tba.py --searcher`: be the Searcher whose spec comes on standard input."""
+    """`tba.py --searcher`: run the Searcher whose spec is on standard input."""
     key, package = pickle.load(sys.stdin.buffer)
     multiprocessing.current_process().authkey = key  # before the queues' proxies are unpickled
     searcher_process(pickle.loads(package), None)
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends; Ctrl-C is the Trainer's."""
+    """Have the kernel kill this process when its parent ends; ignore Ctrl-C."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = forkserver._forkserver
-    if server._forkserver_alive_fd:  # it ends when all copies are closed: the Trainer's shall count
+    if server._forkserver_alive_fd:  # the fork server ends once nobody has it open
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
     parent = mp.parent_process()
-    if os.getppid() == 1 or (parent and not parent.is_alive()):  # it ended before that
+    if os.getppid() == 1 or (parent and not parent.is_alive()):  # it ended before `prctl`
         os._exit(1)
 
 
 def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
-    """A Searcher's process; it sends the Trainer the traceback of what goes wrong."""
+    """Run a Searcher; sends the Trainer the traceback of an exception."""
     end_with_parent()
-    for name in list(os.environ):  # a launcher's: they are the Trainer's, and would mislead vLLM
+    for name in list(os.environ):  # the launcher set them for the Trainer; they would mislead vLLM
         if name.startswith(
             ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_")
         ):
             del os.environ[name]
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
-    # two that compile into one folder at once can break it
+    # concurrent compilations in one folder can break it
     cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
     os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{spec.searcher}")
-    mp.set_start_method("fork", force=True)  # a task's Pool then knows the plug-in's functions
+    mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
     quiet_libraries()
     try:
         spec.send(Started())
