@@ -101,8 +101,6 @@ def arrived(original, rule, group):
 
 
 def train_step(original, trainer, groups, recent):
-    if (FOLDER / "slow-trainer").exists():
-        time.sleep(float((FOLDER / "slow-trainer").read_text()))
     for group in groups:
         versions = {t.version for t in group}
         rewards = [int(t.reward) for t in group]
@@ -111,7 +109,16 @@ def train_step(original, trainer, groups, recent):
              *rewards, *lengths)  # fmt: skip
         for t in group:
             note("judged", int(t.reward), int(judged_alone(trainer.problem, t)))
+    if (FOLDER / "slow-trainer").exists():
+        time.sleep(float((FOLDER / "slow-trainer").read_text()))
+    while pauses_at(trainer.step) and not trainer.stop_signal:
+        time.sleep(0.02)
     original(trainer, groups, recent)
+
+
+def pauses_at(step):
+    """Whether the Trainer is to take no step after this one."""
+    return (FOLDER / "pause").exists() and step >= int((FOLDER / "pause").read_text())
 
 
 def judged_alone(problem, t):

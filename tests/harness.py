@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HOOKS = ROOT / "tests" / "faults.py"
 # seconds until a wait counts as a hang; a busy machine takes many times what an idle one does
 PATIENCE = 900
-GONE = 60  # seconds in which all processes of a run have ended that itself has
+GONE = 300  # seconds in which all processes of a run have ended that itself has
 
 
 def processes_of(group: int) -> list[int]:
@@ -96,6 +96,15 @@ def cluster_searchers(node: Any = None) -> list[psutil.Process]:
 def heed_ctrl_c() -> None:
     """A shell's background jobs ignore SIGINT, and so would a run that they start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def check_places(places: list[int], searchers: int) -> None:
+    """Check that no group was lost or stored twice: only each Searcher's latest may be missing."""
+    assert len(places) == len(set(places))
+    for searcher in range(searchers):
+        own = {place for place in places if place % searchers == searcher}
+        missing = next(p for p in range(searcher, 10**9, searchers) if p not in own)
+        assert max(own) - missing < 16 * searchers
 
 
 class ForkedRun:
