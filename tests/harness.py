@@ -24,7 +24,7 @@ import tba
 ROOT = Path(__file__).resolve().parents[1]
 HOOKS = ROOT / "tests" / "faults.py"
 # seconds until a wait counts as a hang; a busy machine takes many times what an idle one does
-PATIENCE = 900
+PATIENCE = 600
 GONE = 300  # seconds in which all processes of a run have ended that itself has
 
 
@@ -110,10 +110,10 @@ def check_places(places: list[int], searchers: int) -> None:
 class ForkedRun:
     """A run forked by tests/starter.py, with what tests need of the interface of Popen."""
 
-    def __init__(self, args: list[str], stdout: IO, stderr: IO) -> None:
+    def __init__(self, args: list[str], stdout: IO, stderr: IO, **environment: str) -> None:
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect("\0" + os.environ["TBA_STARTER"])
-        request = json.dumps([args, dict(os.environ), os.getcwd()]).encode()
+        request = json.dumps([args, os.environ | environment, os.getcwd()]).encode()
         socket.send_fds(self.connection, [request], [stdout.fileno(), stderr.fileno()])
         self.pid = self.receive()
         self.returncode: int | None = None
