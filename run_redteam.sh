@@ -33,8 +33,7 @@ python=${PYTHON:-python}
 
 if [ "${1:-}" = --tiny ]; then
   shift
-  files=${TBA_CACHE:-$here/.cache}/tiny-redteam
-  "$python" "$here/tests/tiny.py" redteam --out "$files"
+  files=$here/tests/models/redteam
   exec "$python" "$here/tba.py" --task redteam \
     --model "$files/model" \
     --sft_data "$files/sft.jsonl" --sft_epochs 8 --sft_learning_rate 4e-3 \

@@ -1,6 +1,6 @@
 """Microbenchmarks: ratios of two times, measured alternately.
 
-    python bench/micro.py [--files FOLDER]      # made by bash run_gsm8k.sh --tiny
+    python bench/micro.py [--files FOLDER]      # a folder like tests/models/gsm8k
 
 * packed: a training step on packed rows, relative to one row per response, for prompts and
   responses of GSM8K's and of TL;DR's proportions;
@@ -83,7 +83,7 @@ def random_groups(learner: tba.Learner, prompt: int, response: int) -> list[list
                 reward=float(rng.random()),
                 prompt_id=prompt_id,
                 version=0,
-                reference=0,
+                reference_version=0,
             )
             group.append(trajectory)
         groups.append(group)
@@ -134,7 +134,7 @@ def trl_step(model: Path, groups: list[list[tba.Trajectory]], prompts: list[np.n
 def main() -> None:
     """Print a line per ratio."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "tiny-gsm8k")
+    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     files = parser.parse_args().files
     torch.set_num_threads(1)
     tba.quiet_libraries()
@@ -185,7 +185,7 @@ def main() -> None:
                 t.prompt_id = index
             rule.buffer.add(tba.Group(index, group))
         if index > 1900:
-            rule.arrived(tba.Group(index, group))
+            rule.on_group(tba.Group(index, group))
     (draw,) = median_seconds(lambda: rule.sample(7, 16), rounds=50)
     print(f"replay: a draw of 7 x 16 takes {draw / packed_seconds:.4f} of a training step")
 

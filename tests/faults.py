@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 import tba
 
 FOLDER = Path(os.environ["TBA_FAULTS"])
@@ -76,7 +78,7 @@ def load_weights(original, searcher):
 
 
 def between_steps(original, searcher):
-    if searcher.requests:  # responses are under way
+    if searcher.in_flight:  # responses are under way
         if claim("raise"):
             raise ArithmeticError("a fault on demand")
         strike("generating")
@@ -85,35 +87,56 @@ def between_steps(original, searcher):
     original(searcher)
 
 
-def take_rewards(original, searcher, groups, rewards):
-    original(searcher, groups, rewards)
-    for group in groups:
+def deliver(original, searcher):
+    for group in searcher.outbox:
         rewards = [int(t.reward) for t in group.trajectories]
         lengths = [len(t.tokens) for t in group.trajectories]
         note("searched", group.index, group.prompt_id, *rewards, *lengths)
+    original(searcher)
 
 
-def arrived(original, rule, group):
-    note("stored", group.index, group.trajectories[0].version, group.trajectories[0].reference)
+def on_group(original, rule, group):
+    note(
+        "stored",
+        group.index,
+        group.trajectories[0].version,
+        group.trajectories[0].reference_version,
+    )
     original(rule, group)
 
 
 def train_step(original, trainer, groups, recent):
-    if (FOLDER / "slow-trainer").exists():
-        time.sleep(float((FOLDER / "slow-trainer").read_text()))
     for group in groups:
         versions = {t.version for t in group}
         rewards = [int(t.reward) for t in group]
         lengths = [len(t.tokens) for t in group]
         note("trained", trainer.step, max(versions), min(versions), group[0].prompt_id,
              *rewards, *lengths)  # fmt: skip
+        for t in group:
+            note("judged", int(t.reward), int(judged_alone(trainer.problem, t)))
+    if (FOLDER / "slow-trainer").exists():
+        time.sleep(float((FOLDER / "slow-trainer").read_text()))
+    while pauses_at(trainer.step) and not trainer.stop_signal:
+        time.sleep(0.02)
     original(trainer, groups, recent)
+
+
+def pauses_at(step):
+    """Whether the Trainer is to take no step after this one."""
+    return (FOLDER / "pause").exists() and step >= int((FOLDER / "pause").read_text())
+
+
+def judged_alone(problem, t):
+    """The reward of a response in a call of its own."""
+    example = problem.task.train[t.prompt_id]
+    text = problem.response_texts([t.tokens])
+    return problem.task.rewards([example], text, np.array([t.ended]))[0]
 
 
 replace(tba, "form_group", form_group)
 replace(tba, "broadcast", broadcast)
 replace(tba.Searcher, "load_weights", load_weights)
 replace(tba.Searcher, "between_steps", between_steps)
-replace(tba.Searcher, "take_rewards", take_rewards)
-replace(tba.Newest, "arrived", arrived)
+replace(tba.Searcher, "deliver", deliver)
+replace(tba.Newest, "on_group", on_group)
 replace(tba.Trainer, "train_step", train_step)
