@@ -3299,9 +3299,6 @@ def save(trainer: Trainer) -> None:
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
         trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
         return
-    if not config.synchronous:  # in lockstep, groups are trained on as they arrived
-        trainer.store(trainer.inbox)
-        trainer.inbox = []
     fixed = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
     state = learner.state() | {
         "step": trainer.step,
