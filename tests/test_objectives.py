@@ -500,7 +500,11 @@ def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_lo
     now = tba.at_step(learner.config, 0)
     groups = random_groups(learner.problem, 3, 6)
     ids = [group[0].prompt_id for group in groups]
-    learner.step(groups, now, 0)
+    metrics = learner.step(groups, now, 0)
+    # AdamW's mean of gradients is a tenth of the clipped one, whose norm was above 1
+    means = [learner.optimizer.state[p]["exp_avg"] for p in learner.model.parameters()]
+    clipped = torch.cat([10 * mean.flatten() for mean in means]).norm().item()
+    assert metrics["grad_norm"] > 2 and clipped == pytest.approx(1, rel=1e-3)
     after_first = learner.log_z.detach().clone()
     assert (after_first[ids] != 0).all() and (after_first != 0).sum() == 3
     others = random_groups(learner.problem, 3, 6, first_prompt=60)

@@ -10,7 +10,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from harness import Run, arguments, read_lines, run_tba
+from harness import Run, arguments, check_places, read_lines, run_tba
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +22,7 @@ METRICS = set(
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
     "recent_fraction buffer_prompts buffer_trajectories queue_depth version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
-    "sync_wait_seconds logprob_gap searchers_alive".split()
+    "sync_wait_seconds logprob_gap searchers_alive gpu_memory_gib".split()
 )
 OF_TIME = {
     "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second",
@@ -42,13 +42,13 @@ def same_weights(one, other):
 
 
 def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
-    """Two Searchers, a sync after every step, and still every evaluation that is due."""
+    """Two Searchers, a sync after every step; an evaluation may be late, and miss its turn."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     out = tmp_path / "run"
     flags = {"steps": 24, "sync_every": 1, "eval_every": 8, "eval_samples": 8, "save_every": 8}
-    run = Run(out, arguments(gsm8k, out, num_searchers=2, **flags))
+    run = Run(out, arguments(gsm8k, out, num_searchers=2, **flags), interpreter=True)
     run.want("slow-trainer", "0.3")
     said = run.ends(0)
     assert "24 steps" in said and list(temporary.iterdir()) == []
@@ -61,16 +61,19 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
     assert metrics[0]["effective_sample_size"] == pytest.approx(1, abs=1e-4)
     assert 0 < metrics[-1]["staleness_mean"] <= metrics[-1]["staleness_max"] < 24
     assert metrics[-1]["buffer_trajectories"] <= metrics[-1]["buffer_prompts"] * 8
-    assert metrics[-1]["version"] >= 20 and metrics[-1]["searchers_alive"] == 2
+    assert metrics[-1]["version"] >= 8 and metrics[-1]["searchers_alive"] == 2
     evaluations = read_lines(out / "eval.jsonl")
-    assert [e["step"] for e in evaluations] == [0, 8, 16, 24]
-    assert [e["n"] for e in evaluations] == [8, 8, 8, 200]
+    steps = [e["step"] for e in evaluations]
+    assert steps in ([0, 8, 16, 24], [0, 8, 24], [0, 16, 24])
+    assert [e["n"] for e in evaluations] == [200 if step == 24 else 8 for step in steps]
     assert all(0 <= e["accuracy"] <= 1 and e["version"] == e["step"] for e in evaluations)
     config = json.loads((out / "config.json").read_text())
     assert config["resolved"]["steps"] == 24 and "torch" in config["versions"]
     completion = read_lines(out / "completions.jsonl")[0]
     assert set(completion) == {"step", "version", "prompt", "response", "reward"}
-    assert (out / "eval_answers.txt").read_text().count("-------- answer") >= 5
+    answers = (out / "eval_answers.txt").read_text()
+    for answer in greedy_answers(gsm8k, 5):  # of the first evaluation
+        assert f"-------- answer\n{answer}\n" in answers
     assert min(matplotlib.image.imread(out / "curves.png").shape[:2]) > 300
 
     assert sorted(path.name for path in out.glob("checkpoint-*")) == [
@@ -82,8 +85,21 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
     assert same_weights(out / "final", out / "checkpoint-24")
     assert not same_weights(out / "final", gsm8k / "model")
     assert sum(p.numel() for p in model.parameters()) > 100_000
-    places = sorted(index for index, *_ in run.noted("stored"))
-    assert len(places) == len(set(places)) and places[:20] == list(range(20))
+    check_places([index for index, *_ in run.noted("stored")], 2)
+    assert all(reward == alone for reward, alone in run.noted("judged"))
+
+
+def greedy_answers(files, count):
+    """The untrained model's most likely answers to the first held-out prompts."""
+    model = AutoModelForCausalLM.from_pretrained(files / "model")
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    answers = []
+    for example in read_lines(files / "data" / "test.jsonl")[:count]:
+        prompt = tokenizer(tba.GSM8K.template.format(**example), return_tensors="pt")
+        ids = model.generate(**prompt, do_sample=False, max_new_tokens=32)[0]
+        answer = ids[prompt["input_ids"].shape[1] :]
+        answers.append(tokenizer.decode(answer, skip_special_tokens=True))
+    return answers
 
 
 def lockstep_flags(prompts):
@@ -114,6 +130,7 @@ def test_lockstep_trains_on_the_very_groups_that_were_searched(gsm8k, ten_prompt
     run.want("slow-searcher", "0.15")  # it finds what to search and the next weights together
     run.ends(0)
     searched = {index: numbers for index, *numbers in sorted(run.noted("searched"))}
+    assert all(reward == alone for reward, alone in run.noted("judged"))
     trained = run.noted("trained")
     assert len(trained) == 40 and len(searched) >= 40
     duplicates = 0
@@ -143,17 +160,17 @@ def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k
         logged = [{k: v for k, v in m.items() if k not in OF_TIME} for m in metrics]
         return logged, evaluations
 
-    run_tba(flags("whole"))
+    run_tba(flags("whole"), interpreter=True)
     stopped = Run(tmp_path / "stopped", flags("stopped"))
-    stopped.want("slow-trainer", "0.5")
+    stopped.want("pause", "6")
     stopped.reaches(6)
     os.kill(stopped.process.pid, signal.SIGTERM)
     stopped.ends(128 + signal.SIGTERM)
-    assert len(read_lines(tmp_path / "stopped" / "metrics.jsonl")) < 10
+    assert len(read_lines(tmp_path / "stopped" / "metrics.jsonl")) == 7  # it finished its step
     run_tba(["--resume", str(tmp_path / "stopped")])
 
     killed = Run(tmp_path / "killed", flags("killed"))
-    killed.want("slow-trainer", "0.5")
+    killed.want("pause", "6")
     killed.until(lambda: (tmp_path / "killed" / "checkpoint-4").exists(), "a checkpoint")
     killed.reaches(6)
     killed.process.kill()
@@ -200,9 +217,9 @@ def test_a_reference_that_is_reset_scores_what_is_trained_on(gsm8k, tmp_path, mo
     run = Run(out, arguments(gsm8k, out, **flags))
     run.want("slow-trainer", "0.3")
     run.ends(0)
-    kl = [m["kl"] for m in read_lines(out / "metrics.jsonl")]
-    assert kl[3] > 0.1
     if mode == "lockstep":
+        kl = [m["kl"] for m in read_lines(out / "metrics.jsonl")]
+        assert kl[3] > 0.1
         assert kl[4] == pytest.approx(0, abs=1e-3) and kl[8] == pytest.approx(0, abs=1e-3)
         return
     stored = run.noted("stored")
@@ -248,19 +265,18 @@ def test_a_tracker_gets_steps_and_evaluations(gsm8k, tmp_path):
     events = EventAccumulator(str(file))
     events.Reload()
     assert [event.step for event in events.Scalars("reward_std")] == [1, 2, 3, 4]
-    tracked = {(e.step, e.value) for e in events.Scalars("held_out/accuracy")}
-    wanted = [e["accuracy"] for e in read_lines(out / "eval.jsonl") if e["split"] == "held_out"]
-    assert sorted(value for _, value in tracked) == pytest.approx(sorted(set(wanted)))
+    tracked = {e.step: e.value for e in events.Scalars("held_out/accuracy")}
+    wanted = {e["step"]: e["accuracy"] for e in read_lines(out / "eval.jsonl")}
+    assert tracked == pytest.approx(wanted)
     assert events.Scalars("held_out/version")[-1].value == 4
 
 
-def test_curves_of_many_steps_are_averaged(tmp_path):
+def test_curves_of_a_run_with_many_steps_are_drawn(tmp_path):
     config = tba.settings(output_dir=str(tmp_path))
     config.as_given = {}
-    folder = tba.RunFolder(config, {})
-    for step in range(1, 20_001):
-        folder.add_to_curves({"step": step, "reward": step % 2})
-    folder.draw_curves()
+    rows = [dict.fromkeys(METRICS, 0.5) | {"step": step} for step in range(1, 20_001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tba.RunFolder(config, {}).draw_curves()
     assert min(matplotlib.image.imread(tmp_path / "curves.png").shape[:2]) > 300
 
 
