@@ -2793,7 +2793,7 @@ class SearcherProcesses:
         self.slots = [Slot(first + (i - first) % M, M) for i in range(M)]
         for index in saved.get("places_arrived", []):
             self.slots[index % M].note_arrival(index)
-        self.inbox = ManagerQueue(self.QUEUE_SIZE)  # groups, unpickled
+        self.arrivals = ManagerQueue(self.QUEUE_SIZE)  # groups, unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         self.logged = time.monotonic()  # when pending Searchers were last logged
@@ -2849,7 +2849,7 @@ class SearcherProcesses:
         with contextlib.suppress(EOFError, OSError):  # until the Manager ends
             while True:
                 for pickled in [self.groups.get(), *self.groups.take_all()]:
-                    self.inbox.put(pickle.loads(pickled))
+                    self.arrivals.put(pickle.loads(pickled))
 
     def start_due(self) -> None:
         """Start a process for each slot without one whose restart is due; log pending ones."""
@@ -2890,7 +2890,7 @@ class SearcherProcesses:
         groups = []
         # groups are drained first: a Searcher reports the probes of new weights before it sends
         # groups generated with them, so wrong weights end the run before these are used
-        for group in self.inbox.take_all():
+        for group in self.arrivals.take_all():
             slot = self.slots[group.index % len(self.slots)]
             slot.failures = 0
             slot.delivered = True

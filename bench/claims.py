@@ -446,7 +446,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         while self.batches and self.batches[0][0] <= until:
             self.now, i, batch = heapq.heappop(self.batches)
             for group in batch:
-                self.inbox.put(pickle.loads(group))
+                self.arrivals.put(pickle.loads(group))
             self.groups_arrived += len(batch)
             if self.now < until:
                 self.begin(i)
