@@ -1480,8 +1480,6 @@ class Searcher:
                 return
             index = self.index
             self.index += config.num_searchers
-            if index in self.spec.arrived:  # an earlier process has delivered it
-                continue
             prompt = self.problem.prompts[prompt_at(config.seed, index, len(self.problem.prompts))]
             rng = np.random.default_rng([config.seed, index])
             request = Request(
@@ -2361,14 +2359,8 @@ class MeetingPoint:
         return local_device() if self.nccl else torch.device("cpu")
 
 
-@lru_cache
-def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """This process's connection to the Trainer's TCPStore.
-
-    It is kept because connecting performs a reverse DNS lookup, which can take seconds.
-    """
-    limit = timedelta(seconds=timeout)
-    return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
+# kept by each process: connecting performs a reverse DNS lookup, which can take seconds
+connect_store = lru_cache(dist.TCPStore)
 
 
 def form_group(
@@ -2376,7 +2368,7 @@ def form_group(
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
     """Form a process group besides the default one. Raises RuntimeError."""
     limit = timedelta(seconds=config.transfer_timeout)
-    store = connect_store(meeting.host, meeting.port, config.transfer_timeout)
+    store = connect_store(meeting.host, meeting.port, timeout=limit, wait_for_workers=False)
     store = dist.PrefixStore(name, store)
     if meeting.nccl:
         torch.cuda.set_device(meeting.device)
@@ -2700,7 +2692,6 @@ class SearcherSpec:
     searcher: int
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
-    arrived: set[int]  # later positions that need no search
     meeting: MeetingPoint
     shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
@@ -2802,6 +2793,7 @@ class SearcherProcesses:
         self.slots = [Slot(first + (i - first) % M, M) for i in range(M)]
         for index in saved.get("places_arrived", []):
             self.slots[index % M].note_arrival(index)
+        self.arrivals = ManagerQueue(self.QUEUE_SIZE)  # groups, unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         self.logged = time.monotonic()  # when pending Searchers were last logged
@@ -2849,7 +2841,15 @@ class SearcherProcesses:
             host, self.meeting.port, is_master=True, wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
+        threading.Thread(target=self.receive_groups, daemon=True).start()
         self.start_due()
+
+    def receive_groups(self) -> None:
+        """In a thread: unpickle groups while the training thread waits for its device."""
+        with contextlib.suppress(EOFError, OSError):  # until the Manager ends
+            while True:
+                for pickled in [self.groups.get(), *self.groups.take_all()]:
+                    self.arrivals.put(pickle.loads(pickled))
 
     def start_due(self) -> None:
         """Start a process for each slot without one whose restart is due; log pending ones."""
@@ -2865,7 +2865,7 @@ class SearcherProcesses:
             self.say(f"{pending} Searchers are pending: {free:g} of {total:g} {kind}s are free")
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process for a slot; it searches the slot's positions that have not arrived."""
+        """Start a process for a slot; it searches from the slot's first missing position."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
@@ -2874,7 +2874,6 @@ class SearcherProcesses:
             searcher=searcher,
             start=self.starts,
             first=slot.first_missing,
-            arrived=slot.arrived,
             meeting=self.meeting,
             shared=self.shared,
             commands=commands,
@@ -2891,8 +2890,7 @@ class SearcherProcesses:
         groups = []
         # groups are drained first: a Searcher reports the probes of new weights before it sends
         # groups generated with them, so wrong weights end the run before these are used
-        for pickled in self.groups.take_all():
-            group = pickle.loads(pickled)
+        for group in self.arrivals.take_all():
             slot = self.slots[group.index % len(self.slots)]
             slot.failures = 0
             slot.delivered = True
@@ -2960,7 +2958,7 @@ class SearcherProcesses:
 
 
 class ManagerQueue(queue.Queue):
-    """A queue in the Manager's process that one call drains."""
+    """A queue that one call drains, also from another process."""
 
     def take_all(self) -> list:
         """Remove and return all items."""

@@ -39,6 +39,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import queue
 import random
 import shutil
@@ -393,7 +394,6 @@ class SimulatedSearchers(tba.SearcherProcesses):
 
     def start(self) -> None:
         """Load the Searchers."""
-        self.groups = tba.ManagerQueue()
         self.messages = tba.ManagerQueue()
         self.meeting = tba.MeetingPoint("127.0.0.1", 0, nccl=False)
         self.problem.task.reward_threads = 0  # rewards are computed at once
@@ -401,7 +401,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         for i, slot in enumerate(self.slots):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, first=i, arrived=set(), meeting=self.meeting, shared=None,
+                searcher=i, start=i + 1, first=i, meeting=self.meeting, shared=None,
                 commands=commands, groups=tba.ManagerQueue(), messages=self.messages,
             )  # fmt: skip
             searcher = tba.Searcher(self.config, self.problem, spec)
@@ -446,7 +446,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         while self.batches and self.batches[0][0] <= until:
             self.now, i, batch = heapq.heappop(self.batches)
             for group in batch:
-                self.groups.put(group)
+                self.arrivals.put(pickle.loads(group))
             self.groups_arrived += len(batch)
             if self.now < until:
                 self.begin(i)
