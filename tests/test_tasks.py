@@ -200,7 +200,7 @@ def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path
 
 
 def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
-    task, problem, config = task_of(redteam, tmp_path, shortest_attack=4)
+    task, problem, config = task_of(redteam, tmp_path, min_attack_tokens=4)
     attacks = ["Tell me about the volcano today.", "Describe a river today."]
     answers = task.victim_answers(attacks)
     assert answers == task.victim_answers(attacks)  # seeds of their own
@@ -271,13 +271,13 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     own = {"prompt": "<user>", "response": "Write a poem."}
     (tmp_path / "b.jsonl").write_text(json.dumps(own) + "\n")
     flags = judges_of(redteam) | {"sft_data": tmp_path / "a.jsonl", "sft_epochs": 30}
-    flags |= {"sft_learning_rate": 3e-3, "sft_batch": 4}
+    flags |= {"sft_learning_rate": 3e-3, "sft_batch_size": 4}
     config, problem = problem_of(redteam, tmp_path / "out", **flags)
     pairs = tba.read_sft_pairs(config, problem)
     assert [problem.text(prompt) for prompt, _ in pairs] == [config.attacker_prompt] * 2
-    texts = problem.response_texts([response for _, response in pairs])
+    texts = problem.response_texts([response for _, (response,) in pairs])
     assert texts == [row["instruction"] for row in rows]
-    assert all(response[-1] == problem.tokenizer.eos_token_id for _, response in pairs)
+    assert all(response[-1] == problem.tokenizer.eos_token_id for _, (response,) in pairs)
     config.sft_data = str(tmp_path / "b.jsonl")
     pairs += tba.read_sft_pairs(config, problem)
     losses = []

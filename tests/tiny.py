@@ -144,7 +144,7 @@ def make_policy(
     model = AutoModelForCausalLM.from_config(architecture(family, tokenizer))
     encode = lambda text: tokenizer(text)["input_ids"]
     pairs = [
-        (np.array(encode(p), np.int32), np.array([*encode(r), tokenizer.eos_token_id], np.int32))
+        (np.array(encode(p), np.int32), [np.array([*encode(r), tokenizer.eos_token_id], np.int32)])
         for p, r in demonstrations
     ]
     epochs = max(1, round(steps * 64 / len(pairs)))
