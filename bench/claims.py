@@ -28,6 +28,29 @@ of the pretrained model, and its path: reward, KL and diversity of held-out answ
 7. + Runs of tiny Llamas generate with the engine "small" below, which is exact. The first rows had
    transformers' `generate`; reported seeds were run again, and some rows that chose a rate kept.
 8. + How often a group may be replayed is measured on a simulated clock (SimulatedTrainer).
+
+**More Searchers**, committed before any of its reported seeds was run. On the simulated clock,
+M Searchers take 8 optimizer steps for a batch of 8 prompts x 16 responses each, so that each
+completes a group per step, of which the Trainer draws 8. Weights are sent every k = 2 steps and
+arrive a quarter of a step later. Half of a batch is recent (m = 0.5), half is replayed with
+p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
+
+9. Two sparse tasks: "rare" rewards 1 for a review whose mean valence is at least 0.32, which the
+   untrained policy writes once in 183 times, "rarer" at least 0.39, once in 1,820. 16 training
+   prompts; beta 0.1, which allows 99 % and 96 % of successes at the optimum. 120 steps.
+10. Rates as in 2, on the grid from 1e-4 to 3e-2 only; 64 Searchers, which cost too much to search
+   for a rate, have the rate of 8. Where rewards are rare, noise would choose: of all rates that
+   score within 0.02 of the best the one nearest 1e-3 is taken. The pilot has 60 steps, and its
+   clip is twice the median norm of those that are not 0.
+11. M is compared at equal steps (120) and at equal numbers of groups (120, 480, 1920), with linear
+   interpolation between evaluations.
+12. What would support the paper: the gain at equal steps rises with M, from 1 to 8 and from 8 to
+   64, with every seed; replay by reward beats uniform replay; `tb` gains more from 8 and 64
+   Searchers over 1 than `proximal_rloo`, `dr_grpo` and `oapl` by the 95 % interval. What would
+   refute it: no difference between M = 8 and 64, or other objectives that gain as much.
+13. The clock itself is validated first: real processes that sleep, M = 1, 2, 4, beside simulated
+   ones whose batch takes as long as that of the real runs with M = 1. It stands if the means of
+   reward, staleness, recent_fraction and buffer agree within two standard deviations of a seed.
 """
 
 import argparse
@@ -51,6 +74,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from unittest import mock
 
@@ -157,6 +182,21 @@ class Valence(Measured):
         return np.where(ended, [valence(response) for response in responses], -1.0)
 
 
+class Rare(Valence):
+    """Write what is seldom positive enough; 1 if it is."""
+
+    threshold = 0.32
+
+    def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
+        return 1.0 * (super().rewards(examples, responses, ended) >= self.threshold)
+
+
+class Rarer(Rare):
+    """The same, ten times as seldom."""
+
+    threshold = 0.39
+
+
 class Sort(Measured):
     """Write the letters of a word in the order of the alphabet; 1 if every letter is right."""
 
@@ -185,7 +225,9 @@ class Attacks(Measured, tba.RedTeam):
         return tba.RedTeam.summarize(self, records)["cosine_distance"]
 
 
-tba.TASKS |= {"valence": Valence, "sort": Sort, "summaries": Summaries, "attacks": Attacks}
+tba.TASKS |= {"valence": Valence, "rare": Rare, "rarer": Rarer, "sort": Sort}
+tba.TASKS |= {"summaries": Summaries, "attacks": Attacks}
+SPARSE = ("rare", "rarer")  # tasks with the model of "valence", and few training prompts
 
 
 def scrambled(rng: random.Random) -> tuple[str, str]:
@@ -228,7 +270,7 @@ def example_of(task: str, rng: random.Random) -> dict[str, str]:
     if task == "summaries":
         query, facts = tiny.post(rng)
         return {"query": query, "reference_response": tiny.summary(rng, facts)[0]}
-    text = (review if task == "valence" else scrambled)(rng)[0]
+    text = (scrambled if task == "sort" else review)(rng)[0]
     return {"text": text, "answer": "".join(sorted(text[:-1]))}
 
 
@@ -236,12 +278,13 @@ def make_task(task: str, folder: Path) -> None:
     """The pretrained models and the prompts, made once."""
     if (folder / "data").exists():
         return
-    kept = ROOT / "bench" / "models" / task  # in the repository: another machine's would differ
+    own = "valence" if task in SPARSE else task
+    kept = ROOT / "bench" / "models" / own  # in the repository: another machine's would differ
     if not kept.exists():
-        pretrain(task, kept)
+        pretrain(own, kept)
     shutil.copytree(kept, folder, dirs_exist_ok=True)
     rng = random.Random(1)
-    for split, count in (("test", 64), ("train", 1000)):
+    for split, count in (("test", 64), ("train", 16 if task in SPARSE else 1000)):
         examples = [example_of(task, rng) for _ in range(count)]
         tiny.write_lines(folder / "data" / f"{split}.jsonl", examples)
 
@@ -356,11 +399,13 @@ if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's 
     DECODE_SECONDS, STEP_SECONDS = map(float, os.environ["TBA_SLOW"].split())
 
     class Slow(SmallLlama):
-        """Each decode step takes longer."""
+        """Each decode step takes DECODE_SECONDS, on a busy machine too unless it is slower."""
 
         def step(self, between_steps=lambda: None):
+            ends = itertools.count(time.monotonic() + DECODE_SECONDS, DECODE_SECONDS)
+
             def slowly() -> None:
-                time.sleep(DECODE_SECONDS)
+                time.sleep(max(0, next(ends) - time.monotonic()))
                 between_steps()
 
             return super().step(slowly)
@@ -369,9 +414,11 @@ if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's 
     learn = tba.Learner.step
 
     def learn_slowly(learner, *args):
-        """Each optimizer step takes longer."""
-        time.sleep(STEP_SECONDS)
-        return learn(learner, *args)
+        """Each optimizer step takes STEP_SECONDS."""
+        end = time.monotonic() + STEP_SECONDS
+        metrics = learn(learner, *args)
+        time.sleep(max(0, end - time.monotonic()))
+        return metrics
 
     tba.Learner.step = learn_slowly
 
@@ -379,20 +426,24 @@ if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's 
 
 
 class SimulatedSearchers(tba.SearcherProcesses):
-    """Searchers of this very process, on a simulated clock.
+    """M Searchers of this very process, on a simulated clock.
 
     A Searcher's batch is sampled when it begins, wholly by the weights of that moment, and its
     groups arrive all at once, `duration` later; then the next one begins. (A real Searcher loads
-    new weights between two decode steps, and its groups arrive one by one.) Weights that are sent
-    at the moment at which a batch begins are loaded first.
+    new weights between two decode steps.) Searcher i of M begins i / M of a batch late. Weights
+    arrive `latency` after they are sent; those that arrive as a batch begins are loaded first.
     """
 
-    def __init__(self, duration: Fraction, *args) -> None:
+    def __init__(self, duration: Fraction, latency: Fraction, *args) -> None:
         super().__init__(*args)
         self.duration = duration  # of a batch, in optimizer steps
+        self.latency = latency  # of weights, in optimizer steps
         self.now = Fraction(0)
-        # when a batch arrives, whose it is, and its pickled groups; a heap
-        self.batches: list[tuple[Fraction, int, list]] = []
+        # a heap: when something happens, its number, at which Searcher, and what
+        self.events: list[tuple[Fraction, int, int, Callable[[], None]]] = []
+        self.numbers = itertools.count()
+        self.busy: set[int] = set()  # Searchers whose batch has not arrived
+        self.in_transit: set[int] = set()  # Searchers to which weights are on their way
         self.groups_arrived = 0
 
     def start(self) -> None:
@@ -411,6 +462,9 @@ class SimulatedSearchers(tba.SearcherProcesses):
             searcher = tba.Searcher(self.config, self.problem, spec)
             self.loaded.append(searcher)
             slot.running = tba.RunningSearcher(i, spec.start, None, commands, seen=0.0, ready=True)
+            if i:
+                self.busy.add(i)
+                self.schedule(i * self.duration / len(self.slots), i, partial(self.arrive, i, []))
 
     def failed(self) -> list:
         return []
@@ -418,19 +472,33 @@ class SimulatedSearchers(tba.SearcherProcesses):
     def stop(self) -> None:
         pass
 
+    def schedule(self, delay: Fraction, i: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now + delay, next(self.numbers), i, act))
+
     def work(self) -> None:
         """Take the Trainer's messages, answer held-out prompts, and begin what batches are due."""
-        busy = {i for _, i, _ in self.batches}
         for i, searcher in enumerate(self.loaded):
             while not searcher.spec.commands.empty():
                 message = searcher.spec.commands.get()
-                weights = isinstance(message, tba.ReceiveWeights)
-                if not weights or searcher.receiver.receive(message):
+                if isinstance(message, tba.ReceiveWeights):
+                    self.in_transit.add(i)
+                    self.schedule(self.latency, i, partial(self.receive, i, message))
+                else:
                     searcher.receiver.inbox.put(message)
+        self.advance(self.now)
+        for i, searcher in enumerate(self.loaded):
             searcher.between_steps()
-            self.generate(searcher)
-            if i not in busy:
+            if i not in self.busy:
                 self.begin(i)
+
+    def receive(self, i: int, message: tba.ReceiveWeights) -> None:
+        """Load weights that have arrived, and answer the held-out prompts that came with them."""
+        searcher = self.loaded[i]
+        self.in_transit.remove(i)
+        if searcher.receiver.receive(message):
+            searcher.receiver.inbox.put(message)
+        searcher.between_steps()
+        self.generate(searcher)
 
     def generate(self, searcher: tba.Searcher) -> None:
         """Everything that was submitted to a Searcher's engine."""
@@ -443,16 +511,22 @@ class SimulatedSearchers(tba.SearcherProcesses):
         searcher.begin_prompts()
         self.generate(searcher)
         if batch := searcher.spec.groups.take_all():
-            heapq.heappush(self.batches, (self.now + self.duration, i, batch))
+            self.busy.add(i)
+            self.schedule(self.duration, i, partial(self.arrive, i, batch))
+
+    def arrive(self, i: int, batch: list[bytes]) -> None:
+        """Deliver a batch, pickled groups."""
+        self.busy.remove(i)
+        for group in batch:
+            self.groups.put(group)
+        self.groups_arrived += len(batch)
 
     def advance(self, until: Fraction) -> None:
-        """Let time pass. A batch that ends before `until` is followed by the Searcher's next."""
-        while self.batches and self.batches[0][0] <= until:
-            self.now, i, batch = heapq.heappop(self.batches)
-            for group in batch:
-                self.groups.put(group)
-            self.groups_arrived += len(batch)
-            if self.now < until:
+        """Let time pass. A batch that arrives before `until` is followed by the Searcher's next."""
+        while self.events and self.events[0][0] <= until:
+            self.now, _, i, act = heapq.heappop(self.events)
+            act()
+            if self.now < until and i not in self.busy:
                 self.begin(i)
         self.now = until
 
@@ -460,18 +534,19 @@ class SimulatedSearchers(tba.SearcherProcesses):
 class SimulatedTrainer(tba.Trainer):
     """tba.py's Trainer and Searchers in one process, on a simulated clock: runs repeat exactly.
 
-    An optimizer step takes 1, a batch of a Searcher `duration`; syncs and evaluations take no time.
-    Processes, the wire and time are replaced; all else is tba.py's. `clock.jsonl` has of each step
-    when it ended, for how long the Trainer has waited for groups since the first one began, and how
-    many groups have arrived.
+    An optimizer step takes 1, a batch of a Searcher `duration`, weights arrive after `latency`;
+    evaluations take no time. Processes, the wire and time are replaced; all else is tba.py's.
+    `clock.jsonl` has of each step when it ended, for how long the Trainer has waited for groups
+    since the first one began, and how many groups have arrived.
     """
 
-    duration = Fraction(os.environ.get("TBA_CLOCK") or 1)
+    clock = os.environ.get("TBA_CLOCK") or "1"  # "DURATION" or "DURATION LATENCY"
 
     def __init__(self, config, problem, folder, ranks, saved) -> None:
         """As the Trainer's."""
         super().__init__(config, problem, folder, ranks, saved)
-        self.searchers = SimulatedSearchers(self.duration, config, problem, folder.say, saved)
+        duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
+        self.searchers = SimulatedSearchers(duration, latency, config, problem, folder.say, saved)
         self.waited = Fraction(0)
 
     def run(self) -> None:
@@ -488,12 +563,13 @@ class SimulatedTrainer(tba.Trainer):
         self.searchers.work()
 
     def wait_for(self, what: str, poll: Callable[[], object]) -> object:
+        searchers = self.searchers
         while not (found := poll()):
-            if what == "generation":
-                arrival = self.searchers.batches[0][0]
-                if self.step:
-                    self.waited += arrival - self.searchers.now
-                self.searchers.advance(arrival)
+            if what == "generation" or searchers.in_transit:
+                start = searchers.now
+                searchers.advance(searchers.events[0][0])
+                if what == "generation" and self.step:
+                    self.waited += searchers.now - start
             self.listen()
         return found
 
@@ -512,9 +588,11 @@ if os.environ.get("TBA_CLOCK"):  # a run on the simulated clock
 # -------------------------------------------------------------------------------- the experiments
 
 # of each task: beta, the price of a nat, and flags of its own
-BETA = {"valence": 0.02, "sort": 0.1, "summaries": 0.3, "attacks": 0.3}
+BETA = {"valence": 0.02, "rare": 0.1, "rarer": 0.1, "sort": 0.1, "summaries": 0.3, "attacks": 0.3}
 OWN_FLAGS: dict[str, dict] = {
     "valence": {"max_response_tokens": 64, "engine": "small"},
+    "rare": {"max_response_tokens": 64, "engine": "small"},
+    "rarer": {"max_response_tokens": 64, "engine": "small"},
     "sort": {"max_response_tokens": 16, "engine": "transformers"},  # a GPT-2
     "summaries": {"max_response_tokens": 32, "engine": "small"},
     "attacks": {
@@ -537,6 +615,7 @@ SEEDS = (1, 2, 3)
 TEN_SEEDS = range(11, 21)  # + how often `tb` collapses at one rate
 SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
+SPARSE_RATES = (1e-4, 3e-2)  # the lowest and the highest of the grid where rewards are rare
 HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for digit in (1, 3))
 # seconds that a decode step and an optimizer step sleep for a GPU's work: with one Searcher a batch
 # is generated in half of the time that an optimizer step takes, or in three times as long; which of
@@ -547,6 +626,14 @@ SLOW = ("0.006 0.4", "0.085 0.4")
 DURATIONS = {"30": 480, "10": 240, "3": 120, "1": 120, "1/3": 120}
 REPLAYS = (1, 2, 4, 8, 16, 0)  # --max_replays
 GROUPS = 128  # at which durations are compared
+# of the experiments with more Searchers: their numbers, the time of a batch and of weights on their
+# way in optimizer steps, and the numbers of groups at which they are compared
+SEARCHERS = (1, 2, 4, 8, 16, 64)
+SEARCH_CLOCK = "8 1/4"
+SEARCH_GROUPS = (120, 480, 1920)
+# a decode step and an optimizer step of the runs that validate the clock, and their batch's time
+VALIDATION_SLOW = "0.2 2"
+VALIDATION_CLOCK = "3.5 1/4"
 TARGETS = (0.2, 0.3)  # of the mean reward of five steps, to which seconds are counted
 EVERY = 10  # steps between evaluations
 # what a row keeps of each; `best` is the best of the 4 responses to a prompt, of a reward of 0 or 1
@@ -567,7 +654,9 @@ OBJECTIVES = {  # name in the tables -> flags
 }
 FRONTIERS = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo", "dr_grpo", "online_dpo")
 # experiments that choose no rate: they have the one that `tb` has on-policy
-AT_THE_RATE_ON_POLICY = ("collapses", "longer", "speed", "replays", "half replayed")
+AT_THE_RATE_ON_POLICY = (
+    "collapses", "longer", "speed", "replays", "half replayed", "validation"
+)  # fmt: skip
 FAR = ("tb", "tba_prime", "oapl", "ftb forward_kl", "ftb hellinger", "proximal_rloo")
 
 
@@ -610,6 +699,68 @@ def settings_of() -> list[Setting]:
         found += [Setting("speed", "tb", flags=flags) for flags in ways]
     found += [replays(D, R, 0.95) for D in DURATIONS for R in REPLAYS]
     found += [replays(D, R, 0.5) for D in ("10", "1") for R in REPLAYS]
+    found += validation("slow") + validation("clock")
+    found += [setting for block in search_settings().values() for setting in block.values()]
+    return list(dict.fromkeys(found))
+
+
+def validation(way: str) -> list[Setting]:
+    """Runs of 1, 2 and 4 Searchers with processes that sleep ("slow"), or on the clock."""
+    rest = {"recent_probability": 0.9, "eval_every": 0}
+    found = []
+    for M in (1, 2, 4):
+        flags = {"clock": VALIDATION_CLOCK, "num_searchers": M} | rest
+        if way == "slow":
+            flags = {"slow": VALIDATION_SLOW, "asynchronous": M} | rest
+        found.append(Setting("validation", "tb", flags=tuple(flags.items())))
+    return found
+
+
+def search(
+    experiment: str = "searchers", M: int = 8, task: str = "rare", objective: str = "tb", **own
+) -> Setting:
+    """A setting with M Searchers; one that differs in nothing is the experiment "searchers"'s."""
+    steps = 120 if task in SPARSE else 60
+    flags = {"clock": SEARCH_CLOCK, "num_searchers": M, "recent_probability": 0.5}
+    flags |= {"reward_inverse_temperature": 10 if task in SPARSE else 1, "kept_per_prompt": 100_000}
+    if flags | own == flags and objective == "tb":
+        experiment = "searchers"
+    return Setting(
+        experiment, objective, task=task, steps=steps, flags=tuple((flags | own).items())
+    )
+
+
+def search_settings() -> dict[str, dict[tuple[str, int], Setting]]:
+    """Of each table of "More Searchers" its settings, by (line, M), in the order of running."""
+    found: dict[str, dict] = {}
+    for task in SPARSE:
+        found[task] = {(task, M): search(M=M, task=task) for M in SEARCHERS}
+    varied = {
+        "m": {f"m = {m:g}": {"recent_probability": m} for m in (0, 0.25, 0.5, 0.75, 0.95, 1)},
+        "inverse temperatures": {
+            f"softmax({T} r)" if T else "uniform": {"reward_inverse_temperature": T}
+            for T in (0, 1, 3, 10)
+        },
+        "k": {f"k = {k}": {"sync_every": k} for k in (1, 2, 4, 10) if k != 2} | {"k = 2": {}},
+        "K": {
+            f"{B} x {K}": {
+                "prompts_per_step": B, "trained_per_prompt": K, "searched_per_prompt": K
+            }
+            for B, K in ((32, 4), (16, 8), (4, 32))
+        } | {"8 x 16": {}},
+        "beta": {"0.1": {}, "0.3 to 0.1 in 60 steps": {"beta": "0.3@0,0.1@60"}},
+    }  # fmt: skip
+    found["objectives"] = {
+        (name, M): search("search, objectives", M, objective=name)
+        for name in ("tb", "proximal_rloo", "dr_grpo", "oapl") for M in (1, 8, 64)
+    }  # fmt: skip
+    for what, lines in varied.items():
+        found[what] = {
+            (line, M): search(f"search, {what}", M, **own)
+            for line, own in lines.items() for M in (1, 8)
+        }  # fmt: skip
+    for task in ("attacks", "summaries"):
+        found[task] = {(task, M): search(M=M, task=task) for M in SEARCHERS}
     return found
 
 
@@ -646,6 +797,8 @@ def arguments_of(
     if setting.task in ("summaries", "attacks"):
         folder = files / setting.task
         flags |= {name: folder / own for name, own in MODELS.items() if (folder / own).exists()}
+    if setting.task == "attacks" and "clock" in dict(setting.flags):
+        flags |= {"evict": "oldest", "near_duplicate": 0.1}  # a buffer of distinct attacks
     special = dict(setting.flags)
     if special.pop("slow", ""):
         flags |= {"engine": "slow", "eval_every": 0}
@@ -741,20 +894,29 @@ class Rows:
         if missing:
             return None, missing
         best = max(sorted(complete), key=lambda rate: score(tried[rate]))  # of equals the lowest
+        lowest, highest = 0.0, 1.0
+        if setting.task in SPARSE:
+            lowest, highest = SPARSE_RATES
+            as_good = [r for r in complete if score(tried[r]) >= score(tried[best]) - 0.02]
+            best = min(sorted(as_good), key=lambda rate: abs(math.log(rate / 1e-3)))
         place = HALF_DECADES.index(best)
         around = [HALF_DECADES[place - 1], HALF_DECADES[place + 1]]
-        missing = [rate for rate in around if rate not in complete]
+        missing = [rate for rate in around if lowest <= rate <= highest and rate not in complete]
         return (None, missing) if missing else (best, [])
 
     def missing(self, setting: Setting) -> Iterator[tuple[Setting, str, float, int]]:
         """The runs of a setting that are to be made now: (setting, role, rate, seed)."""
         if self.clip(setting) is None:
-            pilot = replace(setting, experiment="pilot", lag=0, steps=6, flags=())
+            steps = 60 if setting.task in SPARSE else 6
+            pilot = replace(setting, experiment="pilot", lag=0, steps=steps, flags=())
             yield pilot, "pilot", 1e-12, SEEDS_TO_CHOOSE[0]
             return
         chooser = setting  # whose rate it has
         if setting.experiment in AT_THE_RATE_ON_POLICY:
             chooser = Setting("staleness", setting.objective)
+        flags = dict(setting.flags)
+        if flags.get("num_searchers") == 64:
+            chooser = replace(setting, flags=tuple((flags | {"num_searchers": 8}).items()))
         rate, to_try = self.best_rate(chooser)
         runs = [(chooser, "choose", r, seed) for r in to_try for seed in SEEDS_TO_CHOOSE]
         if rate:
@@ -772,12 +934,18 @@ class Rows:
                 sys.exit(f"{self.path} has rows of another pretrained model of {row['task']}")
 
     def next(self, settings: list[Setting]) -> tuple | None:
-        """The next run that is missing and not under way."""
-        for setting in settings:
-            for run in self.missing(setting):
-                if run not in self.under_way:
-                    self.under_way.add(run)
-                    return run
+        """The next run that is missing and not under way.
+
+        Of an experiment and task the rates are chosen first, and each seed is run for all settings
+        before the next seed: rows that are not complete are a balanced table.
+        """
+        for _, block in itertools.groupby(settings, attrgetter("experiment", "task", "steps")):
+            jobs = [run for setting in block for run in self.missing(setting)]
+            jobs = [run for run in jobs if run not in self.under_way]
+            if jobs:
+                run = min(jobs, key=lambda run: (run[1] == "report") * run[3])
+                self.under_way.add(run)
+                return run
         return None
 
     def add(self, row: dict) -> None:
@@ -861,17 +1029,23 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         for target in TARGETS:
             there = np.flatnonzero(smooth >= target)
             row[f"reached {target}"] = metrics[there[0] + 4]["seconds"] if len(there) else None
+    if clock or setting.experiment == "validation":
+        row["staleness"] = round(float(np.mean([m["staleness_mean"] for m in metrics])), 2)
+        row["recent"] = round(float(np.mean([m["recent_fraction"] for m in metrics])), 3)
+        row["arrived_reward"] = round(float(np.mean([m["reward"] for m in metrics])), 3)
+        row["buffer"] = metrics[-1]["buffer_trajectories"]
+        row["recent_replay_ratio"] = round(metrics[-1]["replay_ratio"], 2)  # of 50 steps
     if clock:
         at_start = {"step": 0, "time": 0.0, "groups": 0}
         of_step = {record["step"]: record for record in [at_start, *clock]}
         for name in ("time", "groups"):
             row[name] = [round(of_step[point["step"]][name], 2) for point in path]
-        row["staleness"] = round(float(np.mean([m["staleness_mean"] for m in metrics])), 2)
-        row["recent"] = round(float(np.mean([m["recent_fraction"] for m in metrics])), 3)
-        row["replay_ratio"] = round(8 * clock[-1]["step"] / clock[-1]["groups"], 3)
+        trained = dict(setting.flags).get("prompts_per_step", 8) * clock[-1]["step"]
+        row["replay_ratio"] = round(trained / clock[-1]["groups"], 3)
         row["waited"] = round(clock[-1]["waited"] / clock[-1]["time"], 3)
     if role == "pilot":
-        row["clip"] = float(f"{2 * np.median([m['grad_norm'] for m in metrics]):.2g}")
+        norms = [m["grad_norm"] for m in metrics if m["grad_norm"] > 1e-6]  # without a reward: 0
+        row["clip"] = float(f"{2 * np.median(norms):.2g}")
     return row
 
 
