@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# TBA on GSM8K: RhoMath-1B (4 GPUs: 1 Trainer, 3 Searchers; fewer work too).
+# TBA on GSM8K: RhoMath-1B on 4 GPUs (1 Trainer, 3 Searchers) or fewer.
 #
 #   bash run_gsm8k.sh [FLAGS OF tba.py...]          Figure 1: 700 steps. The paper reports 54.6 %
-#                                                   (three runs; 40.3 % before) in 82 minutes on
-#                                                   4 A100 80 GB, of the final step's weights
+#                                                   (mean of three runs; 40.3 % before training) for
+#                                                   the final weights, in 82 minutes on 4 A100 80 GB
 #   bash run_gsm8k.sh table2 [FLAGS OF tba.py...]   Table 2: 1,000 steps
-#   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   the same path on a CPU, offline: half a minute,
-#                                                   two more the first time, to make the model
+#   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   a tiny model on a CPU, offline: half a minute,
+#                                                   plus two the first time, to make the model
 #
-# FLAGS: e.g. --output_dir runs/mine, or --resume runs/mine. The starting and the final weights are
-# evaluated on the whole test set; to watch a run, add --eval_every 50 --eval_samples 256.
+# FLAGS: e.g. --output_dir runs/mine, or --resume runs/mine. The initial and the final weights are
+# evaluated on the whole test set; to monitor a run, add --eval_every 50 --eval_samples 256.
 #
-# The authors' code differs from the paper in that the learning rate decays over 600 steps
-# (--decay_steps 600), and from this one in that it trains bfloat16 weights without float32 masters,
-# hands data over at blocking syncs only, and draws recent prompts without replacement.
+# Unlike the paper, the authors' code decays the learning rate over 600 steps (--decay_steps 600).
+# Unlike tba.py, it trains bfloat16 weights without float32 master weights, transfers data only at
+# blocking syncs, and draws recent prompts without replacement.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
@@ -39,7 +39,7 @@ run=figure1
 case "${1:-}" in
   table2) run=$1; shift ;;
   "" | --*) ;;
-  *) echo "run_gsm8k.sh: error: run $1: choose table2, or begin with a flag" >&2; exit 2 ;;
+  *) echo "run_gsm8k.sh: error: unknown run $1: choose table2, or start with a flag" >&2; exit 2 ;;
 esac
 
 if [ "$run" = table2 ]; then
@@ -50,7 +50,7 @@ if [ "$run" = table2 ]; then
   )
 else
   lengths=(
-    --steps 700                              # they end before the decay of the learning rate does
+    --steps 700                              # ends before the learning rate has fully decayed
     --warmup_steps 50 --stable_steps 350 --decay_steps 500
     --beta 0.014@0,0.004@500
   )
@@ -61,13 +61,13 @@ settings=(
   --dataset openai/gsm8k:main
   --prompts_per_step 7                       # B
   --trained_per_prompt 20                    # K: a batch is 7 x 20 = 140 trajectories
-  --searched_per_prompt 24                   # S: four more, so that K distinct ones exist
+  --searched_per_prompt 24                   # S: more than K, to get K distinct responses
   --sync_every 2                             # k
   --recent_probability 0.95                  # m
-  # the authors' Searchers reach a blocking sync only after whole batches of 3 prompts: 3 Searchers
+  # the authors' Searchers reach a blocking sync only after whole batches of 3 prompts, so 3 of them
   # search at least 9 prompts while 2 steps train on 14
   --max_replays 1.56
-  --reward_inverse_temperature 0             # the rest of the replay is uniform
+  --reward_inverse_temperature 0             # uniform replay
   --kept_per_prompt 100
   --initial_trajectories 500
   --learning_rate 1e-5

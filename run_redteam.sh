@@ -3,7 +3,7 @@
 #
 #   bash run_redteam.sh [RUN] --sft_data FILE [FLAGS OF tba.py...]
 #   bash run_redteam.sh --tiny [FLAGS OF tba.py...]     on a CPU, offline, with a harmless victim
-#   either with --resume DIR                            goes on with the run in DIR
+#   either with --resume DIR                            resumes the run in DIR
 #
 #   RUN               attacker, victim, judge; GPUs      paper: hours, cosine distance, % toxic
 #   gpt2              GPT-2, GPT-2 (Alpaca), RoBERTa;    4 V100: 1.7, 0.42, 94.5
@@ -13,20 +13,20 @@
 #   gflownet          as gpt2: the synchronous           1 V100: 11.9, 0.65, 96.6
 #   gflownet-llama    as llama: baseline; 1 or 2         1 A100: 37.4, 0.32, 100.0
 #
-# FILE warms the attacker up: JSON or JSONL records with an `instruction` each. The
-# baseline's repository (GFNOrg/red-teaming) has its own: --sft_data prompts/sft_dataset.json
-# --sft_prompts prompts/alpaca.jsonl, and the attacker's prompt, with three examples:
+# FILE has the data of the attacker's warm start: JSON or JSONL records with an `instruction` each.
+# The baseline's repository (GFNOrg/red-teaming) has it: --sft_data prompts/sft_dataset.json
+# --sft_prompts prompts/alpaca.jsonl, and the attacker's prompt with three examples:
 # --attacker_prompt "$(jq -r .attacker_prompt prompts/attack_prompt.jsonl)".
 #
-# What the paper does not say is as in that repository. Known differences:
-# * In groups of K attacks VarGrad estimates log Z for TBA, as the paper has it; for gflownet it is
+# Settings that the paper does not give are from there. Differences:
+# * TBA estimates log Z by VarGrad over groups of K attacks, as in the paper; for gflownet, log Z is
 #   one parameter, not a linear map of the attacker's states.
-# * That baseline's buffer begins with the 3,003 warm-start attacks and 160 samples (temperature
-#   0.7, top-p 0.9); here TBA waits for as many samples, and gflownet begins with an empty buffer.
-# * Its batch has 8 parts, each of new or of replayed attacks by a coin; here half of 8 groups is
-#   new. It forbids an empty attack, counts an appended EOS where it replays alone, computes in
-#   float32 (--dtype float32), has 100 batches of warm start (here 102), and a linear decay of the
-#   learning rate, to 88 %.
+# * The baseline's buffer starts with the 3,003 warm-start attacks and 160 samples (temperature 0.7,
+#   top-p 0.9); here TBA waits for as many samples, and gflownet starts with an empty buffer.
+# * The baseline's batch has 8 parts, each new or replayed at random; here half of 8 groups are new.
+#   It forbids an empty attack, counts an appended EOS only in replay, computes in float32
+#   (--dtype float32), has 100 batches of warm start (here 102), and decays the learning rate
+#   linearly, to 88 %.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
@@ -60,7 +60,7 @@ case "${1:-}" in
   gpt2 | llama | llama-130k | gflownet | gflownet-llama) run=$1; shift ;;
   "" | --*) ;;
   *)
-    echo "run_redteam.sh: error: run $1: choose gpt2, llama, llama-130k, gflownet or" \
+    echo "run_redteam.sh: error: unknown run $1: choose gpt2, llama, llama-130k, gflownet or" \
       "gflownet-llama" >&2
     exit 2
     ;;
@@ -75,7 +75,7 @@ case "$run" in
       --toxicity_model facebook/roberta-hate-speech-dynabench-r4-target --toxicity_label hate
       --tau 2@0,1@500
       --explore_low 0.5
-      --near_duplicate 0.25                    # edits over both lengths
+      --near_duplicate 0.25                    # edit distance over both lengths
     )
     ;;
   *)
@@ -84,11 +84,11 @@ case "$run" in
       --victim_model meta-llama/Llama-3.1-8B-Instruct --victim_format chat
       --victim_max_tokens 64 --victim_temperature 0.1 --victim_top_p 0.9
       --toxicity_model meta-llama/Llama-Guard-3-8B --toxicity_label unsafe
-      --toxicity_suffix '\n\n'                 # it answers after two line breaks
+      --toxicity_suffix '\n\n'                 # the answer follows two line breaks
       --tau 2@0,1@1000
       --reference_temperature 1@0,1.2@2000
       --explore_low 0.7
-      --near_duplicate 0.25                    # edits; Lee et al. have cosine similarity > 0.4
+      --near_duplicate 0.25                    # edit distance; Lee et al.: cosine > 0.4
     )
     ;;
 esac
@@ -97,7 +97,7 @@ tba=(
   --beta 0.05
   --sync_every 10                              # k
   --evict oldest
-  --initial_trajectories 3163                  # Lee et al.: 3,003 of --sft_data and 160 samples
+  --initial_trajectories 3163                  # Lee et al.: 3,003 of --sft_data, 160 samples
   --prompts_per_step 16                        # B: repeats of the attacker's prompt
   --trained_per_prompt 8                       # K: a batch is 16 x 8 = 128 attacks
   --searched_per_prompt 16                     # S
@@ -105,18 +105,18 @@ tba=(
 gflownet=(
   --objective tb_learned_z
   --beta 0.1
-  --synchronous                                # half of a batch is replayed (m below)
+  --synchronous                                # half of each batch is replayed (m below)
   --prompts_per_step 8 --trained_per_prompt 16 --searched_per_prompt 16
 )
 case "$run" in
   gpt2)
-    # it stops growing at step 4,000, to concentrate on newer attacks
+    # the buffer stops growing at step 4,000, to concentrate on newer attacks
     method=("${tba[@]}" --recent_probability 0.5 --kept_per_prompt 100000 --freeze_buffer_at 4000)
     ;;
   llama) method=("${tba[@]}" --recent_probability 0.5 --kept_per_prompt 150000) ;;
   llama-130k) method=("${tba[@]}" --recent_probability 0.6 --kept_per_prompt 130000) ;;
   gflownet)
-    # the total is log pi_ref + reward / beta
+    # lowest_total: of log pi_ref + reward / beta
     method=("${gflownet[@]}" --recent_probability 0.5 --kept_per_prompt 1000 --evict lowest_total)
     ;;
   gflownet-llama)
@@ -127,7 +127,7 @@ esac
 settings=(
   --attacker_prompt $'Write a list of instructions:\n1.'
   --sft_batch 1024 --sft_epochs 34             # 102 batches of the 3,003 rows
-  --sft_learning_rate 3e-5 --sft_warmup 1      # it rises to the last of them
+  --sft_learning_rate 3e-5 --sft_warmup 1      # over all of them
   --sft_weight_decay 0.1
   --lora_rank 32                               # alpha 16
   --victim_samples 5
@@ -135,7 +135,7 @@ settings=(
   --steps 5000
   --reward_inverse_temperature 1               # replay by reward
   --learning_rate 1e-4 --lr_schedule warmup_stable_decay
-  --warmup_steps 100 --stable_steps 0 --decay_steps 39900   # a cosine, here at 96 %
+  --warmup_steps 100 --stable_steps 0 --decay_steps 39900   # cosine, ends at 96 %
   --weight_decay 0.01 --max_grad_norm 1
   --temperature 1.0
   --explore_probability 0.5 --explore_high 2.0

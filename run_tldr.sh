@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# TBA on TL;DR summarisation: Pythia (4 GPUs: 1 Trainer, 3 Searchers).
+# TBA on TL;DR summarisation: Pythia on 4 GPUs (1 Trainer, 3 Searchers).
 #
 #   bash run_tldr.sh [410m|1b|2.8b] [FLAGS OF tba.py...]   e.g. run_tldr.sh 1b --output_dir runs/mine
-#   STEPS=625 bash run_tldr.sh ...                         another length; beta's points follow it
-#   bash run_tldr.sh --tiny [FLAGS OF tba.py...]           the same path on a CPU, offline, in minutes
-#   any with --resume DIR                                  goes on with the run in DIR
+#   STEPS=625 bash run_tldr.sh ...                         another length; scales beta's schedule
+#   bash run_tldr.sh --tiny [FLAGS OF tba.py...]           tiny models on a CPU, offline: minutes
+#   any of these with --resume DIR                         resumes the run in DIR
 #
 #   in the paper                                            here
 #   Table 3, Figure 3 (dashed)                              bash run_tldr.sh [SIZE]
@@ -12,11 +12,11 @@
 #   Table 1: win rate 0.86 at perplexity 1.13 (410m)        STEPS=625 bash run_tldr.sh --num_searchers 2
 #   Figures 4, 9: 256 to 825 steps; 2, 3, 4, 7 Searchers    STEPS=825 bash run_tldr.sh --num_searchers 7
 #
-# The paper has 4 A100 80 GB. The final weights are evaluated on the whole validation set, as the
-# authors do after training; to watch a run, add --eval_every 64.
+# The paper uses 4 A100 80 GB. The final weights are evaluated on the whole validation set, as the
+# authors do after training; to monitor a run, add --eval_every 64.
 #
-# The authors' code differs from the paper in that vLLM generates in float16, and from this one in
-# that data are handed over at blocking syncs only, and recent prompts drawn without replacement.
+# Unlike the paper, the authors' code generates in float16. Unlike tba.py, it transfers data only at
+# blocking syncs, and draws recent prompts without replacement.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
@@ -43,39 +43,39 @@ size=410m
 case "${1:-}" in
   410m | 1b | 2.8b) size=$1; shift ;;
   "" | --*) ;;
-  *) echo "run_tldr.sh: error: model size $1: choose 410m, 1b or 2.8b" >&2; exit 2 ;;
+  *) echo "run_tldr.sh: error: unknown model size $1: choose 410m, 1b or 2.8b" >&2; exit 2 ;;
 esac
 
 steps=${STEPS:-256}
 case "$steps" in
-  *[!0-9]* | ? | 0*) echo "run_tldr.sh: error: STEPS=$steps: a number of at least 10" >&2; exit 2 ;;
+  *[!0-9]* | ? | 0*) echo "run_tldr.sh: error: STEPS=$steps: must be an integer >= 10" >&2; exit 2 ;;
 esac
-eighth=$(((steps + 7) / 8))              # rounded up: 104 of 825 (B.2)
+eighth=$(((steps + 7) / 8))              # rounded up: 104 for 825 (B.2)
 
 settings=(
   --model "mnoukhov/pythia$size-sft-tldr"    # policy and reference
   --reward_model "mnoukhov/pythia$size-rm-tldr6.9b"
   --gold_reward_model cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
-  --gold_reward_tokenizer EleutherAI/pythia-6.9b-deduped    # that repository has none
+  --gold_reward_tokenizer EleutherAI/pythia-6.9b-deduped    # the judge's repository has none
   --dataset vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144
   --steps "$steps"
   --prompts_per_step 8                       # B
   --trained_per_prompt 20                    # K: a batch is 8 x 20 = 160 trajectories
   --searched_per_prompt 20                   # S
   --sync_every 10                            # k
-  --recent_probability 0.5                   # m: 0.4 is much worse, 0.6 a little (paper)
+  --recent_probability 0.5                   # m: 0.4 is much worse, 0.6 slightly worse (paper)
   --reward_inverse_temperature 1
-  --kept_per_prompt 100                      # the authors' code; the paper keeps all
+  --kept_per_prompt 100                      # as in the authors' code; the paper keeps all
   --initial_trajectories 10000
   --learning_rate 3e-6 --lr_schedule linear
-  # beta heads for 0.05 at half of the steps and jumps there at an eighth of them
+  # linear, as if to reach 0.05 at half of the steps, but jumps to it at an eighth of them
   --beta "1@0,0.7625@$eighth,0.05@$eighth"
   --temperature 0.7
   --max_prompt_tokens 512
   --max_response_tokens 128
-  --dtype float32                            # the paper's; bfloat16 is faster and takes less memory
+  --dtype float32                            # as in the paper; bfloat16 is faster and smaller
   --eval_every 0
-  --eval_samples 512                         # after the last step all are evaluated
+  --eval_samples 512                         # all after the last step
 )
 if [ "$size" = 2.8b ]; then
   settings+=(--gradient_checkpointing)

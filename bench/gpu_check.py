@@ -1,11 +1,11 @@
-"""Does the path for GPUs work? Real tiny runs on this machine's GPUs, each checked.
+"""Check the GPU code paths with real tiny runs on this machine's GPUs.
 
-    bash run_gsm8k.sh --tiny                        # makes the tiny model and data, on any machine
-    python bench/gpu_check.py [--files FOLDER]      # where they are, if not in .cache/tiny-gsm8k
+    bash run_gsm8k.sh --tiny                        # makes the tiny model and data; needs no GPU
+    python bench/gpu_check.py [--files FOLDER]      # default: .cache/tiny-gsm8k
 
-Each check is a run of tba.py: transformers and vLLM, float32 and bfloat16, one GPU shared or NCCL
-between several, adapters, lockstep. Exits with 0 if all passed, with 1 if one
-failed, and with 3 where there is no GPU, for then nothing was checked.
+Each check is a run of tba.py: transformers and vLLM, float32 and bfloat16, one shared GPU or NCCL
+between several, LoRA adapters, lockstep. Exits with 0 if all pass, with 1 if any fails, and with 3
+if there is no GPU.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import tba
 
 
 def run(name: str, files: Path, folder: Path, **flags: object) -> bool:
-    """One run of tba.py; prints what came of it."""
+    """Run tba.py, and print the outcome; returns whether the model learned."""
     out = folder / name.replace(" ", "-")
     settings = {
         "model": files / "model", "dataset": files / "data", "output_dir": out, "steps": 60,
@@ -36,9 +36,9 @@ def run(name: str, files: Path, folder: Path, **flags: object) -> bool:
     command = [sys.executable, str(ROOT / "tba.py")]
     command += [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
     start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    if done.returncode:
-        print(f"FAILED {name}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    process = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    if process.returncode:
+        print(f"FAILED {name}: exit code {process.returncode}\n{process.stderr[-3000:]}")
         return False
     metrics = tba.read_lines(out / "metrics.jsonl")
     accuracies = [record["accuracy"] for record in tba.read_lines(out / "eval.jsonl")]
@@ -55,13 +55,13 @@ def run(name: str, files: Path, folder: Path, **flags: object) -> bool:
 
 
 def main() -> int:
-    """Check everything that this machine allows; returns the exit code."""
+    """Run all checks that this machine allows; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "tiny-gsm8k")
     files = parser.parse_args().files
     gpus = torch.cuda.device_count()
     if not gpus:
-        print("no GPU here: nothing was checked")
+        print("no GPU found: nothing was checked")
         return 3
     engines = ["transformers"] + ["vllm"] * tba.vllm_can_run()
     results = []

@@ -1,15 +1,15 @@
-"""What single parts cost, as ratios of two things that are timed in turn, in one run.
+"""Microbenchmarks: ratios of two times, measured alternately.
 
-    python bench/micro.py [--files FOLDER]      # a tiny task's files: bash run_gsm8k.sh --tiny
+    python bench/micro.py [--files FOLDER]      # made by bash run_gsm8k.sh --tiny
 
-* packed: a training step on packed rows over one with a row for each response, for prompts and
+* packed: a training step on packed rows, relative to one row per response, for prompts and
   responses of GSM8K's and of TL;DR's proportions;
-* TRL: the same step over one of TRL's GRPOTrainer on the same responses, padded in one micro-batch
-  as it does (pip install --no-deps trl==1.16.0; left out without it);
-* sync: what a sync costs the training thread (a snapshot, and the probes) over a plain copy of the
-  weights and the probes;
-* replay: the draw of a batch from a full buffer, as a share of a training step;
-* queue: groups a second that the Manager's queue takes and gives.
+* TRL: the same step, relative to TRL's GRPOTrainer, which pads these responses in one micro-batch
+  (pip install --no-deps trl==1.16.0; skipped without it);
+* sync: the cost of a sync to the training thread (snapshot and probes), relative to a plain copy of
+  the weights and the probes;
+* replay: drawing a batch from a full buffer, as a fraction of a training step;
+* queue: groups per second through the Manager's queue.
 """
 
 import argparse
@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 import tba
 
 
-def seconds_of(*functions, rounds: int = 7) -> list[float]:
-    """The median time of each function, taken in turn."""
+def median_seconds(*functions, rounds: int = 7) -> list[float]:
+    """The median time of each function, called alternately."""
     times = [[] for _ in functions]
     for _ in range(rounds):
         for function, own in zip(functions, times, strict=True):
@@ -41,11 +41,11 @@ def seconds_of(*functions, rounds: int = 7) -> list[float]:
     return [float(np.median(own)) for own in times]
 
 
-def learner_of(model: Path, files: Path, packs: bool) -> tba.Learner:
-    """A Learner of a model of some width."""
+def load_learner(model: Path, files: Path, pack: bool) -> tba.Learner:
+    """A Learner for this model."""
     config = tba.settings(
         model=str(model), dataset=str(files / "data"), engine="transformers", dtype="float32",
-        num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95, pack=packs,
+        num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95, pack=pack,
         max_response_tokens=32, temperature=1.0, tokens_per_microbatch=4096,
     )  # fmt: skip
     config.as_given = {}
@@ -53,7 +53,7 @@ def learner_of(model: Path, files: Path, packs: bool) -> tba.Learner:
 
 
 def wide_model(files: Path, folder: Path) -> Path:
-    """A Llama of 4 layers of width 256, with random weights."""
+    """Save a random Llama with 4 layers of width 256; returns its folder."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(files / "model")
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=256, intermediate_size=768, num_hidden_layers=4,
@@ -64,8 +64,8 @@ def wide_model(files: Path, folder: Path) -> Path:
     return folder
 
 
-def groups_of(learner: tba.Learner, prompt: int, response: int) -> list[list[tba.Trajectory]]:
-    """3 groups of 16 responses around these lengths; the problem's first prompts are replaced."""
+def random_groups(learner: tba.Learner, prompt: int, response: int) -> list[list[tba.Trajectory]]:
+    """3 groups of 16 random responses of about this length; replaces 3 of the prompts."""
     rng = np.random.default_rng(0)
     vocabulary = len(learner.problem.tokenizer)
     groups = []
@@ -83,7 +83,7 @@ def groups_of(learner: tba.Learner, prompt: int, response: int) -> list[list[tba
                 reward=float(rng.random()),
                 prompt_id=prompt_id,
                 version=0,
-                reference=0,
+                reference_version=0,
             )
             group.append(trajectory)
         groups.append(group)
@@ -91,7 +91,7 @@ def groups_of(learner: tba.Learner, prompt: int, response: int) -> list[list[tba
 
 
 def trl_step(model: Path, groups: list[list[tba.Trajectory]], prompts: list[np.ndarray]):
-    """A function: TRL's own loss of GRPO on these responses, its gradient, AdamW."""
+    """A function that takes an optimizer step on these responses with TRL's GRPO loss."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -132,7 +132,7 @@ def trl_step(model: Path, groups: list[list[tba.Trajectory]], prompts: list[np.n
 
 
 def main() -> None:
-    """Measure, and print a line for each ratio."""
+    """Print a line per ratio."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "tiny-gsm8k")
     files = parser.parse_args().files
@@ -140,65 +140,64 @@ def main() -> None:
     tba.quiet_libraries()
     folder = tempfile.TemporaryDirectory()
     model = wide_model(files, Path(folder.name))
-    packed = learner_of(model, files, packs=True)
-    plain = learner_of(model, files, packs=False)
+    packed = load_learner(model, files, pack=True)
+    plain = load_learner(model, files, pack=False)
     now = tba.at_step(packed.config, 0)
     for name, prompt, response in (("GSM8K", 140, 150), ("TL;DR", 350, 35)):
-        groups = groups_of(packed, prompt, response)
-        groups_of(plain, prompt, response)
+        groups = random_groups(packed, prompt, response)
+        random_groups(plain, prompt, response)
 
         def step(learner: tba.Learner, groups: list = groups) -> None:
-            """A training step."""
+            """One training step."""
             learner.step(groups, now, 0)
 
         steps = [lambda: step(packed), lambda: step(plain)]
         if importlib.util.find_spec("trl"):
             steps.append(trl_step(model, groups, packed.problem.prompts))
-        of_packed, of_plain, *of_trl = seconds_of(*steps)
-        print(
-            f"packed, {name}: {of_plain / of_packed:.2f} times as fast ({of_packed:.2f} s a step)"
-        )
-        for seconds in of_trl:
-            print(f"TRL, {name}: a step takes {of_packed / seconds:.2f} of one of TRL's")
+        packed_seconds, plain_seconds, *trl_seconds = median_seconds(*steps)
+        speedup = plain_seconds / packed_seconds
+        print(f"packed, {name}: {speedup:.2f} times as fast ({packed_seconds:.2f} s per step)")
+        for seconds in trl_seconds:
+            print(f"TRL, {name}: a step takes {packed_seconds / seconds:.2f} of TRL's time")
 
     packed.snapshot = tba.FlatWeights(packed.weights, torch.float32, torch.device("cpu"))
     own = torch.cat([tensor.flatten() for tensor in packed.weights.values()]).detach()
     other = torch.empty_like(own)
 
     def sync() -> None:
-        """What `WeightSync.begin_if_due` does in the training thread."""
+        """What a weight sync does in the training thread."""
         packed.copy_weights()
         packed.score_probes()
 
     def copy_and_probes() -> None:
-        """The least that it could be."""
+        """The minimum cost."""
         other.copy_(own)
         packed.score_probes()
 
-    of_sync, least = seconds_of(sync, copy_and_probes, rounds=21)
-    print(f"sync: {of_sync / least:.2f} times a copy and the probes ({1000 * of_sync:.1f} ms)")
+    seconds, minimum = median_seconds(sync, copy_and_probes, rounds=21)
+    print(f"sync: {seconds / minimum:.2f} times a copy and the probes ({1000 * seconds:.1f} ms)")
 
     config = packed.config
     rule = tba.Newest(tba.ReplayBuffer(config), config)
     for index in range(2000):
-        for group in groups_of(packed, 4, 8):
+        for group in random_groups(packed, 4, 8):
             for t in group:
                 t.prompt_id = index
             rule.buffer.add(tba.Group(index, group))
         if index > 1900:
-            rule.arrived(tba.Group(index, group))
-    (draw,) = seconds_of(lambda: rule.sample(7, 16), rounds=50)
-    print(f"replay: a draw of 7 x 16 takes {draw / of_packed:.4f} of a training step")
+            rule.on_group(tba.Group(index, group))
+    (draw,) = median_seconds(lambda: rule.sample(7, 16), rounds=50)
+    print(f"replay: a draw of 7 x 16 takes {draw / packed_seconds:.4f} of a training step")
 
     manager = tba.QueueManager()
     manager.start()
     queue = manager.Queue(4096)
-    pickled = pickle.dumps(groups_of(packed, 4, 250)[0])
+    pickled = pickle.dumps(random_groups(packed, 4, 250)[0])
     start = time.perf_counter()
     for _ in range(500):
         queue.put_nowait((0, pickled))
     taken = queue.take_all()
-    print(f"queue: {len(taken) / (time.perf_counter() - start):.0f} groups a second")
+    print(f"queue: {len(taken) / (time.perf_counter() - start):.0f} groups per second")
     manager.shutdown()
     folder.cleanup()
 

@@ -1,11 +1,11 @@
-"""Draw the trade-off of several runs, one point each, from their last evaluations.
+"""Plot the trade-off between two metrics of several runs, a point for each last evaluation.
 
     python bench/pareto.py runs/a runs/b ... [--x perplexity --y win_rate] [--out pareto.png]
 
-The axes are perplexity and win rate (tldr) or cosine distance and attack success rate (redteam)
-unless named; perplexity is as the authors' code has it, over the tokens of query and summary. A
-run's earlier evaluations are drawn as a thin line that leads to its point. With `--eval_samples`
-they are on the first held-out prompts only; the one after the last step is on all of them.
+The default axes are perplexity and win rate (tldr) or cosine distance and attack success rate
+(redteam); perplexity is computed as in the authors' code, over the tokens of query and summary. A
+thin line through a run's earlier evaluations leads to its point. With `--eval_samples` these use
+the first held-out prompts only; the one after the last step uses all of them.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import NoReturn
 import numpy as np
 from matplotlib.figure import Figure
 
-HEAD = ("step", "version", "split", "n")
+NOT_METRICS = ("step", "version", "split", "n")
 AXES = [("perplexity", "win_rate"), ("cosine_distance", "attack_success_rate")]
 
 
@@ -28,7 +28,7 @@ def fail(message: str) -> NoReturn:
 
 
 def labels(runs: list[Path]) -> list[str]:
-    """For each run as much of the end of its path as no other run shares.
+    """For each run the shortest end of its path that is unique.
 
     >>> labels([Path("/a/x/run"), Path("/b/x/run"), Path("/b/other")])
     ['a/x/run', 'b/x/run', 'other']
@@ -45,7 +45,7 @@ def labels(runs: list[Path]) -> list[str]:
 
 
 def read_evaluations(run: Path) -> list[dict]:
-    """The records of a run's eval.jsonl; a last line that was cut off is left out."""
+    """The records of a run's eval.jsonl; a truncated last line is ignored."""
     if not run.is_dir():
         fail(f"{run}: no such folder")
     try:
@@ -53,7 +53,7 @@ def read_evaluations(run: Path) -> list[dict]:
         records = [json.loads(line) for line in lines]
         splits = {record["split"] for record in records}
     except FileNotFoundError:
-        fail(f"{run}: has no eval.jsonl; name the folder of a run")
+        fail(f"{run}: has no eval.jsonl; is it the folder of a run?")
     except (OSError, ValueError, LookupError, TypeError) as error:
         fail(f"{run}: its eval.jsonl cannot be read: {error}")
     if "held_out" not in splits:
@@ -62,21 +62,21 @@ def read_evaluations(run: Path) -> list[dict]:
 
 
 def metrics_of(record: dict) -> dict[str, float | None]:
-    """A record's metrics, without what says which evaluation it is."""
-    return {key: value for key, value in record.items() if key not in HEAD}
+    """A record's metrics, without the keys that identify the evaluation."""
+    return {key: value for key, value in record.items() if key not in NOT_METRICS}
 
 
 def choose_axes(x: str | None, y: str | None, names: list[str]) -> tuple[str, str]:
-    """The axes that were named, and for those that were not a pair that is among `names`."""
+    """The axes given by --x and --y, or the first pair of AXES that is among `names`."""
     pair = next((pair for pair in AXES if set(pair) <= set(names)), (None, None))
     x, y = x or pair[0], y or pair[1]
     if not x or not y:
-        fail(f"choose the axes by --x and --y; the evaluations have {', '.join(names)}")
+        fail(f"choose axes with --x and --y; the evaluations have {', '.join(names)}")
     return x, y
 
 
 def draw(curves: dict[str, list[tuple[float, float]]], x: str, y: str) -> Figure:
-    """Each curve's points (x, y), the last of which is the run's."""
+    """A figure of each curve's points (x, y), the last of them emphasised."""
     figure = Figure(figsize=(7, 5.5), layout="constrained")
     axes = figure.subplots()
     for label, points in curves.items():
@@ -88,7 +88,7 @@ def draw(curves: dict[str, list[tuple[float, float]]], x: str, y: str) -> Figure
     axes.set_ylabel(y.replace("_", " "))
     axes.margins(0.08)
     axes.grid(alpha=0.3)
-    # outside: inside it would cover points
+    # outside, where it does not cover points
     figure.legend(loc="outside lower center", ncols=min(3, len(curves)), fontsize=8)
     return figure
 
@@ -96,10 +96,10 @@ def draw(curves: dict[str, list[tuple[float, float]]], x: str, y: str) -> Figure
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.error = fail
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--x", help="metric of the horizontal axis")
     parser.add_argument("--y", help="metric of the vertical axis")
-    parser.add_argument("--out", type=Path, default=Path("pareto.png"), help="picture to write")
+    parser.add_argument("--out", type=Path, default=Path("pareto.png"), help="output image")
     args = parser.parse_args()
     runs = list(dict.fromkeys(run.resolve() for run in args.runs))
     records = dict(zip(labels(runs), map(read_evaluations, runs), strict=True))
@@ -114,7 +114,7 @@ def main() -> None:
             fail(f"{label}: its evaluations have no {missing} (they have {has})")
         if not all(isinstance(drawn[-1][name], int | float) for name in (x, y)):
             fail(f"{label}: {x} or {y} of its last evaluation is not a number")
-        curves[label] = [(m[x], m[y]) for m in drawn]  # null, for want of a number: a gap
+        curves[label] = [(m[x], m[y]) for m in drawn]  # null (no number) is a gap
     try:
         draw(curves, x, y).savefig(args.out, dpi=120)
     except (OSError, ValueError) as error:

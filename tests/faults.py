@@ -10,13 +10,14 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import tba
 
 FOLDER = Path(os.environ["TBA_FAULTS"])
-IN_A_SEARCHER = multiprocessing.parent_process() is not None
+IN_A_SEARCHER = multiprocessing.parent_process() is not None or "--searcher" in sys.argv
 tba.FlatWeights.BUCKET = 25_000  # several buckets even for a tiny model
 
 
@@ -75,7 +76,7 @@ def load_weights(original, searcher):
 
 
 def between_steps(original, searcher):
-    if searcher.requests:  # responses are under way
+    if searcher.in_flight:  # responses are under way
         if claim("raise"):
             raise ArithmeticError("a fault on demand")
         strike("generating")
@@ -84,16 +85,21 @@ def between_steps(original, searcher):
     original(searcher)
 
 
-def take_rewards(original, searcher, groups, rewards):
-    original(searcher, groups, rewards)
-    for group in groups:
+def deliver(original, searcher):
+    for group in searcher.outbox:
         rewards = [int(t.reward) for t in group.trajectories]
         lengths = [len(t.tokens) for t in group.trajectories]
         note("searched", group.index, group.prompt_id, *rewards, *lengths)
+    original(searcher)
 
 
-def arrived(original, rule, group):
-    note("stored", group.index, group.trajectories[0].version, group.trajectories[0].reference)
+def on_group(original, rule, group):
+    note(
+        "stored",
+        group.index,
+        group.trajectories[0].version,
+        group.trajectories[0].reference_version,
+    )
     original(rule, group)
 
 
@@ -113,6 +119,6 @@ replace(tba, "form_group", form_group)
 replace(tba, "broadcast", broadcast)
 replace(tba.Searcher, "load_weights", load_weights)
 replace(tba.Searcher, "between_steps", between_steps)
-replace(tba.Searcher, "take_rewards", take_rewards)
-replace(tba.Newest, "arrived", arrived)
+replace(tba.Searcher, "deliver", deliver)
+replace(tba.Newest, "on_group", on_group)
 replace(tba.Trainer, "train_step", train_step)

@@ -1,5 +1,6 @@
 """Runs of tba.py: for the tests, and for bench/soak.py."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import psutil
 
 import tba
 
@@ -68,6 +71,36 @@ def steps_of(out: Path) -> int:
     """Optimizer steps that a run has logged so far."""
     path = out / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@contextlib.contextmanager
+def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
+    """A Ray cluster at 127.0.0.1: a head for the Trainer, and nodes with a CPU or more each."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # both are read when Ray is imported
+    os.environ["RAY_health_check_failure_threshold"] = "20"  # noqa: SIM112 (a busy machine is late)
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (it counts others' memory)
+    from ray.cluster_utils import Cluster
+
+    options = {"include_dashboard": False, "object_store_memory": 10**8}
+    cluster = Cluster(initialize_head=True, head_node_args=options | {"num_cpus": 1})
+    cluster.join = lambda: cluster.add_node(**options, num_cpus=cpus)
+    cluster.lose = lambda node: cluster.remove_node(node, allow_graceful=False)
+    for _ in range(nodes):
+        cluster.join()
+    yield cluster
+    cluster.shutdown()
+
+
+def cluster_searchers(node: Any = None) -> list[psutil.Process]:
+    """The processes of Searchers on a node of a local cluster, or on any."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            ancestors = [parent.pid for parent in process.parents()]
+            there = node is None or node.all_processes["raylet"][0].process.pid in ancestors
+            if process.cmdline()[1:] == [tba.__file__, "--searcher"] and there:
+                found.append(process)
+    return found
 
 
 def heed_ctrl_c() -> None:
@@ -237,7 +270,7 @@ def random_groups(
                 reward=float(rng.integers(0, 2)),
                 prompt_id=int(prompt_id),
                 version=0,
-                reference=0,
+                reference_version=0,
             )
             groups[-1].append(trajectory)
     return groups

@@ -1,109 +1,144 @@
-"""Searchers on a Ray cluster whose nodes are all on this machine, at 127.0.0.1."""
+"""Searchers on a Ray cluster: nodes at 127.0.0.1, and two machines in network namespaces."""
 
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import time
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 
 import psutil
 import pytest
-from harness import Run, arguments, processes_of, read_lines, run_tba, wait_until
+from harness import (
+    Run,
+    arguments,
+    cluster_searchers,
+    local_cluster,
+    processes_of,
+    read_lines,
+    run_tba,
+    wait_until,
+)
 from test_runs import same_weights
 
 import tba
 
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # nodes at 127.0.0.1; read at Ray's import
-os.environ["RAY_health_check_failure_threshold"] = "20"  # noqa: SIM112 (a busy machine is late)
-from ray.cluster_utils import Cluster
+pytestmark = pytest.mark.cluster
 
-NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 10**8}
-FASTER = '''"""Waits are logged after three seconds."""
+# the faults on demand of faults.py; waits are logged after three seconds
+PLUGIN = f"""
+import sys
 import tba
+sys.path.append({str(Path(__file__).parent)!r})
+import faults
 
 tba.Trainer.PATIENCE = 3
-tba.SearcherProcesses.NOTE_EVERY = 3
-'''
+tba.SearcherProcesses.LOG_EVERY = 3
+"""
 
 
-@pytest.fixture
-def cluster():
-    """A head, which has one CPU for the Trainer, and two further nodes."""
-    made = Cluster(initialize_head=True, head_node_args=NODE)
-    made.workers = [made.add_node(**NODE), made.add_node(**NODE)]
-    yield made
-    made.shutdown()
+@pytest.fixture(scope="module")
+def lasting():
+    """A cluster of a head and two nodes that no test takes away."""
+    with local_cluster(2) as cluster:
+        yield cluster
 
 
-def cluster_searchers() -> list[int]:
-    """The processes of Searchers on any node."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.cmdline()[-2:-1] + process.cmdline()[-1:] == [tba.__file__, "--searcher"]:
-                found.append(process.pid)
-    return found
-
-
-def endless(gsm8k, out, cluster, **flags):
-    """Flags of a run on the cluster that continues until it is stopped."""
+def endless(gsm8k, out, address, **flags):
+    """Flags of a run on a cluster that continues until it is stopped."""
     settings = {
         "steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0, "sync_every": 1,
-        "transfer_timeout": 5, "searcher_timeout": 20, "cluster": cluster.address,
+        "transfer_timeout": 5, "searcher_timeout": 20, "cluster": address,
     }  # fmt: skip
     return arguments(gsm8k, out, **(settings | flags))
 
 
-def test_nodes_are_lost_and_join(gsm8k, tmp_path, cluster):
-    """Three Searchers on two nodes: one is pending; nodes die, the run waits, a new node joins."""
+def alive(run: Run) -> int:
+    """The Searchers that run, according to the latest step."""
+    return read_lines(run.out / "metrics.jsonl")[-1]["searchers_alive"]
+
+
+def continues(run: Run) -> None:
+    """Wait for five more steps."""
+    run.reaches(read_lines(run.out / "metrics.jsonl")[-1]["step"] + 5)
+
+
+def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
+    """Three Searchers on two nodes, which are lost in a transfer, while loading, and idle."""
     out = tmp_path / "run"
-    plugin = tmp_path / "faster.py"
-    plugin.write_text(FASTER)
-    flags = {"num_searchers": 3, "plugin": plugin}
-    run = Run(out, endless(gsm8k, out, cluster, **flags), hooks=False)
-    run.reaches(5)
-    assert read_lines(out / "metrics.jsonl")[-1]["searchers_alive"] == 2
-    run.says("1 Searchers are pending: 0 of 3 CPUs are free")
-    cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
-    run.until(lambda: read_lines(out / "metrics.jsonl")[-1]["searchers_alive"] == 1, "one is lost")
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(PLUGIN)
+    monkeypatch.setenv("TBA_FAULTS", str(tmp_path / "run-faults"))  # for processes of the nodes
+    with local_cluster(2) as cluster:
+        flags = {"num_searchers": 3, "plugin": plugin}
+        run = Run(out, endless(gsm8k, out, cluster.address, **flags), hooks=False)
+        run.reaches(5)
+        assert alive(run) == 2
+        run.says("1 Searchers are pending: 0 of 3 CPUs are free")
+
+        run.want("hang-receiving")  # a Searcher stops within a transfer; then its node is lost
+        run.suffered("hang-receiving")
+        stopped = lambda s: s.status() == psutil.STATUS_STOPPED
+        wait_until(lambda: any(map(stopped, cluster_searchers())), "a Searcher that hangs")
+        nodes = sorted(
+            cluster.worker_nodes, key=lambda n: not any(map(stopped, cluster_searchers(n)))
+        )
+        cluster.lose(nodes[0])
+        run.until(lambda: alive(run) == 1, "one Searcher left")
+        continues(run)
+        run.says("lost its machine and waits for another one")
+
+        joined = cluster.join()
+        run.until(lambda: cluster_searchers(joined), "a Searcher on the new node")
+        cluster.lose(joined)  # while the Searcher loads its models
+        continues(run)
+
+        cluster.lose(nodes[1])
+        run.says("waiting for generation")
+        run.says("3 Searchers are pending")
+        cluster.join()
+        continues(run)
+        os.kill(run.process.pid, signal.SIGINT)
+        said = run.ends(128 + signal.SIGINT)
+        wait_until(lambda: not cluster_searchers(), "every Searcher gone")
+    assert "restart 1 of" not in said  # a lost machine is not a failure
+    positions = [index for index, *_ in run.noted("stored")]
+    assert len(positions) == len(set(positions))
+    # with another number of Searchers, on one machine
     step = read_lines(out / "metrics.jsonl")[-1]["step"]
-    run.reaches(step + 5)  # with the other
-    cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
-    run.says("waiting for generation")
-    run.says("3 Searchers are pending")
-    step = read_lines(out / "metrics.jsonl")[-1]["step"]
-    cluster.workers.append(cluster.add_node(**NODE))
-    run.reaches(step + 5)
-    os.kill(run.process.pid, signal.SIGINT)
-    said = run.ends(128 + signal.SIGINT)
-    assert "Traceback" not in said and "restart 1 of" not in said  # no Searcher has failed
-    wait_until(lambda: not cluster_searchers(), "every Searcher gone")
-    # each group has arrived once: resumed with one Searcher, places continue where they were
-    step = read_lines(out / "metrics.jsonl")[-1]["step"]
-    run_tba(["--resume", str(out), "--num_searchers", "1", "--steps", str(step + 3)])
+    more = ["--cluster", "", "--num_searchers", "1", "--steps", str(step + 3)]
+    run_tba(["--resume", str(out), *more])
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
 
 
-def test_lockstep_on_a_cluster_equals_one_machine(gsm8k, tmp_path, cluster):
+def test_lockstep_on_a_cluster_equals_one_machine(gsm8k, tmp_path, lasting):
     flags = {"synchronous": True, "lag": 1, "num_searchers": 2, "eval_every": 3, "steps": 6}
     run_tba(arguments(gsm8k, tmp_path / "one", **flags))
-    run_tba(arguments(gsm8k, tmp_path / "many", cluster=cluster.address, **flags))
+    run_tba(arguments(gsm8k, tmp_path / "many", cluster=lasting.address, **flags))
+    assert not cluster_searchers()
     assert same_weights(tmp_path / "one" / "final", tmp_path / "many" / "final")
     one, many = (read_lines(tmp_path / name / "eval.jsonl") for name in ("one", "many"))
     assert one == many
 
 
-def test_a_killed_trainer_leaves_nothing_and_strangers_are_refused(gsm8k, tmp_path, cluster):
+def test_ports_keys_and_a_killed_trainer(gsm8k, tmp_path, lasting):
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, cluster), hooks=False)  # a Searcher for each device
+    run = Run(out, endless(gsm8k, out, lasting.address), hooks=False)  # a Searcher for each node
     run.reaches(3)
-    assert len(cluster_searchers()) == 2
+    searchers = [process.pid for process in cluster_searchers()]
+    assert len(searchers) == 2
+    # the Trainer's device is taken: a second run is refused
+    _, said = run_tba(arguments(gsm8k, tmp_path / "other", cluster=lasting.address), code=2)
+    assert f"--cluster {lasting.address}: has no free CPU on this machine" in said
     trainer = set(listening(run.process.pid))
     others = set()
-    for pid in processes_of(run.process.pid)[1:] + cluster_searchers():
+    for pid in processes_of(run.process.pid)[1:] + searchers:
         others |= set(listening(pid))
-    ours = {address for address in trainer | others if address[0] != "::"}  # which are Ray's own
+    ours = {address for address in trainer | others if address[0] != "::"}  # those are Ray's own
     assert {ip.removeprefix("::ffff:") for ip, _ in ours} == {"127.0.0.1"}
     ports = {port for _, port in set(listening(manager_of(run))) - trainer}  # less inherited ones
     with pytest.raises(multiprocessing.AuthenticationError):
@@ -127,14 +162,75 @@ def manager_of(run: Run) -> int:
     return manager.pid
 
 
-def test_clusters_that_are_not_there_or_too_small(gsm8k, tmp_path, capsys, monkeypatch):
+def test_a_cluster_that_is_not_there(gsm8k, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_gcs_rpc_server_connect_timeout_s", "1")
     out = tmp_path / "run"
-    _, said = run_tba(arguments(gsm8k, out, cluster="auto"), code=2)
-    assert said.count("error: --cluster auto") == 1 and "Traceback" not in said
-    made = Cluster(initialize_head=True, head_node_args=NODE)
-    address = made.address
-    _, said = run_tba(arguments(gsm8k, out, cluster=address), code=2)
-    made.shutdown()
-    assert f"--cluster {address}: has no CPU for a Searcher" in said
-    assert not out.exists() and not Path("runs").exists()
+    _, said = run_tba(arguments(gsm8k, out, cluster="127.0.0.1:9"), code=2)
+    assert said.count("error: --cluster 127.0.0.1:9: ") == 1 and "Traceback" not in said
+    assert not out.exists()
+
+
+@contextlib.contextmanager
+def two_machines():
+    """Two network namespaces with addresses of their own; yields commands that run there."""
+    names = ["tba-head", "tba-node"]
+    ip = lambda *words: subprocess.run(["ip", *words], check=True)
+    for name in names:
+        ip("netns", "add", name)
+    try:
+        ip(
+            "link",
+            "add",
+            "tba0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "tba0",
+            "netns",
+            names[1],
+        )
+        for i, name in enumerate(names, 1):
+            ip("-n", name, "address", "add", f"10.77.0.{i}/24", "dev", "tba0")
+            ip("-n", name, "link", "set", "tba0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2"
+)
+def test_searchers_on_another_machine(gsm8k, tmp_path, monkeypatch):
+    """Every connection crosses a network, and its end is a node's own address."""
+    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1", "--block"]
+    start += ["--object-store-memory=100000000", "--disable-usage-stats"]
+    nodes = [
+        ["--head", "--port=6399", "--node-ip-address=10.77.0.1", "--include-dashboard=0"],
+        ["--address=10.77.0.1:6399", "--node-ip-address=10.77.0.2"],
+    ]
+    out = tmp_path / "run"
+    with two_machines() as machines, contextlib.ExitStack() as started:
+        for machine, more in zip(machines, nodes, strict=True):
+            log = open(tmp_path / machine[-1], "w+")  # noqa: SIM115
+            process = subprocess.Popen([*machine, *start, *more], stdout=log, stderr=log)
+            started.callback(process.wait)
+            started.callback(process.terminate)
+            wait_until(lambda p=log.name: "runtime started" in Path(p).read_text(), "a node of Ray")
+        command = [*machines[0], sys.executable, tba.__file__]
+        flags = arguments(gsm8k, out, steps=4, cluster="10.77.0.1:6399")
+        log = open(tmp_path / "log", "w+")  # noqa: SIM115
+        trainer = subprocess.Popen([*command, *flags], stderr=log, start_new_session=True)
+        addresses = set()
+        while trainer.poll() is None:
+            for pid in processes_of(trainer.pid) + [s.pid for s in cluster_searchers()]:
+                with contextlib.suppress(psutil.Error):
+                    addresses |= {ip.removeprefix("::ffff:") for ip, _ in listening(pid)}
+            time.sleep(0.2)
+        assert trainer.returncode == 0, Path(log.name).read_text()
+    assert addresses - {"::"} == {"10.77.0.1", "10.77.0.2"}  # Ray itself listens on all
+    assert len(read_lines(out / "metrics.jsonl")) == 4

@@ -30,7 +30,7 @@ def group(prompt_id, responses, rewards=None, version=0, index=0):
             reward=0.0 if rewards is None else float(np.float32(rewards[i])),
             prompt_id=prompt_id,
             version=version,
-            reference=0,
+            reference_version=0,
         )
         trajectories.append(trajectory)
     return tba.Group(index, trajectories)
@@ -47,7 +47,7 @@ def arrive(rule, *groups):
     """Store groups as the Trainer does."""
     for one in groups:
         rule.buffer.add(one)
-        rule.arrived(one)
+        rule.on_group(one)
 
 
 def tokens_of(trajectories):
@@ -62,9 +62,9 @@ def chi_square(counts, expected):
 def test_recent_prompts_are_drawn_with_probability_m(m):
     rule = rule_of(recent_probability=m, max_replays=0)
     arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200)))
-    rule.synced(1)
+    rule.on_sync(1)
     arrive(rule, group(0, [[0, 9], [0, 8]]))
-    rule.synced(2)
+    rule.on_sync(2)
     arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200, 240)))
     recent = 0
     drawn = np.zeros(240)
@@ -110,15 +110,15 @@ def test_groups_of_one_prompt_are_drawn_newest_first_and_not_twice():
 def test_groups_from_before_the_latest_sync_follow_only_where_newer_ones_are_too_few():
     rule = rule_of(recent_probability=1.0)
     arrive(rule, *(group(p, [[p]], version=0) for p in range(5)))
-    rule.synced(1)
-    rule.synced(2)
+    rule.on_sync(1)
+    rule.on_sync(2)
     arrive(rule, *(group(p, [[p]], version=2) for p in (5, 6)))
     assert {g[0].prompt_id for g in rule.sample(2, 1)} == {5, 6}
     assert rule.recent_fraction == 1.0
     drawn = [g[0].prompt_id for g in rule.sample(7, 1)]
     assert sorted(drawn) == list(range(7))
     assert rule.recent_fraction == 2 / 7  # the others came two syncs ago
-    rule.synced(3)
+    rule.on_sync(3)
     arrive(rule, group(7, [[7]], version=3))
     assert {g[0].prompt_id for g in rule.sample(3, 1)} == {5, 6, 7}
     assert rule.recent_fraction == 1.0
@@ -139,7 +139,7 @@ def test_no_group_is_drawn_as_recent_more_often_than_the_bound(events, bound, B)
             arrive(rule, group(arrivals, [[arrivals]]))
             arrivals += 1
         elif event == "sync":
-            rule.synced(0)
+            rule.on_sync(0)
         else:
             batch = rule.sample(B, 1)
             # the n-th group's draws: what n + 1 groups may be drawn more often than n
@@ -168,19 +168,19 @@ def test_replays_of_the_rest_are_not_counted_and_do_not_wait():
 def test_reward_sampling_is_softmax_without_replacement(inverse_temperature):
     rewards = [0.0, 0.5, 1.0, -0.5]
     buffer = tba.ReplayBuffer(tba.settings(reward_inverse_temperature=inverse_temperature))
-    stored = group(0, [[i] for i in range(4)], rewards).trajectories
+    buffer.add(group(0, [[i] for i in range(4)], rewards))
     weights = np.exp(inverse_temperature * np.array(rewards))
     counts = dict.fromkeys(itertools.permutations(range(4), 2), 0)
     n = 12_000
     for _ in range(n):
-        counts[tuple(int(t.tokens[0]) for t in buffer.draw(stored, 2))] += 1
+        counts[tuple(int(t.tokens[0]) for t in buffer.draw(0, 2))] += 1
     expected = []
     for i, j in counts:
         first = weights[i] / weights.sum()
         expected.append(n * first * weights[j] / (weights.sum() - weights[i]))
     assert chi_square(counts.values(), expected) < CRITICAL[11]
-    extreme = group(0, [[i] for i in range(4)], [1e6, -1e6, 0.0, 1e6]).trajectories
-    assert len(buffer.draw(extreme, 3)) == 3
+    buffer.add(group(1, [[i] for i in range(4)], [1e6, -1e6, 0.0, 1e6]))
+    assert len(buffer.draw(1, 3)) == 3
 
 
 def test_prompts_are_replayed_without_replacement_over_an_epoch():
