@@ -3730,7 +3730,7 @@ class StepLog:
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
             "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
-            "queue_depth": trainer.searchers.groups.qsize(),
+            "queue_depth": trainer.searchers.arrivals.qsize(),
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),
