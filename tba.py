@@ -2174,8 +2174,7 @@ class TransformersEngine:
         return [row[: len(tokens) - 1] for row, tokens in zip(chosen, sequences, strict=True)]
 
 
-VLLM_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
+VLLM_ENVIRONMENT = {  # defaults
     # untested: model runner V2 and asynchronous scheduling do not run on a CPU
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -2193,8 +2192,8 @@ class VLLMEngine:
     LOOKAHEAD = 4 / 3
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
-        for variable, value in VLLM_ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
+        os.environ |= VLLM_ENVIRONMENT | dict(os.environ)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process
         import vllm  # imported late: it is slow, and reads the environment
 
         if not dist.is_initialized():  # vLLM's own group would open a port
