@@ -1358,8 +1358,8 @@ class Searcher:
 
     A thread receives messages and weights (`WeightReceiver`), to be loaded between decode steps;
     others compute rewards. If the process dies, groups not yet delivered are lost: a new process
-    starts from the first missing position, with the Trainer's current weights, and duplicates are
-    dropped. An evaluation in progress is repeated as a whole, with the next sync.
+    submits their prompts again, with the Trainer's current weights. An evaluation in progress is
+    repeated as a whole, with the next sync.
     """
 
     EVAL_CHUNK = 8  # held-out answers that are scored between polls
