@@ -166,7 +166,8 @@ def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k
     stopped.reaches(6)
     os.kill(stopped.process.pid, signal.SIGTERM)
     stopped.ends(128 + signal.SIGTERM)
-    assert len(read_lines(tmp_path / "stopped" / "metrics.jsonl")) == 7  # it finished its step
+    # it is stopped in the next step, which it finishes, or before that
+    assert len(read_lines(tmp_path / "stopped" / "metrics.jsonl")) in (6, 7)
     run_tba(["--resume", str(tmp_path / "stopped")])
 
     killed = Run(tmp_path / "killed", flags("killed"))
