@@ -1480,6 +1480,8 @@ class Searcher:
                 return
             index = self.index
             self.index += config.num_searchers
+            if index in self.spec.arrived:
+                continue
             prompt = self.problem.prompts[prompt_at(config.seed, index, len(self.problem.prompts))]
             rng = np.random.default_rng([config.seed, index])
             request = Request(
@@ -2692,6 +2694,7 @@ class SearcherSpec:
     searcher: int
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
+    arrived: set[int]  # later positions whose groups have arrived, which are not searched again
     meeting: MeetingPoint
     shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
@@ -2841,15 +2844,14 @@ class SearcherProcesses:
             host, self.meeting.port, is_master=True, wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
-        threading.Thread(target=self.receive_groups, daemon=True).start()
+        self.receiving = ThreadPoolExecutor(1).submit(self.receive_groups)
         self.start_due()
 
     def receive_groups(self) -> None:
         """In a thread: unpickle groups while the training thread waits for its device."""
-        with contextlib.suppress(EOFError, OSError):  # until the Manager ends
-            while True:
-                for pickled in [self.groups.get(), *self.groups.take_all()]:
-                    self.arrivals.put(pickle.loads(pickled))
+        while True:
+            for pickled in [self.groups.get(), *self.groups.take_all()]:
+                self.arrivals.put(pickle.loads(pickled))
 
     def start_due(self) -> None:
         """Start a process for each slot without one whose restart is due; log pending ones."""
@@ -2865,7 +2867,7 @@ class SearcherProcesses:
             self.say(f"{pending} Searchers are pending: {free:g} of {total:g} {kind}s are free")
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process for a slot; it searches from the slot's first missing position."""
+        """Start a process for a slot; it searches the slot's positions that have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
@@ -2874,6 +2876,7 @@ class SearcherProcesses:
             searcher=searcher,
             start=self.starts,
             first=slot.first_missing,
+            arrived=slot.arrived,
             meeting=self.meeting,
             shared=self.shared,
             commands=commands,
@@ -2887,6 +2890,8 @@ class SearcherProcesses:
 
     def take(self) -> tuple[list[Group], list[tuple[RunningSearcher, Any]]]:
         """Drain the queues; returns groups that have not arrived before, and messages."""
+        if self.receiving.done():
+            self.receiving.result()  # raises what ended it
         groups = []
         # groups are drained first: a Searcher reports the probes of new weights before it sends
         # groups generated with them, so wrong weights end the run before these are used
@@ -3297,9 +3302,6 @@ def save(trainer: Trainer) -> None:
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
         trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
         return
-    if not config.synchronous:  # in lockstep, groups are trained on as they arrived
-        trainer.store(trainer.inbox)
-        trainer.inbox = []
     fixed = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
     state = learner.state() | {
         "step": trainer.step,

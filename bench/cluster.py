@@ -9,8 +9,7 @@ Searcher delivers a group of 24 responses of 250 tokens every 0.3 s, and an opti
 0.7 s (both about those of the paper's GSM8K). Rewards and log pi_ref cost nothing. Everything else
 is real: processes, queues, messages, weight transfers, probes, the replay buffer, restarts.
 
-On a machine with few cores, rely on CPU time: wall-clock includes waiting for a core. Needs the
-tiny model and data that `bash run_gsm8k.sh --tiny` makes.
+On a machine with few cores, rely on CPU time: wall-clock includes waiting for a core.
 """
 
 import argparse
@@ -262,8 +261,7 @@ def main() -> None:
     parser.add_argument("--searchers", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=60, help="measured, after all have begun")
     parser.add_argument("--kill_every", type=float, default=0, help="seconds; 0: none is killed")
-    cache = Path(os.environ.get("TBA_CACHE", ROOT / ".cache"))
-    parser.add_argument("--files", type=Path, default=cache / "tiny-gsm8k")
+    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     args, flags = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="tba-cluster-"))
     rows = []

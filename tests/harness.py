@@ -119,7 +119,9 @@ class ForkedRun:
         self.returncode: int | None = None
 
     def receive(self) -> int:
-        return struct.unpack("i", self.connection.recv(4, socket.MSG_WAITALL))[0]
+        answer = self.connection.recv(4, socket.MSG_WAITALL)
+        assert len(answer) == 4, "tests/starter.py has ended"
+        return struct.unpack("i", answer)[0]
 
     def poll(self) -> int | None:
         """Its exit code, or the negative signal that ended it; None: it has not ended."""

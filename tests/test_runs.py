@@ -64,7 +64,7 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
     assert metrics[-1]["version"] >= 8 and metrics[-1]["searchers_alive"] == 2
     evaluations = read_lines(out / "eval.jsonl")
     steps = [e["step"] for e in evaluations]
-    assert steps in ([0, 8, 16, 24], [0, 8, 24], [0, 16, 24])
+    assert steps[0] == 0 and steps[-1] == 24 and steps == sorted(set(steps)) and len(steps) > 2
     assert [e["n"] for e in evaluations] == [200 if step == 24 else 8 for step in steps]
     assert all(0 <= e["accuracy"] <= 1 and e["version"] == e["step"] for e in evaluations)
     config = json.loads((out / "config.json").read_text())
