@@ -2174,8 +2174,7 @@ class TransformersEngine:
         return [row[: len(tokens) - 1] for row, tokens in zip(chosen, sequences, strict=True)]
 
 
-VLLM_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
+VLLM_ENVIRONMENT = {  # defaults
     # untested: model runner V2 and asynchronous scheduling do not run on a CPU
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -2193,8 +2192,8 @@ class VLLMEngine:
     LOOKAHEAD = 4 / 3
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
-        for variable, value in VLLM_ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
+        os.environ |= VLLM_ENVIRONMENT | dict(os.environ)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process
         import vllm  # imported late: it is slow, and reads the environment
 
         if not dist.is_initialized():  # vLLM's own group would open a port
@@ -3730,7 +3729,7 @@ class StepLog:
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
             "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
-            "queue_depth": trainer.searchers.groups.qsize(),
+            "queue_depth": trainer.searchers.arrivals.qsize(),
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),

@@ -443,6 +443,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         self.busy: set[int] = set()  # Searchers whose batch has not arrived
         self.in_transit: set[int] = set()  # Searchers to which weights are on their way
         self.groups_arrived = 0
+        self.receiving: Future = Future()  # no thread receives groups
 
     def start(self) -> None:
         """Load the Searchers."""
@@ -453,7 +454,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         for i, slot in enumerate(self.slots):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, first=i, meeting=self.meeting, shared=None,
+                searcher=i, start=i + 1, first=i, arrived=set(), meeting=self.meeting, shared=None,
                 commands=commands, groups=tba.ManagerQueue(), messages=self.messages,
             )  # fmt: skip
             searcher = tba.Searcher(self.config, self.problem, spec)
