@@ -15,7 +15,6 @@ On a machine with few cores, rely on CPU time: wall-clock includes waiting for a
 import argparse
 import json
 import multiprocessing
-import os
 import random
 import signal
 import sys
@@ -167,7 +166,7 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
     ]  # fmt: skip
     log = open(folder / f"searchers-{M}.log", "w+")  # noqa: SIM115
     launched = time.time()
-    trainer = psutil.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    trainer = psutil.Popen(command, stdout=log, stderr=log)  # Ctrl-C reaches it too
 
     def metrics() -> list[dict]:
         """The run's steps so far."""
