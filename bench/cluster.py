@@ -15,7 +15,6 @@ On a machine with few cores, rely on CPU time: wall-clock includes waiting for a
 import argparse
 import json
 import multiprocessing
-import os
 import random
 import signal
 import sys
@@ -78,30 +77,30 @@ if IN_A_RUN:
         tba.Problem.response_texts = lambda problem, responses: ["7"] * len(responses)
 
     spent: Counter[str] = Counter()  # seconds and events since the start, by name
-    nested: list[float] = []  # wall-clock and CPU seconds of measured calls within measured calls
+    nested = np.zeros(2)  # wall-clock and CPU seconds in measured functions, outermost calls
+
+    def clocks() -> np.ndarray:
+        """Wall-clock time and this thread's CPU time."""
+        return np.array([time.perf_counter(), time.thread_time()])
 
     def measure(owner, method: str, name: str) -> None:
         """Add up under `name` what a function takes, without measured functions that it calls."""
         original = getattr(owner, method)
 
         def measured(*args, **kwargs):
-            in_thread = threading.current_thread() is not threading.main_thread()
-            wall = time.perf_counter()
-            cpu = time.thread_time()
-            before = (spent["nested_wall"], spent["nested_cpu"])
+            in_main = threading.current_thread() is threading.main_thread()
+            before = nested.copy()
+            start = clocks()
             try:
                 return original(*args, **kwargs)
             finally:
-                wall = time.perf_counter() - wall
-                cpu = time.thread_time() - cpu
+                took = clocks() - start
+                own = took - (nested - before) * in_main
                 spent[f"{name}_count"] += 1
-                spent[f"{name}_wall"] += wall
-                spent[f"{name}_cpu"] += cpu
-                if not in_thread:
-                    spent[f"{name}_wall"] -= spent["nested_wall"] - before[0]
-                    spent[f"{name}_cpu"] -= spent["nested_cpu"] - before[1]
-                    spent["nested_wall"] = before[0] + wall
-                    spent["nested_cpu"] = before[1] + cpu
+                spent[f"{name}_wall"] += float(own[0])
+                spent[f"{name}_cpu"] += float(own[1])
+                if in_main:
+                    nested[:] = before + took
 
         setattr(owner, method, measured)
 
@@ -117,14 +116,7 @@ if IN_A_RUN:
         return {**dict.fromkeys(names, 0.0), "forward_backward_seconds": seconds}
 
     tba.Learner.step = sleeping_step
-    on_loaded = tba.WeightSync.on_loaded
     write = tba.StepLog.write
-
-    def note_first_weights(sync, s, probes):
-        """Note when all Searchers have weights for the first time."""
-        on_loaded(sync, s, probes)
-        if all(s.version >= 0 for s in sync.searchers.running):
-            spent["all_loaded"] = spent["all_loaded"] or time.time()
 
     def write_measurements(log, measured, *args):
         """Add the measurements to the step's metrics."""
@@ -133,24 +125,24 @@ if IN_A_RUN:
         measured["groups"] = log.trainer.received / RESPONSES
         measured["starts"] = log.trainer.searchers.starts
         measured["with_weights"] = sum(s.version >= 0 for s in log.trainer.searchers.running)
+        measured["time"] = time.time()  # the first sync ends before the first step begins
         write(log, measured, *args)
 
-    tba.WeightSync.on_loaded = note_first_weights
     tba.StepLog.write = write_measurements
-    measure(tba.Learner, "step", "step")
-    measure(tba.Trainer, "drain_queues", "take")
-    measure(tba.WeightSync, "begin_if_due", "sync")
-    measure(tba.WeightSync, "poll", "sync")
-    measure(tba.WeightSync, "on_loaded", "sync")
-    measure(tba.WeightSync, "on_missed", "missed")
-    measure(tba.SearcherProcesses, "failed", "failures")
-    measure(tba.SearcherProcesses, "handle_failure", "failures")
-    measure(tba.SearcherProcesses, "start_due", "failures")
-    measure(tba.Trainer, "store", "store")
-    measure(tba.StepLog, "write", "log")
-    measure(tba.Newest, "sample", "draw")
-    measure(tba, "form_group", "form")  # in a thread
-    measure(tba.WeightSync, "send", "send")  # in a thread
+    of_trainer = {"drain_queues": "take", "store": "store"}
+    of_sync = {"begin_if_due": "sync", "poll": "sync", "on_loaded": "sync", "on_missed": "missed"}
+    of_processes = dict.fromkeys(("failed", "handle_failure", "start_due"), "failures")
+    for owner, names in (
+        (tba.Learner, {"step": "step"}),
+        (tba.Trainer, of_trainer),
+        (tba.WeightSync, of_sync | {"send": "send"}),  # `send` and `form_group` run in a thread
+        (tba.SearcherProcesses, of_processes),
+        (tba.StepLog, {"write": "log"}),
+        (tba.Newest, {"sample": "draw"}),
+        (tba, {"form_group": "form"}),
+    ):
+        for method, name in names.items():
+            measure(owner, method, name)
 
 # ------------------------------------------------------------------------------------- the driver
 
@@ -160,7 +152,6 @@ PARTS = ("take", "sync", "failures", "store", "draw", "log")
 def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dict[str, float]:
     """Run tba.py with M Searchers; returns what was measured."""
     import psutil
-    from harness import processes_of, read_lines, searcher_pids
 
     out = folder / f"searchers-{M}"
     command = [
@@ -175,7 +166,7 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
     ]  # fmt: skip
     log = open(folder / f"searchers-{M}.log", "w+")  # noqa: SIM115
     launched = time.time()
-    trainer = psutil.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    trainer = psutil.Popen(command, stdout=log, stderr=log)  # Ctrl-C reaches it too
 
     def metrics() -> list[dict]:
         """The run's steps so far."""
@@ -183,7 +174,13 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
             log.seek(0)
             raise SystemExit(f"{M} Searchers: the run ended early\n{log.read()}")
         path = out / "metrics.jsonl"
-        return read_lines(path) if path.exists() else []
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def searchers() -> list[psutil.Process]:
+        """The Searchers' processes, children of the fork server."""
+        servers = [p for p in trainer.children() if "forkserver" in " ".join(p.cmdline())]
+        return [searcher for server in servers for searcher in server.children()]
 
     while len(metrics()) < 5:
         time.sleep(0.5)
@@ -197,20 +194,19 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
         time.sleep(0.2)
         if args.kill_every and time.monotonic() > begin + args.kill_every * (kills + 1):
             kills += 1
-            os.kill(random.choice(searcher_pids(trainer.pid)), signal.SIGKILL)
+            random.choice(searchers()).kill()
     seconds = time.monotonic() - begin
     cpu = {p: (sum(p.cpu_times()[:2]) - before) / seconds for p, before in cpu.items()}
     read = (manager.io_counters().read_chars - read) / seconds
     private = {p: p.memory_full_info().uss / 2**20 for p in (trainer, manager)}
-    of_searchers = [
-        psutil.Process(pid).memory_full_info().uss for pid in searcher_pids(trainer.pid)
-    ]
+    of_searchers = [p.memory_full_info().uss for p in searchers()]
     descriptors = {p: p.num_fds() for p in (trainer, manager)}
+    first_step = metrics()[0]["time"]
     steps = metrics()[first:]
-    os.kill(trainer.pid, signal.SIGTERM)
+    children = trainer.children(recursive=True)
+    trainer.terminate()
     code = trainer.wait(300)
-    while processes_of(trainer.pid):
-        time.sleep(0.2)
+    psutil.wait_procs(children, 60)
     log.seek(0)
     text = log.read()
     log.close()
@@ -229,7 +225,7 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
     syncs = max(1, over("send_count"))
     outside = (over("thread_cpu") - over("step_cpu")) / n  # CPU seconds of a step's other work
     step_seconds = over("step_wall") / n
-    found = {
+    return {
         "Searchers": M,
         "groups/s": groups / wall,
         "MB/s": read / 1e6,
@@ -237,8 +233,6 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
         "busy, CPU": step_seconds / (step_seconds + outside),
         **{f"{part}, CPU ms/step": 1000 * over(f"{part}_cpu") / n for part in PARTS},
         **{f"{part}, wall ms/step": 1000 * over(f"{part}_wall") / n for part in PARTS},
-        "take, CPU ms/group": 1000 * over("take_cpu") / groups,
-        "store, CPU ms/group": 1000 * over("store_cpu") / groups,
         "sync, CPU ms": 1000 * over("sync_cpu") / syncs,
         "syncs": over("send_count"),
         "transfer, s": over("send_wall") / syncs,
@@ -249,7 +243,7 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
         "missed": over("missed_count"),
         "failed transfers": text.count("sending the weights"),
         "Searchers with weights": sum(m["with_weights"] for m in steps) / len(steps),
-        "first weights, s": end["all_loaded"] - launched,
+        "first weights, s": first_step - launched,
         "Trainer, cores": cpu[trainer],
         "Manager, cores": cpu[manager],
         "Trainer, private MB": private[trainer],
@@ -258,7 +252,6 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
         "Trainer, descriptors": descriptors[trainer],
         "Manager, descriptors": descriptors[manager],
     }
-    return found
 
 
 def main() -> None:
@@ -269,7 +262,6 @@ def main() -> None:
     parser.add_argument("--kill_every", type=float, default=0, help="seconds; 0: none is killed")
     parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     args, flags = parser.parse_known_args()
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     folder = Path(tempfile.mkdtemp(prefix="tba-cluster-"))
     rows = []
     for M in args.searchers:
