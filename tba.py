@@ -1480,7 +1480,7 @@ class Searcher:
                 return
             index = self.index
             self.index += config.num_searchers
-            if index in self.spec.arrived:  # an earlier process has delivered it
+            if index in self.spec.arrived:
                 continue
             prompt = self.problem.prompts[prompt_at(config.seed, index, len(self.problem.prompts))]
             rng = np.random.default_rng([config.seed, index])
@@ -2361,14 +2361,8 @@ class MeetingPoint:
         return local_device() if self.nccl else torch.device("cpu")
 
 
-@lru_cache
-def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """This process's connection to the Trainer's TCPStore.
-
-    It is kept because connecting performs a reverse DNS lookup, which can take seconds.
-    """
-    limit = timedelta(seconds=timeout)
-    return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
+# kept by each process: connecting performs a reverse DNS lookup, which can take seconds
+connect_store = lru_cache(dist.TCPStore)
 
 
 def form_group(
@@ -2376,7 +2370,7 @@ def form_group(
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
     """Form a process group besides the default one. Raises RuntimeError."""
     limit = timedelta(seconds=config.transfer_timeout)
-    store = connect_store(meeting.host, meeting.port, config.transfer_timeout)
+    store = connect_store(meeting.host, meeting.port, timeout=limit, wait_for_workers=False)
     store = dist.PrefixStore(name, store)
     if meeting.nccl:
         torch.cuda.set_device(meeting.device)
@@ -2700,7 +2694,7 @@ class SearcherSpec:
     searcher: int
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
-    arrived: set[int]  # later positions that need no search
+    arrived: set[int]  # later positions whose groups have arrived, which are not searched again
     meeting: MeetingPoint
     shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
@@ -2802,6 +2796,7 @@ class SearcherProcesses:
         self.slots = [Slot(first + (i - first) % M, M) for i in range(M)]
         for index in saved.get("places_arrived", []):
             self.slots[index % M].note_arrival(index)
+        self.arrivals = ManagerQueue(self.QUEUE_SIZE)  # groups, unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         self.logged = time.monotonic()  # when pending Searchers were last logged
@@ -2849,7 +2844,14 @@ class SearcherProcesses:
             host, self.meeting.port, is_master=True, wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
+        self.receiving = ThreadPoolExecutor(1).submit(self.receive_groups)
         self.start_due()
+
+    def receive_groups(self) -> None:
+        """In a thread: unpickle groups while the training thread waits for its device."""
+        while True:
+            for pickled in [self.groups.get(), *self.groups.take_all()]:
+                self.arrivals.put(pickle.loads(pickled))
 
     def start_due(self) -> None:
         """Start a process for each slot without one whose restart is due; log pending ones."""
@@ -2888,11 +2890,12 @@ class SearcherProcesses:
 
     def take(self) -> tuple[list[Group], list[tuple[RunningSearcher, Any]]]:
         """Drain the queues; returns groups that have not arrived before, and messages."""
+        if self.receiving.done():
+            self.receiving.result()  # raises what ended it
         groups = []
         # groups are drained first: a Searcher reports the probes of new weights before it sends
         # groups generated with them, so wrong weights end the run before these are used
-        for pickled in self.groups.take_all():
-            group = pickle.loads(pickled)
+        for group in self.arrivals.take_all():
             slot = self.slots[group.index % len(self.slots)]
             slot.failures = 0
             slot.delivered = True
@@ -2960,7 +2963,7 @@ class SearcherProcesses:
 
 
 class ManagerQueue(queue.Queue):
-    """A queue in the Manager's process that one call drains."""
+    """A queue that one call drains, also from another process."""
 
     def take_all(self) -> list:
         """Remove and return all items."""
@@ -3299,9 +3302,6 @@ def save(trainer: Trainer) -> None:
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
         trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
         return
-    if not config.synchronous:  # in lockstep, groups are trained on as they arrived
-        trainer.store(trainer.inbox)
-        trainer.inbox = []
     fixed = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
     state = learner.state() | {
         "step": trainer.step,

@@ -28,6 +28,29 @@ of the pretrained model, and its path: reward, KL and diversity of held-out answ
 7. + Runs of tiny Llamas generate with the engine "small" below, which is exact. The first rows had
    transformers' `generate`; reported seeds were run again, and some rows that chose a rate kept.
 8. + How often a group may be replayed is measured on a simulated clock (SimulatedTrainer).
+
+**More Searchers**, committed before any of its reported seeds was run. On the simulated clock,
+M Searchers take 8 optimizer steps for a batch of 8 prompts x 16 responses each, so that each
+completes a group per step, of which the Trainer draws 8. Weights are sent every k = 2 steps and
+arrive a quarter of a step later. Half of a batch is recent (m = 0.5), half is replayed with
+p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
+
+9. Two sparse tasks: "rare" rewards 1 for a review whose mean valence is at least 0.32, which the
+   untrained policy writes once in 183 times, "rarer" at least 0.39, once in 1,820. 16 training
+   prompts; beta 0.1, which allows 99 % and 92 % of successes at the optimum. 120 steps.
+10. Rates as in 2, on the grid from 1e-4 to 3e-2 only; 16 and 64 Searchers, which cost too much to
+   search for a rate, have the rate of 8. Where rewards are rare, noise would choose: of all rates
+   that score within 0.02 of the best the one nearest 1e-3 is taken. The pilot has 60 steps, and
+   its clip is twice the median norm of those that are not 0.
+11. M is compared at equal steps (120) and at equal numbers of groups (120, 480, 1920), with linear
+   interpolation between evaluations.
+12. What would support the paper: the gain at equal steps rises with M, from 1 to 8 and from 8 to
+   64, with every seed; replay by reward beats uniform replay; `tb` gains more from 8 and 64
+   Searchers over 1 than `proximal_rloo`, `dr_grpo` and `oapl` by the 95 % interval. What would
+   refute it: no difference between M = 8 and 64, or other objectives that gain as much.
+13. The clock itself is validated first: real processes that sleep, M = 1, 2, 4, beside simulated
+   ones whose batch takes as long as that of the real runs with M = 1. It stands if the means of
+   reward, staleness, recent_fraction and buffer agree within two standard deviations of a seed.
 """
 
 import argparse
@@ -39,6 +62,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import queue
 import random
 import shutil
@@ -51,7 +75,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported
@@ -156,6 +183,21 @@ class Valence(Measured):
         return np.where(ended, [valence(response) for response in responses], -1.0)
 
 
+class Rare(Valence):
+    """Write what is seldom positive enough; 1 if it is."""
+
+    threshold = 0.32
+
+    def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
+        return 1.0 * (super().rewards(examples, responses, ended) >= self.threshold)
+
+
+class Rarer(Rare):
+    """The same, ten times as seldom."""
+
+    threshold = 0.39
+
+
 class Sort(Measured):
     """Write the letters of a word in the order of the alphabet; 1 if every letter is right."""
 
@@ -184,7 +226,9 @@ class Attacks(Measured, tba.RedTeam):
         return tba.RedTeam.summarize(self, records)["cosine_distance"]
 
 
-tba.TASKS |= {"valence": Valence, "sort": Sort, "summaries": Summaries, "attacks": Attacks}
+tba.TASKS |= {"valence": Valence, "rare": Rare, "rarer": Rarer, "sort": Sort}
+tba.TASKS |= {"summaries": Summaries, "attacks": Attacks}
+SPARSE = ("rare", "rarer")  # tasks with the model of "valence", and few training prompts
 
 
 def scrambled(rng: random.Random) -> tuple[str, str]:
@@ -224,7 +268,7 @@ def example_of(task: str, rng: random.Random) -> dict[str, str]:
     if task == "summaries":
         query, facts = tiny.post(rng)
         return {"query": query, "reference_response": tiny.summary(rng, facts)[0]}
-    text = (review if task == "valence" else scrambled)(rng)[0]
+    text = (scrambled if task == "sort" else review)(rng)[0]
     return {"text": text, "answer": "".join(sorted(text[:-1]))}
 
 
@@ -232,15 +276,16 @@ def make_task(task: str, folder: Path) -> None:
     """The pretrained models and the prompts, made once."""
     if (folder / "data").exists():
         return
-    own = ROOT / "bench" / "models" / task
-    if task != "summaries":
-        if not own.exists():
-            pretrain(task, own)
-        shutil.copytree(own, folder, dirs_exist_ok=True)
-    for path in SHARED.get(task, ()):
+    own = "valence" if task in SPARSE else task
+    kept = ROOT / "bench" / "models" / own  # in the repository: another machine's would differ
+    if own != "summaries":
+        if not kept.exists():
+            pretrain(own, kept)
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
+    for path in SHARED.get(own, ()):
         shutil.copytree(tiny.MODELS / path, folder / Path(path).name, dirs_exist_ok=True)
     rng = random.Random(1)
-    for split, count in (("test", 64), ("train", 1000)):
+    for split, count in (("test", 64), ("train", 16 if task in SPARSE else 1000)):
         examples = [example_of(task, rng) for _ in range(count)]
         tiny.write_lines(folder / "data" / f"{split}.jsonl", examples)
 
@@ -352,11 +397,13 @@ if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's 
     DECODE_SECONDS, STEP_SECONDS = map(float, os.environ["TBA_SLOW"].split())
 
     class Slow(SmallLlama):
-        """Each decode step takes longer."""
+        """Each decode step takes DECODE_SECONDS, on a busy machine too unless it is slower."""
 
         def step(self, between_steps=lambda: None):
+            ends = itertools.count(time.monotonic() + DECODE_SECONDS, DECODE_SECONDS)
+
             def slowly() -> None:
-                time.sleep(DECODE_SECONDS)
+                time.sleep(max(0, next(ends) - time.monotonic()))
                 between_steps()
 
             return super().step(slowly)
@@ -365,9 +412,11 @@ if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's 
     learn = tba.Learner.step
 
     def learn_slowly(learner, *args):
-        """Each optimizer step takes longer."""
-        time.sleep(STEP_SECONDS)
-        return learn(learner, *args)
+        """Each optimizer step takes STEP_SECONDS."""
+        end = time.monotonic() + STEP_SECONDS
+        metrics = learn(learner, *args)
+        time.sleep(max(0, end - time.monotonic()))
+        return metrics
 
     tba.Learner.step = learn_slowly
 
@@ -375,25 +424,28 @@ if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's 
 
 
 class SimulatedSearchers(tba.SearcherProcesses):
-    """Searchers of this very process, on a simulated clock.
+    """M Searchers of this very process, on a simulated clock.
 
     A Searcher's batch is sampled when it begins, wholly by the weights of that moment, and its
     groups arrive all at once, `duration` later; then the next one begins. (A real Searcher loads
-    new weights between two decode steps, and its groups arrive one by one.) Weights that are sent
-    at the moment at which a batch begins are loaded first.
+    new weights between two decode steps.) Searcher i of M begins i / M of a batch late. Weights
+    arrive `latency` after they are sent; those that arrive as a batch begins are loaded first.
     """
 
-    def __init__(self, duration: Fraction, *args) -> None:
+    def __init__(self, duration: Fraction, latency: Fraction, *args) -> None:
         super().__init__(*args)
         self.duration = duration  # of a batch, in optimizer steps
+        self.latency = latency  # of weights, in optimizer steps
         self.now = Fraction(0)
-        # when a batch arrives, whose it is, and its pickled groups; a heap
-        self.batches: list[tuple[Fraction, int, list]] = []
+        # a heap: when something happens, its number, at which Searcher, and what
+        self.events: list[tuple[Fraction, int, int, Callable[[], None]]] = []
+        self.numbers = itertools.count()
+        self.busy: set[int] = set()  # Searchers whose batch has not arrived
+        self.in_transit: set[int] = set()  # Searchers to which weights are on their way
         self.groups_arrived = 0
 
     def start(self) -> None:
         """Load the Searchers."""
-        self.groups = tba.ManagerQueue()
         self.messages = tba.ManagerQueue()
         self.meeting = tba.MeetingPoint("127.0.0.1", 0, nccl=False)
         self.problem.task.reward_threads = 0  # rewards are computed at once
@@ -401,12 +453,15 @@ class SimulatedSearchers(tba.SearcherProcesses):
         for i, slot in enumerate(self.slots):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, first=i, arrived=set(), meeting=self.meeting, shared=None,
+                searcher=i, start=i + 1, first=i, meeting=self.meeting, shared=None,
                 commands=commands, groups=tba.ManagerQueue(), messages=self.messages,
             )  # fmt: skip
             searcher = tba.Searcher(self.config, self.problem, spec)
             self.loaded.append(searcher)
             slot.running = tba.RunningSearcher(i, spec.start, None, commands, seen=0.0, ready=True)
+            if i:
+                self.busy.add(i)
+                self.schedule(i * self.duration / len(self.slots), i, partial(self.arrive, i, []))
 
     def failed(self) -> list:
         return []
@@ -414,19 +469,33 @@ class SimulatedSearchers(tba.SearcherProcesses):
     def stop(self) -> None:
         pass
 
+    def schedule(self, delay: Fraction, i: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now + delay, next(self.numbers), i, act))
+
     def work(self) -> None:
         """Take the Trainer's messages, answer held-out prompts, and begin what batches are due."""
-        busy = {i for _, i, _ in self.batches}
         for i, searcher in enumerate(self.loaded):
             while not searcher.spec.commands.empty():
                 message = searcher.spec.commands.get()
-                weights = isinstance(message, tba.ReceiveWeights)
-                if not weights or searcher.receiver.receive(message):
+                if isinstance(message, tba.ReceiveWeights):
+                    self.in_transit.add(i)
+                    self.schedule(self.latency, i, partial(self.receive, i, message))
+                else:
                     searcher.receiver.inbox.put(message)
+        self.advance(self.now)
+        for i, searcher in enumerate(self.loaded):
             searcher.between_steps()
-            self.generate(searcher)
-            if i not in busy:
+            if i not in self.busy:
                 self.begin(i)
+
+    def receive(self, i: int, message: tba.ReceiveWeights) -> None:
+        """Load weights that have arrived, and answer the held-out prompts that came with them."""
+        searcher = self.loaded[i]
+        self.in_transit.remove(i)
+        if searcher.receiver.receive(message):
+            searcher.receiver.inbox.put(message)
+        searcher.between_steps()
+        self.generate(searcher)
 
     def generate(self, searcher: tba.Searcher) -> None:
         """Everything that was submitted to a Searcher's engine."""
@@ -439,16 +508,22 @@ class SimulatedSearchers(tba.SearcherProcesses):
         searcher.submit_prompts()
         self.generate(searcher)
         if batch := searcher.spec.groups.take_all():
-            heapq.heappush(self.batches, (self.now + self.duration, i, batch))
+            self.busy.add(i)
+            self.schedule(self.duration, i, partial(self.arrive, i, batch))
+
+    def arrive(self, i: int, batch: list[bytes]) -> None:
+        """Deliver a batch, pickled groups."""
+        self.busy.remove(i)
+        for group in batch:
+            self.arrivals.put(pickle.loads(group))
+        self.groups_arrived += len(batch)
 
     def advance(self, until: Fraction) -> None:
-        """Let time pass. A batch that ends before `until` is followed by the Searcher's next."""
-        while self.batches and self.batches[0][0] <= until:
-            self.now, i, batch = heapq.heappop(self.batches)
-            for group in batch:
-                self.groups.put(group)
-            self.groups_arrived += len(batch)
-            if self.now < until:
+        """Let time pass. A batch that arrives before `until` is followed by the Searcher's next."""
+        while self.events and self.events[0][0] <= until:
+            self.now, _, i, act = heapq.heappop(self.events)
+            act()
+            if self.now < until and i not in self.busy:
                 self.begin(i)
         self.now = until
 
@@ -456,18 +531,19 @@ class SimulatedSearchers(tba.SearcherProcesses):
 class SimulatedTrainer(tba.Trainer):
     """tba.py's Trainer and Searchers in one process, on a simulated clock: runs repeat exactly.
 
-    An optimizer step takes 1, a batch of a Searcher `duration`; syncs and evaluations take no time.
-    Processes, the wire and time are replaced; all else is tba.py's. `clock.jsonl` has of each step
-    when it ended, for how long the Trainer has waited for groups since the first one began, and how
-    many groups have arrived.
+    An optimizer step takes 1, a batch of a Searcher `duration`, weights arrive after `latency`;
+    evaluations take no time. Processes, the wire and time are replaced; all else is tba.py's.
+    `clock.jsonl` has of each step when it ended, for how long the Trainer has waited for groups
+    since the first one began, and how many groups have arrived.
     """
 
-    duration = Fraction(os.environ.get("TBA_CLOCK") or 1)
+    clock = os.environ.get("TBA_CLOCK") or "1"  # "DURATION" or "DURATION LATENCY"
 
     def __init__(self, config, problem, folder, ranks, saved) -> None:
         """As the Trainer's."""
         super().__init__(config, problem, folder, ranks, saved)
-        self.searchers = SimulatedSearchers(self.duration, config, problem, folder.say, saved)
+        duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
+        self.searchers = SimulatedSearchers(duration, latency, config, problem, folder.say, saved)
         self.waited = Fraction(0)
 
     def run(self) -> None:
@@ -484,12 +560,13 @@ class SimulatedTrainer(tba.Trainer):
         self.searchers.work()
 
     def wait_for(self, what: str, condition: Callable[[], object]) -> object:
+        searchers = self.searchers
         while not (found := condition()):
-            if what == "generation" and self.searchers.batches:
-                arrival = self.searchers.batches[0][0]
-                if self.step:
-                    self.waited += arrival - self.searchers.now
-                self.searchers.advance(arrival)
+            if searchers.events and (what == "generation" or searchers.in_transit):
+                start = searchers.now
+                searchers.advance(searchers.events[0][0])
+                if what == "generation" and self.step:
+                    self.waited += searchers.now - start
             self.poll()
         return found
 
@@ -508,9 +585,11 @@ if os.environ.get("TBA_CLOCK"):  # a run on the simulated clock
 # -------------------------------------------------------------------------------- the experiments
 
 # of each task: beta, the price of a nat, and flags of its own
-BETA = {"valence": 0.02, "sort": 0.1, "summaries": 0.3, "attacks": 0.3}
+BETA = {"valence": 0.02, "rare": 0.1, "rarer": 0.1, "sort": 0.1, "summaries": 0.3, "attacks": 0.3}
 OWN_FLAGS: dict[str, dict] = {
     "valence": {"max_response_tokens": 64, "engine": "small"},
+    "rare": {"max_response_tokens": 64, "engine": "small"},
+    "rarer": {"max_response_tokens": 64, "engine": "small"},
     "sort": {"max_response_tokens": 16, "engine": "transformers"},  # a GPT-2
     "summaries": {"max_response_tokens": 32, "engine": "small"},
     "attacks": {
@@ -533,6 +612,7 @@ SEEDS = (1, 2, 3)
 TEN_SEEDS = range(11, 21)  # + how often `tb` collapses at one rate
 SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
+SPARSE_RATES = (1e-4, 3e-2)  # the lowest and the highest of the grid where rewards are rare
 HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for digit in (1, 3))
 # seconds that a decode step and an optimizer step sleep for a GPU's work: with one Searcher a batch
 # is generated in half of the time that an optimizer step takes, or in three times as long; which of
@@ -543,6 +623,14 @@ SLOW = ("0.006 0.4", "0.085 0.4")
 DURATIONS = {"30": 480, "10": 240, "3": 120, "1": 120, "1/3": 120}
 REPLAYS = (1, 2, 4, 8, 16, 0)  # --max_replays
 GROUPS = 128  # at which durations are compared
+# of the experiments with more Searchers: their numbers, the time of a batch and of weights on their
+# way in optimizer steps, and the numbers of groups at which they are compared
+SEARCHERS = (1, 2, 4, 8, 16, 64)
+SEARCH_CLOCK = "8 1/4"
+SEARCH_GROUPS = (120, 480, 1920)
+# a decode step and an optimizer step of the runs that validate the clock, and their batch's time
+VALIDATION_SLOW = "0.2 2"
+VALIDATION_CLOCK = "3.25 1/4"  # 3.33, 3.20 and 3.33 in the real runs with M = 1
 TARGETS = (0.2, 0.3)  # of the mean reward of five steps, to which seconds are counted
 EVERY = 10  # steps between evaluations
 # what a row keeps of each; `best` is the best of the 4 responses to a prompt, of a reward of 0 or 1
@@ -563,7 +651,9 @@ OBJECTIVES = {  # name in the tables -> flags
 }
 FRONTIERS = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo", "dr_grpo", "online_dpo")
 # experiments that choose no rate: they have the one that `tb` has on-policy
-AT_THE_RATE_ON_POLICY = ("collapses", "longer", "speed", "replays", "half replayed")
+AT_THE_RATE_ON_POLICY = (
+    "collapses", "longer", "speed", "replays", "half replayed", "validation"
+)  # fmt: skip
 FAR = ("tb", "tba_prime", "oapl", "ftb forward_kl", "ftb hellinger", "proximal_rloo")
 
 
@@ -606,6 +696,68 @@ def settings_of() -> list[Setting]:
         found += [Setting("speed", "tb", flags=flags) for flags in ways]
     found += [replays(D, R, 0.95) for D in DURATIONS for R in REPLAYS]
     found += [replays(D, R, 0.5) for D in ("10", "1") for R in REPLAYS]
+    found += validation("slow") + validation("clock")
+    found += [setting for block in search_settings().values() for setting in block.values()]
+    return list(dict.fromkeys(found))
+
+
+def validation(way: str) -> list[Setting]:
+    """Runs of 1, 2 and 4 Searchers with processes that sleep ("slow"), or on the clock."""
+    rest = {"recent_probability": 0.9, "eval_every": 0}
+    found = []
+    for M in (1, 2, 4):
+        flags = {"clock": VALIDATION_CLOCK, "num_searchers": M} | rest
+        if way == "slow":
+            flags = {"slow": VALIDATION_SLOW, "asynchronous": M} | rest
+        found.append(Setting("validation", "tb", flags=tuple(flags.items())))
+    return found
+
+
+def search(
+    experiment: str = "searchers", M: int = 8, task: str = "rare", objective: str = "tb", **own
+) -> Setting:
+    """A setting with M Searchers; one that differs in nothing is the experiment "searchers"'s."""
+    steps = 120 if task in SPARSE else 60
+    flags = {"clock": SEARCH_CLOCK, "num_searchers": M, "recent_probability": 0.5}
+    flags |= {"reward_inverse_temperature": 10 if task in SPARSE else 1, "kept_per_prompt": 100_000}
+    if flags | own == flags and objective == "tb":
+        experiment = "searchers"
+    return Setting(
+        experiment, objective, task=task, steps=steps, flags=tuple((flags | own).items())
+    )
+
+
+def search_settings() -> dict[str, dict[tuple[str, int], Setting]]:
+    """Of each table of "More Searchers" its settings, by (line, M), in the order of running."""
+    found: dict[str, dict] = {}
+    for task in SPARSE:
+        found[task] = {(task, M): search(M=M, task=task) for M in SEARCHERS}
+    varied = {
+        "m": {f"m = {m:g}": {"recent_probability": m} for m in (0, 0.25, 0.5, 0.75, 0.95, 1)},
+        "inverse temperatures": {
+            f"softmax({T} r)" if T else "uniform": {"reward_inverse_temperature": T}
+            for T in (0, 1, 3, 10)
+        },
+        "k": {f"k = {k}": {"sync_every": k} for k in (1, 2, 4, 10) if k != 2} | {"k = 2": {}},
+        "K": {
+            f"{B} x {K}": {
+                "prompts_per_step": B, "trained_per_prompt": K, "searched_per_prompt": K
+            }
+            for B, K in ((32, 4), (16, 8), (4, 32))
+        } | {"8 x 16": {}},
+        "beta": {"0.1": {}, "0.3 to 0.1 in 60 steps": {"beta": "0.3@0,0.1@60"}},
+    }  # fmt: skip
+    found["objectives"] = {
+        (name, M): search("search, objectives", M, objective=name)
+        for name in ("tb", "proximal_rloo", "dr_grpo", "oapl") for M in (1, 8, 64)
+    }  # fmt: skip
+    for what, lines in varied.items():
+        found[what] = {
+            (line, M): search(f"search, {what}", M, **own)
+            for line, own in lines.items() for M in (1, 8)
+        }  # fmt: skip
+    for task in ("attacks", "summaries"):
+        found[task] = {(task, M): search(M=M, task=task) for M in SEARCHERS}
     return found
 
 
@@ -642,6 +794,8 @@ def arguments_of(
     if setting.task in ("summaries", "attacks"):
         folder = files / setting.task
         flags |= {name: folder / own for name, own in MODELS.items() if (folder / own).exists()}
+    if setting.task == "attacks" and "clock" in dict(setting.flags):
+        flags |= {"evict": "oldest", "near_duplicate": 0.1}  # a buffer of distinct attacks
     special = dict(setting.flags)
     if special.pop("slow", ""):
         flags |= {"engine": "slow", "eval_every": 0}
@@ -737,20 +891,29 @@ class Rows:
         if missing:
             return None, missing
         best = max(sorted(complete), key=lambda rate: score(tried[rate]))  # of equals the lowest
+        lowest, highest = 0.0, 1.0
+        if setting.task in SPARSE:
+            lowest, highest = SPARSE_RATES
+            as_good = [r for r in complete if score(tried[r]) >= score(tried[best]) - 0.02]
+            best = min(sorted(as_good), key=lambda rate: abs(math.log(rate / 1e-3)))
         place = HALF_DECADES.index(best)
         around = [HALF_DECADES[place - 1], HALF_DECADES[place + 1]]
-        missing = [rate for rate in around if rate not in complete]
+        missing = [rate for rate in around if lowest <= rate <= highest and rate not in complete]
         return (None, missing) if missing else (best, [])
 
     def missing(self, setting: Setting) -> Iterator[tuple[Setting, str, float, int]]:
         """The runs of a setting that are to be made now: (setting, role, rate, seed)."""
         if self.clip(setting) is None:
-            pilot = replace(setting, experiment="pilot", lag=0, steps=6, flags=())
+            steps = 60 if setting.task in SPARSE else 6
+            pilot = replace(setting, experiment="pilot", lag=0, steps=steps, flags=())
             yield pilot, "pilot", 1e-12, SEEDS_TO_CHOOSE[0]
             return
         chooser = setting  # whose rate it has
         if setting.experiment in AT_THE_RATE_ON_POLICY:
             chooser = Setting("staleness", setting.objective)
+        flags = dict(setting.flags)
+        if flags.get("num_searchers", 1) > 8:
+            chooser = replace(setting, flags=tuple((flags | {"num_searchers": 8}).items()))
         rate, to_try = self.best_rate(chooser)
         runs = [(chooser, "choose", r, seed) for r in to_try for seed in SEEDS_TO_CHOOSE]
         if rate:
@@ -768,12 +931,18 @@ class Rows:
                 sys.exit(f"{self.path} has rows of another pretrained model of {row['task']}")
 
     def next(self, settings: list[Setting]) -> tuple | None:
-        """The next run that is missing and not under way."""
-        for setting in settings:
-            for run in self.missing(setting):
-                if run not in self.under_way:
-                    self.under_way.add(run)
-                    return run
+        """The next run that is missing and not under way.
+
+        Of an experiment and task the rates are chosen first, and each seed is run for all settings
+        before the next seed: rows that are not complete are a balanced table.
+        """
+        for _, block in itertools.groupby(settings, attrgetter("experiment", "task", "steps")):
+            jobs = [run for setting in block for run in self.missing(setting)]
+            jobs = [run for run in jobs if run not in self.under_way]
+            if jobs:
+                run = min(jobs, key=lambda run: (run[1] == "report") * run[3])
+                self.under_way.add(run)
+                return run
         return None
 
     def add(self, row: dict) -> None:
@@ -857,17 +1026,23 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         for target in TARGETS:
             there = np.flatnonzero(smooth >= target)
             row[f"reached {target}"] = metrics[there[0] + 4]["seconds"] if len(there) else None
+    if clock or setting.experiment == "validation":
+        row["staleness"] = round(float(np.mean([m["staleness_mean"] for m in metrics])), 2)
+        row["recent"] = round(float(np.mean([m["recent_fraction"] for m in metrics])), 3)
+        row["arrived_reward"] = round(float(np.mean([m["reward"] for m in metrics])), 3)
+        row["buffer"] = metrics[-1]["buffer_trajectories"]
+        row["recent_replay_ratio"] = round(metrics[-1]["replay_ratio"], 2)  # of 50 steps
     if clock:
         at_start = {"step": 0, "time": 0.0, "groups": 0}
         of_step = {record["step"]: record for record in [at_start, *clock]}
         for name in ("time", "groups"):
             row[name] = [round(of_step[point["step"]][name], 2) for point in path]
-        row["staleness"] = round(float(np.mean([m["staleness_mean"] for m in metrics])), 2)
-        row["recent"] = round(float(np.mean([m["recent_fraction"] for m in metrics])), 3)
-        row["replay_ratio"] = round(8 * clock[-1]["step"] / clock[-1]["groups"], 3)
+        trained = dict(setting.flags).get("prompts_per_step", 8) * clock[-1]["step"]
+        row["replay_ratio"] = round(trained / clock[-1]["groups"], 3)
         row["waited"] = round(clock[-1]["waited"] / clock[-1]["time"], 3)
     if role == "pilot":
-        row["clip"] = float(f"{2 * np.median([m['grad_norm'] for m in metrics]):.2g}")
+        norms = [m["grad_norm"] for m in metrics if m["grad_norm"] > 1e-6]  # without a reward: 0
+        row["clip"] = float(f"{2 * np.median(norms):.2g}")
     return row
 
 
@@ -906,6 +1081,14 @@ def run_all(
 
 # ------------------------------------------------------------------------------------- the report
 
+GREY = "0.75"
+COLOURS = {"tb": "C0", "proximal_rloo": "C1", "dr_grpo": "C2", "rloo": "C3"}  # others are grey
+MAIN = COLOURS["tb"]
+LINE = {"capsize": 3, "markersize": 6, "linewidth": 2}
+LABELS = {  # of tasks, in pictures
+    "rare": "reward once in 183", "rarer": "once in 1,820", "attacks": "attacks",
+    "summaries": "summaries",
+}  # fmt: skip
 NOT_YET = "·"  # in a table: its seeds have not been run
 # at which diversity is compared
 EQUAL_REWARD = {"valence": 0.25, "sort": 0.5, "summaries": 0.7, "attacks": 0.8}
@@ -1107,6 +1290,57 @@ def by_groups(rows: Rows, settings: list[Setting], groups: int) -> str:
     return table(["R", *(f"batch {duration}" for duration in durations)], lines)
 
 
+def validated(rows: Rows) -> str:
+    """Runs with processes that sleep beside those on the simulated clock."""
+    names = ("arrived_reward", "staleness", "recent", "recent_replay_ratio", "buffer")
+    lines = []
+    for pair in zip(validation("slow"), validation("clock"), strict=True):
+        for way, setting in zip(("processes", "simulated"), pair, strict=True):
+            found = rows.of(setting, "report")
+            end = [row["path"][-1] for row in found if not collapsed(row)]
+            line = [str(dict(pair[1].flags)["num_searchers"]), way, share_collapsed(found)]
+            line += [shown(point[name] for point in end) for name in ("reward", "kl")]
+            for name in names:
+                digits = 0 if name == "buffer" else 2
+                line.append(shown((row[name] for row in found if not collapsed(row)), digits))
+            lines.append(line)
+    head = ["M", "", "collapsed", "held-out reward", "KL", "reward of arrivals", "staleness"]
+    return table([*head, "recent_fraction", "replay ratio", "buffer"], lines)
+
+
+def more_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
+    """What M Searchers gain at equal steps and at equal numbers of groups."""
+    lines = []
+    for (name, M), setting in block.items():
+        found = rows.of(setting, "report")
+        rate = f"{found[0]['rate']:g}" if found else NOT_YET
+        end = [row["path"][-1] for row in found]
+        line = [name, str(M), str(len(found)), rate, *at_equal(found, "step", setting.steps)[1:]]
+        line += [shown(point["distinct"] for point in end)]
+        for groups in SEARCH_GROUPS:
+            enough = [row for row in found if row["groups"][-1] >= groups]
+            gain = at_equal(enough, "groups", groups)[1] if enough else ""
+            line.append(gain)
+        line.append(shown((row["staleness"] for row in found), 1))
+        lines.append([*line, shown((row["replay_ratio"] for row in found), 1)])
+    distinct = "cosine distance" if setting.task == "attacks" else "distinct"
+    head = ["", "M", "seeds", "rate", f"step {setting.steps}: gain", "reward", "largest KL"]
+    head += [distinct, *(f"gain at {groups} groups" for groups in SEARCH_GROUPS)]
+    return table([*head, "staleness", "replay ratio"], lines)
+
+
+def gains_by_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
+    """The gain for each line and M, and what more Searchers add, paired by seed."""
+    numbers = sorted({M for _, M in block})
+    lines = []
+    for name in dict.fromkeys(line for line, _ in block):
+        found = {M: rows.of(block[name, M], "report") for M in numbers}
+        more = [paired(found[M], found[numbers[0]]) for M in numbers[1:]]
+        lines.append([name, *(areas(own) for own in found.values()), *more])
+    head = ["", *(f"M = {M}" for M in numbers), *(f"{M} over {numbers[0]}" for M in numbers[1:])]
+    return table(head, lines)
+
+
 def report(rows: Rows) -> None:
     """Write every table and picture of docs/results.md."""
     settings = settings_of()
@@ -1202,11 +1436,16 @@ def report(rows: Rows) -> None:
     parts["replays"] = bounds(rows, of("replays"))
     parts["replays, groups"] = by_groups(rows, of("replays"), GROUPS)
     parts["half replayed"] = bounds(rows, of("half replayed"))
+    parts["validation"] = validated(rows)
+    for name, block in search_settings().items():
+        as_table = more_searchers if (name, 1) in block else gains_by_searchers
+        parts[f"searchers, {name}"] = as_table(rows, block)
     for task in ("summaries", "attacks"):
         own = [s for s in of("frontiers") if s.task == task]
         parts[task] = budgets(rows, own)
         parts[f"{task}, diversity"] = diversity(rows, own)
-    draw(rows, [*stale, *of("far")], ROOT / "bench" / "staleness.png")
+    draw(rows, ROOT / "bench" / "staleness.png")
+    draw_search(rows, ROOT / "bench" / "searchers.png")
     write_parts(parts)
 
 
@@ -1223,39 +1462,105 @@ def write_parts(parts: dict[str, str]) -> None:
     path.write_text(text)
 
 
-def draw(rows: Rows, settings: list[Setting], out: Path) -> None:
-    """The frontier's area over the lag, a line for each objective; bars from seed to seed."""
+def spread(x: Sequence[float], values: list[list[float]]) -> tuple:
+    """Where the means of some seeds are, and bars to their least and greatest, for `errorbar`."""
+    mean = np.array([np.mean(own) for own in values])
+    return x, mean, (mean - [min(own) for own in values], [max(own) for own in values] - mean)
+
+
+def draw(rows: Rows, out: Path) -> None:
+    """Three panels: decoupling, stale data, more Searchers."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(4, 1), sharey=True)
-    lags = sorted({s.lag for s in settings if s.experiment == "staleness"})
-    for i, name in enumerate(OBJECTIVES):
-        shift = (i - len(OBJECTIVES) / 2) * 0.03  # so that bars stand beside each other
-        style = {"color": f"C{i}", "capsize": 2, "markersize": 5, "linewidth": 1.5}
-        of_tb = name.startswith(("tb", "ftb"))
-        style |= {"fmt": "o-" if of_tb else "s--", "label": name}
-        for axes, experiment in ((left, "staleness"), (right, "far")):
-            own = [s for s in settings if (s.experiment, s.objective) == (experiment, name)]
-            found = {s.lag: list(map(area, rows.of(s, "report"))) for s in own}
-            found = {lag: values for lag, values in found.items() if values}
-            if not found:
-                continue
-            x = [(lags.index(lag) if axes is left else 0) + shift for lag in found]
-            mean = np.array([np.mean(values) for values in found.values()])
-            low = mean - [min(values) for values in found.values()]
-            high = [max(values) for values in found.values()] - mean
-            axes.errorbar(x, mean, (low, high), **style)
-    left.set_xticks(range(len(lags)), map(str, lags))
-    left.set_xlabel("lag of the data, optimizer steps; 80 steps")
-    left.set_ylabel("gain in reward, mean over budgets of 2 to 12 nats")
-    right.set_xticks([0], ["100"])
-    right.set_xlim(-0.5, 0.5)
-    right.set_xlabel("250 steps")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    left.legend(fontsize=8, ncols=2)
+    figure = Figure(figsize=(14, 4.8), layout="constrained")
+    speed, stale, search = figure.subplots(1, 3, width_ratios=(1, 1.15, 1))
+    settings = settings_of()
+
+    names = {"lag": "lockstep,\nlag {}", "asynchronous": "asynchronous,\nM = {}"}
+    own = [s for s in settings if s.experiment == "speed" and dict(s.flags)["slow"] == SLOW[1]]
+    for place, setting in enumerate(reversed(own)):
+        way, number = setting.flags[-1]
+        seconds = [row[f"reached {TARGETS[0]}"] for row in rows.of(setting, "report")]
+        if seconds and None not in seconds:
+            speed.barh(place, np.mean(seconds), color=MAIN if way != "lag" else GREY)
+    ways = [setting.flags[-1] for setting in reversed(own)]
+    speed.set_yticks(range(len(ways)), [names[way].format(number) for way, number in ways])
+    speed.set_title("1  Decoupling saves time")
+    speed.set_xlabel(f"seconds to a reward of {TARGETS[0]:g}")
+
+    settings = [s for s in settings if s.experiment == "staleness"]
+    lags = sorted({s.lag for s in settings})
+    for name in sorted(OBJECTIVES, key=lambda name: name in COLOURS):
+        found = [s for s in settings if s.objective == name and rows.of(s, "report")]
+        found.sort(key=attrgetter("lag"))
+        gains = [list(map(area, rows.of(s, "report"))) for s in found]
+        shift = list(COLOURS).index(name) * 0.04 if name in COLOURS else 0
+        x, mean, bars = spread([lags.index(s.lag) + shift for s in found], gains)
+        if name in COLOURS:
+            stale.errorbar(x, mean, bars, fmt="o-", label=name, color=COLOURS[name], **LINE)
+        else:
+            stale.plot(x, mean, color=GREY, linewidth=1, zorder=0)
+    stale.set_xticks(range(len(lags)), map(str, lags))
+    stale.set_xlabel("lag of the data in optimizer steps")
+    stale.set_ylabel("gain in reward")
+    stale.set_ylim(0, 0.38)
+    stale.set_title("2  Learning from stale data")
+    stale.legend(frameon=False, loc="lower left", labelspacing=0.2)
+
+    draw_gains(rows, search, SPARSE)
+    search.set_title("3  More Searchers")
+    for axes in (speed, stale, search):
+        tidy(axes)
     figure.savefig(out, dpi=110)
+
+
+def draw_gains(rows: Rows, axes: Any, tasks: Iterable[str]) -> None:
+    """The gain at equal steps over M, a line for each task."""
+    for task, colour in zip(tasks, COLOURS.values(), strict=False):
+        gains = {M: list(map(area, rows.of(search(M=M, task=task), "report"))) for M in SEARCHERS}
+        gains = {M: own for M, own in gains.items() if own}
+        if gains:
+            x, mean, bars = spread(list(gains), list(gains.values()))
+            axes.errorbar(x, mean, bars, fmt="o-", color=colour, label=LABELS[task], **LINE)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(SEARCHERS, map(str, SEARCHERS))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("Searchers, at equal optimizer steps")
+    axes.set_ylabel("gain in reward")
+    axes.legend(frameon=False)
+
+
+def draw_search(rows: Rows, out: Path) -> None:
+    """Two panels: the gain over M; success and diversity of attacks, a point for each M."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_gains(rows, left, LABELS)
+    for M in SEARCHERS:
+        ends = [row["path"][-1] for row in rows.of(search(M=M, task="attacks"), "report")]
+        x = [point["distinct"] for point in ends]
+        y = [point["reward"] for point in ends]
+        if ends:
+            right.plot(x, y, ".", color=GREY)
+            right.plot(np.mean(x), np.mean(y), "o", color=MAIN)
+            right.annotate(f"  M = {M}", (np.mean(x), np.mean(y)), fontsize=12)
+    right.set_xlabel("cosine distance of attacks")
+    right.set_ylabel("success of attacks")
+    for axes in (left, right):
+        tidy(axes)
+    figure.savefig(out, dpi=110)
+
+
+def tidy(axes: Any) -> None:
+    """Large letters, no frame: legible at half of its size."""
+    axes.spines[["top", "right"]].set_visible(False)
+    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        text.set_fontsize(15)
+    axes.tick_params(labelsize=13)
+    if axes.get_legend():
+        for text in axes.get_legend().get_texts():
+            text.set_fontsize(13)
 
 
 def main() -> None:

@@ -138,7 +138,7 @@ if IN_A_RUN:
     tba.WeightSync.on_loaded = note_first_weights
     tba.StepLog.write = write_measurements
     measure(tba.Learner, "step", "step")
-    measure(tba.Trainer, "take_messages", "take")
+    measure(tba.Trainer, "drain_queues", "take")
     measure(tba.WeightSync, "begin_if_due", "sync")
     measure(tba.WeightSync, "poll", "sync")
     measure(tba.WeightSync, "on_loaded", "sync")
@@ -146,7 +146,7 @@ if IN_A_RUN:
     measure(tba.SearcherProcesses, "failed", "failures")
     measure(tba.SearcherProcesses, "handle_failure", "failures")
     measure(tba.SearcherProcesses, "start_due", "failures")
-    measure(tba.Trainer, "store_arrived", "store")
+    measure(tba.Trainer, "store", "store")
     measure(tba.StepLog, "write", "log")
     measure(tba.Newest, "sample", "draw")
     measure(tba, "form_group", "form")  # in a thread

@@ -3,7 +3,6 @@
 import math
 import sys
 from dataclasses import asdict, replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -124,7 +123,7 @@ def test_the_small_engine_samples_what_it_says_from_the_models_own_distribution(
 def simulate(folder, monkeypatch, max_replays):
     """Five steps on the simulated clock, a batch in the time of three: their losses, the clock."""
     claims.make_task("valence", folder / "valence")
-    monkeypatch.setattr(claims.SimulatedTrainer, "duration", Fraction(3))
+    monkeypatch.setattr(claims.SimulatedTrainer, "clock", "3")
     setting = replace(claims.replays("3", max_replays, 1.0), steps=5)
     words = claims.arguments_of(setting, 1e-3, 1, 1.0, folder, folder / "run")
     flags = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}

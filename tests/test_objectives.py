@@ -620,3 +620,13 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
             policy.row_tokens = row_tokens
             scored = torch.from_numpy(np.concatenate(tba.token_logprobs(policy, groups, config)))
             torch.testing.assert_close(scored, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_idle_rank_has_gradients_of_zero(gsm8k, tmp_path):
+    """FSDP's collective operations need every parameter's gradient on every rank."""
+    learner = learner_of(gsm8k, tmp_path)
+    logprobs, entropies = learner.policy(**tba.pack([tba.IDLE], CPU), entropy=True)
+    assert logprobs.shape == entropies.shape == (0,)
+    logprobs.sum().backward()
+    for parameter in learner.model.parameters():
+        assert parameter.grad is not None and not parameter.grad.any()
