@@ -12,7 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from harness import Run, arguments, check_places, read_lines, run_tba
+from harness import Run, arguments, check_positions, read_lines, run_tba
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -92,7 +92,7 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, short_folder, monkeypatc
     assert same_weights(out / "final", out / "checkpoint-24")
     assert not same_weights(out / "final", gsm8k / "model")
     assert sum(p.numel() for p in model.parameters()) > 100_000
-    check_places([index for index, *_ in run.noted("stored")], 2)
+    check_positions([index for index, *_ in run.noted("stored")], 2)
     assert all(reward == alone for reward, alone in run.noted("judged"))
 
 
