@@ -3473,6 +3473,7 @@ def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -
     missing = sorted(set(columns) - set(split.column_names))
     fix = f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})"
     config.require(not missing, name, fix)
+    config.require(len(split), name, "has no rows")
     return split.select_columns(list(columns)).to_list()
 
 

@@ -98,11 +98,11 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def check_places(places: list[int], searchers: int) -> None:
+def check_positions(positions: list[int], searchers: int) -> None:
     """Check that no group was lost or stored twice: only each Searcher's latest may be missing."""
-    assert len(places) == len(set(places))
+    assert len(positions) == len(set(positions))
     for searcher in range(searchers):
-        own = {place for place in places if place % searchers == searcher}
+        own = {position for position in positions if position % searchers == searcher}
         missing = next(p for p in range(searcher, 10**9, searchers) if p not in own)
         assert max(own) - missing < 16 * searchers
 

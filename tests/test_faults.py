@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from harness import ROOT, Run, arguments, check_places, processes_of, read_lines, run_tba
+from harness import ROOT, Run, arguments, check_positions, processes_of, read_lines, run_tba
 
 
 def endless(gsm8k, out, **flags):
@@ -51,7 +51,7 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     assert "ArithmeticError: a fault on demand" in run.text()
     os.kill(run.process.pid, signal.SIGINT)
     run.ends(128 + signal.SIGINT)
-    check_places([index for index, *_ in run.noted("stored")], 3)
+    check_positions([index for index, *_ in run.noted("stored")], 3)
     assert max(m["logprob_gap"] for m in read_lines(out / "metrics.jsonl")) < 1e-3
     # its checkpoint can be resumed
     step = read_lines(out / "metrics.jsonl")[-1]["step"]
