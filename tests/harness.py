@@ -66,9 +66,12 @@ def steps_of(out: Path) -> int:
 @contextlib.contextmanager
 def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
     """A Ray cluster at 127.0.0.1: a head for the Trainer, and nodes with a CPU or more each."""
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # both are read when Ray is imported
-    os.environ["RAY_health_check_failure_threshold"] = "20"  # noqa: SIM112 (a busy machine is late)
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (it counts others' memory)
+    os.environ.update(  # read when Ray is imported
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # nodes at 127.0.0.1
+        RAY_health_check_failure_threshold="20",  # a busy machine is late
+        RAY_raylet_start_wait_time_s="300",
+        RAY_memory_monitor_refresh_ms="0",  # it counts the memory of other programs
+    )
     from ray.cluster_utils import Cluster
 
     options = {"include_dashboard": False, "object_store_memory": 10**8}
