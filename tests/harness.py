@@ -69,7 +69,6 @@ def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
     os.environ.update(  # read when Ray is imported
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # nodes at 127.0.0.1
         RAY_health_check_failure_threshold="20",  # a busy machine is late
-        RAY_raylet_start_wait_time_s="300",
         RAY_memory_monitor_refresh_ms="0",  # it counts the memory of other programs
     )
     from ray.cluster_utils import Cluster
