@@ -6,9 +6,9 @@
     python bench/smollm2.py report    # its tables of docs/results.md
     python bench/smollm2.py engines   # logprob_gap, memory and seconds of engines and dtypes
 
-Three tasks, which tba.py takes with `--plugin bench/smollm2.py`, too: "sums" of two digits and
-"long_sums" of two numbers from 50 to 99, after two examples in the model's chat template, with a reward
-of 1 for the exact number; "sentiment", the compound score in [-1, 1] that vaderSentiment, a
+Three tasks, which tba.py also takes with `--plugin bench/smollm2.py`: "sums" of two digits and
+"long_sums" of two numbers from 50 to 99, after two examples in the model's chat template, with a
+reward of 1 for the exact number; "sentiment", the compound score in [-1, 1] that vaderSentiment, a
 lexicon, gives the continuation of a sentence. At temperature 0.7 the untrained model's sums are
 right once in five samples, its long sums once in fifty.
 
