@@ -983,7 +983,7 @@ def run_tba(arguments: list, log: Path, environment: dict[str, str]) -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ.update(environment)
-        tba.LocalProcess._Popen = multiprocessing.context.ForkProcess._Popen
+        tba.LocalProcess._Popen = staticmethod(multiprocessing.context.ForkProcess._Popen)
         tba.RunFolder.draw_curves = lambda _: None
         code = tba.main([str(word) for word in arguments])
     except SystemExit as end:
