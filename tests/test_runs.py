@@ -174,6 +174,7 @@ def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k
     os.kill(stopped.process.pid, signal.SIGTERM)
     stopped.ends(128 + signal.SIGTERM)
     assert len(read_lines(tmp_path / "stopped" / "metrics.jsonl")) < 12
+    (stopped.faults / "pause").unlink()
     run_tba(["--resume", str(tmp_path / "stopped")])
 
     killed = Run(tmp_path / "killed", flags("killed"))
@@ -183,6 +184,7 @@ def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k
     killed.process.kill()
     killed.process.wait()
     killed.gone()
+    (killed.faults / "pause").unlink()
     run_tba(["--resume", str(tmp_path / "killed")])
     for name in ("stopped", "killed"):
         assert outcome(name) == outcome("whole")
