@@ -231,6 +231,7 @@ def engines(files: Path) -> None:
                 setting = claims.Setting("smollm2", "tb", 0, "sums", steps=2)
                 words = claims.arguments_of(setting, 1e-5, 1, 0.0, files, out)
                 words += ["--engine", engine, "--dtype", dtype, "--eval_samples", 2]
+                words += ["--logprob_tolerance", 5]  # the default of 0.5 may be too little
                 command = [sys.executable, ROOT / "tba.py", *words]
                 start = time.time()
                 done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
