@@ -2390,14 +2390,22 @@ def form_group(
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def broadcast(group: Any, weights: FlatWeights, timeout: float) -> None:
-    """Broadcast rank 0's weights within `timeout` seconds. Raises RuntimeError."""
+def broadcast(
+    group: Any, weights: FlatWeights, timeout: float, member_ended: Callable[[], bool]
+) -> None:
+    """Broadcast rank 0's weights, within `timeout` seconds. Raises RuntimeError."""
     works = [group.broadcast(bucket, 0) for bucket in weights.flat.split(weights.BUCKET)]
     deadline = time.monotonic() + timeout
+    next_check = time.monotonic() + 0.1
     for work in works:
         while not work.is_completed():
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise RuntimeError(f"a broadcast took over {timeout:g} s (--transfer_timeout)")
+            if now > next_check:
+                next_check = now + 0.1
+                if member_ended():
+                    raise RuntimeError("another member ended")
             time.sleep(0.0005)
         work.wait()  # returns immediately, or raises the broadcast's error
 
@@ -2418,12 +2426,13 @@ class Transfer:
     deadline: float  # for sending, and for the members' replies
     sending: Future | None = None
     failure: str = ""  # why a member missed it
+    member_ended: bool = False  # the others need not wait for it
 
 
 class WeightSync:
     """The Trainer's side of weight syncs; at most one transfer is in flight."""
 
-    MOST_MISSED = 3  # consecutive transfers that a Searcher may miss
+    MOST_MISSED = 3  # consecutive transfers that a Searcher may be the first to miss
 
     def __init__(
         self, config: Config, learner: Learner, searchers: SearcherProcesses,
@@ -2459,6 +2468,10 @@ class WeightSync:
         transfer = self.transfer
         if transfer is None:
             return
+        if any(s.receiving and not s.ready for s in self.members) and not transfer.member_ended:
+            transfer.member_ended = True
+            transfer.failure = transfer.failure or "a member ended"
+            self.searchers.store.set(self.group_name, "ended")
         silent = [s for s in self.members if s.ready and s.receiving]
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
@@ -2542,13 +2555,19 @@ class WeightSync:
             transfer.group = form_group(
                 self.config, self.searchers.meeting, self.group_name, 0, size
             )
-        broadcast(transfer.group, self.snapshot, self.config.transfer_timeout)
+        broadcast(
+            transfer.group, self.snapshot, self.config.transfer_timeout,
+            lambda: transfer.member_ended,
+        )  # fmt: skip
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """A member did not receive the weights, and keeps its current ones."""
-        s.receiving.failure = s.receiving.failure or f"Searcher {s.searcher}: {reason}"
+        transfer = s.receiving
         s.receiving = None
         s.loading = None
+        if transfer.failure:  # of another member, or because of it
+            return
+        transfer.failure = f"Searcher {s.searcher}: {reason}"
         s.missed += 1
         if s.missed >= self.MOST_MISSED:
             s.kill(f"missed {s.missed} weight transfers, and was killed: {reason}")
@@ -2597,7 +2616,7 @@ class WeightReceiver:
         """Handle messages until the process ends; the main thread raises errors."""
         meeting = self.spec.meeting
         try:
-            connect_store(meeting.host, meeting.port, self.config.transfer_timeout)
+            self.store = connect_store(meeting.host, meeting.port, self.config.transfer_timeout)
             while True:
                 message = self.spec.commands.get()
                 if not isinstance(message, ReceiveWeights) or self.receive(message):
@@ -2614,7 +2633,10 @@ class WeightReceiver:
                 self.group = form_group(
                     self.config, self.spec.meeting, message.group, message.rank, message.size
                 )
-            broadcast(self.group, self.staging, self.config.transfer_timeout)
+            broadcast(
+                self.group, self.staging, self.config.transfer_timeout,
+                lambda: self.store.check([message.group]),
+            )  # fmt: skip
         except RuntimeError as error:  # perhaps another member's fault
             abandon(self.group)
             self.group = None
@@ -2728,7 +2750,7 @@ class RunningSearcher:
     reference: int = 0  # version of its reference
     receiving: Transfer | None = None  # until it has received the weights, or missed them
     loading: Transfer | None = None  # until it has loaded them, or missed them
-    missed: int = 0  # consecutive transfers
+    missed: int = 0  # consecutive transfers that it was the first to miss
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
     end: str = ""  # why it was killed

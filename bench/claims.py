@@ -547,7 +547,7 @@ class SimulatedTrainer(tba.Trainer):
         self.waited = Fraction(0)
 
     def run(self) -> None:
-        def broadcast(_, weights: tba.FlatWeights, timeout: float) -> None:
+        def broadcast(_: object, weights: tba.FlatWeights, *__: object) -> None:
             weights.flat.copy_(self.sync.snapshot.flat)  # the Trainer's own call changes nothing
 
         with mock.patch.multiple(tba, form_group=lambda *_: None, broadcast=broadcast):

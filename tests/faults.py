@@ -64,9 +64,9 @@ def form_group(original, *args):
     return original(*args)
 
 
-def broadcast(original, group, weights, timeout):
+def broadcast(original, group, weights, *args):
     strike("receiving")
-    original(group, weights, timeout)
+    original(group, weights, *args)
     if IN_A_SEARCHER and claim("corrupt"):
         weights.flat[7] += 3.0
     strike("received")
