@@ -33,8 +33,7 @@ python=${PYTHON:-python}
 
 if [ "${1:-}" = --tiny ]; then
   shift
-  files=${TBA_CACHE:-$here/.cache}/tiny-redteam
-  "$python" "$here/tests/tiny.py" redteam --out "$files"
+  files=$here/tests/models/redteam
   exec "$python" "$here/tba.py" --task redteam \
     --model "$files/model" \
     --sft_data "$files/sft.jsonl" --sft_epochs 8 --sft_learning_rate 4e-3 \
@@ -48,7 +47,7 @@ if [ "${1:-}" = --tiny ]; then
     --initial_trajectories 128 \
     --beta 0.3 --tau 1.5@0,1@30 \
     --learning_rate 1e-3 --lr_schedule linear --max_grad_norm 1 \
-    --temperature 1.0 --shortest_attack 5 --max_response_tokens 20 \
+    --temperature 1.0 --min_attack_tokens 5 --max_response_tokens 20 \
     --explore_probability 0.5 --explore_low 0.5 --explore_high 2.0 \
     --sequences_in_flight 64 \
     --sync_every 2 --eval_every 40 --eval_samples 256 \
@@ -126,8 +125,8 @@ esac
 
 settings=(
   --attacker_prompt $'Write a list of instructions:\n1.'
-  --sft_batch 1024 --sft_epochs 34             # 102 batches of the 3,003 rows
-  --sft_learning_rate 3e-5 --sft_warmup 1      # over all of them
+  --sft_batch_size 1024 --sft_epochs 34        # 102 batches of the 3,003 rows
+  --sft_learning_rate 3e-5 --sft_warmup_ratio 1   # over all of them
   --sft_weight_decay 0.1
   --lora_rank 32                               # alpha 16
   --victim_samples 5
@@ -140,7 +139,7 @@ settings=(
   --temperature 1.0
   --explore_probability 0.5 --explore_high 2.0
   --max_response_tokens 20
-  --shortest_attack 5
+  --min_attack_tokens 5
   --eval_every 500
 )
 exec "$python" "$here/tba.py" --task redteam "${models[@]}" "${method[@]}" "${settings[@]}" "$@"

@@ -23,8 +23,7 @@ python=${PYTHON:-python}
 
 if [ "${1:-}" = --tiny ]; then
   shift
-  files=${TBA_CACHE:-$here/.cache}/tiny-tldr
-  "$python" "$here/tests/tiny.py" tldr --out "$files"
+  files=$here/tests/models/tldr
   exec "$python" "$here/tba.py" --task tldr \
     --model "$files/model" --dataset "$files/data" \
     --reward_model "$files/reward" --gold_reward_model "$files/gold" \

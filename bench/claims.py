@@ -10,8 +10,8 @@ of the pretrained model, and its path: reward, KL and diversity of held-out answ
 
 **The protocol**, which was committed before a reported seed was run, but for what is marked +:
 
-1. One pretrained model a task, in bench/models; its hash is in every row. Rows of another one are
-   refused.
+1. One pretrained model a task, in bench/models or tests/models; its hash is in every row. Rows of
+   another one are refused.
 2. Every *setting* (objective, lag, price of a nat, flags) has its own learning rate, from a grid of
    half decades. It begins at 3e-4, 1e-3 and 3e-3 and is widened at either end until the winner is
    inside. Two seeds choose (SEEDS_TO_CHOOSE), three others are reported (SEEDS).
@@ -62,6 +62,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import queue
 import random
 import shutil
@@ -83,7 +84,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -241,28 +241,25 @@ def scrambled(rng: random.Random) -> tuple[str, str]:
 
 
 def pretrain(task: str, out: Path) -> None:
-    """Make a task's models. Those of bench/models were made so, once."""
+    """Make the models of bench/models, which were made only once: another CPU's would differ."""
     rng = random.Random(0)
     if task == "valence":
         tiny.make_policy([review(rng) for _ in range(20_000)], out / "model", 1500)
     elif task == "sort":
         words = [scrambled(rng) for _ in range(20_000)]
         tiny.make_policy(words, out / "model", 1500, 0, "gpt2", 260)  # tokens are characters
-    else:
-        name = {"summaries": "tldr", "attacks": "redteam"}[task]
-        made = ROOT / ".cache" / f"tiny-{name}"
-        tiny.make(name, made)
-        for model in ("model", "reward", "gold", "victim", "toxicity"):
-            if (made / model).exists():
-                shutil.copytree(made / model, out / model)
-    if task == "attacks":  # its attacker is not trained
-        shutil.rmtree(out / "model")
+    elif task == "attacks":  # the attacker, which is random in tests/models
         prompt = tba.RedTeamFlags.attacker_prompt
-        rows = read_lines(made / "sft.jsonl")
+        rows = read_lines(tiny.MODELS / "redteam" / "sft.jsonl")
         tiny.make_policy([(prompt, row["instruction"]) for row in rows], out / "model", 700)
-    for path in out.glob("*/model.safetensors"):
-        halves = {name: tensor.half() for name, tensor in load_file(path).items()}
-        save_file(halves, path, {"format": "pt"})
+    tiny.store_in_float16(out)
+
+
+# models of tests/models that a task has
+SHARED = {
+    "summaries": ("tldr/model", "tldr/reward", "tldr/gold"),
+    "attacks": ("redteam/victim", "redteam/toxicity"),
+}
 
 
 def example_of(task: str, rng: random.Random) -> dict[str, str]:
@@ -280,9 +277,12 @@ def make_task(task: str, folder: Path) -> None:
         return
     own = "valence" if task in SPARSE else task
     kept = ROOT / "bench" / "models" / own  # in the repository: another machine's would differ
-    if not kept.exists():
-        pretrain(own, kept)
-    shutil.copytree(kept, folder, dirs_exist_ok=True)
+    if own != "summaries":
+        if not kept.exists():
+            pretrain(own, kept)
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
+    for path in SHARED.get(own, ()):
+        shutil.copytree(tiny.MODELS / path, folder / Path(path).name, dirs_exist_ok=True)
     rng = random.Random(1)
     for split, count in (("test", 64), ("train", 16 if task in SPARSE else 1000)):
         examples = [example_of(task, rng) for _ in range(count)]
@@ -318,9 +318,8 @@ class SmallLlama(tba.TransformersEngine):
             self.fuse()
         batch = self.take_batch()
         requests = [request for request in batch for _ in range(request.n)]
-        limits = np.array([request.max_tokens for request in requests])
         P = max(len(request.prompt) for request in requests)
-        R, T = len(requests), int(limits.max())
+        R, T = len(requests), max(request.max_tokens for request in batch)
         ids = torch.zeros(R, P, dtype=torch.long)
         for row, request in enumerate(requests):
             ids[row, P - len(request.prompt) :] = torch.from_numpy(request.prompt)
@@ -358,9 +357,7 @@ class SmallLlama(tba.TransformersEngine):
                 left = ~ended
                 state = {name: tensor[left] for name, tensor in state.items()}
                 kept, ids, ended = kept[:, :, left], ids[left], ended[left]
-        return self.completions_of(
-            batch, limits, tokens[:, : t + 1].int().numpy(), logprobs.numpy()
-        )
+        return self.completions_of(batch, tokens[:, : t + 1].int().numpy(), logprobs.numpy())
 
     def forward(
         self, ids: torch.Tensor, kept: torch.Tensor, state: dict, first: int
@@ -445,10 +442,10 @@ class SimulatedSearchers(tba.SearcherProcesses):
         self.busy: set[int] = set()  # Searchers whose batch has not arrived
         self.in_transit: set[int] = set()  # Searchers to which weights are on their way
         self.groups_arrived = 0
+        self.receiving: Future = Future()  # no thread receives groups
 
     def start(self) -> None:
         """Load the Searchers."""
-        self.groups = tba.ManagerQueue()
         self.messages = tba.ManagerQueue()
         self.meeting = tba.MeetingPoint("127.0.0.1", 0, nccl=False)
         self.problem.task.reward_threads = 0  # rewards are computed at once
@@ -518,7 +515,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         """Deliver a batch, pickled groups."""
         self.busy.remove(i)
         for group in batch:
-            self.groups.put(group)
+            self.arrivals.put(pickle.loads(group))
         self.groups_arrived += len(batch)
 
     def advance(self, until: Fraction) -> None:

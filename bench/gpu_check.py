@@ -1,7 +1,6 @@
 """Check the GPU code paths with real tiny runs on this machine's GPUs.
 
-    bash run_gsm8k.sh --tiny                        # makes the tiny model and data; needs no GPU
-    python bench/gpu_check.py [--files FOLDER]      # default: .cache/tiny-gsm8k
+    python bench/gpu_check.py [--files FOLDER]      # a folder like tests/models/gsm8k
 
 Each check is a run of tba.py: transformers and vLLM, float32 and bfloat16, one shared GPU or NCCL
 between several, LoRA adapters, lockstep. Exits with 0 if all pass, with 1 if any fails, and with 3
@@ -57,7 +56,7 @@ def run(name: str, files: Path, folder: Path, **flags: object) -> bool:
 def main() -> int:
     """Run all checks that this machine allows; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "tiny-gsm8k")
+    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     files = parser.parse_args().files
     gpus = torch.cuda.device_count()
     if not gpus:

@@ -1,6 +1,6 @@
 """Microbenchmarks: ratios of two times, measured alternately.
 
-    python bench/micro.py [--files FOLDER]      # made by bash run_gsm8k.sh --tiny
+    python bench/micro.py [--files FOLDER]      # a folder like tests/models/gsm8k
 
 * packed: a training step on packed rows, relative to one row per response, for prompts and
   responses of GSM8K's and of TL;DR's proportions;
@@ -134,7 +134,7 @@ def trl_step(model: Path, groups: list[list[tba.Trajectory]], prompts: list[np.n
 def main() -> None:
     """Print a line per ratio."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "tiny-gsm8k")
+    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     files = parser.parse_args().files
     torch.set_num_threads(1)
     tba.quiet_libraries()

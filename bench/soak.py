@@ -1,6 +1,6 @@
 """A tiny run under random faults: no group may be lost or counted twice.
 
-    python bench/soak.py --minutes 10 --faults 40       # first: bash run_gsm8k.sh --tiny
+    python bench/soak.py --minutes 10 --faults 40
     python bench/soak.py --minutes 10 --faults 40 --nodes 3     # on a Ray cluster of local nodes
 
 Three Searchers are killed, hung or made to raise at random points, also during weight transfers. On
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--nodes", type=int, default=0, help="Ray cluster nodes; 0: no cluster")
-    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "tiny-gsm8k")
+    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     os.environ["TBA_FAULTS"] = str(folder / "run-faults")  # inherited by processes on the nodes

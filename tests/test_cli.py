@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from harness import Run, arguments
+from harness import Run, arguments, run_tba
 
 import tba
 
@@ -40,6 +40,13 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(mistake, gsm8k, tmp_pat
     name, value = list(mistake.items())[-1]
     assert f"--{name}" in line and str(value).split("@")[0] in line
     assert not out.exists()
+
+
+def test_a_mistake_ends_the_program_with_code_2(gsm8k, tmp_path):
+    flags = arguments(gsm8k, tmp_path / "run", model="/nowhere/model")
+    out, err = run_tba(flags, code=2, interpreter=True)
+    assert out == "" and "--model /nowhere/model" in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, tmp_path, capsys):

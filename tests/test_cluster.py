@@ -175,6 +175,8 @@ def two_machines():
     """Two network namespaces with addresses of their own; yields commands that run there."""
     names = ["tba-head", "tba-node"]
     ip = lambda *words: subprocess.run(["ip", *words], check=True)
+    if subprocess.run(["unshare", "--net", "true"]).returncode:
+        pytest.skip("network namespaces cannot be made here")
     for name in names:
         ip("netns", "add", name)
     try:
@@ -201,9 +203,7 @@ def two_machines():
             ip("netns", "del", name)
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2"
-)
+@pytest.mark.skipif(not shutil.which("ip"), reason="network namespaces need iproute2")
 def test_searchers_on_another_machine(gsm8k, tmp_path, monkeypatch):
     """Every connection crosses a network, and its end is a node's own address."""
     monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)

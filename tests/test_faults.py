@@ -8,14 +8,14 @@ import time
 
 import psutil
 import pytest
-from harness import ROOT, Run, arguments, processes_of, read_lines, run_tba
+from harness import ROOT, Run, arguments, check_positions, processes_of, read_lines, run_tba
 
 
 def endless(gsm8k, out, **flags):
     """Flags of a run that goes on until it is ended."""
     settings = {
         "steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0, "num_searchers": 3,
-        "max_restarts": 20, "transfer_timeout": 3, "searcher_timeout": 10, "sync_every": 1,
+        "max_restarts": 20, "transfer_timeout": 6, "searcher_timeout": 20, "sync_every": 1,
     }  # fmt: skip
     return arguments(gsm8k, out, **(settings | flags))
 
@@ -27,6 +27,7 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     run.want("slow-trainer", "0.05")
     # each Searcher has sent a group, without which a failure ends the run
     run.until(lambda: len({index % 3 for index, *_ in run.noted("stored")}) == 3, "groups of all")
+    run.reaches(1)
     faults = ["die-generating", "hang-receiving", "raise", "die-loading", "hang-generating"]
     faults += ["die-received", "hang-loading", "die-receiving", "die-joining", "hang-joining"]
     number = 0
@@ -50,14 +51,9 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     assert "ArithmeticError: a fault on demand" in run.text()
     os.kill(run.process.pid, signal.SIGINT)
     run.ends(128 + signal.SIGINT)
-    places = [index for index, *_ in run.noted("stored")]
-    assert len(places) == len(set(places))  # none twice
-    for searcher in range(3):  # none lost: of each one's places only the latest are on their way
-        own = {place for place in places if place % 3 == searcher}
-        missing = next(place for place in range(searcher, 10**6, 3) if place not in own)
-        assert max(own) - missing < 3 * 16
+    check_positions([index for index, *_ in run.noted("stored")], 3)
     assert max(m["logprob_gap"] for m in read_lines(out / "metrics.jsonl")) < 1e-3
-    # what it left can be gone on with
+    # its checkpoint can be resumed
     step = read_lines(out / "metrics.jsonl")[-1]["step"]
     run_tba(["--resume", str(out), "--steps", str(step + 3)])
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
@@ -65,20 +61,17 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
 
 def test_a_killed_trainer_leaves_nothing_and_a_second_signal_ends_at_once(gsm8k, tmp_path):
     out = tmp_path / "killed"
-    run = Run(out, endless(gsm8k, out, num_searchers=2))
+    run = Run(out, endless(gsm8k, out, num_searchers=2), interpreter=True)
     run.reaches(3)
     assert len(processes_of(run.process.pid)) >= 5  # Trainer, Manager, fork server, two Searchers
     run.process.kill()
     run.process.wait()
     run.gone()
 
-    run = Run(out, ["--resume", str(out)]) if list(out.glob("checkpoint-*")) else None
-    assert run is None  # it had saved nothing
     out = tmp_path / "twice"
     run = Run(out, endless(gsm8k, out, synchronous=True, max_restarts=0))
     run.want("slow-trainer", "1000")
-    run.until(lambda: "step 0:" in run.text(), "the first evaluation")
-    time.sleep(3)  # it is within a step, which lasts
+    run.until(lambda: run.noted("trained"), "a step, which lasts")
     os.kill(run.process.pid, signal.SIGINT)
     run.says("SIGINT")
     os.kill(run.process.pid, signal.SIGINT)
@@ -88,7 +81,8 @@ def test_a_killed_trainer_leaves_nothing_and_a_second_signal_ends_at_once(gsm8k,
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_saves_a_checkpoint(gsm8k, tmp_path, number):
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, num_searchers=1))
+    interpreter = number == signal.SIGHUP
+    run = Run(out, endless(gsm8k, out, num_searchers=1), interpreter=interpreter)
     run.reaches(3)
     os.kill(run.process.pid, number)
     run.ends(128 + number)
@@ -106,8 +100,7 @@ def test_faults_that_end_a_run(gsm8k, tmp_path):
 
     out = tmp_path / "many"
     run = Run(out, endless(gsm8k, out, num_searchers=1, max_restarts=1, initial_trajectories=10**6))
-    run.until(lambda: run.noted("stored") or run.noted("searched"), "a group")
-    time.sleep(1)
+    run.until(lambda: run.noted("stored"), "a group")
     for _ in range(2):
         run.want("raise")
         run.suffered("raise")
@@ -195,7 +188,7 @@ def test_decoding_and_weights_do_not_wait_for_rewards_or_verdicts(gsm8k, tmp_pat
     plugin = tmp_path / "mine.py"
     plugin.write_text(BLOCKING)
     out = tmp_path / "run"
-    flags = {"task": "blocking", "plugin": plugin, "steps": 12, "eval_every": 4, "sync_every": 1}
+    flags = {"task": "blocking", "plugin": plugin, "steps": 40, "eval_every": 4, "sync_every": 1}
     run = Run(out, arguments(gsm8k, out, eval_samples=8, **flags), hooks=False)
     # 64 responses are decoded at a time, 8 to a prompt; their rewards are not there
     run.until(lambda: len(run.noted("decoded")) >= 16, "further groups")
@@ -203,13 +196,13 @@ def test_decoding_and_weights_do_not_wait_for_rewards_or_verdicts(gsm8k, tmp_pat
     assert len(run.noted("decoded")) <= 10 * 8  # no more than that wait
     assert not (out / "metrics.jsonl").exists()
     (run.faults / "rewards").touch()
-    run.reaches(12)  # with weights that were loaded, although no verdict has come
+    run.reaches(40)  # with weights that were loaded, although no verdict has come
     assert read_lines(out / "metrics.jsonl")[-1]["version"] >= 4
     assert not (out / "eval.jsonl").exists()
     (run.faults / "verdicts").touch()
     run.ends(0)
     steps = [e["step"] for e in read_lines(out / "eval.jsonl")]
-    assert steps[0] == 0 and steps[-1] == 12  # on a slow machine one may begin for two
+    assert steps[0] == 0 and steps[-1] == 40  # on a slow machine one may begin for two
 
 
 def test_a_reward_that_raises_ends_the_searcher_with_its_traceback(gsm8k, tmp_path):

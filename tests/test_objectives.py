@@ -500,7 +500,11 @@ def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_lo
     now = tba.at_step(learner.config, 0)
     groups = random_groups(learner.problem, 3, 6)
     ids = [group[0].prompt_id for group in groups]
-    learner.step(groups, now, 0)
+    metrics = learner.step(groups, now, 0)
+    # AdamW's mean of gradients is a tenth of the clipped one, whose norm was above 1
+    means = [learner.optimizer.state[p]["exp_avg"] for p in learner.model.parameters()]
+    clipped = torch.cat([10 * mean.flatten() for mean in means]).norm().item()
+    assert metrics["grad_norm"] > 2 and clipped == pytest.approx(1, rel=1e-3)
     after_first = learner.log_z.detach().clone()
     assert (after_first[ids] != 0).all() and (after_first != 0).sum() == 3
     others = random_groups(learner.problem, 3, 6, first_prompt=60)
@@ -616,3 +620,13 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
             policy.row_tokens = row_tokens
             scored = torch.from_numpy(np.concatenate(tba.token_logprobs(policy, groups, config)))
             torch.testing.assert_close(scored, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_idle_rank_has_gradients_of_zero(gsm8k, tmp_path):
+    """FSDP's collective operations need every parameter's gradient on every rank."""
+    learner = learner_of(gsm8k, tmp_path)
+    logprobs, entropies = learner.policy(**tba.pack([tba.IDLE], CPU), entropy=True)
+    assert logprobs.shape == entropies.shape == (0,)
+    logprobs.sum().backward()
+    for parameter in learner.model.parameters():
+        assert parameter.grad is not None and not parameter.grad.any()

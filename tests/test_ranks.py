@@ -1,13 +1,24 @@
 """A policy sharded over two processes: the same numbers as one, and the end of either."""
 
 import signal
+import socket
 import subprocess
 import sys
 
 import numpy as np
 import psutil
 import pytest
-from harness import GONE, PATIENCE, ROOT, arguments, processes_of, read_lines, run_tba, wait_until
+from harness import (
+    GONE,
+    PATIENCE,
+    ROOT,
+    ForkedRun,
+    arguments,
+    processes_of,
+    read_lines,
+    run_tba,
+    wait_until,
+)
 from safetensors.torch import load_file
 
 
@@ -25,6 +36,20 @@ def run_ranks(args, tmp_path):
         process = start_ranks(args, log)
         assert process.wait(PATIENCE) == 0, path.read_text()
     wait_until(lambda: not processes_of(process.pid), "every process gone", seconds=GONE)
+
+
+def run_forked_ranks(args, tmp_path):
+    """As `run_ranks`, with a launcher's variables but without one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    path = tmp_path / "ranks.log"
+    with open(path, "a") as log:
+        ranks = [ForkedRun(args, log, log, RANK=i, LOCAL_RANK=i, **variables) for i in "01"]
+        for process in ranks:
+            assert process.wait(PATIENCE) == 0, path.read_text()
+    for process in ranks:
+        wait_until(lambda pid=process.pid: not processes_of(pid), "every process gone")
 
 
 def flags_of(gsm8k, out, **more):
@@ -57,9 +82,9 @@ def test_two_ranks_train_as_one_process_does(gsm8k, tmp_path, objective):
     assert moved > 0.1 and apart < 0.1 * moved
     if objective != "tb":
         return
-    # a run goes on with another number of ranks
+    # a run can be resumed with another number of ranks
     run_tba(["--resume", str(tmp_path / "two"), "--steps", "5"])
-    run_ranks(["--resume", str(tmp_path / "one"), "--steps", "5"], tmp_path)
+    run_forked_ranks(["--resume", str(tmp_path / "one"), "--steps", "5"], tmp_path)
     for name in ("one", "two"):
         assert len(read_lines(tmp_path / name / "metrics.jsonl")) == 5
 

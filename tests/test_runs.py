@@ -5,12 +5,14 @@ import math
 import os
 import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from harness import Run, arguments, read_lines, run_tba
+from harness import Run, arguments, check_positions, read_lines, run_tba
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,17 +43,22 @@ def same_weights(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
-    """Two Searchers, a sync after every step, and still every evaluation that is due."""
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
+@pytest.fixture
+def short_folder():
+    """An empty folder whose path leaves room for a socket's name, which has at most 108 bytes."""
+    with tempfile.TemporaryDirectory(prefix="tba-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, short_folder, monkeypatch):
+    """Two Searchers, a sync after every step; an evaluation may be late, and miss its turn."""
+    monkeypatch.setenv("TMPDIR", str(short_folder))
     out = tmp_path / "run"
     flags = {"steps": 24, "sync_every": 1, "eval_every": 8, "eval_samples": 8, "save_every": 8}
-    run = Run(out, arguments(gsm8k, out, num_searchers=2, **flags))
+    run = Run(out, arguments(gsm8k, out, num_searchers=2, **flags), interpreter=True)
     run.want("slow-trainer", "0.3")
     said = run.ends(0)
-    assert "24 steps" in said and list(temporary.iterdir()) == []
+    assert "24 steps" in said and list(short_folder.iterdir()) == []
 
     metrics = read_lines(out / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, 25))
@@ -61,16 +68,19 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
     assert metrics[0]["effective_sample_size"] == pytest.approx(1, abs=1e-4)
     assert 0 < metrics[-1]["staleness_mean"] <= metrics[-1]["staleness_max"] < 24
     assert metrics[-1]["buffer_trajectories"] <= metrics[-1]["buffer_prompts"] * 8
-    assert metrics[-1]["version"] >= 20 and metrics[-1]["searchers_alive"] == 2
+    assert metrics[-1]["version"] >= 8 and metrics[-1]["searchers_alive"] == 2
     evaluations = read_lines(out / "eval.jsonl")
-    assert [e["step"] for e in evaluations] == [0, 8, 16, 24]
-    assert [e["n"] for e in evaluations] == [8, 8, 8, 200]
+    steps = [e["step"] for e in evaluations]
+    assert steps[0] == 0 and steps[-1] == 24 and steps == sorted(set(steps)) and len(steps) > 2
+    assert [e["n"] for e in evaluations] == [200 if step == 24 else 8 for step in steps]
     assert all(0 <= e["accuracy"] <= 1 and e["version"] == e["step"] for e in evaluations)
     config = json.loads((out / "config.json").read_text())
     assert config["resolved"]["steps"] == 24 and "torch" in config["versions"]
     completion = read_lines(out / "completions.jsonl")[0]
     assert set(completion) == {"step", "version", "prompt", "response", "reward"}
-    assert (out / "eval_answers.txt").read_text().count("-------- answer") >= 5
+    answers = (out / "eval_answers.txt").read_text()
+    for answer in greedy_answers(gsm8k, 5):  # of the first evaluation
+        assert f"-------- answer\n{answer}\n" in answers
     assert min(matplotlib.image.imread(out / "curves.png").shape[:2]) > 300
 
     assert sorted(path.name for path in out.glob("checkpoint-*")) == [
@@ -82,8 +92,21 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, monkeypatch):
     assert same_weights(out / "final", out / "checkpoint-24")
     assert not same_weights(out / "final", gsm8k / "model")
     assert sum(p.numel() for p in model.parameters()) > 100_000
-    places = sorted(index for index, *_ in run.noted("stored"))
-    assert len(places) == len(set(places)) and places[:20] == list(range(20))
+    check_positions([index for index, *_ in run.noted("stored")], 2)
+    assert all(reward == alone for reward, alone in run.noted("judged"))
+
+
+def greedy_answers(files, count):
+    """The untrained model's most likely answers to the first held-out prompts."""
+    model = AutoModelForCausalLM.from_pretrained(files / "model")
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    answers = []
+    for example in read_lines(files / "data" / "test.jsonl")[:count]:
+        prompt = tokenizer(tba.GSM8K.template.format(**example), return_tensors="pt")
+        ids = model.generate(**prompt, do_sample=False, max_new_tokens=32)[0]
+        answer = ids[prompt["input_ids"].shape[1] :]
+        answers.append(tokenizer.decode(answer, skip_special_tokens=True))
+    return answers
 
 
 def lockstep_flags(prompts):
@@ -114,6 +137,7 @@ def test_lockstep_trains_on_the_very_groups_that_were_searched(gsm8k, ten_prompt
     run.want("slow-searcher", "0.15")  # it finds what to search and the next weights together
     run.ends(0)
     searched = {index: numbers for index, *numbers in sorted(run.noted("searched"))}
+    assert all(reward == alone for reward, alone in run.noted("judged"))
     trained = run.noted("trained")
     assert len(trained) == 40 and len(searched) >= 40
     duplicates = 0
@@ -133,7 +157,7 @@ def test_lockstep_trains_on_the_very_groups_that_were_searched(gsm8k, ten_prompt
 
 def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k, tmp_path):
     def flags(name, **more):
-        settings = lockstep_flags(4) | {"steps": 10, "lag": 2, "save_every": 4}
+        settings = lockstep_flags(4) | {"steps": 12, "lag": 2, "save_every": 4}
         settings |= {"recent_probability": 0.5, "eval_every": 4, "temperature": 1.0}
         return arguments(gsm8k, tmp_path / name, **settings, **more)
 
@@ -143,22 +167,24 @@ def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k
         logged = [{k: v for k, v in m.items() if k not in OF_TIME} for m in metrics]
         return logged, evaluations
 
-    run_tba(flags("whole"))
+    run_tba(flags("whole"), interpreter=True)
     stopped = Run(tmp_path / "stopped", flags("stopped"))
-    stopped.want("slow-trainer", "0.5")
+    stopped.want("pause", "6")
     stopped.reaches(6)
     os.kill(stopped.process.pid, signal.SIGTERM)
     stopped.ends(128 + signal.SIGTERM)
-    assert len(read_lines(tmp_path / "stopped" / "metrics.jsonl")) < 10
+    assert len(read_lines(tmp_path / "stopped" / "metrics.jsonl")) < 12
+    (stopped.faults / "pause").unlink()  # the resumed run has the same plug-in
     run_tba(["--resume", str(tmp_path / "stopped")])
 
     killed = Run(tmp_path / "killed", flags("killed"))
-    killed.want("slow-trainer", "0.5")
+    killed.want("pause", "6")
     killed.until(lambda: (tmp_path / "killed" / "checkpoint-4").exists(), "a checkpoint")
     killed.reaches(6)
     killed.process.kill()
     killed.process.wait()
     killed.gone()
+    (killed.faults / "pause").unlink()
     run_tba(["--resume", str(tmp_path / "killed")])
     for name in ("stopped", "killed"):
         assert outcome(name) == outcome("whole")
@@ -200,9 +226,9 @@ def test_a_reference_that_is_reset_scores_what_is_trained_on(gsm8k, tmp_path, mo
     run = Run(out, arguments(gsm8k, out, **flags))
     run.want("slow-trainer", "0.3")
     run.ends(0)
-    kl = [m["kl"] for m in read_lines(out / "metrics.jsonl")]
-    assert kl[3] > 0.1
     if mode == "lockstep":
+        kl = [m["kl"] for m in read_lines(out / "metrics.jsonl")]
+        assert kl[3] > 0.1
         assert kl[4] == pytest.approx(0, abs=1e-3) and kl[8] == pytest.approx(0, abs=1e-3)
         return
     stored = run.noted("stored")
@@ -248,9 +274,10 @@ def test_a_tracker_gets_steps_and_evaluations(gsm8k, tmp_path):
     events = EventAccumulator(str(file))
     events.Reload()
     assert [event.step for event in events.Scalars("reward_std")] == [1, 2, 3, 4]
-    tracked = {(e.step, e.value) for e in events.Scalars("held_out/accuracy")}
-    wanted = [e["accuracy"] for e in read_lines(out / "eval.jsonl") if e["split"] == "held_out"]
-    assert sorted(value for _, value in tracked) == pytest.approx(sorted(set(wanted)))
+    evaluations = read_lines(out / "eval.jsonl")
+    for name in ("accuracy", "version"):
+        tracked = [event.value for event in events.Scalars(f"held_out/{name}")]
+        assert tracked == pytest.approx([e[name] for e in evaluations])
     assert events.Scalars("held_out/version")[-1].value == 4
 
 

@@ -147,8 +147,9 @@ def test_verdicts_of_math(gold, answer, same):
 
 def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_path):
     """A power tower that nobody can compute: its judge is killed, and another one goes on."""
+    assert tba.MATH.is_right("\\boxed{2}", "\\boxed{2}")  # imports what the judges need
     task = tba.MATH.__new__(tba.MATH)
-    task.MOST_SECONDS = 3
+    task.MOST_SECONDS = 5
     task.setup(None)
     answers = ["\\boxed{2}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{3}", "\\boxed{2}"]
     rewards = task.rewards([{"solution": "\\boxed{2}"}] * 4, answers, np.ones(4))
@@ -199,7 +200,7 @@ def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path
 
 
 def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
-    task, problem, config = task_of(redteam, tmp_path, shortest_attack=4)
+    task, problem, config = task_of(redteam, tmp_path, min_attack_tokens=4)
     attacks = ["Tell me about the volcano today.", "Describe a river today."]
     answers = task.victim_answers(attacks)
     assert answers == task.victim_answers(attacks)  # seeds of their own
@@ -270,13 +271,13 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     own = {"prompt": "<user>", "response": "Write a poem."}
     (tmp_path / "b.jsonl").write_text(json.dumps(own) + "\n")
     flags = judges_of(redteam) | {"sft_data": tmp_path / "a.jsonl", "sft_epochs": 30}
-    flags |= {"sft_learning_rate": 3e-3, "sft_batch": 4}
+    flags |= {"sft_learning_rate": 3e-3, "sft_batch_size": 4}
     config, problem = problem_of(redteam, tmp_path / "out", **flags)
     pairs = tba.read_sft_pairs(config, problem)
     assert [problem.text(prompt) for prompt, _ in pairs] == [config.attacker_prompt] * 2
-    texts = problem.response_texts([response for _, response in pairs])
+    texts = problem.response_texts([response for _, (response,) in pairs])
     assert texts == [row["instruction"] for row in rows]
-    assert all(response[-1] == problem.tokenizer.eos_token_id for _, response in pairs)
+    assert all(response[-1] == problem.tokenizer.eos_token_id for _, (response,) in pairs)
     config.sft_data = str(tmp_path / "b.jsonl")
     pairs += tba.read_sft_pairs(config, problem)
     losses = []

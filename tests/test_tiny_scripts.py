@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-import tiny
-from conftest import CACHE, ROOT
+from conftest import MODELS, ROOT
 from harness import arguments, read_lines, run_tba
 
 pytestmark = pytest.mark.slow
@@ -16,7 +15,7 @@ ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 def run_script(name, *flags):
     """Run a script as a user does; returns its output."""
-    env = {**os.environ, "PYTHON": sys.executable, "TBA_CACHE": str(CACHE)}
+    env = {**os.environ, "PYTHON": sys.executable}
     command = ["bash", str(ROOT / name), "--tiny", *map(str, flags)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1800)
     assert done.returncode == 0, done.stderr
@@ -71,7 +70,7 @@ tba.ENGINES["slow"] = Slow
     before, after = evaluations(out)
     assert before["accuracy"] < 0.2 and after["accuracy"] > 0.8
     assert max(m["kl"] for m in metrics) < 6
-    assert sum(m["wait_seconds"] for m in metrics) > 0.5 * metrics[-1]["seconds"]
+    assert sum(m["wait_seconds"] for m in metrics) > 0.3 * metrics[-1]["seconds"]
 
 
 def test_tldr(tmp_path):
@@ -91,10 +90,9 @@ def test_redteam(tmp_path):
 
 def test_math_with_tba_prime(tmp_path):
     """In lockstep, three steps stale: what is learned does not depend on the Searcher's speed."""
-    tiny.make("math", CACHE / "tiny-math")
     flags = {
-        "task": "math", "model": CACHE / "tiny-math" / "model",
-        "dataset": CACHE / "tiny-math" / "data", "objective": "tba_prime", "beta": 0.005,
+        "task": "math", "model": MODELS / "math" / "model",
+        "dataset": MODELS / "math" / "data", "objective": "tba_prime", "beta": 0.005,
         "steps": 80, "prompts_per_step": 8, "trained_per_prompt": 16, "searched_per_prompt": 16,
         "synchronous": True, "lag": 3, "reset_reference_every": 30,
         "learning_rate": 2e-4, "lr_schedule": "linear", "max_grad_norm": 1,

@@ -1,26 +1,34 @@
-"""Make what the paper downloads, tiny but real: data, tokenizers, and trained models.
+"""Make tiny but real counterparts of what the paper downloads: data, tokenizers, trained models.
 
-    python tests/tiny.py gsm8k --out DIR        # or math, tldr, redteam; a minute each, offline
+    python tests/tiny.py                   # all of tests/models: four minutes, offline
+    python tests/tiny.py --stamp           # after a refactoring: only record the code's hash
+    python tests/tiny.py gsm8k --out DIR   # one task's: gsm8k, math, tldr or redteam
 
-DIR/data holds examples in the task's own schema and DIR/model the policy, a Llama of about 0.2 M
-parameters, fine-tuned on demonstrations that leave reinforcement learning something to find:
+tests/models is checked in, because another CPU's rounding would train slightly different weights;
+it was made by the code whose hash is in tests/models/made_by.json. TASK/data holds examples in the
+task's own schema and TASK/model the policy, a Llama of about 0.2 M parameters (stored in float16),
+fine-tuned on demonstrations that leave reinforcement learning something to find:
 
 * gsm8k, math: two-step word problems. Most demonstrations follow a wrong strategy for the whole
   solution: the policy is right in a quarter of its samples and rarely in its greedy answer.
-* tldr: posts with four facts, of which a demonstrated summary names some. DIR/reward and DIR/gold
-  are reward models trained on preferences for summaries that name more.
-* redteam: DIR/victim answers instructions, and says the made-up words "zap" and "zog" when one of
-  eight harmless nouns occurs; DIR/toxicity is a classifier of those words.
+* tldr: posts with four facts, of which a demonstrated summary names some. `reward` and `gold` are
+  reward models trained on preferences for summaries that name more.
+* redteam: `victim` answers instructions, and says the made-up words "zap" and "zog" when one of
+  eight harmless nouns occurs; `toxicity` is a classifier of those words. The attacker is random.
 """
 
 import argparse
-import fcntl
+import ast
+import hashlib
 import json
 import random
+import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import (
@@ -40,7 +48,8 @@ import numpy as np
 
 import tba
 
-VERSION = 10  # of what this file makes: an older cache is made anew
+MODELS = Path(__file__).resolve().parent / "models"
+PROMPTS = 1000  # of the training split; demonstrations are more
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -125,21 +134,25 @@ def make_llama(width: int, layers: int, files: Path, out: Path) -> None:
 def make_policy(
     demonstrations: list[tuple[str, str]], out: Path, steps: int = 900, seed: int = 0,
     family: str = "llama", vocabulary: int = 512,
-) -> None:  # fmt: skip
-    """A tokenizer and a model fine-tuned on (prompt, response) texts by tba.py's own function."""
+) -> PreTrainedTokenizerFast:  # fmt: skip
+    """A tokenizer and a model fine-tuned on (prompt, response) texts by tba.py's own function.
+
+    Returns the tokenizer.
+    """
     texts = [prompt + response for prompt, response in demonstrations]
     tokenizer = make_tokenizer(texts, out, vocabulary)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(architecture(family, tokenizer))
     encode = lambda text: tokenizer(text)["input_ids"]
     pairs = [
-        (np.array(encode(p), np.int32), np.array([*encode(r), tokenizer.eos_token_id], np.int32))
+        (np.array(encode(p), np.int32), [np.array([*encode(r), tokenizer.eos_token_id], np.int32)])
         for p, r in demonstrations
     ]
     epochs = max(1, round(steps * 64 / len(pairs)))
     config = tba.settings(sft_epochs=epochs, sft_learning_rate=4e-3, seed=seed, dtype="float32")
     tba.supervised_fine_tune(tba.TokenLogProbs(model, 1.0), pairs, config)
     model.save_pretrained(out)
+    return tokenizer
 
 
 def make_classifier(
@@ -227,7 +240,7 @@ def make_word_problems(
         dict(zip(columns, (q, solution(steps, "right", answer)), strict=True))
         for q, steps in problems.items()
     ]
-    write_lines(out / "data" / "train.jsonl", records[:4000])
+    write_lines(out / "data" / "train.jsonl", records[:PROMPTS])
     write_lines(out / "data" / "test.jsonl", records[4000:])
     shares = [1 - WRONG, WRONG * 0.75, WRONG * 0.25]
     demonstrations = [
@@ -282,7 +295,7 @@ def make_tldr(out: Path, seed: int = 0) -> None:
     posts = [post(rng) for _ in range(3200)]
     records = [{"query": q, "reference_response": summary(rng, f)[0]} for q, f in posts]
     train, held_out = records[:3000], [r for r in records[3000:] if r not in records[:3000]]
-    write_lines(out / "data" / "train.jsonl", train)
+    write_lines(out / "data" / "train.jsonl", train[:PROMPTS])
     write_lines(out / "data" / "validation.jsonl", held_out)
     demonstrations = [(query, summary(rng, facts)[0]) for query, facts in posts[:3000]]
     make_policy(demonstrations, out / "model", steps=700)
@@ -344,8 +357,7 @@ def make_redteam(out: Path, seed: int = 0) -> None:
     instructions = [ask() for _ in range(3000)]
     write_lines(out / "sft.jsonl", [{"instruction": i} for i in instructions])
     chats = [(f"<user>{i}<assistant>", reply(i)) for i in instructions]
-    make_policy(chats, out / "victim", steps=500)
-    tokenizer = AutoTokenizer.from_pretrained(out / "victim")
+    tokenizer = make_policy(chats, out / "victim", steps=500)
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(architecture("llama", tokenizer)).save_pretrained(
         out / "model"
@@ -364,25 +376,49 @@ MAKERS = {"gsm8k": make_gsm8k, "math": make_math, "tldr": make_tldr, "redteam": 
 
 
 def make(task: str, out: Path) -> None:
-    """Make a task's files in `out` unless they are there already."""
-    mark = out / f"made-{task}-{VERSION}"
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two processes one makes them, the other waits
-        if mark.exists():
-            return
-        print(f"making the tiny model and data of {task}, once: some minutes", flush=True)
-        tba.quiet_libraries()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # nearly as fast, and several would wait for each other's cores
-        MAKERS[task](out)
-        torch.set_num_threads(threads)
-        mark.touch()
+    """Make a task's files in `out`."""
+    tba.quiet_libraries()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # nearly as fast, and sums do not depend on the number of cores
+    MAKERS[task](out)
+    torch.set_num_threads(threads)
+    store_in_float16(out)
+
+
+def store_in_float16(folder: Path) -> None:
+    """Round the weights of the models in a folder; their configurations still say float32."""
+    for path in folder.glob("*/model.safetensors"):
+        rounded = {name: tensor.half() for name, tensor in load_file(path).items()}
+        save_file(rounded, path, {"format": "pt"})
+
+
+def source_hash() -> str:
+    """The hash of this file's code: neither comments, docstrings nor names in tba.py change it."""
+    tree = ast.parse(Path(__file__).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node):
+            node.body[0] = ast.Pass()
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "tba":
+            node.attr = ""
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def made_by() -> dict[str, str]:
+    """What the files that this program makes depend on, besides the CPU."""
+    libraries = ("torch", "transformers", "tokenizers", "numpy")
+    return {"tests/tiny.py": source_hash()} | {name: metadata.version(name) for name in libraries}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("task", choices=MAKERS)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("task", choices=MAKERS, nargs="?", help="default: all, in tests/models")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--stamp", action="store_true", help="make nothing, record the hash")
     arguments = parser.parse_args()
-    make(arguments.task, arguments.out)
+    if arguments.task:
+        make(arguments.task, arguments.out)
+        sys.exit()
+    for task in () if arguments.stamp else MAKERS:
+        shutil.rmtree(MODELS / task, ignore_errors=True)
+        make(task, MODELS / task)
+    (MODELS / "made_by.json").write_text(json.dumps(made_by(), indent=2) + "\n")

@@ -1,0 +1,275 @@
+"""What more Searchers cost the Trainer, on one machine without GPUs.
+
+    python bench/cluster.py --searchers 1 4 16 64                      # about ten minutes
+    python bench/cluster.py --searchers 64 --kill_every 5              # one is killed every 5 s
+    python bench/cluster.py --searchers 4 --cluster auto               # other flags go to tba.py
+
+Each size is a run of tba.py with this file as its plug-in, which sleeps in place of GPUs: a
+Searcher delivers a group of 24 responses of 250 tokens every 0.3 s, and an optimizer step takes
+0.7 s (both about those of the paper's GSM8K). Rewards and log pi_ref cost nothing. Everything else
+is real: processes, queues, messages, weight transfers, probes, the replay buffer, restarts.
+
+On a machine with few cores, rely on CPU time: wall-clock includes waiting for a core.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESPONSES = 24
+TOKENS = 250
+IN_A_RUN = __name__ != "__main__"
+
+# ------------------------------------------------------------------------------------ the plug-in
+
+if IN_A_RUN:
+    import numpy as np
+    import torch
+
+    import tba
+
+    @dataclass
+    class Durations:
+        """How long the plug-in sleeps."""
+
+        group_seconds: float = tba.flag(0.3, "Seconds in which a Searcher generates a group.")
+        step_seconds: float = tba.flag(0.7, "Seconds of an optimizer step.")
+
+    tba.FLAGS.append(Durations)
+
+    class SleepingEngine(tba.TransformersEngine):
+        """Random responses at a fixed rate; the model serves the probes alone."""
+
+        POLL = 0.05  # seconds between two calls of `between_steps`
+        due = 0.0  # when the latest group was to be complete
+
+        def step(self, between_steps=lambda: None):
+            request = self.waiting.popleft()
+            self.due = max(self.due, time.monotonic() - 0.1) + self.config.group_seconds
+            while (left := self.due - time.monotonic()) > 0:
+                time.sleep(min(left, self.POLL))
+                between_steps()
+            vocabulary = self.model.config.vocab_size
+            tokens = np.random.randint(0, vocabulary, (request.n, TOKENS)).astype(np.int32)  # noqa: NPY002
+            logprobs = np.full((request.n, TOKENS), -1, np.float32)
+            ended = np.ones(request.n, bool)
+            return [tba.Completion(request, list(tokens), list(logprobs), ended)]
+
+    tba.ENGINES["sleeping"] = SleepingEngine
+
+    if multiprocessing.parent_process() or tba.FOR_CLUSTER in sys.argv:  # a Searcher
+
+        def token_logprobs(scorer, groups, config, temperature=None):
+            """In place of log pi_ref, which a GPU computes."""
+            return [np.full(len(tokens), -1, np.float32) for _, own in groups for tokens in own]
+
+        tba.token_logprobs = token_logprobs
+        tba.Problem.response_texts = lambda problem, responses: ["7"] * len(responses)
+
+    spent: Counter[str] = Counter()  # seconds and events since the start, by name
+    nested = np.zeros(2)  # wall-clock and CPU seconds in measured functions, outermost calls
+
+    def clocks() -> np.ndarray:
+        """Wall-clock time and this thread's CPU time."""
+        return np.array([time.perf_counter(), time.thread_time()])
+
+    def measure(owner, method: str, name: str) -> None:
+        """Add up under `name` what a function takes, without measured functions that it calls."""
+        original = getattr(owner, method)
+
+        def measured(*args, **kwargs):
+            in_main = threading.current_thread() is threading.main_thread()
+            before = nested.copy()
+            start = clocks()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                took = clocks() - start
+                own = took - (nested - before) * in_main
+                spent[f"{name}_count"] += 1
+                spent[f"{name}_wall"] += float(own[0])
+                spent[f"{name}_cpu"] += float(own[1])
+                if in_main:
+                    nested[:] = before + took
+
+        setattr(owner, method, measured)
+
+    def sleeping_step(learner, groups, now, step):
+        """In place of Learner.step: sleep, and change the weights a little."""
+        start = time.perf_counter()
+        time.sleep(learner.config.step_seconds)
+        with torch.no_grad():
+            for weights in learner.model.parameters():
+                weights += 1e-5 * torch.randn_like(weights)
+        names = ("loss", "log_z", "entropy", "grad_norm", "pack_seconds", "optimizer_seconds")
+        seconds = time.perf_counter() - start
+        return {**dict.fromkeys(names, 0.0), "forward_backward_seconds": seconds}
+
+    tba.Learner.step = sleeping_step
+    write = tba.StepLog.write
+
+    def write_measurements(log, measured, *args):
+        """Add the measurements to the step's metrics."""
+        measured |= spent
+        measured["thread_cpu"] = time.thread_time()
+        measured["groups"] = log.trainer.received / RESPONSES
+        measured["starts"] = log.trainer.searchers.starts
+        measured["with_weights"] = sum(s.version >= 0 for s in log.trainer.searchers.running)
+        measured["time"] = time.time()  # the first sync ends before the first step begins
+        write(log, measured, *args)
+
+    tba.StepLog.write = write_measurements
+    of_trainer = {"drain_queues": "take", "store": "store"}
+    of_sync = {"begin_if_due": "sync", "poll": "sync", "on_loaded": "sync", "on_missed": "missed"}
+    of_processes = dict.fromkeys(("failed", "handle_failure", "start_due"), "failures")
+    for owner, names in (
+        (tba.Learner, {"step": "step"}),
+        (tba.Trainer, of_trainer),
+        (tba.WeightSync, of_sync | {"send": "send"}),  # `send` and `form_group` run in a thread
+        (tba.SearcherProcesses, of_processes),
+        (tba.StepLog, {"write": "log"}),
+        (tba.Newest, {"sample": "draw"}),
+        (tba, {"form_group": "form"}),
+    ):
+        for method, name in names.items():
+            measure(owner, method, name)
+
+# ------------------------------------------------------------------------------------- the driver
+
+PARTS = ("take", "sync", "failures", "store", "draw", "log")
+
+
+def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dict[str, float]:
+    """Run tba.py with M Searchers; returns what was measured."""
+    import psutil
+
+    out = folder / f"searchers-{M}"
+    command = [
+        sys.executable, str(ROOT / "tba.py"), "--plugin", __file__, "--engine", "sleeping",
+        "--task", "gsm8k", "--model", str(args.files / "model"), "--dataset",
+        str(args.files / "data"), "--output_dir", str(out), "--num_searchers", str(M),
+        "--steps", str(10**6), "--prompts_per_step", "7", "--trained_per_prompt", "20",
+        "--searched_per_prompt", str(RESPONSES), "--sequences_in_flight", str(RESPONSES),
+        "--max_response_tokens", "128", "--kept_per_prompt", str(RESPONSES),
+        "--max_replays", "0", "--eval_every", "0", "--eval_samples", "8", "--save_every", "0",
+        "--max_restarts", "1000", *flags,
+    ]  # fmt: skip
+    log = open(folder / f"searchers-{M}.log", "w+")  # noqa: SIM115
+    launched = time.time()
+    trainer = psutil.Popen(command, stdout=log, stderr=log)  # Ctrl-C reaches it too
+
+    def metrics() -> list[dict]:
+        """The run's steps so far."""
+        if trainer.poll() is not None:
+            log.seek(0)
+            raise SystemExit(f"{M} Searchers: the run ended early\n{log.read()}")
+        path = out / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def searchers() -> list[psutil.Process]:
+        """The Searchers' processes, children of the fork server."""
+        servers = [p for p in trainer.children() if "forkserver" in " ".join(p.cmdline())]
+        return [searcher for server in servers for searcher in server.children()]
+
+    while len(metrics()) < 5:
+        time.sleep(0.5)
+    manager = next(p for p in trainer.children() if p.cmdline() == trainer.cmdline())
+    begin = time.monotonic()
+    first = len(metrics()) - 1
+    cpu = {p: sum(p.cpu_times()[:2]) for p in (trainer, manager)}
+    read = manager.io_counters().read_chars
+    kills = 0
+    while time.monotonic() < begin + args.seconds:
+        time.sleep(0.2)
+        if args.kill_every and time.monotonic() > begin + args.kill_every * (kills + 1):
+            kills += 1
+            random.choice(searchers()).kill()
+    seconds = time.monotonic() - begin
+    cpu = {p: (sum(p.cpu_times()[:2]) - before) / seconds for p, before in cpu.items()}
+    read = (manager.io_counters().read_chars - read) / seconds
+    private = {p: p.memory_full_info().uss / 2**20 for p in (trainer, manager)}
+    of_searchers = [p.memory_full_info().uss for p in searchers()]
+    descriptors = {p: p.num_fds() for p in (trainer, manager)}
+    first_step = metrics()[0]["time"]
+    steps = metrics()[first:]
+    children = trainer.children(recursive=True)
+    trainer.terminate()
+    code = trainer.wait(300)
+    psutil.wait_procs(children, 60)
+    log.seek(0)
+    text = log.read()
+    log.close()
+    if code != 128 + signal.SIGTERM or "Traceback" in text:
+        raise SystemExit(f"{M} Searchers: exit code {code}\n{text}")
+
+    start, end = steps[0], steps[-1]
+
+    def over(name: str) -> float:
+        """How much a sum has grown in the measured time."""
+        return end.get(name, 0) - start.get(name, 0)
+
+    n = over("step")
+    wall = over("seconds")
+    groups = over("groups")
+    syncs = max(1, over("send_count"))
+    outside = (over("thread_cpu") - over("step_cpu")) / n  # CPU seconds of a step's other work
+    step_seconds = over("step_wall") / n
+    return {
+        "Searchers": M,
+        "groups/s": groups / wall,
+        "MB/s": read / 1e6,
+        "busy, wall": over("step_wall") / wall,
+        "busy, CPU": step_seconds / (step_seconds + outside),
+        **{f"{part}, CPU ms/step": 1000 * over(f"{part}_cpu") / n for part in PARTS},
+        **{f"{part}, wall ms/step": 1000 * over(f"{part}_wall") / n for part in PARTS},
+        "sync, CPU ms": 1000 * over("sync_cpu") / syncs,
+        "syncs": over("send_count"),
+        "transfer, s": over("send_wall") / syncs,
+        "groups formed": over("form_count"),
+        "forming, s": over("form_wall") / max(1, over("form_count")),
+        "kills": kills,
+        "restarts": over("starts"),
+        "missed": over("missed_count"),
+        "failed transfers": text.count("sending the weights"),
+        "Searchers with weights": sum(m["with_weights"] for m in steps) / len(steps),
+        "first weights, s": first_step - launched,
+        "Trainer, cores": cpu[trainer],
+        "Manager, cores": cpu[manager],
+        "Trainer, private MB": private[trainer],
+        "Manager, private MB": private[manager],
+        "a Searcher, private MB": sum(of_searchers) / max(1, len(of_searchers)) / 2**20,
+        "Trainer, descriptors": descriptors[trainer],
+        "Manager, descriptors": descriptors[manager],
+    }
+
+
+def main() -> None:
+    """Run each size, and print what was measured, a row for each quantity."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--searchers", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--seconds", type=float, default=60, help="measured, after all have begun")
+    parser.add_argument("--kill_every", type=float, default=0, help="seconds; 0: none is killed")
+    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
+    args, flags = parser.parse_known_args()
+    folder = Path(tempfile.mkdtemp(prefix="tba-cluster-"))
+    rows = []
+    for M in args.searchers:
+        rows.append(run(args, M, flags, folder))
+        print(json.dumps(rows[-1]), flush=True)
+    for name in rows[0]:
+        print(f"| {name} |", " | ".join(f"{row[name]:.4g}" for row in rows), "|")
+
+
+if __name__ == "__main__":
+    main()

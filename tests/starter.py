@@ -1,0 +1,150 @@
+"""Starts runs of tba.py as forks of one interpreter that has already imported everything.
+
+    python tests/starter.py FILE_DESCRIPTOR     # of a listening socket; until its input is closed
+
+`python tba.py` spends about nine seconds in each of two processes, the Trainer and the fork server
+of its Searchers, on imports. A fork executes the same tba.py as `__main__`, in a session of its
+own, and its fork server is multiprocessing's own in another fork: only the imports are shared.
+
+A client connects, and sends arguments, environment and working directory with two files for the
+run's output. It is sent the run's pid, and its wait status when it has ended.
+"""
+
+import ast
+import contextlib
+import importlib
+import json
+import multiprocessing.util
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = ROOT / "tba.py"
+INT = struct.Struct("i")
+# imported by functions of tba.py and of its libraries
+LATE_IMPORTS = (
+    "accelerate.utils.fsdp_utils datasets matplotlib.backends.backend_agg matplotlib.figure "
+    "torch._dynamo transformers.models.llama.modeling_llama"
+).split()
+
+start_process = multiprocessing.util.spawnv_passfds
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork a run for each connection; imports begin with the first one."""
+    code = None
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if sys.stdin in ready:
+            return
+        connection, _ = listener.accept()
+        if code is None:
+            code = compile_and_import()
+        if os.fork() == 0:
+            start_run(connection, code)
+        connection.close()
+
+
+def compile_and_import() -> types.CodeType:
+    """tba.py's code; every module that it imports is imported, and there is still one thread."""
+    tree = ast.parse(PROGRAM.read_text(), str(PROGRAM))
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), str(PROGRAM), "exec"), {})
+    for name in LATE_IMPORTS:
+        importlib.import_module(name)
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    threads = [name for name in threads if name != "jemalloc_bg_thd"]  # it survives a fork
+    assert len(threads) == 1, f"forks would lack the threads {threads}"
+    return compile(tree, str(PROGRAM), "exec")
+
+
+def start_run(connection: socket.socket, code: types.CodeType) -> NoReturn:
+    """In a fork: start a run in a fork of this one, and report its pid and its end."""
+    request, files, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+    arguments, environment, folder = json.loads(request)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            become_run(arguments, environment, folder, files, code)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    for file in files:
+        os.close(file)
+    try:
+        connection.sendall(INT.pack(pid))
+        _, status = os.waitpid(pid, 0)
+        connection.sendall(INT.pack(status))
+    finally:
+        os._exit(0)
+
+
+def become_run(
+    arguments: list[str], environment: dict[str, str], folder: str, files: list[int],
+    code: types.CodeType,
+) -> None:  # fmt: skip
+    """Execute tba.py as a new interpreter would that has these arguments and files."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for i, file in enumerate((nothing, *files)):
+        os.dup2(file, i)
+    close_all_but({0, 1, 2})
+    tempfile.tempdir = None  # the environment may name another one
+    multiprocessing.current_process().authkey = os.urandom(32)
+    multiprocessing.util.spawnv_passfds = fork_fork_server
+    sys.argv = [str(PROGRAM), *arguments]
+    sys.path[0] = str(ROOT)
+    main = new_main()
+    main.__file__ = str(PROGRAM)
+    exec(code, main.__dict__)
+
+
+def new_main() -> types.ModuleType:
+    """An empty module in place of this one, also under multiprocessing's name for it."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    return main
+
+
+def fork_fork_server(path: bytes, args: Sequence[str], files: Sequence[int]) -> int:
+    """Start a helper process of multiprocessing; its fork server in a fork of this one."""
+    command = args[-1]
+    if "multiprocessing.forkserver" not in command:
+        return start_process(path, args, files)
+    pid = os.fork()
+    if pid:
+        return pid
+    close_all_but({0, 1, 2, *files})
+    new_main()  # Searchers execute tba.py themselves
+    try:
+        exec(command, {})
+    finally:
+        os._exit(0)
+
+
+def close_all_but(files: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in files:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(int(name))
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
