@@ -1526,11 +1526,11 @@ def draw(rows: Rows, out: Path) -> None:
     more.set_xscale("log", base=2)
     more.set_xticks(SEARCHERS, map(str, SEARCHERS))
     more.set_ylim(bottom=0)
-    more.set_xlabel("Searchers, equal optimizer steps")
+    more.set_xlabel("Searchers, at equal steps")
     more.set_ylabel("gain in reward")
     more.set_title("3  More Searchers")
     if more.get_lines():
-        more.legend(frameon=False)
+        more.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.2), labelspacing=0.2)
     for axes in (speed, stale, more):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=13)
