@@ -85,8 +85,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 FOR_CLUSTER = "--searcher"  # `tba.py --searcher` is a Searcher of a Ray cluster
 
-if __name__ == "__main__" and os.environ.get("RANK", "0") == "0" and FOR_CLUSTER not in sys.argv:
-    # the process that Searchers are forked from; it imports these while this one does
+on_cluster = FOR_CLUSTER in sys.argv or "--cluster" in sys.argv
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0" and not on_cluster:
+    # the process that local Searchers are forked from; it imports these while this one does
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     forkserver.ensure_running()
     if sys.stderr.isatty():  # "\r": the next line overwrites it
@@ -3016,16 +3017,20 @@ def join_cluster(config: Config) -> None:
     --num_searchers 0 becomes the number of all other devices. Raises InputError.
     """
     global ray
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts to connect, 40 s each
     try:
+        host, _, port = config.cluster.rpartition(":")
+        if host:  # fails at once if nothing listens there
+            socket.create_connection((host, int(port)), timeout=10).close()
         import ray  # needed on clusters only
 
         ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
-    except Exception as error:  # Ray raises several types
+    except Exception as error:  # of several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = device_kind()
     here = {"ray.io/node-id": ray_node()["NodeID"]}
     own = ray.util.placement_group([{kind: local_ranks()}], bundle_label_selector=[here])
-    config.require(own.wait(30), "cluster", f"has no free {kind} on this machine for the Trainer")
+    config.require(own.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} for a Searcher beside the Trainer's")
     config.num_searchers = config.num_searchers or others

@@ -68,6 +68,7 @@ def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
     """A Ray cluster at 127.0.0.1: a head for the Trainer, and nodes with a CPU or more each."""
     os.environ.update(  # read when Ray is imported
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # nodes at 127.0.0.1
+        RAY_health_check_period_ms="500",
         RAY_health_check_failure_threshold="20",  # a busy machine is late
         RAY_memory_monitor_refresh_ms="0",  # it counts the memory of other programs
     )
