@@ -2361,8 +2361,14 @@ class MeetingPoint:
         return local_device() if self.nccl else torch.device("cpu")
 
 
-# kept by each process: connecting performs a reverse DNS lookup, which can take seconds
-connect_store = lru_cache(dist.TCPStore)
+@lru_cache
+def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
+    """This process's connection to the Trainer's TCPStore.
+
+    It is kept because connecting performs a reverse DNS lookup, which can take seconds.
+    """
+    limit = timedelta(seconds=timeout)
+    return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
 
 
 def form_group(
@@ -2370,7 +2376,7 @@ def form_group(
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
     """Form a process group besides the default one. Raises RuntimeError."""
     limit = timedelta(seconds=config.transfer_timeout)
-    store = connect_store(meeting.host, meeting.port, timeout=limit, wait_for_workers=False)
+    store = connect_store(meeting.host, meeting.port, config.transfer_timeout)
     store = dist.PrefixStore(name, store)
     if meeting.nccl:
         torch.cuda.set_device(meeting.device)
@@ -2589,7 +2595,9 @@ class WeightReceiver:
 
     def run(self) -> None:
         """Handle messages until the process ends; the main thread raises errors."""
+        meeting = self.spec.meeting
         try:
+            connect_store(meeting.host, meeting.port, self.config.transfer_timeout)
             while True:
                 message = self.spec.commands.get()
                 if not isinstance(message, ReceiveWeights) or self.receive(message):
