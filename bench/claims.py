@@ -1085,7 +1085,7 @@ GREY = "0.75"
 COLOURS = {"tb": "C0", "proximal_rloo": "C1", "dr_grpo": "C2", "rloo": "C3"}  # others are grey
 MAIN = COLOURS["tb"]
 LINE = {"capsize": 3, "markersize": 6, "linewidth": 2}
-LABELS = {"rare": "reward once in 183", "rarer": "once in 1,820"}  # of tasks, in the picture
+LABELS = {"rare": "1 in 183", "rarer": "1 in 1,820"}  # of tasks, in the picture
 NOT_YET = "·"  # in a table: its seeds have not been run
 # at which diversity is compared
 EQUAL_REWARD = {"valence": 0.25, "sort": 0.5, "summaries": 0.7, "attacks": 0.8}
@@ -1526,11 +1526,11 @@ def draw(rows: Rows, out: Path) -> None:
     more.set_xscale("log", base=2)
     more.set_xticks(SEARCHERS, map(str, SEARCHERS))
     more.set_ylim(bottom=0)
-    more.set_xlabel("Searchers, equal optimizer steps")
+    more.set_xlabel("Searchers, at equal steps")
     more.set_ylabel("gain in reward")
-    more.set_title("3  More Searchers")
+    more.set_title("3  More search, rare rewards")
     if more.get_lines():
-        more.legend(frameon=False)
+        more.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.2), labelspacing=0.2)
     for axes in (speed, stale, more):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=13)
