@@ -5,7 +5,7 @@
 #                                                   (mean of three runs; 40.3 % before training) for
 #                                                   the final weights, in 82 minutes on 4 A100 80 GB
 #   bash run_gsm8k.sh table2 [FLAGS OF tba.py...]   Table 2: 1,000 steps
-#   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   a tiny model on a CPU, offline: half a minute
+#   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   a tiny model on a CPU, offline, in 15 seconds
 #
 # FLAGS: e.g. --output_dir runs/mine, or --resume runs/mine. The initial and the final weights are
 # evaluated on the whole test set; to monitor a run, add --eval_every 50 --eval_samples 256.
