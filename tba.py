@@ -2433,7 +2433,7 @@ class Transfer:
 class WeightSync:
     """The Trainer's side of weight syncs; at most one transfer is in flight."""
 
-    MOST_MISSED = 3  # consecutive transfers that a Searcher may be the first to miss
+    MOST_MISSED = 3  # consecutive transfers that a Searcher may miss
 
     def __init__(
         self, config: Config, learner: Learner, searchers: SearcherProcesses,
@@ -2564,12 +2564,10 @@ class WeightSync:
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """A member did not receive the weights, and keeps its current ones."""
         transfer = s.receiving
+        transfer.failure = transfer.failure or f"Searcher {s.searcher}: {reason}"
         s.receiving = None
         s.loading = None
-        if transfer.failure:  # of another member, or because of it
-            return
-        transfer.failure = f"Searcher {s.searcher}: {reason}"
-        s.missed += 1
+        s.missed += not transfer.member_ended  # no fault of the others
         if s.missed >= self.MOST_MISSED:
             s.kill(f"missed {s.missed} weight transfers, and was killed: {reason}")
 
@@ -2751,7 +2749,7 @@ class RunningSearcher:
     reference: int = 0  # version of its reference
     receiving: Transfer | None = None  # until it has received the weights, or missed them
     loading: Transfer | None = None  # until it has loaded them, or missed them
-    missed: int = 0  # consecutive transfers that it was the first to miss
+    missed: int = 0  # consecutive transfers
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
     end: str = ""  # why it was killed
