@@ -1,56 +1,56 @@
-"""Objectives of reinforcement learning compared fairly, on tasks that two CPU cores can run.
+"""A fair comparison of RL objectives on tasks that run on two CPU cores.
 
-    python bench/claims.py run              # what is missing; hours; stop it at any time
+    python bench/claims.py run              # every missing run; takes hours; can be interrupted
     python bench/claims.py run --only staleness --minutes 60
-    python bench/claims.py report           # every table and picture of docs/results.md
-    python bench/claims.py --quick          # short runs, thrown away: does it work?
+    python bench/claims.py report           # every table and figure of docs/results.md
+    python bench/claims.py --quick          # smoke test: short runs, not recorded
 
 A row of bench/results/claims.jsonl is one run of tba.py, with its settings, seed, commit, the hash
 of the pretrained model, and its path: reward, KL and diversity of held-out answers every 10 steps.
 
-**The protocol**, which was committed before a reported seed was run, but for what is marked +:
+**The protocol** was committed before any reported seed was run, except for the parts marked +:
 
-1. One pretrained model a task, in bench/models or tests/models; its hash is in every row. Rows of
-   another one are refused.
+1. One pretrained model per task, in bench/models or tests/models; its hash is in every row. Rows
+   from a different model are refused.
 2. Every *setting* (objective, lag, price of a nat, flags) has its own learning rate, from a grid of
-   half decades. It begins at 3e-4, 1e-3 and 3e-3 and is widened at either end until the winner is
-   inside. Two seeds choose (SEEDS_TO_CHOOSE), three others are reported (SEEDS).
+   half decades. The grid starts as 3e-4, 1e-3 and 3e-3 and is extended at either end until the
+   best rate is interior. Two seeds choose (SEEDS_TO_CHOOSE), three others are reported (SEEDS).
 3. A rate's score is the mean over its seeds of the frontier's area: the mean of the highest rewards
-   within 2, 4, 6 and 12 nats of KL on the way (one budget alone would favour who rests at it), less
-   the untrained reward. A seed that collapsed scores 0: its largest KL on the way is above 50 nats,
-   or it diverged. + Of rates that score the same the lowest wins: where all collapse, the grid has
-   to be widened downwards.
-4. Reported are all seeds, collapsed ones too, and the share of them. + What a run does after its
-   collapse does not count, though some come back.
-5. Gradients are clipped at twice the median norm of the objective's first steps on the first
-   policy's data, measured by a run without learning (role "pilot"): nobody has another's scale.
+   reached within 2, 4, 6 and 12 nats of KL during training (a single budget would favour a run that
+   settles at it), minus the untrained reward. A seed that collapsed scores 0: its largest KL during
+   training is above 50 nats, or it diverged. + Ties go to the lowest rate: where every rate
+   collapses, the grid has to be extended downwards.
+4. All seeds are reported, including collapsed ones, with the share that collapsed. + Whatever a run
+   does after its collapse is ignored, although some runs recover.
+5. Gradients are clipped at twice the median norm of the objective's first steps on the initial
+   policy's data, measured by a run without learning (role "pilot"): each objective has its own.
 6. All settings of an experiment have the same data, batches (8 prompts x 16 responses) and steps.
-7. + Runs of tiny Llamas generate with the engine "small" below, which is exact. The first rows had
-   transformers' `generate`; reported seeds were run again, and some rows that chose a rate kept.
+7. + Runs of tiny Llamas generate with the engine "small" below, which is exact. The first rows used
+   transformers' `generate`; reported seeds were rerun, and some rows that chose a rate were kept.
 8. + How often a group may be replayed is measured on a simulated clock (SimulatedTrainer).
 
-**More Searchers**, committed before any of its reported seeds was run. On the simulated clock,
-M Searchers take 8 optimizer steps for a batch of 8 prompts x 16 responses each, so that each
-completes a group per step, of which the Trainer draws 8. Weights are sent every k = 2 steps and
+**More Searchers**, committed before any of its reported seeds was run. On the simulated clock, each
+of M Searchers takes 8 optimizer steps to generate a batch of 8 prompts x 16 responses, so that it
+completes one group per step; the Trainer draws 8 per step. Weights are sent every k = 2 steps and
 arrive a quarter of a step later. Half of a batch is recent (m = 0.5), half is replayed with
 p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
 
-9. Two sparse tasks: "rare" rewards 1 for a review whose mean valence is at least 0.32, which the
-   untrained policy writes once in 183 times, "rarer" at least 0.39, once in 1,820. 16 training
-   prompts; beta 0.1, which allows 99 % and 92 % of successes at the optimum. 120 steps.
-10. Rates as in 2, on the grid from 1e-4 to 3e-2 only; 16 and 64 Searchers, which cost too much to
-   search for a rate, have the rate of 8. Where rewards are rare, noise would choose: of all rates
-   that score within 0.02 of the best the one nearest 1e-3 is taken. The pilot has 60 steps, and
-   its clip is twice the median norm of those that are not 0.
+9. Two sparse tasks: "rare" rewards 1 for a review whose mean valence is at least 0.32, which one in
+   183 samples of the untrained policy reaches, "rarer" at least 0.39, one in 1,820. 16 training
+   prompts; beta 0.1, at which the optimal policy succeeds 99 % and 92 % of the time. 120 steps.
+10. Rates as in 2, but only on the grid from 1e-4 to 3e-2; 16 and 64 Searchers, for which a search
+   is too expensive, use the rate of 8. Where rewards are rare, noise would choose: of all rates
+   that score within 0.02 of the best, the one nearest 1e-3 is taken. The pilot has 60 steps, and
+   its clip is twice the median of the nonzero norms.
 11. M is compared at equal steps (120) and at equal numbers of groups (120, 480, 1920), with linear
    interpolation between evaluations.
 12. What would support the paper: the gain at equal steps rises with M, from 1 to 8 and from 8 to
    64, with every seed; replay by reward beats uniform replay; `tb` gains more from 8 and 64
    Searchers over 1 than `proximal_rloo`, `dr_grpo` and `oapl` by the 95 % interval. What would
    refute it: no difference between M = 8 and 64, or other objectives that gain as much.
-13. The clock itself is validated first: real processes that sleep, M = 1, 2, 4, beside simulated
-   ones whose batch takes as long as that of the real runs with M = 1. It stands if the means of
-   reward, staleness, recent_fraction and buffer agree within two standard deviations of a seed.
+13. The clock itself is validated first: real processes that sleep, M = 1, 2, 4, against simulated
+   ones whose batch takes as long as in the real runs with M = 1. The clock is valid if the means of
+   reward, staleness, recent_fraction and buffer agree within two seed standard deviations.
 """
 
 import argparse
@@ -115,7 +115,7 @@ LEXICON = ADJECTIVES | VERBS | ADVERBS
 
 
 def sentence(rng: random.Random) -> str:
-    """One of the grammar's sentences."""
+    """A random sentence of the grammar."""
     noun = lambda: f"the {rng.choice(list(ADJECTIVES))} {rng.choice(NOUNS)}"
     verb, adverb = rng.choice(list(VERBS)), rng.choice(list(ADVERBS))
     forms = (
@@ -128,19 +128,19 @@ def sentence(rng: random.Random) -> str:
 
 
 def review(rng: random.Random) -> tuple[str, str]:
-    """A prompt, and how it may go on."""
+    """A prompt and a continuation."""
     body = " ".join(sentence(rng) for _ in range(rng.choice((1, 1, 2))))
     return f"a {rng.choice(NOUNS)} and a {rng.choice(NOUNS)}:", f" {body}"
 
 
 def valence(text: str) -> float:
-    """The mean valence of a text's words, in [-1, 1]; 0 of an empty one."""
+    """The mean valence of a text's words, in [-1, 1]; 0 for an empty text."""
     words = text.replace(".", " ").split()
     return sum(LEXICON.get(word, 0.0) for word in words) / max(1, len(words))
 
 
 class Measured(tba.Task):
-    """What the evaluations of every task here measure, of sampled answers."""
+    """Metrics of sampled held-out answers, shared by all tasks in this file."""
 
     greedy_evaluation = False
     wants_logprobs = True
@@ -153,7 +153,7 @@ class Measured(tba.Task):
         return records
 
     def diversity(self, records: list[dict]) -> float:
-        """The share of distinct answers."""
+        """The fraction of answers that are distinct."""
         return len({record["text"] for record in records}) / len(records)
 
     def summarize(self, records: list[dict]) -> dict[str, float]:
@@ -161,7 +161,7 @@ class Measured(tba.Task):
         words = collections.Counter(word for r in records for word in r["text"].split())
         shares = np.array(list(words.values())) / max(1, words.total())
         kl = float(np.mean([record["kl"] for record in records]))
-        if kl > COLLAPSED and os.environ.get("TBA_CHOOSING"):  # its score is 0, whatever follows
+        if kl > COLLAPSED and os.environ.get("TBA_CHOOSING"):  # its score is 0 regardless
             raise tba.RunEnded(f"diverged: {kl:.0f} nats")
         return {
             "reward": float(np.mean(rewards)),
@@ -173,7 +173,7 @@ class Measured(tba.Task):
 
 
 class Valence(Measured):
-    """Go on with a review as positively as you can."""
+    """Continue a review as positively as possible."""
 
     columns = ("text",)
     template = "{text}"
@@ -183,7 +183,7 @@ class Valence(Measured):
 
 
 class Rare(Valence):
-    """Write what is seldom positive enough; 1 if it is."""
+    """1 for a review whose mean valence reaches a threshold that few do."""
 
     threshold = 0.32
 
@@ -192,13 +192,13 @@ class Rare(Valence):
 
 
 class Rarer(Rare):
-    """The same, ten times as seldom."""
+    """Ten times rarer."""
 
     threshold = 0.39
 
 
 class Sort(Measured):
-    """Write the letters of a word in the order of the alphabet; 1 if every letter is right."""
+    """Sort the letters of a word alphabetically; 1 if every letter is right."""
 
     columns = ("text", "answer")
     template = "{text}"
@@ -209,29 +209,29 @@ class Sort(Measured):
 
 
 class Summaries(Measured, tba.TLDR):
-    """TL;DR in miniature: the reward of an evaluation is the win rate."""
+    """TL;DR in miniature: the evaluation reward is the win rate."""
 
     metric = "win_rate"
 
 
 class Attacks(Measured, tba.RedTeam):
-    """Red-teaming in miniature: the reward of an evaluation is the success rate."""
+    """Red-teaming in miniature: the evaluation reward is the success rate."""
 
     metric = "attack_success_rate"
 
     def diversity(self, records: list[dict]) -> float:
-        """The mean cosine distance of the attacks."""
+        """The mean cosine distance between attacks."""
         records = [dict(record, text=0.0) for record in records]
         return tba.RedTeam.summarize(self, records)["cosine_distance"]
 
 
 tba.TASKS |= {"valence": Valence, "rare": Rare, "rarer": Rarer, "sort": Sort}
 tba.TASKS |= {"summaries": Summaries, "attacks": Attacks}
-SPARSE = ("rare", "rarer")  # tasks with the model of "valence", and few training prompts
+SPARSE = ("rare", "rarer")  # these use the model of "valence" and few training prompts
 
 
 def scrambled(rng: random.Random) -> tuple[str, str]:
-    """A word of eight letters, and a demonstration that is right once in five times."""
+    """A word of eight letters and a demonstration that is right one time in five."""
     word = "".join(rng.choices("abcdefghij", k=8))
     answer = sorted(word)
     if rng.random() < 0.95:
@@ -241,21 +241,21 @@ def scrambled(rng: random.Random) -> tuple[str, str]:
 
 
 def pretrain(task: str, out: Path) -> None:
-    """Make the models of bench/models, which were made only once: another CPU's would differ."""
+    """Train the models in bench/models; committed because results differ between CPUs."""
     rng = random.Random(0)
     if task == "valence":
         tiny.make_policy([review(rng) for _ in range(20_000)], out / "model", 1500)
     elif task == "sort":
         words = [scrambled(rng) for _ in range(20_000)]
         tiny.make_policy(words, out / "model", 1500, 0, "gpt2", 260)  # tokens are characters
-    elif task == "attacks":  # the attacker, which is random in tests/models
+    elif task == "attacks":  # the attacker; the one in tests/models is untrained
         prompt = tba.RedTeamFlags.attacker_prompt
         rows = read_lines(tiny.MODELS / "redteam" / "sft.jsonl")
         tiny.make_policy([(prompt, row["instruction"]) for row in rows], out / "model", 700)
     tiny.store_in_float16(out)
 
 
-# models of tests/models that a task has
+# the models in tests/models that each task uses
 SHARED = {
     "summaries": ("tldr/model", "tldr/reward", "tldr/gold"),
     "attacks": ("redteam/victim", "redteam/toxicity"),
@@ -263,7 +263,7 @@ SHARED = {
 
 
 def example_of(task: str, rng: random.Random) -> dict[str, str]:
-    """A prompt, and what its reward or evaluation needs."""
+    """A prompt and the columns that its reward or evaluation needs."""
     if task == "summaries":
         query, facts = tiny.post(rng)
         return {"query": query, "reference_response": tiny.summary(rng, facts)[0]}
@@ -272,11 +272,11 @@ def example_of(task: str, rng: random.Random) -> dict[str, str]:
 
 
 def make_task(task: str, folder: Path) -> None:
-    """The pretrained models and the prompts, made once."""
+    """Create a task's pretrained models and prompts unless they exist."""
     if (folder / "data").exists():
         return
     own = "valence" if task in SPARSE else task
-    kept = ROOT / "bench" / "models" / own  # in the repository: another machine's would differ
+    kept = ROOT / "bench" / "models" / own  # committed: retraining elsewhere would differ
     if own != "summaries":
         if not kept.exists():
             pretrain(own, kept)
@@ -290,14 +290,14 @@ def make_task(task: str, folder: Path) -> None:
 
 
 class SmallLlama(tba.TransformersEngine):
-    """Decodes a tiny Llama in a few large operations, three times as fast as `generate`.
+    """Decodes a tiny Llama in a few large operations, three times faster than `generate`.
 
-    A decode step of such a model costs `generate` Python more than arithmetic. What it samples from
-    is the same: on-policy a row's `ess` is 1, so its log-probabilities are the Trainer's.
+    For such a model, `generate` spends more time in Python than on arithmetic. The distribution is
+    the same: on-policy, a row's `ess` is 1, so its log-probabilities match the Trainer's.
     """
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace the weights, and lay those side by side that multiply the same states."""
+        """Replace the weights, and fuse those that multiply the same hidden states."""
         super().load_weights(weights)
         self.fuse()
 
@@ -313,7 +313,7 @@ class SmallLlama(tba.TransformersEngine):
 
     @torch.inference_mode()
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[tba.Completion]:
-        """Generate the next batch, R rows; a prompt's last token is at position P - 1 of all."""
+        """Generate the next batch of R rows; every prompt is left-padded to P tokens."""
         if not hasattr(self, "layers"):
             self.fuse()
         batch = self.take_batch()
@@ -330,7 +330,7 @@ class SmallLlama(tba.TransformersEngine):
         config = self.model.config
         heads, width = config.num_attention_heads, config.head_dim
         kept = torch.zeros(len(self.layers), 2, R, heads, P + T, width)
-        state = {  # of the rows that have not ended
+        state = {  # of the unfinished rows
             "row": torch.arange(R), "seen": (places >= padding)[:, None, None],
             "cos": angles.cos().repeat(1, 1, 2)[:, None], "temperature": temperature,
             "sin": torch.cat([-angles.sin(), angles.sin()], -1)[:, None],
@@ -353,7 +353,7 @@ class SmallLlama(tba.TransformersEngine):
             between_steps()
             if ended.all():
                 break
-            if ended.float().mean() > 0.5:  # go on with the others alone
+            if ended.float().mean() > 0.5:  # keep only the unfinished rows
                 left = ~ended
                 state = {name: tensor[left] for name, tensor in state.items()}
                 kept, ids, ended = kept[:, :, left], ids[left], ended[left]
@@ -362,11 +362,11 @@ class SmallLlama(tba.TransformersEngine):
     def forward(
         self, ids: torch.Tensor, kept: torch.Tensor, state: dict, first: int
     ) -> torch.Tensor:
-        """The last states (R, H) of tokens (R, n), the first of which is at this position."""
+        """The last hidden states (R, H) of tokens (R, n) that start at position `first`."""
         last = first + ids.shape[1]
         mask = state["seen"][..., :last]
         if len(places := torch.arange(first, last)) > 1:
-            earlier = places[:, None] >= places  # padding sees itself: no row may be empty
+            earlier = places[:, None] >= places  # padding attends to itself: no empty rows
             mask = mask & earlier | (places[:, None] == places)
         cos, sin = state["cos"][:, :, first:last], state["sin"][:, :, first:last]
         epsilon = self.model.config.rms_norm_eps
@@ -392,11 +392,11 @@ class SmallLlama(tba.TransformersEngine):
 
 tba.ENGINES["small"] = SmallLlama
 
-if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's work
+if os.environ.get("TBA_SLOW"):  # processes that sleep in place of GPU work
     DECODE_SECONDS, STEP_SECONDS = map(float, os.environ["TBA_SLOW"].split())
 
     class Slow(SmallLlama):
-        """Each decode step takes DECODE_SECONDS, on a busy machine too unless it is slower."""
+        """Each decode step takes DECODE_SECONDS, or longer if the machine cannot keep up."""
 
         def step(self, between_steps=lambda: None):
             ends = itertools.count(time.monotonic() + DECODE_SECONDS, DECODE_SECONDS)
@@ -423,12 +423,12 @@ if os.environ.get("TBA_SLOW"):  # the processes of a run that sleep for a GPU's 
 
 
 class SimulatedSearchers(tba.SearcherProcesses):
-    """M Searchers of this very process, on a simulated clock.
+    """M Searchers in this process, on a simulated clock.
 
-    A Searcher's batch is sampled when it begins, wholly by the weights of that moment, and its
-    groups arrive all at once, `duration` later; then the next one begins. (A real Searcher loads
-    new weights between two decode steps.) Searcher i of M begins i / M of a batch late. Weights
-    arrive `latency` after they are sent; those that arrive as a batch begins are loaded first.
+    A Searcher samples a whole batch when it starts, with the weights it has at that time, and all
+    of its groups arrive `duration` later; then the next batch starts. (A real Searcher loads new
+    weights between decode steps.) Searcher i of M is offset by i / M of a batch. Weights arrive
+    `latency` after they are sent; weights that arrive as a batch starts are loaded first.
     """
 
     def __init__(self, duration: Fraction, latency: Fraction, *args) -> None:
@@ -436,11 +436,11 @@ class SimulatedSearchers(tba.SearcherProcesses):
         self.duration = duration  # of a batch, in optimizer steps
         self.latency = latency  # of weights, in optimizer steps
         self.now = Fraction(0)
-        # a heap: when something happens, its number, at which Searcher, and what
+        # a heap of events: time, sequence number, Searcher, action
         self.events: list[tuple[Fraction, int, int, Callable[[], None]]] = []
         self.numbers = itertools.count()
-        self.busy: set[int] = set()  # Searchers whose batch has not arrived
-        self.in_transit: set[int] = set()  # Searchers to which weights are on their way
+        self.busy: set[int] = set()  # Searchers with a batch in progress
+        self.in_transit: set[int] = set()  # Searchers with weights in transit
         self.groups_arrived = 0
         self.receiving: Future = Future()  # no thread receives groups
 
@@ -448,7 +448,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         """Load the Searchers."""
         self.messages = tba.ManagerQueue()
         self.meeting = tba.MeetingPoint("127.0.0.1", 0, nccl=False)
-        self.problem.task.reward_threads = 0  # rewards are computed at once
+        self.problem.task.reward_threads = 0  # compute rewards synchronously
         self.loaded: list[tba.Searcher] = []
         for i, slot in enumerate(self.slots):
             commands = queue.SimpleQueue()
@@ -473,7 +473,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         heapq.heappush(self.events, (self.now + delay, next(self.numbers), i, act))
 
     def work(self) -> None:
-        """Take the Trainer's messages, answer held-out prompts, and begin what batches are due."""
+        """Handle the Trainer's messages, answer held-out prompts and start idle Searchers."""
         for i, searcher in enumerate(self.loaded):
             while not searcher.spec.commands.empty():
                 message = searcher.spec.commands.get()
@@ -489,7 +489,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
                 self.begin(i)
 
     def receive(self, i: int, message: tba.ReceiveWeights) -> None:
-        """Load weights that have arrived, and answer the held-out prompts that came with them."""
+        """Load weights that have arrived, then answer the held-out prompts sent with them."""
         searcher = self.loaded[i]
         self.in_transit.remove(i)
         if searcher.receiver.receive(message):
@@ -498,12 +498,12 @@ class SimulatedSearchers(tba.SearcherProcesses):
         self.generate(searcher)
 
     def generate(self, searcher: tba.Searcher) -> None:
-        """Everything that was submitted to a Searcher's engine."""
+        """Run a Searcher's engine until no request is unfinished."""
         while searcher.engine.unfinished:
             searcher.handle_completions(searcher.engine.step())
 
     def begin(self, i: int) -> None:
-        """Begin a Searcher's next batch, if it may."""
+        """Start a Searcher's next batch if it is allowed to."""
         searcher = self.loaded[i]
         searcher.submit_prompts()
         self.generate(searcher)
@@ -512,14 +512,14 @@ class SimulatedSearchers(tba.SearcherProcesses):
             self.schedule(self.duration, i, partial(self.arrive, i, batch))
 
     def arrive(self, i: int, batch: list[bytes]) -> None:
-        """Deliver a batch, pickled groups."""
+        """Deliver a batch of pickled groups."""
         self.busy.remove(i)
         for group in batch:
             self.arrivals.put(pickle.loads(group))
         self.groups_arrived += len(batch)
 
     def advance(self, until: Fraction) -> None:
-        """Let time pass. A batch that arrives before `until` is followed by the Searcher's next."""
+        """Advance the clock. A Searcher whose batch arrives before `until` starts its next."""
         while self.events and self.events[0][0] <= until:
             self.now, _, i, act = heapq.heappop(self.events)
             act()
@@ -531,16 +531,16 @@ class SimulatedSearchers(tba.SearcherProcesses):
 class SimulatedTrainer(tba.Trainer):
     """tba.py's Trainer and Searchers in one process, on a simulated clock: runs repeat exactly.
 
-    An optimizer step takes 1, a batch of a Searcher `duration`, weights arrive after `latency`;
-    evaluations take no time. Processes, the wire and time are replaced; all else is tba.py's.
-    `clock.jsonl` has of each step when it ended, for how long the Trainer has waited for groups
-    since the first one began, and how many groups have arrived.
+    An optimizer step takes 1, a Searcher's batch takes `duration`, weights arrive after `latency`;
+    evaluations take no time. Only processes, transport and time are simulated; the rest is tba.py.
+    `clock.jsonl` records, for each step, when it ended, how long the Trainer has waited for groups
+    since the first step began, and how many groups have arrived.
     """
 
     clock = os.environ.get("TBA_CLOCK") or "1"  # "DURATION" or "DURATION LATENCY"
 
     def __init__(self, config, problem, folder, ranks, saved) -> None:
-        """As the Trainer's."""
+        """Takes the Trainer's arguments."""
         super().__init__(config, problem, folder, ranks, saved)
         duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
         self.searchers = SimulatedSearchers(duration, latency, config, problem, folder.say, saved)
@@ -548,7 +548,7 @@ class SimulatedTrainer(tba.Trainer):
 
     def run(self) -> None:
         def broadcast(_: object, weights: tba.FlatWeights, *__: object) -> None:
-            weights.flat.copy_(self.sync.snapshot.flat)  # the Trainer's own call changes nothing
+            weights.flat.copy_(self.sync.snapshot.flat)  # a no-op on the Trainer's own call
 
         with mock.patch.multiple(tba, form_group=lambda *_: None, broadcast=broadcast):
             super().run()
@@ -584,7 +584,7 @@ if os.environ.get("TBA_CLOCK"):  # a run on the simulated clock
 
 # -------------------------------------------------------------------------------- the experiments
 
-# of each task: beta, the price of a nat, and flags of its own
+# beta (the price of a nat) and extra flags, by task
 BETA = {"valence": 0.02, "rare": 0.1, "rarer": 0.1, "sort": 0.1, "summaries": 0.3, "attacks": 0.3}
 OWN_FLAGS: dict[str, dict] = {
     "valence": {"max_response_tokens": 64, "engine": "small"},
@@ -598,43 +598,43 @@ OWN_FLAGS: dict[str, dict] = {
         "toxicity_label": "toxic",
     },
 }  # fmt: skip
-# flags that name a model -> its folder
+# flag that names a model -> the model's folder
 MODELS = {
     "reward_model": "reward", "gold_reward_model": "gold", "victim_model": "victim",
     "toxicity_model": "toxicity", "sentence_model": "model",
 }  # fmt: skip
-BUDGETS = (2.0, 4.0, 6.0, 12.0)  # nats a response
+BUDGETS = (2.0, 4.0, 6.0, 12.0)  # nats per response
 COLLAPSED = 50.0
-# of oapl's V^, that of A*-PO, whose loss it takes over. With 0.02, as for its KL, V^ is nearly the
-# best reward of a group; on-policy that changed nothing (a gain of 0.18 against 0.17)
+# beta of oapl's V^, as in A*-PO, whose loss it adopts. At 0.02, the beta of its KL, V^ is close to
+# the best reward of a group; on-policy this made no difference (a gain of 0.18 versus 0.17)
 OAPL_VALUE_BETA = 0.5
 SEEDS = (1, 2, 3)
 TEN_SEEDS = range(11, 21)  # + how often `tb` collapses at one rate
 SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
-SPARSE_RATES = (1e-4, 3e-2)  # the lowest and the highest of the grid where rewards are rare
+SPARSE_RATES = (1e-4, 3e-2)  # bounds of the grid for sparse tasks
 HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for digit in (1, 3))
-# seconds that a decode step and an optimizer step sleep for a GPU's work: with one Searcher a batch
-# is generated in half of the time that an optimizer step takes, or in three times as long; which of
-# these a GPU does is an assumption
+# seconds that a decode step and an optimizer step sleep in place of GPU work: with one Searcher,
+# generating a batch takes half as long as an optimizer step, or three times as long; which of the
+# two is closer to a GPU is an assumption
 SLOW = ("0.006 0.4", "0.085 0.4")
-# of the experiment "replays": how long a Searcher generates a batch, in optimizer steps, and the
-# time that a run takes at least, so that there is a time to which all have come
+# for the experiment "replays", in optimizer steps: how long a Searcher's batch takes -> the minimum
+# length of a run, so that all runs can be compared at a common time
 DURATIONS = {"30": 480, "10": 240, "3": 120, "1": 120, "1/3": 120}
 REPLAYS = (1, 2, 4, 8, 16, 0)  # --max_replays
-GROUPS = 128  # at which durations are compared
-# of the experiments with more Searchers: their numbers, the time of a batch and of weights on their
-# way in optimizer steps, and the numbers of groups at which they are compared
+GROUPS = 128  # at which batch durations are compared
+# for the experiments with more Searchers: values of M, the duration of a batch and the latency of
+# weights in optimizer steps, and the numbers of groups at which runs are compared
 SEARCHERS = (1, 2, 4, 8, 16, 64)
 SEARCH_CLOCK = "8 1/4"
 SEARCH_GROUPS = (120, 480, 1920)
-# a decode step and an optimizer step of the runs that validate the clock, and their batch's time
+# for the runs that validate the clock: seconds of a decode step and an optimizer step, batch time
 VALIDATION_SLOW = "0.2 2"
 VALIDATION_CLOCK = "1.9 1/4"  # 1.92, 1.85 and 1.92 in the real runs with M = 1
-TARGETS = (0.2, 0.3)  # of the mean reward of five steps, to which seconds are counted
+TARGETS = (0.2, 0.3)  # mean rewards over five steps; time to reach them is reported
 EVERY = 10  # steps between evaluations
-# what a row keeps of each; `best` is the best of the 4 responses to a prompt, of a reward of 0 or 1
-# pass@4 (the first rows that chose a rate have none)
+# metrics a row keeps per evaluation; `best` is the best of 4 responses to a prompt, i.e. pass@4 for
+# a reward of 0 or 1 (missing from the first rows that chose a rate)
 POINT = ("step", "kl", "reward", "distinct", "word_entropy", "best")
 
 OBJECTIVES = {  # name in the tables -> flags
@@ -645,12 +645,12 @@ OBJECTIVES = {  # name in the tables -> flags
     "ftb forward_kl": {"objective": "ftb", "divergence": "forward_kl"},
     "ftb hellinger": {"objective": "ftb", "divergence": "hellinger"},
     "rloo": {"objective": "rloo"},
-    "grpo": {"objective": "grpo"},  # with the KL coefficient that was published
+    "grpo": {"objective": "grpo"},  # with the published KL coefficient
     "dr_grpo": {"objective": "dr_grpo"},  # without a KL term, as published
     "online_dpo": {"objective": "online_dpo"},
 }
 FRONTIERS = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo", "dr_grpo", "online_dpo")
-# experiments that choose no rate: they have the one that `tb` has on-policy
+# experiments without a rate search: they use the objective's on-policy rate
 AT_THE_RATE_ON_POLICY = (
     "collapses", "longer", "speed", "replays", "half replayed", "validation"
 )  # fmt: skip
@@ -659,7 +659,7 @@ FAR = ("tb", "tba_prime", "oapl", "ftb forward_kl", "ftb hellinger", "proximal_r
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compared: all of a run but its learning rate and its seed."""
+    """The unit of comparison: a run without its learning rate and seed."""
 
     experiment: str
     objective: str
@@ -667,7 +667,7 @@ class Setting:
     task: str = "valence"
     price: float = 1.0  # of a nat, in multiples of the usual one
     steps: int = 80
-    flags: tuple[tuple[str, object], ...] = ()  # further ones of tba.py
+    flags: tuple[tuple[str, object], ...] = ()  # additional flags of tba.py
 
     def key(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -685,7 +685,7 @@ def settings_of() -> list[Setting]:
     for task in ("summaries", "attacks"):
         found += [Setting("frontiers", name, 10, task, steps=60) for name in FRONTIERS]
     for price in (0.25, 4.0):
-        names = [name for name in OBJECTIVES if name != "dr_grpo"]  # it has no such term
+        names = [name for name in OBJECTIVES if name != "dr_grpo"]  # it has no KL term
         found += [Setting("prices", name, 0, price=price) for name in names]
     found += [Setting("collapses", "tb", lag) for lag in (0, 2, 10, 40)]
     found += [Setting("longer", "tb", lag, steps=250) for lag in (0, 2, 10, 40)]
@@ -702,7 +702,7 @@ def settings_of() -> list[Setting]:
 
 
 def validation(way: str) -> list[Setting]:
-    """Runs of 1, 2 and 4 Searchers with processes that sleep ("slow"), or on the clock."""
+    """Runs of 1, 2 and 4 Searchers in sleeping processes ("slow") or on the simulated clock."""
     rest = {"recent_probability": 0.9, "eval_every": 0}
     found = []
     for M in (1, 2, 4):
@@ -716,7 +716,7 @@ def validation(way: str) -> list[Setting]:
 def search(
     experiment: str = "searchers", M: int = 8, task: str = "rare", objective: str = "tb", **own
 ) -> Setting:
-    """A setting with M Searchers; one that differs in nothing is the experiment "searchers"'s."""
+    """A setting with M Searchers; without overrides it belongs to experiment "searchers"."""
     steps = 120 if task in SPARSE else 60
     flags = {"clock": SEARCH_CLOCK, "num_searchers": M, "recent_probability": 0.5}
     flags |= {"reward_inverse_temperature": 10 if task in SPARSE else 1, "kept_per_prompt": 100_000}
@@ -728,7 +728,7 @@ def search(
 
 
 def search_settings() -> dict[str, dict[tuple[str, int], Setting]]:
-    """Of each table of "More Searchers" its settings, by (line, M), in the order of running."""
+    """The settings of each table of "More Searchers", by (line, M), in running order."""
     found: dict[str, dict] = {}
     for task in SPARSE:
         found[task] = {(task, M): search(M=M, task=task) for M in SEARCHERS}
@@ -762,9 +762,9 @@ def search_settings() -> dict[str, dict[tuple[str, int], Setting]]:
 
 
 def replays(D: str, R: int, m: float) -> Setting:
-    """A setting of these experiments: at least 120 steps, and the time of DURATIONS."""
+    """A setting with duration D, bound R and recent fraction m, at least 120 steps long."""
     steps = DURATIONS[D]
-    if R:  # a batch's groups are drawn R times in `duration`, or the Trainer never waits
+    if R:  # unless the Trainer never waits, it draws a batch's groups R times in `duration`
         steps = min(steps, math.ceil(steps * R / m / float(Fraction(D))))
     flags = (("clock", D), ("max_replays", R), ("recent_probability", m))
     experiment = "half replayed" if m == 0.5 else "replays"
@@ -772,14 +772,14 @@ def replays(D: str, R: int, m: float) -> Setting:
 
 
 def seeds_of(setting: Setting) -> Sequence[int]:
-    """The seeds that are reported."""
+    """The reported seeds of a setting."""
     return TEN_SEEDS if setting.experiment in ("collapses", "longer") else SEEDS
 
 
 def arguments_of(
     setting: Setting, rate: float, seed: int, clip: float, files: Path, out: Path
 ) -> list:
-    """The flags of a run."""
+    """The command line of a run."""
     beta = BETA[setting.task] * setting.price
     flags: dict[str, object] = OBJECTIVES[setting.objective] | {
         "task": setting.task, "model": files / setting.task / "model",
@@ -807,9 +807,9 @@ def arguments_of(
         flags["sync_every"] = 2
     flags |= special
     if setting.objective == "grpo":
-        flags["kl_coefficient"] = 2 * beta  # 0.04 at the usual price
+        flags["kl_coefficient"] = 2 * beta  # 0.04 at price 1
     if setting.objective == "oapl":
-        flags["behaviour_beta"] = beta  # of the KL to the policy that generated
+        flags["behaviour_beta"] = beta  # of the KL to the behaviour policy
         flags["beta"] = OAPL_VALUE_BETA
     return [word for name, value in flags.items() for word in (f"--{name}", value)]
 
@@ -818,7 +818,7 @@ def arguments_of(
 
 
 def path_of(row: dict) -> list[dict]:
-    """A run's evaluations up to the first one past COLLAPSED: what comes after does not count."""
+    """A run's evaluations up to the first one past COLLAPSED; later ones are ignored."""
     path = []
     for point in row["path"]:
         path.append(point)
@@ -828,38 +828,38 @@ def path_of(row: dict) -> list[dict]:
 
 
 def frontier(row: dict) -> dict[float, float]:
-    """The highest reward within each budget of KL, on the way and between two evaluations."""
+    """The highest reward within each KL budget, interpolated between evaluations."""
     path = [(point["kl"], point["reward"]) for point in path_of(row)]
     best = {}
     for budget in BUDGETS:
         rewards = [reward for kl, reward in path if kl <= budget]
         for (kl, reward), (next_kl, next_reward) in itertools.pairwise(path):
-            if (kl - budget) * (next_kl - budget) < 0:  # it leaves or comes back: interpolate
+            if (kl - budget) * (next_kl - budget) < 0:  # it crosses the budget: interpolate
                 rewards.append(reward + (next_reward - reward) * (budget - kl) / (next_kl - kl))
         best[budget] = max(rewards)
     return best
 
 
 def area(row: dict) -> float:
-    """The mean over budgets of the highest reward, less the untrained one."""
+    """The mean over budgets of the highest reward, minus the untrained reward."""
     return float(np.mean(list(frontier(row).values()))) - row["path"][0]["reward"]
 
 
 def collapsed(row: dict) -> bool:
-    """Whether it went far from language at any time, or diverged."""
+    """Whether the KL ever exceeded COLLAPSED, or the run diverged."""
     return bool(row["exit_code"]) or max(point["kl"] for point in row["path"]) > COLLAPSED
 
 
 def score(rows: list[dict]) -> float:
-    """What a learning rate is chosen by."""
+    """The criterion for choosing a learning rate: the mean area, with 0 for a collapse."""
     return float(np.mean([0.0 if collapsed(row) else area(row) for row in rows]))
 
 
 class Rows:
-    """The rows that there are, and the next run that is missing."""
+    """The completed runs, and the next one to run."""
 
     def __init__(self, path: Path, seeds: int | None = None) -> None:
-        """`seeds`: run only so many of those that are reported."""
+        """`seeds`: how many of the reported seeds to run; None: all."""
         self.path = path
         self.seeds = seeds
         self.rows = read_lines(path) if path.exists() else []
@@ -874,7 +874,7 @@ class Rows:
         return [row for row, key in keys if row["role"] == role and key == wanted]
 
     def clip(self, setting: Setting) -> float | None:
-        """Twice the usual gradient norm of the objective on the first policy's data."""
+        """Twice the objective's median gradient norm on the initial policy's data, once known."""
         for row in self.rows:
             same = row["objective"] == setting.objective and row["task"] == setting.task
             if row["role"] == "pilot" and same and row["price"] == setting.price:
@@ -882,7 +882,7 @@ class Rows:
         return None
 
     def best_rate(self, setting: Setting) -> tuple[float | None, list[float]]:
-        """The chosen learning rate, if it is; otherwise the rates to be tried next."""
+        """The chosen learning rate, or None and the rates to try next."""
         tried: dict[float, list[dict]] = {}
         for row in self.of(setting, "choose"):
             tried.setdefault(row["rate"], []).append(row)
@@ -890,7 +890,7 @@ class Rows:
         missing = [rate for rate in FIRST_RATES if rate not in complete]
         if missing:
             return None, missing
-        best = max(sorted(complete), key=lambda rate: score(tried[rate]))  # of equals the lowest
+        best = max(sorted(complete), key=lambda rate: score(tried[rate]))  # ties: the lowest
         lowest, highest = 0.0, 1.0
         if setting.task in SPARSE:
             lowest, highest = SPARSE_RATES
@@ -902,13 +902,13 @@ class Rows:
         return (None, missing) if missing else (best, [])
 
     def missing(self, setting: Setting) -> Iterator[tuple[Setting, str, float, int]]:
-        """The runs of a setting that are to be made now: (setting, role, rate, seed)."""
+        """The runs that a setting needs next: (setting, role, rate, seed)."""
         if self.clip(setting) is None:
             steps = 60 if setting.task in SPARSE else 6
             pilot = replace(setting, experiment="pilot", lag=0, steps=steps, flags=())
             yield pilot, "pilot", 1e-12, SEEDS_TO_CHOOSE[0]
             return
-        chooser = setting  # whose rate it has
+        chooser = setting  # the setting whose rate is used
         if setting.experiment in AT_THE_RATE_ON_POLICY:
             chooser = Setting("staleness", setting.objective)
         flags = dict(setting.flags)
@@ -924,17 +924,17 @@ class Rows:
                 yield run
 
     def check(self, settings: list[Setting], files: Path) -> None:
-        """Refuse rows of another pretrained model."""
+        """Exit if any row is from a different pretrained model."""
         hashes = {task: hash_of(task, files) for task in {s.task for s in settings}}
         for row in self.rows:
             if row["model"] != hashes.get(row["task"], row["model"]):
-                sys.exit(f"{self.path} has rows of another pretrained model of {row['task']}")
+                sys.exit(f"{self.path} has rows of a different pretrained model for {row['task']}")
 
     def next(self, settings: list[Setting]) -> tuple | None:
-        """The next run that is missing and not under way.
+        """The next run that is neither done nor in progress; None if there is none.
 
-        Of an experiment and task the rates are chosen first, and each seed is run for all settings
-        before the next seed: rows that are not complete are a balanced table.
+        For each experiment and task, rates are chosen first, and each seed is run for all settings
+        before the next one, so that incomplete results are still balanced.
         """
         for _, block in itertools.groupby(settings, attrgetter("experiment", "task", "steps")):
             jobs = [run for setting in block for run in self.missing(setting)]
@@ -955,21 +955,21 @@ class Rows:
 
 
 def tuples(row: dict) -> dict:
-    """A row's values that make its Setting."""
+    """The fields of a row's Setting, with lists turned into tuples."""
     values = {name: row[name] for name in Setting.__dataclass_fields__}
     return values | {"flags": tuple(tuple(pair) for pair in row["flags"])}
 
 
 def hash_of(task: str, files: Path) -> str:
-    """Of a task's pretrained model."""
+    """A short hash of the weights of a task's pretrained model."""
     weights = (files / task / "model" / "model.safetensors").read_bytes()
     return hashlib.sha256(weights).hexdigest()[:12]
 
 
 def run_tba(arguments: list, log: Path, environment: dict[str, str]) -> int:
-    """`tba.main` in a fork of this process, as are its Searchers: nothing is imported again.
+    """Run `tba.main` in a fork of this process; its Searchers are forks too, to skip imports.
 
-    Returns the exit code; what the run says goes to `log`.
+    Returns the exit code; stdout and stderr go to `log`.
     """
     child = os.fork()
     if child:
@@ -992,7 +992,7 @@ def run_tba(arguments: list, log: Path, environment: dict[str, str]) -> int:
 
 
 def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path) -> dict:
-    """One run of tba.py, as a row. Raises RuntimeError if it fails other than by diverging."""
+    """Run tba.py once; returns its row. Raises RuntimeError if it fails without diverging."""
     environment = {"TBA_CHOOSING": "1" if role == "choose" else ""}
     for name in ("slow", "clock"):
         if name in dict(setting.flags):
@@ -1031,7 +1031,7 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         row["recent"] = round(float(np.mean([m["recent_fraction"] for m in metrics])), 3)
         row["arrived_reward"] = round(float(np.mean([m["reward"] for m in metrics])), 3)
         row["buffer"] = metrics[-1]["buffer_trajectories"]
-        row["recent_replay_ratio"] = round(metrics[-1]["replay_ratio"], 2)  # of 50 steps
+        row["recent_replay_ratio"] = round(metrics[-1]["replay_ratio"], 2)  # over 50 steps
     if clock:
         at_start = {"step": 0, "time": 0.0, "groups": 0}
         of_step = {record["step"]: record for record in [at_start, *clock]}
@@ -1041,7 +1041,7 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         row["replay_ratio"] = round(trained / clock[-1]["groups"], 3)
         row["waited"] = round(clock[-1]["waited"] / clock[-1]["time"], 3)
     if role == "pilot":
-        norms = [m["grad_norm"] for m in metrics if m["grad_norm"] > 1e-6]  # without a reward: 0
+        norms = [m["grad_norm"] for m in metrics if m["grad_norm"] > 1e-6]  # 0 without any reward
         row["clip"] = float(f"{2 * np.median(norms):.2g}")
     return row
 
@@ -1050,10 +1050,10 @@ def run_all(
     rows: Rows, settings: list[Setting], files: Path, minutes: float, workers: int,
     run: Callable[..., dict] = run,
 ) -> None:  # fmt: skip
-    """Run what is missing, `workers` at a time, until nothing is or the time is over."""
+    """Run what is missing, `workers` at a time, until all is done or time is up."""
     rows.check(settings, files)
     end = time.monotonic() + 60 * minutes
-    # forked here, where there is one thread, and everything is imported
+    # fork now: everything is imported and no other thread is running
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         under_way: dict[Future, tuple] = {}
         while True:
@@ -1082,17 +1082,17 @@ def run_all(
 # ------------------------------------------------------------------------------------- the report
 
 GREY = "0.75"
-COLOURS = {"tb": "C0", "proximal_rloo": "C1", "dr_grpo": "C2", "rloo": "C3"}  # others are grey
+COLOURS = {"tb": "C0", "proximal_rloo": "C1", "dr_grpo": "C2", "rloo": "C3"}  # the rest are grey
 MAIN = COLOURS["tb"]
 LINE = {"capsize": 3, "markersize": 6, "linewidth": 2}
-LABELS = {"rare": "1 in 183", "rarer": "1 in 1,820"}  # of tasks, in the picture
-NOT_YET = "·"  # in a table: its seeds have not been run
-# at which diversity is compared
+LABELS = {"rare": "1 in 183", "rarer": "1 in 1,820"}  # of tasks, in the figure
+NOT_YET = "·"  # in a table: no seed has been run
+# the reward at which diversity is compared
 EQUAL_REWARD = {"valence": 0.25, "sort": 0.5, "summaries": 0.7, "attacks": 0.8}
 
 
 def shown(values: Iterable[float | None], digits: int = 2) -> str:
-    """Mean and standard deviation of those that are there."""
+    """The mean and standard deviation of the values that are not None."""
     found = [value for value in values if value is not None]
     if not found:
         return NOT_YET
@@ -1101,23 +1101,23 @@ def shown(values: Iterable[float | None], digits: int = 2) -> str:
 
 
 def share_collapsed(rows: list[dict]) -> str:
-    """How many of some runs collapsed."""
+    """How many runs collapsed."""
     return f"{sum(map(collapsed, rows))} of {len(rows)}"
 
 
 def areas(rows: list[dict]) -> str:
-    """The frontier's area of some seeds, and how many of them collapsed."""
+    """The frontier's area over seeds, and how many of them collapsed."""
     lost = f" ({share_collapsed(rows)})" if any(map(collapsed, rows)) else ""
     return shown(map(area, rows)) + lost
 
 
 def name_of(setting: Setting) -> str:
-    """An objective as tables call it."""
+    """An objective's name in the tables."""
     return f"`{setting.objective}`"
 
 
 def at_equal_reward(row: dict, name: str) -> float | None:
-    """A metric of the evaluation where the reward first passes EQUAL_REWARD, interpolated."""
+    """A metric at the point where the reward first passes EQUAL_REWARD, interpolated."""
     reward = EQUAL_REWARD[row["task"]]
     for before, after in itertools.pairwise(path_of(row)):
         if before["reward"] < reward <= after["reward"]:
@@ -1126,12 +1126,12 @@ def at_equal_reward(row: dict, name: str) -> float | None:
     return None
 
 
-# by degrees of freedom: half the width of a 95 % interval of Student's t, in standard errors
+# half-width of Student's t 95 % interval in standard errors, by degrees of freedom
 STUDENT_T = {2: 4.30, 9: 2.26}
 
 
 def paired(found: list[dict], others: list[dict]) -> str:
-    """The mean difference in gain of the seeds that both have, and its 95 % interval."""
+    """The mean difference in gain over the seeds that both have, with its 95 % interval."""
     by_seed = {row["seed"]: area(row) for row in others}
     gaps = [area(row) - by_seed[row["seed"]] for row in found if row["seed"] in by_seed]
     if len(gaps) - 1 not in STUDENT_T:
@@ -1143,13 +1143,13 @@ def paired(found: list[dict], others: list[dict]) -> str:
 
 
 def table(head: list[str], lines: Iterable[list[str]]) -> str:
-    """A table in Markdown."""
+    """A Markdown table."""
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
 def grid(settings: list[Setting], column: str, cell: Callable[[Setting], str]) -> str:
-    """A table with a line for each objective, and a column for each lag or price."""
+    """A table with a row per objective and a column per lag or price."""
     columns = sorted({getattr(s, column) for s in settings})
     lines = []
     for name in OBJECTIVES:
@@ -1161,7 +1161,7 @@ def grid(settings: list[Setting], column: str, cell: Callable[[Setting], str]) -
 
 
 def budgets(rows: Rows, settings: list[Setting]) -> str:
-    """The highest reward within each budget of KL, for the settings that have been run."""
+    """The highest reward within each KL budget, for the settings that have been run."""
     lines = []
     for setting in settings:
         found = rows.of(setting, "report")
@@ -1179,7 +1179,7 @@ def budgets(rows: Rows, settings: list[Setting]) -> str:
 
 
 def diversity(rows: Rows, settings: list[Setting]) -> str:
-    """Where the reward first passes EQUAL_REWARD: how far, and how diverse responses are."""
+    """Step, KL and diversity of the responses where the reward first passes EQUAL_REWARD."""
     lines = []
     for setting in settings:
         found = rows.of(setting, "report")
@@ -1197,7 +1197,7 @@ def diversity(rows: Rows, settings: list[Setting]) -> str:
 
 
 def speed(rows: Rows, settings: list[Setting]) -> str:
-    """Seconds to each target, and how many times as fast as both ways of lockstep."""
+    """Seconds to each target, and the speedup over lockstep with lag 0 and lag 1."""
     lines = []
     lockstep: dict[tuple, float] = {}  # mean seconds by (sleeps, lag, target)
     for setting in settings:
@@ -1226,7 +1226,7 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
 
 
 def up_to(row: dict, name: str, limit: float) -> dict:
-    """A run on the simulated clock as it was at a step, time or number of groups, interpolated."""
+    """A simulated run cut off at a step, time or number of groups, with interpolation."""
     clock = zip(row["path"], row["time"], row["groups"], strict=True)
     points = [point | {"time": time, "groups": groups} for point, time, groups in clock]
     path = []
@@ -1250,7 +1250,7 @@ def at_equal(found: list[dict], name: str, limit: float) -> tuple[str, str, str,
 
 
 def bounds(rows: Rows, settings: list[Setting]) -> str:
-    """What a bound on replays does: a line for each duration of a batch, and each bound."""
+    """The effect of a bound on replays: a row per batch duration and bound."""
     by_duration: dict[str, list[Setting]] = {}
     for setting in settings:
         by_duration.setdefault(dict(setting.flags)["clock"], []).append(setting)
@@ -1259,7 +1259,7 @@ def bounds(rows: Rows, settings: list[Setting]) -> str:
         ran = [row for s in own for row in rows.of(s, "report") if not row["exit_code"]]
         if not ran:
             continue
-        common = min(row["time"][-1] for row in ran)  # to which all have come
+        common = min(row["time"][-1] for row in ran)  # the latest time that every run reached
         for setting in own:
             found = rows.of(setting, "report")
             waited = shown([100 * np.mean([row["waited"] for row in found])] if found else [], 0)
@@ -1274,7 +1274,7 @@ def bounds(rows: Rows, settings: list[Setting]) -> str:
 
 
 def by_groups(rows: Rows, settings: list[Setting], groups: int) -> str:
-    """The gain when so many groups have arrived: a line for each bound."""
+    """The gain when `groups` groups have arrived: a row per bound."""
     by_bound: dict[int, list[Setting]] = {}
     for setting in settings:
         by_bound.setdefault(dict(setting.flags)["max_replays"], []).append(setting)
@@ -1288,7 +1288,7 @@ def by_groups(rows: Rows, settings: list[Setting], groups: int) -> str:
 
 
 def validated(rows: Rows) -> str:
-    """Runs with processes that sleep beside those on the simulated clock."""
+    """Runs with sleeping processes next to runs on the simulated clock."""
     names = ("arrived_reward", "staleness", "recent", "recent_replay_ratio", "buffer")
     lines = []
     for pair in zip(validation("slow"), validation("clock"), strict=True):
@@ -1306,7 +1306,7 @@ def validated(rows: Rows) -> str:
 
 
 def more_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
-    """What M Searchers gain at equal steps and at equal numbers of groups."""
+    """The gain with M Searchers at equal steps and at equal numbers of groups."""
     lines = []
     for (_, M), setting in block.items():
         found = rows.of(setting, "report")
@@ -1334,7 +1334,7 @@ def more_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
 
 
 def gains_by_searchers(rows: Rows, block: dict[tuple[str, int], Setting], what: str) -> str:
-    """The gain for each line and M, and what more Searchers add, paired by seed."""
+    """The gain for each line and M, and its increase with M, paired by seed."""
     numbers = sorted({M for _, M in block})
     lines = []
     for name in dict.fromkeys(line for line, _ in block):
@@ -1346,7 +1346,7 @@ def gains_by_searchers(rows: Rows, block: dict[tuple[str, int], Setting], what: 
 
 
 def report(rows: Rows) -> None:
-    """Write every table and picture of docs/results.md."""
+    """Write every table and figure of docs/results.md."""
     settings = settings_of()
 
     def of(*experiments: str) -> list[Setting]:
@@ -1356,7 +1356,7 @@ def report(rows: Rows) -> None:
         return areas(rows.of(setting, "report"))
 
     def stable_rate(setting: Setting) -> str:
-        """The highest rate up to which no seed that chooses collapsed."""
+        """The highest rate up to which no choosing seed collapsed."""
         stable = NOT_YET
         for rate in HALF_DECADES:
             tried = [row for row in rows.of(setting, "choose") if row["rate"] == rate]
@@ -1367,7 +1367,7 @@ def report(rows: Rows) -> None:
         return f"≥ {stable}"
 
     def of_all(objective: str, rate: float, lag: int) -> str:
-        """How many runs of the first task collapsed at a rate, whatever they were made for."""
+        """How many runs of the first task collapsed at a rate, regardless of their role."""
         found = []
         for setting in (s for s in [*stale, *of("far", "collapses")] if s.lag == lag):
             own = [*rows.of(setting, "choose"), *rows.of(setting, "report")]
@@ -1460,7 +1460,7 @@ def report(rows: Rows) -> None:
 
 
 def write_parts(parts: dict[str, str]) -> None:
-    """Put each part into docs/results.md, between the marks that bear its name."""
+    """Put each part into docs/results.md, between its markers."""
     path = ROOT / "docs" / "results.md"
     text = path.read_text()
     for name, part in parts.items():
@@ -1473,7 +1473,7 @@ def write_parts(parts: dict[str, str]) -> None:
 
 
 def spread(x: Sequence[float], values: list[list[float]]) -> tuple:
-    """Where the means of some seeds are, and bars to their least and greatest, for `errorbar`."""
+    """Means over seeds with bars from minimum to maximum, as arguments of `errorbar`."""
     mean = np.array([np.mean(own) for own in values])
     return x, mean, (mean - [min(own) for own in values], [max(own) for own in values] - mean)
 
@@ -1545,11 +1545,11 @@ def draw(rows: Rows, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", nargs="?", choices=("run", "report"), default="run")
-    parser.add_argument("--only", help="an experiment: staleness, far, replays, ...")
-    parser.add_argument("--quick", action="store_true", help="six steps of each, thrown away")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so long")
-    parser.add_argument("--seeds", type=int, help="of those that are reported, only so many")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    parser.add_argument("--only", help="experiment to run: staleness, far, replays, ...")
+    parser.add_argument("--quick", action="store_true", help="six steps each, not recorded")
+    parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
+    parser.add_argument("--seeds", type=int, help="number of reported seeds to run")
+    parser.add_argument("--workers", type=int, default=2, help="number of parallel runs")
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "claims")
     args = parser.parse_args()
     settings = [s for s in settings_of() if args.only in (None, s.experiment)]

@@ -1,12 +1,12 @@
-"""What more Searchers cost the Trainer, on one machine without GPUs.
+"""The overhead of more Searchers on the Trainer, measured on one machine without GPUs.
 
     python bench/cluster.py --searchers 1 4 16 64                      # about ten minutes
     python bench/cluster.py --searchers 64 --kill_every 5              # one is killed every 5 s
-    python bench/cluster.py --searchers 4 --cluster auto               # other flags go to tba.py
+    python bench/cluster.py --searchers 4 --cluster auto               # unknown flags go to tba.py
 
-Each size is a run of tba.py with this file as its plug-in, which sleeps in place of GPUs: a
+Each size is a run of tba.py with this file as its plug-in, which sleeps in place of GPU work: a
 Searcher delivers a group of 24 responses of 250 tokens every 0.3 s, and an optimizer step takes
-0.7 s (both about those of the paper's GSM8K). Rewards and log pi_ref cost nothing. Everything else
+0.7 s (both close to the paper's GSM8K). Rewards and log pi_ref cost nothing. Everything else
 is real: processes, queues, messages, weight transfers, probes, the replay buffer, restarts.
 
 On a machine with few cores, rely on CPU time: wall-clock includes waiting for a core.
@@ -40,18 +40,18 @@ if IN_A_RUN:
 
     @dataclass
     class Durations:
-        """How long the plug-in sleeps."""
+        """Durations that the plug-in simulates."""
 
-        group_seconds: float = tba.flag(0.3, "Seconds in which a Searcher generates a group.")
-        step_seconds: float = tba.flag(0.7, "Seconds of an optimizer step.")
+        group_seconds: float = tba.flag(0.3, "Seconds a Searcher takes to generate a group.")
+        step_seconds: float = tba.flag(0.7, "Seconds an optimizer step takes.")
 
     tba.FLAGS.append(Durations)
 
     class SleepingEngine(tba.TransformersEngine):
-        """Random responses at a fixed rate; the model serves the probes alone."""
+        """Returns random responses at a fixed rate; the model is used for probes only."""
 
         POLL = 0.05  # seconds between two calls of `between_steps`
-        due = 0.0  # when the latest group was to be complete
+        due = 0.0  # scheduled completion time of the latest group
 
         def step(self, between_steps=lambda: None):
             request = self.waiting.popleft()
@@ -70,7 +70,7 @@ if IN_A_RUN:
     if multiprocessing.parent_process() or tba.FOR_CLUSTER in sys.argv:  # a Searcher
 
         def token_logprobs(scorer, groups, config, temperature=None):
-            """In place of log pi_ref, which a GPU computes."""
+            """A free stand-in for log pi_ref, which a GPU would compute."""
             return [np.full(len(tokens), -1, np.float32) for _, own in groups for tokens in own]
 
         tba.token_logprobs = token_logprobs
@@ -84,7 +84,7 @@ if IN_A_RUN:
         return np.array([time.perf_counter(), time.thread_time()])
 
     def measure(owner, method: str, name: str) -> None:
-        """Add up under `name` what a function takes, without measured functions that it calls."""
+        """Accumulate a function's time under `name`, excluding measured functions it calls."""
         original = getattr(owner, method)
 
         def measured(*args, **kwargs):
@@ -105,7 +105,7 @@ if IN_A_RUN:
         setattr(owner, method, measured)
 
     def sleeping_step(learner, groups, now, step):
-        """In place of Learner.step: sleep, and change the weights a little."""
+        """Stands in for Learner.step: sleeps and perturbs the weights."""
         start = time.perf_counter()
         time.sleep(learner.config.step_seconds)
         with torch.no_grad():
@@ -150,7 +150,7 @@ PARTS = ("take", "sync", "failures", "store", "draw", "log")
 
 
 def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dict[str, float]:
-    """Run tba.py with M Searchers; returns what was measured."""
+    """Run tba.py with M Searchers; returns the measurements by name."""
     import psutil
 
     out = folder / f"searchers-{M}"
@@ -216,14 +216,14 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
     start, end = steps[0], steps[-1]
 
     def over(name: str) -> float:
-        """How much a sum has grown in the measured time."""
+        """The increase of a cumulative metric over the measured steps."""
         return end.get(name, 0) - start.get(name, 0)
 
     n = over("step")
     wall = over("seconds")
     groups = over("groups")
     syncs = max(1, over("send_count"))
-    outside = (over("thread_cpu") - over("step_cpu")) / n  # CPU seconds of a step's other work
+    outside = (over("thread_cpu") - over("step_cpu")) / n  # CPU seconds per step, without learning
     step_seconds = over("step_wall") / n
     return {
         "Searchers": M,
@@ -255,11 +255,11 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
 
 
 def main() -> None:
-    """Run each size, and print what was measured, a row for each quantity."""
+    """Run each size and print a table with a row per measurement."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--searchers", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--seconds", type=float, default=60, help="measured, after all have begun")
-    parser.add_argument("--kill_every", type=float, default=0, help="seconds; 0: none is killed")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds measured, after warmup")
+    parser.add_argument("--kill_every", type=float, default=0, help="seconds between kills; 0: off")
     parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     args, flags = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="tba-cluster-"))

