@@ -83,12 +83,12 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-FOR_CLUSTER = "--searcher"  # `tba.py --searcher` is a Searcher of a Ray cluster
+SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 
 if (
     __name__ == "__main__"
     and os.environ.get("RANK", "0") == "0"
-    and not {FOR_CLUSTER, "--cluster"} & set(sys.argv)
+    and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv)
 ):
     # the process that local Searchers are forked from; it imports these while this one does
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
@@ -1254,7 +1254,7 @@ class Learner:
             else:
                 loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
             self.accelerator.backward(ranks.size * loss)  # FSDP divides by it
-            entropy += entropies.sum() * bool(order)
+            entropy += entropies.sum()
         ranks.all_reduce(entropy)
         with torch.no_grad():
             batch = batch_of(unpack(parts, lengths, ranks), flat)
@@ -2196,7 +2196,8 @@ class VLLMEngine:
     LOOKAHEAD = 4 / 3
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
-        os.environ |= VLLM_ENVIRONMENT | dict(os.environ)
+        for variable, value in VLLM_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process
         import vllm  # imported late: it is slow, and reads the environment
 
@@ -2394,7 +2395,11 @@ def form_group(
 def broadcast(
     group: Any, weights: FlatWeights, timeout: float, member_ended: Callable[[], bool]
 ) -> None:
-    """Broadcast rank 0's weights, within `timeout` seconds. Raises RuntimeError."""
+    """Broadcast rank 0's weights.
+
+    Raises RuntimeError after `timeout` seconds, if the connection to a member is lost, or once
+    `member_ended`, so that members do not wait for one that will never pass the weights on.
+    """
     works = [group.broadcast(bucket, 0) for bucket in weights.flat.split(weights.BUCKET)]
     deadline = time.monotonic() + timeout
     next_check = time.monotonic() + 0.1
@@ -2427,7 +2432,7 @@ class Transfer:
     deadline: float  # for sending, and for the members' replies
     sending: Future | None = None
     failure: str = ""  # why a member missed it
-    member_ended: bool = False  # the others need not wait for it
+    member_ended: bool = False  # a member's process ended: the others stop waiting for weights
 
 
 class WeightSync:
@@ -2567,7 +2572,8 @@ class WeightSync:
         transfer.failure = transfer.failure or f"Searcher {s.searcher}: {reason}"
         s.receiving = None
         s.loading = None
-        s.missed += not transfer.member_ended  # no fault of the others
+        if not transfer.member_ended:  # otherwise not this member's fault
+            s.missed += 1
         if s.missed >= self.MOST_MISSED:
             s.kill(f"missed {s.missed} weight transfers, and was killed: {reason}")
 
@@ -3075,7 +3081,7 @@ def host_searcher(program: str, package: bytes) -> int:
     """A Ray task, on any machine: run a Searcher's process; returns its exit code."""
     if not os.path.exists(program):
         raise FileNotFoundError(f"{program} does not exist on {socket.gethostname()}")
-    process = subprocess.Popen([sys.executable, program, FOR_CLUSTER], stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, program, SEARCHER_FLAG], stdin=subprocess.PIPE)
     process.communicate(package)
     return process.returncode
 
@@ -3236,12 +3242,11 @@ class Evaluations:
         self.done_at = evaluation.version
         by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
         text = ""  # of eval_answers.txt
-        for row, records in enumerate(by_prompt):
+        for row, records in enumerate(by_prompt[: self.ANSWERS_SHOWN]):
             answers = [record.pop("answer") for record in records]
-            if row < self.ANSWERS_SHOWN:
-                prompt = self.problem.text(self.problem.held_out[row])
-                text += f"======== step {self.done_at}\n{prompt}\n"
-                text += f"-------- answer\n{answers[0]}\n\n"
+            prompt = self.problem.text(self.problem.held_out[row])
+            text += f"======== step {self.done_at}\n{prompt}\n"
+            text += f"-------- answer\n{answers[0]}\n\n"
         metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
         if n > 1 and "accuracy" in metrics:  # prompts with a correct response
@@ -3287,7 +3292,8 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
     def send(records: list[dict]) -> None:
         by_row = {row: [] for row in rows}
         for row, record, more, text in zip(rows, records, logprobs, texts, strict=True):
-            by_row[row].append(record | more | {"answer": text})
+            shown = {"answer": text} if row < Evaluations.ANSWERS_SHOWN else {}
+            by_row[row].append(record | more | shown)
         searcher.spec.send(Evaluated(answers[0].request.id[0], by_row))
 
     examples = [task.held_out[row] for row in rows]
@@ -4570,7 +4576,7 @@ FLAGS += [TLDRFlags, RedTeamFlags, WarmStartFlags]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == [FOR_CLUSTER]:
+    if sys.argv[1:] == [SEARCHER_FLAG]:
         run_cluster_searcher()
     exit_code = 1
     try:

@@ -90,9 +90,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import tiny
-from harness import read_lines
 
 import tba
+from tba import read_lines
 
 # ------------------------------------------------------------------------------------ the tasks
 

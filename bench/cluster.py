@@ -67,7 +67,7 @@ if IN_A_RUN:
 
     tba.ENGINES["sleeping"] = SleepingEngine
 
-    if multiprocessing.parent_process() or tba.FOR_CLUSTER in sys.argv:  # a Searcher
+    if multiprocessing.parent_process() or tba.SEARCHER_FLAG in sys.argv:  # a Searcher
 
         def token_logprobs(scorer, groups, config, temperature=None):
             """A free stand-in for log pi_ref, which a GPU would compute."""

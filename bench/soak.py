@@ -25,7 +25,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from harness import Run, arguments, cluster_searchers, local_cluster, read_lines
+from harness import Run, arguments, cluster_searchers, local_cluster
+
+from tba import read_lines
 
 PHASES = ("generating", "joining", "receiving", "received", "loading")
 FAULTS = ["raise", *(f"{kind}-{phase}" for kind in ("die", "hang") for phase in PHASES)]

@@ -52,11 +52,6 @@ def wait_until(condition, what, log=lambda: "", seconds=PATIENCE):
         time.sleep(0.1)
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The records of a .jsonl file; of a run under way, those that are there as a whole."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-
-
 def steps_of(out: Path) -> int:
     """Optimizer steps that a run has logged so far."""
     path = out / "metrics.jsonl"
@@ -78,10 +73,12 @@ def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
     cluster = Cluster(initialize_head=True, head_node_args=options | {"num_cpus": 1})
     cluster.join = lambda: cluster.add_node(**options, num_cpus=cpus)
     cluster.lose = lambda node: cluster.remove_node(node, allow_graceful=False)
-    for _ in range(nodes):
-        cluster.join()
-    yield cluster
-    cluster.shutdown()
+    try:
+        for _ in range(nodes):
+            cluster.join()
+        yield cluster
+    finally:
+        cluster.shutdown()
 
 
 def cluster_searchers(node: Any = None) -> list[psutil.Process]:
@@ -91,7 +88,7 @@ def cluster_searchers(node: Any = None) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             ancestors = [parent.pid for parent in process.parents()]
             there = node is None or node.all_processes["raylet"][0].process.pid in ancestors
-            if process.cmdline()[1:] == [tba.__file__, "--searcher"] and there:
+            if process.cmdline()[1:] == [tba.__file__, tba.SEARCHER_FLAG] and there:
                 found.append(process)
     return found
 

@@ -20,13 +20,13 @@ from harness import (
     cluster_searchers,
     local_cluster,
     processes_of,
-    read_lines,
     run_tba,
     wait_until,
 )
 from test_runs import same_weights
 
 import tba
+from tba import read_lines
 
 pytestmark = pytest.mark.cluster
 

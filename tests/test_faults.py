@@ -8,7 +8,9 @@ import time
 
 import psutil
 import pytest
-from harness import ROOT, Run, arguments, check_positions, processes_of, read_lines, run_tba
+from harness import ROOT, Run, arguments, check_positions, processes_of, run_tba
+
+from tba import read_lines
 
 
 def endless(gsm8k, out, **flags):

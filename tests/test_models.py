@@ -18,7 +18,7 @@ def test_the_stored_models_were_made_by_this_code():
 
 @pytest.mark.slow
 def test_a_model_that_is_made_again_is_the_same(gsm8k, tmp_path):
-    """The data exactly; the policy within what rounding on another CPU makes of its training."""
+    """The data are equal; the policy may differ as much as CPUs that round differently make it."""
     tiny.make("gsm8k", tmp_path)
     for name in ("data/train.jsonl", "data/test.jsonl", "model/tokenizer.json"):
         assert (tmp_path / name).read_bytes() == (gsm8k / name).read_bytes()

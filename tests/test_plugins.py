@@ -7,7 +7,9 @@ import re
 import threading
 
 import pytest
-from harness import ROOT, Run, arguments, read_lines, run_tba
+from harness import ROOT, Run, arguments, run_tba
+
+from tba import read_lines
 
 TEXT = (ROOT / "docs" / "hacking.md").read_text()
 BLOCKS = re.findall(r"```python\n# flags: ([^\n]*)\n(.*?)```", TEXT, re.DOTALL)

@@ -15,11 +15,12 @@ from harness import (
     ForkedRun,
     arguments,
     processes_of,
-    read_lines,
     run_tba,
     wait_until,
 )
 from safetensors.torch import load_file
+
+from tba import read_lines
 
 
 def start_ranks(args, log):

@@ -12,11 +12,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from harness import Run, arguments, check_positions, read_lines, run_tba
+from harness import Run, arguments, check_positions, run_tba
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tba
+from tba import read_lines
 
 METRICS = set(
     "step episode seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "

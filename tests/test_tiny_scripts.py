@@ -7,7 +7,9 @@ import sys
 
 import pytest
 from conftest import MODELS, ROOT
-from harness import arguments, read_lines, run_tba
+from harness import arguments, run_tba
+
+from tba import read_lines
 
 pytestmark = pytest.mark.slow
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
