@@ -2556,7 +2556,7 @@ class WeightSync:
                 rank=rank,
                 size=size,
             )
-            s.commands.put(message)
+            s.spec.commands.put(message)
         if transfer.group is None:
             transfer.group = form_group(
                 self.config, self.searchers.meeting, self.group_name, 0, size
@@ -2569,7 +2569,7 @@ class WeightSync:
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """A member did not receive the weights, and keeps its current ones."""
         transfer = s.receiving
-        transfer.failure = transfer.failure or f"Searcher {s.searcher}: {reason}"
+        transfer.failure = transfer.failure or f"Searcher {s.spec.searcher}: {reason}"
         s.receiving = None
         s.loading = None
         if not transfer.member_ended:  # otherwise not this member's fault
@@ -2745,10 +2745,8 @@ class SearcherSpec:
 class RunningSearcher:
     """The Trainer's view of one start of a Searcher, until its process has ended."""
 
-    searcher: int
-    start: int  # number of this start, among those of all Searchers
+    spec: SearcherSpec
     process: LocalProcess | ClusterProcess
-    commands: Any  # queue
     seen: float  # time of its last message; infinity: pending, because Ray has no room for it yet
     ready: bool = False  # its models are loaded, and it has neither failed nor been killed
     version: int = -1  # of its weights
@@ -2920,7 +2918,7 @@ class SearcherProcesses:
         )
         process = ClusterProcess(spec) if self.config.cluster else LocalProcess(spec)
         seen = math.inf if self.config.cluster else time.monotonic()
-        return RunningSearcher(searcher, self.starts, process, commands, seen)
+        return RunningSearcher(spec, process, seen)
 
     def take(self) -> tuple[list[Group], list[tuple[RunningSearcher, Any]]]:
         """Drain the queues; returns groups that have not arrived before, and messages."""
@@ -2935,7 +2933,7 @@ class SearcherProcesses:
             slot.delivered = True
             if slot.note_arrival(group.index):
                 groups.append(group)
-        running = {s.start: s for s in self.running}
+        running = {s.spec.start: s for s in self.running}
         messages = []
         for start, message in self.messages.take_all():
             if start in running:  # its process has not ended
@@ -2966,12 +2964,13 @@ class SearcherProcesses:
         Raises RunEnded if a restart would be useless.
         """
         s.ready = False
-        slot = self.slots[s.searcher]
+        searcher = s.spec.searcher
+        slot = self.slots[searcher]
         slot.running = None
         if s.process.node_died:  # not a failure of the Searcher
-            self.say(f"warning: Searcher {s.searcher} lost its machine and waits for another one")
+            self.say(f"warning: Searcher {searcher} lost its machine and waits for another one")
             return
-        text = f"Searcher {s.searcher} {reason}"
+        text = f"Searcher {searcher} {reason}"
         if s.traceback:
             text += f":\n{s.traceback}"
         delay = min(60, 2**slot.failures)
@@ -2988,7 +2987,7 @@ class SearcherProcesses:
         """Have all Searchers submit prompts up to this position of the prompt order."""
         self.limit = limit
         for s in self.running:
-            s.commands.put(SearchUpTo(limit))
+            s.spec.commands.put(SearchUpTo(limit))
 
     def stop(self) -> None:
         """Kill all Searchers."""

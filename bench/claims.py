@@ -458,7 +458,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
             )  # fmt: skip
             searcher = tba.Searcher(self.config, self.problem, spec)
             self.loaded.append(searcher)
-            slot.running = tba.RunningSearcher(i, spec.start, None, commands, seen=0.0, ready=True)
+            slot.running = tba.RunningSearcher(spec, None, seen=0.0, ready=True)
             if i:
                 self.busy.add(i)
                 self.schedule(i * self.duration / len(self.slots), i, partial(self.arrive, i, []))
