@@ -692,7 +692,8 @@ def settings_of() -> list[Setting]:
     found += [Setting("longer", "proximal_rloo", lag, steps=250) for lag in (10, 40)]
     for slow in SLOW:  # with --workers 1
         ways = [(("slow", slow), ("lag", lag)) for lag in (0, 1)]
-        ways += [(("slow", slow), ("asynchronous", M)) for M in (1, 2, 4)]
+        sampled = ("searched_per_prompt", 16)  # as in lockstep
+        ways += [(("slow", slow), sampled, ("asynchronous", M)) for M in (1, 2, 4)]
         found += [Setting("speed", "tb", flags=flags) for flags in ways]
     found += [replays(D, R, 0.95) for D in DURATIONS for R in REPLAYS]
     found += [replays(D, R, 0.5) for D in ("10", "1") for R in REPLAYS]

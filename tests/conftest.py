@@ -19,7 +19,7 @@ REAL_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("tba", deadline=None)  # an example may meet a busy machine
+    hypothesis.settings.register_profile("tba", deadline=None)  # the machine may be busy
     hypothesis.settings.load_profile("tba")
     if not hasattr(config, "workerinput"):  # one process starts the runs of all of xdist's workers
         name = f"tba-tests-{secrets.token_hex(8)}"
@@ -90,7 +90,7 @@ def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(autouse=True)
 def end_all_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """A test that fails leaves no run behind; a cluster's runs have interpreters of their own."""
+    """Kill the runs of a failed test; tests on a cluster start new interpreters."""
     from harness import Run, kill_all
 
     if request.node.get_closest_marker("cluster"):

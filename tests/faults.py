@@ -1,8 +1,8 @@
-"""Faults on demand and notes, in a run's own processes: `--plugin tests/faults.py`, env TBA_FAULTS.
+"""Fault injection and event logs inside a run: `--plugin tests/faults.py`, env TBA_FAULTS.
 
-TBA_FAULTS is a folder. A file there that bears a fault's name makes the first process that comes to
-the fault's place remove the file and suffer the fault. Notes are lines of whole numbers, in a file
-for each kind. Nothing of this is known to tba.py.
+TBA_FAULTS is a folder. A file there named after a fault makes the first process that reaches the
+fault's injection point remove the file and hit the fault. Events are logged as lines of integers,
+one file per kind. tba.py knows nothing of this.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ tba.FlatWeights.BUCKET = 25_000  # several buckets even for a tiny model
 
 
 def claim(fault: str) -> bool:
-    """Whether this process is the one to suffer the fault."""
+    """Whether this process is the one that hits the fault."""
     with contextlib.suppress(FileNotFoundError):
         (FOLDER / fault).unlink()
         return True
@@ -32,7 +32,7 @@ def claim(fault: str) -> bool:
 
 
 def strike(place: str) -> None:
-    """Die or hang here, if that is wanted and this is a Searcher."""
+    """Die or hang here if that fault is injected and this is a Searcher."""
     if not IN_A_SEARCHER:
         return
     if claim(f"die-{place}"):
@@ -43,13 +43,13 @@ def strike(place: str) -> None:
 
 
 def note(kind: str, *values: int) -> None:
-    """Add a line to a file of FOLDER, in one write: several processes may do so."""
+    """Append a line to a file in FOLDER with one write, as several processes do so."""
     with open(FOLDER / kind, "a") as file:
         file.write(" ".join(map(str, values)) + "\n")
 
 
 def replace(owner, name: str, function) -> None:
-    """Put a function in the place of an owner's, which it is given as its first argument."""
+    """Wrap an owner's function; the wrapper gets the original as its first argument."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Runs of tba.py: for the tests, and for bench/soak.py."""
+"""Starts, monitors and stops runs of tba.py, for the tests and bench/soak.py."""
 
 import contextlib
 import json
@@ -23,15 +23,15 @@ import tba
 
 ROOT = Path(__file__).resolve().parents[1]
 HOOKS = ROOT / "tests" / "faults.py"
-# seconds until a wait counts as a hang; a busy machine takes many times what an idle one does
+# seconds until a wait counts as a hang; a busy machine is many times slower than an idle one
 PATIENCE = 600
-GONE = 300  # seconds in which all processes of a run have ended that itself has
+GONE = 300  # seconds until all processes of a run that has ended must be gone
 
 
 def processes_of(group: int) -> list[int]:
-    """Live processes of a session, oldest first; a run's children are all in it.
+    """Live processes of an OS session, oldest first; all children of a run belong to its session.
 
-    One whose first thread has ended counts as live, with all it has open, until its last has.
+    A process counts as live until its last thread has ended, as its files stay open until then.
     """
     found = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -53,14 +53,14 @@ def wait_until(condition, what, log=lambda: "", seconds=PATIENCE):
 
 
 def steps_of(out: Path) -> int:
-    """Optimizer steps that a run has logged so far."""
+    """Number of optimizer steps that a run has logged."""
     path = out / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @contextlib.contextmanager
 def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
-    """A Ray cluster at 127.0.0.1: a head for the Trainer, and nodes with a CPU or more each."""
+    """A Ray cluster at 127.0.0.1: a head node for the Trainer, and nodes with `cpus` CPUs each."""
     os.environ.update(  # read when Ray is imported
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # nodes at 127.0.0.1
         RAY_health_check_period_ms="500",
@@ -82,7 +82,7 @@ def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
 
 
 def cluster_searchers(node: Any = None) -> list[psutil.Process]:
-    """The processes of Searchers on a node of a local cluster, or on any."""
+    """The Searchers' processes on one node of a local cluster, or on all nodes."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -93,13 +93,13 @@ def cluster_searchers(node: Any = None) -> list[psutil.Process]:
     return found
 
 
-def heed_ctrl_c() -> None:
-    """A shell's background jobs ignore SIGINT, and so would a run that they start."""
+def restore_sigint() -> None:
+    """Undo an inherited SIG_IGN: background jobs of a shell start with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def check_positions(positions: list[int], searchers: int) -> None:
-    """Check that no group was lost or stored twice: only each Searcher's latest may be missing."""
+    """Check that no group was lost or stored twice; groups in flight may be missing."""
     assert len(positions) == len(set(positions))
     for searcher in range(searchers):
         own = {position for position in positions if position % searchers == searcher}
@@ -108,7 +108,7 @@ def check_positions(positions: list[int], searchers: int) -> None:
 
 
 class ForkedRun:
-    """A run forked by tests/starter.py, with what tests need of the interface of Popen."""
+    """A run forked by tests/starter.py, with the part of Popen's interface that tests use."""
 
     def __init__(self, args: list[str], stdout: IO, stderr: IO, **environment: str) -> None:
         self.connection = socket.socket(socket.AF_UNIX)
@@ -124,14 +124,14 @@ class ForkedRun:
         return struct.unpack("i", answer)[0]
 
     def poll(self) -> int | None:
-        """Its exit code, or the negative signal that ended it; None: it has not ended."""
+        """The exit code, or the negative number of the signal that ended it; None while it runs."""
         if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
             self.returncode = os.waitstatus_to_exitcode(self.receive())
             self.connection.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return its exit code. Raises TimeoutExpired."""
+        """Wait for the run to end; returns its exit code. Raises TimeoutExpired."""
         if self.returncode is None:
             ready, _, _ = select.select([self.connection], [], [], timeout)
             if not ready:
@@ -146,7 +146,7 @@ class ForkedRun:
 def start(
     args: list[str], stdout: IO, stderr: IO, interpreter: bool
 ) -> ForkedRun | subprocess.Popen:
-    """Start tba.py: in an interpreter of its own if asked to, or where there is no starter."""
+    """Start tba.py, in a new interpreter if `interpreter` or if there is no starter."""
     if "TBA_STARTER" in os.environ and not interpreter:
         return ForkedRun(args, stdout, stderr)
     return subprocess.Popen(
@@ -154,12 +154,12 @@ def start(
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
-        preexec_fn=heed_ctrl_c,
+        preexec_fn=restore_sigint,
     )
 
 
 def kill_all(process: ForkedRun | subprocess.Popen) -> None:
-    """Kill the processes of a run."""
+    """Kill all processes of a run."""
     for pid in processes_of(process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -167,7 +167,7 @@ def kill_all(process: ForkedRun | subprocess.Popen) -> None:
 
 
 class Run:
-    """A run of tba.py under faults."""
+    """A run of tba.py into which faults can be injected."""
 
     under_way: ClassVar[list] = []
 
@@ -185,12 +185,12 @@ class Run:
         self.under_way.append(self)
 
     def text(self) -> str:
-        """What it said so far, in all its runs."""
+        """The output so far."""
         self.log.seek(0)
         return self.log.read()
 
     def until(self, done, what: str, alive: bool = True, seconds: float = PATIENCE) -> None:
-        """Wait; its output is shown if that takes too long, or if the run ends meanwhile."""
+        """Wait for a condition; fail with the run's output on a timeout or if the run ends."""
 
         def there() -> bool:
             if done():
@@ -201,20 +201,20 @@ class Run:
         wait_until(there, what, self.text, seconds)
 
     def reaches(self, step: int) -> None:
-        """Wait for the run to come to an optimizer step."""
+        """Wait until the run has logged this optimizer step."""
         self.until(lambda: steps_of(self.out) >= step, f"step {step}")
 
     def says(self, text: str, times: int = 1) -> None:
-        """Wait until its output has this text so often."""
+        """Wait until the output contains this text `times` times."""
         said = lambda: self.text().count(text) >= times
         self.until(said, f"{text!r} said", alive=False)
 
     def failed(self) -> list[int]:
-        """The Searchers that failed so far, in that order, as the run's warnings tell."""
+        """The Searchers that have failed, in order, according to the run's warnings."""
         return [int(i) for i in re.findall(r"warning: Searcher (\d+) ", self.text())]
 
     def ends(self, code: int, seconds: float = PATIENCE) -> str:
-        """Wait for its end, check its exit code and that nothing is left; returns its output."""
+        """Wait for the run to end; check its exit code and that nothing is left; return output."""
         ended = lambda: self.process.poll() is not None
         self.until(ended, "its end", alive=False, seconds=seconds)
         assert self.process.returncode == code, self.text()
@@ -222,23 +222,23 @@ class Run:
         return self.text()
 
     def gone(self) -> None:
-        """Wait until no process of the run is left."""
+        """Wait until all processes of the run are gone."""
         wait_until(lambda: not processes_of(self.process.pid), "every process gone", seconds=GONE)
 
     def noted(self, name: str) -> list[tuple[int, ...]]:
-        """The whole lines of whole numbers that the hooks wrote under a name."""
+        """The complete lines of integers that the hooks wrote to a file."""
         path = self.faults / name
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [tuple(map(int, line.split())) for line in lines]
 
     def want(self, fault: str, text: str = "") -> None:
-        """Have the first process that comes to the fault's place suffer it."""
+        """Inject a fault into the first process that reaches its injection point."""
         whole = self.faults / f".{fault}"
         whole.write_text(text)
         whole.rename(self.faults / fault)
 
     def suffered(self, fault: str) -> None:
-        """Wait until a process has met a fault that was wanted."""
+        """Wait until a process has hit the injected fault."""
         self.until(lambda: not (self.faults / fault).exists(), f"{fault} suffered")
 
 

@@ -1,13 +1,13 @@
 """Starts runs of tba.py as forks of one interpreter that has already imported everything.
 
-    python tests/starter.py FILE_DESCRIPTOR     # of a listening socket; until its input is closed
+    python tests/starter.py FILE_DESCRIPTOR     # of a listening socket; runs until stdin closes
 
 `python tba.py` spends about nine seconds in each of two processes, the Trainer and the fork server
-of its Searchers, on imports. A fork executes the same tba.py as `__main__`, in a session of its
-own, and its fork server is multiprocessing's own in another fork: only the imports are shared.
+of its Searchers, on imports. A fork executes the same tba.py as `__main__` in a new session, and
+multiprocessing's own fork server runs in another fork: only the imports are shared.
 
-A client connects, and sends arguments, environment and working directory with two files for the
-run's output. It is sent the run's pid, and its wait status when it has ended.
+A client connects and sends arguments, environment, working directory and two files for the run's
+output. It receives the run's pid, and its wait status once the run has ended.
 """
 
 import ast
@@ -72,7 +72,7 @@ def compile_and_import() -> types.CodeType:
 
 
 def start_run(connection: socket.socket, code: types.CodeType) -> NoReturn:
-    """In a fork: start a run in a fork of this one, and report its pid and its end."""
+    """In a fork: fork the run, and report its pid and its exit status."""
     request, files, _, _ = socket.recv_fds(connection, 1 << 20, 2)
     arguments, environment, folder = json.loads(request)
     pid = os.fork()
@@ -96,9 +96,9 @@ def become_run(
     arguments: list[str], environment: dict[str, str], folder: str, files: list[int],
     code: types.CodeType,
 ) -> None:  # fmt: skip
-    """Execute tba.py as a new interpreter would that has these arguments and files."""
+    """Execute tba.py as a new interpreter with these arguments and files would."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # may be inherited as ignored
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
