@@ -51,7 +51,7 @@ p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
 13. The clock itself is validated first: real processes that sleep, M = 1, 2, 4, against simulated
    ones whose batch takes as long as in the real runs with M = 1. The clock is valid if the means of
    reward, staleness, recent_fraction and buffer agree within two seed standard deviations.
-14. + Since one collapse decides a comparison of three seeds, "rare" has ten further seeds (TEN_SEEDS)
+14. + One collapse decides a comparison of three seeds, so "rare" has ten further seeds (TEN_SEEDS)
    at the chosen rates. They were added after the results of the first three.
 """
 

@@ -105,7 +105,7 @@ tba.TASKS |= {"sums": Sums, "long_sums": LongSums, "sentiment": Sentiment}
 claims.BETA |= {"sums": 0.1, "long_sums": 0.1, "sentiment": 0.1}
 for task in TASKS:
     claims.OWN_FLAGS[task] = {
-        "plugin": __file__, "engine": "transformers", "temperature": 0.7,
+        "plugin": __file__, "engine": "transformers", "dtype": "bfloat16", "temperature": 0.7,
         "max_response_tokens": 16 if task == "sentiment" else 6,
         "prompts_per_step": 4, "trained_per_prompt": 8, "searched_per_prompt": 8,
         "sequences_in_flight": 32,
@@ -231,7 +231,6 @@ def engines(files: Path) -> None:
                 setting = claims.Setting("smollm2", "tb", 0, "sums", steps=2)
                 words = claims.arguments_of(setting, 1e-5, 1, 0.0, files, out)
                 words += ["--engine", engine, "--dtype", dtype, "--eval_samples", 2]
-                words += ["--logprob_tolerance", 5]  # the default of 0.5 may be too strict
                 command = [sys.executable, ROOT / "tba.py", *words]
                 start = time.time()
                 done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
@@ -251,6 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", choices=("make", "run", "report", "engines"))
     parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
+    parser.add_argument("--workers", type=int, default=2, help="number of parallel runs")
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "smollm2")
     args = parser.parse_args()
     rows = claims.Rows(ROOT / "bench" / "results" / "smollm2.jsonl")
@@ -258,7 +258,7 @@ def main() -> None:
         case "make":
             make(args.files)
         case "run":
-            claims.run_all(rows, settings_of(), args.files, args.minutes, 1, run)
+            claims.run_all(rows, settings_of(), args.files, args.minutes, args.workers, run)
         case "report":
             report(rows)
         case "engines":
