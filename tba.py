@@ -4048,10 +4048,11 @@ def finish(trainer: Trainer) -> None:
     folder = trainer.folder
     trainer.ranks.tell("end", ())
     folder.draw_curves()
-    last = folder.evaluations[-1]
-    for name, before in folder.eval_metrics(folder.evaluations[0]).items():
-        after = last.get(name, math.nan)
-        print(f"{name}: {before:.4g} before -> {after:.4g} after {last['step']} steps")
+    first = folder.evaluations[0]  # of --eval_samples prompts
+    last = folder.evaluations[-1]  # of all held-out prompts
+    for name, before in folder.eval_metrics(first).items():
+        after = f"{last.get(name, math.nan):.4g} after {last['step']} steps ({last['n']})"
+        print(f"{name}: {before:.4g} before ({first['n']} held-out prompts) -> {after}")
     print(f"curves: {folder.path / 'curves.png'}")
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():
