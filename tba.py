@@ -862,8 +862,7 @@ class Task:
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
-        columns = {key: [record[key] for record in records] for key in records[0]}
-        return {key: float(np.mean(values)) for key, values in columns.items()}
+        return {key: float(np.mean([record[key] for record in records])) for key in records[0]}
 
 
 def extract_number(text: str) -> float | None:
@@ -1633,8 +1632,8 @@ def local_device() -> torch.device:
 def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Load a causal language model from a folder or hub name, with dropout disabled."""
     model_config = transformers.AutoConfig.from_pretrained(path)
-    settings = vars(model_config).items()
-    model_config.update({k: 0.0 for k, v in settings if "drop" in k and isinstance(v, float)})
+    values = vars(model_config).items()
+    model_config.update({k: 0.0 for k, v in values if "drop" in k and isinstance(v, float)})
     if config.dtype == "bfloat16":
         # TF32 for float32 matmuls: more precise than bfloat16, and nearly as fast
         torch.set_float32_matmul_precision("high")
@@ -2117,20 +2116,30 @@ class TransformersEngine:
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
         """Generate the next batch; `between_steps`, called after each token, may load weights."""
         batch = self.take_batch()
-        rows = [request for request in batch for _ in range(request.n)]  # R of them
-        prompts = [torch.from_numpy(request.prompt).long() for request in rows]  # R x (P,)
+        rows = [b for b, request in enumerate(batch) for _ in range(request.n)]  # R prompts
         greedy = batch[0].greedy
-        temperatures = [[1.0 if greedy else request.temperature] for request in rows]
+        temperatures = [[1.0 if greedy else batch[b].temperature] for b in rows]
         hook = DecodeHook(torch.tensor(temperatures, device=self.device), between_steps)
+        prompts = [torch.from_numpy(request.prompt).long() for request in batch]  # B x (P,)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-        prompt_ids = pad(prompts).to(self.device)  # (R, P), with the longest prompt's P
-        mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (R, P)
+        prompt_ids = pad(prompts).to(self.device)  # (B, P), with the longest prompt's P
+        mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (B, P)
+        cache = None
+        if self.config.pack and mask.shape[1] > 1:  # all but the last token, once per prompt
+            cache = self.model.base_model(
+                prompt_ids[:, :-1],
+                attention_mask=mask[:, :-1],
+                position_ids=(mask[:, :-1].cumsum(1) - 1).clamp(min=0),
+                use_cache=True,
+            ).past_key_values
+            cache.batch_select_indices(torch.tensor(rows))
         # `between_steps` may generate too, with a seed of its own
         with torch.random.fork_rng():
             torch.manual_seed(batch[0].seed)
             ids = self.model.generate(  # (R, P + T)
-                prompt_ids,
-                attention_mask=mask,
+                prompt_ids[rows],
+                attention_mask=mask[rows],
+                past_key_values=cache,
                 do_sample=not greedy,
                 top_k=0,
                 top_p=None if greedy else batch[0].top_p,
@@ -2142,8 +2151,7 @@ class TransformersEngine:
                 stopping_criteria=[hook],
             )
         tokens = ids[:, prompt_ids.shape[1] :].int().cpu().numpy()  # (R, T)
-        logprobs = torch.cat(hook.logprobs, 1).cpu().numpy()  # (R, T)
-        return self.completions_of(batch, tokens, logprobs)
+        return self.completions_of(batch, tokens, torch.cat(hook.logprobs, 1).cpu().numpy())
 
     def completions_of(
         self, batch: list[Request], tokens: np.ndarray, logprobs: np.ndarray
@@ -2593,10 +2601,9 @@ class WeightSync:
         if s.logprob_gap <= self.config.logprob_tolerance:  # False for NaN
             return
         raise RunEnded(
-            f"step {s.version}: log-probabilities of Trainer and engine differ by "
-            f"{s.logprob_gap:.3g} on average (--logprob_tolerance). At step 0, try --pack False or "
-            "another --engine; later, training may have diverged: lower --learning_rate, raise "
-            "--beta"
+            f"step {s.version}: log-probabilities of Trainer and engine differ by an average of "
+            f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try --pack False or another "
+            "--engine; later, training may have diverged: lower --learning_rate, raise --beta"
         )
 
     def reset_reference(self, step: int) -> None:
@@ -3468,8 +3475,7 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
 
 def first_line(error: Any) -> str:
     """The first line of an exception's message, for one-line errors."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
@@ -4057,8 +4063,8 @@ def finish(trainer: Trainer) -> None:
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():
         with atomic_folder(folder.path / "final") as new:
-            ignore = shutil.ignore_patterns("*.pt")
-            shutil.copytree(checkpoint, new, ignore=ignore, dirs_exist_ok=True)
+            without = shutil.ignore_patterns("*.pt")
+            shutil.copytree(checkpoint, new, ignore=without, dirs_exist_ok=True)
         print(f"model: {folder.path / 'final'}")
 
 
