@@ -52,7 +52,8 @@ p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
    ones whose batch takes as long as in the real runs with M = 1. The clock is valid if the means of
    reward, staleness, recent_fraction and buffer agree within two seed standard deviations.
 14. + One collapse decides a comparison of three seeds, so "rare" has ten further seeds (TEN_SEEDS)
-   at the chosen rates. They were added after the results of the first three.
+   at the chosen rates. They were added after the results of the first three. Attacks and summaries
+   use the rate of M = 8 at every M (on "rare" all M have the same).
 """
 
 import argparse
@@ -918,7 +919,8 @@ class Rows:
         if setting.experiment in AT_THE_RATE_ON_POLICY:
             chooser = Setting("staleness", setting.objective)
         flags = dict(setting.flags)
-        if flags.get("num_searchers", 1) > 8:
+        at_8 = flags.get("num_searchers", 1) > 8 or setting.task in ("attacks", "summaries")
+        if at_8 and "clock" in flags:
             chooser = replace(setting, flags=tuple((flags | {"num_searchers": 8}).items()))
         if setting.experiment == "search, ten seeds":
             chooser = replace(chooser, experiment="searchers")
