@@ -195,9 +195,20 @@ def run(
         "path": [{name: round(point[name], 3) for name in claims.POINT} for point in path],
     }  # fmt: skip
     if role == "pilot":
-        norms = [m["grad_norm"] for m in metrics if m["grad_norm"] > 1e-6]
+        # in bfloat16 a batch without any reward has a gradient too: that of rounding errors
+        norms = [m["grad_norm"] for m in metrics if m["reward_std"] > 0]
         row["clip"] = float(f"{2 * np.median(norms):.2g}")
     return row
+
+
+def samples(row: dict) -> dict[str, str]:
+    """The last held-out answers of a run, by the last line of their prompts."""
+    found = {}
+    for text in row["answers"].split("======== step")[:4]:
+        prompt, _, answer = text.partition("-------- answer\n")
+        lines = [line for line in prompt.splitlines() if line.strip() not in ("", "assistant")]
+        found[lines[-1]] = " ".join(answer.split())
+    return found
 
 
 def report(rows: claims.Rows) -> None:
@@ -205,13 +216,15 @@ def report(rows: claims.Rows) -> None:
     parts = {}
     for task in TASKS:
         lines = []
+        texts = []
+        answers: dict[str, str] = {}
         for setting in (s for s in settings_of() if s.task == task):
             found = rows.of(setting, "report")
-            name = next(
-                n
-                for n, way in WAYS.items()
-                if way == (setting.objective, setting.lag, dict(setting.flags))
-            )
+            way = (setting.objective, setting.lag, dict(setting.flags))
+            (name,) = [name for name, own in WAYS.items() if own == way]
+            if found:
+                answers = samples(found[0])
+                texts.append([name, *answers.values()])
             rate = f"{found[0]['rate']:g}" if found else claims.NOT_YET
             before = claims.shown(row["path"][0]["reward"] for row in found)
             after = claims.shown(row["path"][-1]["reward"] for row in found)
@@ -219,6 +232,7 @@ def report(rows: claims.Rows) -> None:
             lines.append([name, str(len(found)), rate, before, after, kl, claims.areas(found)])
         head = ["", "seeds", "rate", "reward before", "after 30 steps", "KL", "gain"]
         parts[f"smollm2, {task}"] = claims.table(head, lines)
+        parts[f"smollm2, {task}, samples"] = claims.table(["", *answers], texts)
     claims.write_parts(parts)
 
 
