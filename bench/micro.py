@@ -6,6 +6,8 @@
   responses of GSM8K's and of TL;DR's proportions;
 * TRL: the same step, relative to TRL's GRPOTrainer, which pads these responses in one micro-batch
   (pip install --no-deps trl==1.16.0; skipped without it);
+* generation: a batch of the transformers engine that runs the prompt once for its 16 responses,
+  relative to once per response (--pack False);
 * sync: the cost of a sync to the training thread (snapshot and probes), relative to a plain copy of
   the weights and the probes;
 * replay: drawing a batch from a full buffer, as a fraction of a training step;
@@ -142,6 +144,8 @@ def main() -> None:
     model = wide_model(files, Path(folder.name))
     packed = load_learner(model, files, pack=True)
     plain = load_learner(model, files, pack=False)
+    once = tba.TransformersEngine(packed.config, 0, "model", 1024)
+    often = tba.TransformersEngine(plain.config, 0, "model", 1024)
     now = tba.at_step(packed.config, 0)
     for name, prompt, response in (("GSM8K", 140, 150), ("TL;DR", 350, 35)):
         groups = random_groups(packed, prompt, response)
@@ -159,6 +163,15 @@ def main() -> None:
         print(f"packed, {name}: {speedup:.2f} times as fast ({packed_seconds:.2f} s per step)")
         for seconds in trl_seconds:
             print(f"TRL, {name}: a step takes {packed_seconds / seconds:.2f} of TRL's time")
+
+        def generate(engine: tba.TransformersEngine, P: int = prompt, T: int = response) -> None:
+            """16 responses of T tokens to a prompt of P."""
+            ids = packed.problem.prompts[0][:P]
+            engine.submit(tba.Request(0, ids, 16, max_tokens=T, min_tokens=T, temperature=1.0))
+            engine.step()
+
+        seconds, plain_seconds = median_seconds(lambda: generate(once), lambda: generate(often))
+        print(f"generation, {name}: {plain_seconds / seconds:.2f} times as fast ({seconds:.2f} s)")
 
     packed.snapshot = tba.FlatWeights(packed.weights, torch.float32, torch.device("cpu"))
     own = torch.cat([tensor.flatten() for tensor in packed.weights.values()]).detach()
