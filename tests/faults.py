@@ -69,6 +69,8 @@ def broadcast(original, group, weights, *args):
     original(group, weights, *args)
     if IN_A_SEARCHER and claim("corrupt"):
         weights.flat[7] += 3.0
+    if IN_A_SEARCHER and claim("miss"):
+        raise RuntimeError("a broadcast failed")
     strike("received")
 
 

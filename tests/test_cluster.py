@@ -38,7 +38,7 @@ sys.path.append({str(Path(__file__).parent)!r})
 import faults
 
 tba.Trainer.PATIENCE = 3
-tba.SearcherProcesses.LOG_EVERY = 3
+tba.Trainer.LOG_EVERY = 3
 """
 
 

@@ -68,7 +68,7 @@ def test_probes_are_exact_or_the_check_shows_that_they_are_not(family, tmp_path)
             scored = tba.token_logprobs(policy, [(prompt, responses)], config)
             for response, own in zip(responses, scored, strict=True):
                 gaps.append(np.abs(own - whole(prompt, response)))
-        return np.concatenate(gaps).mean()
+        return np.sqrt(np.square(np.concatenate(gaps)).mean())
 
     policy.row_tokens = 0
     assert gap() < 1e-3

@@ -61,6 +61,15 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
 
 
+def test_an_evaluation_whose_weights_do_not_arrive_is_repeated(gsm8k, tmp_path):
+    out = tmp_path / "run"
+    run = Run(out, arguments(gsm8k, out, synchronous=True, num_searchers=2, steps=2, eval_every=0))
+    run.want("miss")
+    said = run.ends(0, seconds=200)
+    assert "sending the weights of step 0 failed" in said and "a broadcast failed" in said
+    assert [record["step"] for record in read_lines(out / "eval.jsonl")] == [0, 2]
+
+
 def test_a_killed_trainer_leaves_nothing_and_a_second_signal_ends_at_once(gsm8k, tmp_path):
     out = tmp_path / "killed"
     run = Run(out, endless(gsm8k, out, num_searchers=2), interpreter=True)

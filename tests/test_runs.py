@@ -310,7 +310,7 @@ def test_a_run_on_gpus(gsm8k, tmp_path, engine, dtype):
     flags = {"engine": engine, "dtype": dtype, "steps": 40, "gpu_memory_utilization": 0.2}
     run_tba(arguments(gsm8k, out, eval_every=20, **flags))
     metrics = read_lines(out / "metrics.jsonl")
-    limit = 1e-3 if dtype == "float32" else 0.3
+    limit = 1e-3 if dtype == "float32" else 0.25
     assert len(metrics) == 40 and max(m["logprob_gap"] for m in metrics) < limit
     evaluations = read_lines(out / "eval.jsonl")
     assert evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]

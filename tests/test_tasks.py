@@ -338,7 +338,7 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     assert (flow.synchronous, flow.objective, flow.recent_probability) == (
         True, "tb_learned_z", 0.5,
     )  # fmt: skip
-    assert flow.searched_prompts == 4
+    assert flow.recent_probability * flow.prompts_per_step == 4
     llama = settings_of("run_redteam.sh", "llama", "--sft_data", "x.json")
     assert tba.schedule_value(llama.reference_temperature, 2000) == 1.2
 
