@@ -859,7 +859,8 @@ def collapsed(row: dict) -> bool:
 
 def score(rows: list[dict]) -> float:
     """The criterion for choosing a learning rate: the mean area, with 0 for a collapse."""
-    return float(np.mean([0.0 if collapsed(row) else area(row) for row in rows]))
+    mean = float(np.mean([0.0 if collapsed(row) else area(row) for row in rows]))
+    return round(mean, 6)  # so that rounding errors break no tie
 
 
 class Rows:
@@ -1469,7 +1470,8 @@ def report(rows: Rows) -> None:
         parts[task] = budgets(rows, own)
         parts[f"{task}, diversity"] = diversity(rows, own)
     draw(rows, ROOT / "bench" / "staleness.png")
-    draw_search(rows, ROOT / "bench" / "search.png")
+    if parts["searchers, attacks"]:
+        draw_search(rows, ROOT / "bench" / "search.png")
     write_parts(parts)
 
 

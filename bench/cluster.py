@@ -111,7 +111,7 @@ if IN_A_RUN:
         with torch.no_grad():
             for weights in learner.model.parameters():
                 weights += 1e-5 * torch.randn_like(weights)
-        names = ("loss", "log_z", "entropy", "grad_norm", "pack_seconds", "optimizer_seconds")
+        names = ("loss", "log_z", "entropy", "grad_norm", "optimizer_seconds")
         seconds = time.perf_counter() - start
         return {**dict.fromkeys(names, 0.0), "forward_backward_seconds": seconds}
 

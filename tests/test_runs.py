@@ -21,7 +21,7 @@ from tba import read_lines
 
 METRICS = set(
     "step episode seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
-    "pack_seconds forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
+    "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
     "recent_fraction buffer_prompts buffer_trajectories queue_depth version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
@@ -30,7 +30,7 @@ METRICS = set(
 OF_TIME = {
     "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second",
     "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds", "wait_seconds",
-    "replay_ratio", "queue_depth", "pack_seconds",
+    "replay_ratio", "queue_depth",
     "forward_backward_seconds", "optimizer_seconds",
 }  # fmt: skip
 
@@ -310,7 +310,7 @@ def test_a_run_on_gpus(gsm8k, tmp_path, engine, dtype):
     flags = {"engine": engine, "dtype": dtype, "steps": 40, "gpu_memory_utilization": 0.2}
     run_tba(arguments(gsm8k, out, eval_every=20, **flags))
     metrics = read_lines(out / "metrics.jsonl")
-    limit = 1e-3 if dtype == "float32" else 0.25
+    limit = 1e-3 if dtype == "float32" else 0.5
     assert len(metrics) == 40 and max(m["logprob_gap"] for m in metrics) < limit
     evaluations = read_lines(out / "eval.jsonl")
     assert evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]
