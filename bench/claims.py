@@ -1002,8 +1002,14 @@ def run_tba(arguments: list, log: Path, environment: dict[str, str]) -> int:
         os._exit(code)
 
 
-def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path) -> dict:
-    """Run tba.py once; returns its row. Raises RuntimeError if it fails without diverging."""
+def run(
+    setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path,
+    also: Callable[[Path], dict] = lambda out: {},
+) -> dict:  # fmt: skip
+    """Run tba.py once; returns its row. Raises RuntimeError if it fails without diverging.
+
+    `also` returns additional columns, given the run's folder.
+    """
     environment = {"TBA_CHOOSING": "1" if role == "choose" else ""}
     for name in ("slow", "clock"):
         if name in dict(setting.flags):
@@ -1021,24 +1027,25 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         path = [{name: round(record[name], 3) for name in POINT} for record in evaluations]
         metrics = read_lines(out / "metrics.jsonl")
         clock = read_lines(out / "clock.jsonl") if "clock" in dict(setting.flags) else []
+        own = also(out)
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     row = asdict(setting) | {
         "role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": exit_code,
         "model": hash_of(setting.task, files), "commit": commit,
-        "seconds": round(time.time() - start), "staleness": metrics[-1]["staleness_mean"],
+        "seconds": round(time.time() - start),
+        "staleness": round(float(np.mean([m["staleness_mean"] for m in metrics])), 2),
         "step_seconds": round(metrics[-1]["seconds"] - metrics[0]["seconds"], 1),
         "ess": round(float(np.mean([m["effective_sample_size"] for m in metrics])), 3),
         "path": path,
-    }  # fmt: skip
+    } | own  # fmt: skip
     if setting.experiment == "speed":
         smooth = np.convolve([m["reward"] for m in metrics], np.ones(5) / 5, "valid")
         for target in TARGETS:
             there = np.flatnonzero(smooth >= target)
             row[f"reached {target}"] = metrics[there[0] + 4]["seconds"] if len(there) else None
-    if clock or setting.experiment == "validation":
-        row["staleness"] = round(float(np.mean([m["staleness_mean"] for m in metrics])), 2)
+    if clock or "asynchronous" in dict(setting.flags):
         row["recent"] = round(float(np.mean([m["recent_fraction"] for m in metrics])), 3)
         row["arrived_reward"] = round(float(np.mean([m["reward"] for m in metrics])), 3)
         row["buffer"] = metrics[-1]["buffer_trajectories"]
@@ -1052,7 +1059,8 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         row["replay_ratio"] = round(trained / clock[-1]["groups"], 3)
         row["waited"] = round(clock[-1]["waited"] / clock[-1]["time"], 3)
     if role == "pilot":
-        norms = [m["grad_norm"] for m in metrics if m["grad_norm"] > 1e-6]  # 0 without any reward
+        # without any reward the gradient is 0; in bfloat16 it is that of rounding errors
+        norms = [m["grad_norm"] for m in metrics if m["reward_std"] > 0]
         row["clip"] = float(f"{2 * np.median(norms):.2g}")
     return row
 
@@ -1102,7 +1110,9 @@ LABELS = {
 }  # fmt: skip
 NOT_YET = "·"  # in a table: no seed has been run
 # the reward at which diversity is compared
-EQUAL_REWARD = {"valence": 0.25, "sort": 0.5, "summaries": 0.7, "attacks": 0.8}
+EQUAL_REWARD = {
+    "valence": 0.25, "rare": 0.5, "rarer": 0.5, "sort": 0.5, "summaries": 0.7, "attacks": 0.8
+}  # fmt: skip
 
 
 def shown(values: Iterable[float | None], digits: int = 2) -> str:
@@ -1329,21 +1339,19 @@ def more_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
         line = [str(M), str(len(found)), rate, *at_equal(found, "step", setting.steps)[1:]]
         line += [shown(point["distinct"] for point in end)]
         for groups in SEARCH_GROUPS:
-            enough = [row for row in found if row["groups"][-1] >= groups]
+            # from the first evaluation after the untrained one, to the last
+            enough = [row for row in found if row["groups"][1] <= groups <= row["groups"][-1]]
             gain = at_equal(enough, "groups", groups)[1] if enough else ""
             line.append(gain)
+        steps = sorted(at_equal_reward(row, "step") or math.inf for row in found)
+        line.append(", ".join("never" if math.isinf(step) else f"{step:.0f}" for step in steps))
         line.append(shown((row["staleness"] for row in found), 1))
         lines.append([*line, shown((row["replay_ratio"] for row in found), 1)])
     distinct = "cosine distance" if setting.task == "attacks" else "distinct"
-    head = [
-        f"{setting.task}: M",
-        "seeds",
-        "rate",
-        f"step {setting.steps}: gain",
-        "reward",
-        "largest KL",
-    ]
+    head = [f"{setting.task}: M", "seeds", "rate", f"step {setting.steps}: gain"]
+    head += ["reward", "largest KL"]
     head += [distinct, *(f"gain at {groups} groups" for groups in SEARCH_GROUPS)]
+    head.append(f"steps to {EQUAL_REWARD[setting.task]}")
     return table([*head, "staleness", "replay ratio"], lines)
 
 
@@ -1354,9 +1362,12 @@ def gains_by_searchers(rows: Rows, block: dict[tuple[str, int], Setting], what: 
     for name in dict.fromkeys(line for line, _ in block):
         found = {M: rows.of(block[name, M], "report") for M in numbers}
         more = [paired(found[M], found[numbers[0]]) for M in numbers[1:]]
-        lines.append([name, *(areas(own) for own in found.values()), *more])
+        line = [name, *(areas(own) for own in found.values()), *more]
+        line.append("; ".join(f"{own[0]['rate']:g}" for own in found.values() if own))
+        waited = [[row["waited"] for row in own] for own in found.values() if own]
+        lines.append([*line, "; ".join(f"{100 * np.mean(own):.0f} %" for own in waited)])
     head = [what, *(f"M = {M}" for M in numbers), *(f"{M} over {numbers[0]}" for M in numbers[1:])]
-    return table(head, lines)
+    return table([*head, "rates", "waited"], lines)
 
 
 def report(rows: Rows) -> None:

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -170,35 +170,12 @@ def make(files: Path) -> None:
 # ------------------------------------------------------------------------------------- the runs
 
 
-def run(
-    setting: claims.Setting, role: str, rate: float, seed: int, clip: float, files: Path
-) -> dict:
-    """Run tba.py once and return its row."""
-    environment = {"TBA_CHOOSING": "1" if role == "choose" else ""}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        start = time.time()
-        arguments = claims.arguments_of(setting, rate, seed, clip, files, out)
-        exit_code = claims.run_tba(arguments, Path(folder) / "log", environment)
-        said = (Path(folder) / "log").read_text()
-        if exit_code and "diverged" not in said and "finite" not in said:
-            raise RuntimeError(f"{setting}: exit code {exit_code}\n{said[-3000:]}")
-        path = claims.read_lines(out / "eval.jsonl")
-        metrics = claims.read_lines(out / "metrics.jsonl")
-        mark = f"======== step {path[-1]['step']}\n"
-        answers = (out / "eval_answers.txt").read_text().partition(mark)[2]
-    row = asdict(setting) | {
-        "role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": exit_code,
-        "model": claims.hash_of(setting.task, files), "seconds": round(time.time() - start),
-        "step_seconds": round(metrics[-1]["seconds"] - metrics[0]["seconds"], 1),
-        "logprob_gap": max(m["logprob_gap"] for m in metrics), "answers": answers[:1500],
-        "path": [{name: round(point[name], 3) for name in claims.POINT} for point in path],
-    }  # fmt: skip
-    if role == "pilot":
-        # in bfloat16 a batch without any reward has a gradient too: that of rounding errors
-        norms = [m["grad_norm"] for m in metrics if m["reward_std"] > 0]
-        row["clip"] = float(f"{2 * np.median(norms):.2g}")
-    return row
+def own_columns(out: Path) -> dict:
+    """The columns of a row that only this program has, from a run's folder."""
+    metrics = claims.read_lines(out / "metrics.jsonl")
+    last = claims.read_lines(out / "eval.jsonl")[-1]["step"]
+    answers = (out / "eval_answers.txt").read_text().partition(f"======== step {last}\n")[2]
+    return {"logprob_gap": max(m["logprob_gap"] for m in metrics), "answers": answers[:1500]}
 
 
 def samples(row: dict) -> dict[str, str]:
@@ -272,6 +249,7 @@ def main() -> None:
         case "make":
             make(args.files)
         case "run":
+            run = partial(claims.run, also=own_columns)
             claims.run_all(rows, settings_of(), args.files, args.minutes, args.workers, run)
         case "report":
             report(rows)
