@@ -52,8 +52,8 @@ p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
    ones whose batch takes as long as in the real runs with M = 1. The clock is valid if the means of
    reward, staleness, recent_fraction and buffer agree within two seed standard deviations.
 14. + One collapse decides a comparison of three seeds, so "rare" has ten further seeds (TEN_SEEDS)
-   at the chosen rates. They were added after the results of the first three. Attacks and summaries
-   use the rate of M = 8 at every M (on "rare" all M have the same).
+   of `tb` and `dr_grpo` at the chosen rates, added after the results of the first three. Attacks
+   and summaries use the rate of M = 8 at every M (on "rare" all M have the same).
 """
 
 import argparse
@@ -743,13 +743,13 @@ def search_settings() -> dict[str, dict[tuple[str, int], Setting]]:
             f"softmax({T} r)" if T else "uniform": {"reward_inverse_temperature": T}
             for T in (0, 1, 3, 10)
         },
-        "k": {f"k = {k}": {"sync_every": k} for k in (1, 2, 4, 10) if k != 2} | {"k = 2": {}},
+        "k": {f"k = {k}": {"sync_every": k} if k != 2 else {} for k in (1, 2, 4, 10)},
         "K": {
             f"{B} x {K}": {
                 "prompts_per_step": B, "trained_per_prompt": K, "searched_per_prompt": K
-            }
-            for B, K in ((32, 4), (16, 8), (4, 32))
-        } | {"8 x 16": {}},
+            } if K != 16 else {}
+            for B, K in ((32, 4), (16, 8), (8, 16), (4, 32))
+        },
         "beta": {"0.1": {}, "0.3 to 0.1 in 60 steps": {"beta": "0.3@0,0.1@60"}},
     }  # fmt: skip
     found["objectives"] = {
@@ -764,7 +764,10 @@ def search_settings() -> dict[str, dict[tuple[str, int], Setting]]:
     for task in ("attacks", "summaries"):
         found[task] = {(task, M): search(M=M, task=task) for M in SEARCHERS}
     more_seeds = partial(replace, experiment="search, ten seeds")
-    found["ten seeds"] = {("`tb`", M): more_seeds(search(M=M)) for M in (1, 4, 8, 16, 64)}
+    found["ten seeds"] = {("tb", M): more_seeds(search(M=M)) for M in (1, 4, 8, 16, 64)}
+    for M in (1, 8, 64):
+        own = search("search, objectives", M, objective="dr_grpo")
+        found["ten seeds"]["dr_grpo", M] = more_seeds(own)
     return found
 
 
@@ -924,7 +927,8 @@ class Rows:
         if at_8 and "clock" in flags:
             chooser = replace(setting, flags=tuple((flags | {"num_searchers": 8}).items()))
         if setting.experiment == "search, ten seeds":
-            chooser = replace(chooser, experiment="searchers")
+            of_tb = setting.objective == "tb"
+            chooser = replace(chooser, experiment="searchers" if of_tb else "search, objectives")
         rate, to_try = self.best_rate(chooser)
         runs = [(chooser, "choose", r, seed) for r in to_try for seed in SEEDS_TO_CHOOSE]
         if rate:
@@ -1360,9 +1364,10 @@ def gains_by_searchers(rows: Rows, block: dict[tuple[str, int], Setting], what: 
     numbers = sorted({M for _, M in block})
     lines = []
     for name in dict.fromkeys(line for line, _ in block):
-        found = {M: rows.of(block[name, M], "report") for M in numbers}
-        more = [paired(found[M], found[numbers[0]]) for M in numbers[1:]]
-        line = [name, *(areas(own) for own in found.values()), *more]
+        found = {M: rows.of(block[name, M], "report") for M in numbers if (name, M) in block}
+        line = [name, *(areas(found[M]) if M in found else "" for M in numbers)]
+        one = found[numbers[0]]
+        line += [paired(found[M], one) if M in found else "" for M in numbers[1:]]
         line.append("; ".join(f"{own[0]['rate']:g}" for own in found.values() if own))
         waited = [[row["waited"] for row in own] for own in found.values() if own]
         lines.append([*line, "; ".join(f"{100 * np.mean(own):.0f} %" for own in waited)])
