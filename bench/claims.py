@@ -52,8 +52,9 @@ p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
    ones whose batch takes as long as in the real runs with M = 1. The clock is valid if the means of
    reward, staleness, recent_fraction and buffer agree within two seed standard deviations.
 14. + One collapse decides a comparison of three seeds, so "rare" has ten further seeds (TEN_SEEDS)
-   of `tb` and `dr_grpo` at the chosen rates, added after the results of the first three. Attacks
-   and summaries use the rate of M = 8 at every M (on "rare" all M have the same).
+   of `tb` and `dr_grpo` at the chosen rates, and attacks have ten of `tb`, added after the results
+   of the first three. Attacks and summaries use the rate of M = 8 at every M (on "rare" all M have
+   the same).
 15. + In 120 steps on "rarer" hardly any run learned, at different rates. So ten further seeds have
    240 steps, with M = 1, 8, 64, at the rate of "rare", 1e-3. What would support the paper: more
    seeds reach a reward of 0.5 with 8 Searchers than with one, and with 64 than with 8.
@@ -771,6 +772,8 @@ def search_settings() -> dict[str, dict[tuple[str, int], Setting]]:
     for M in (1, 8, 64):
         own = search("search, objectives", M, objective="dr_grpo")
         found["ten seeds"]["dr_grpo", M] = more_seeds(own)
+    name = "attacks, ten seeds"
+    found[name] = {(name, M): more_seeds(search(M=M, task="attacks")) for M in SEARCHERS}
     longer = partial(replace, experiment="search, longer", steps=240)
     of_rarer = {("tb, 240 steps", M): longer(search(M=M, task="rarer")) for M in (1, 8, 64)}
     found["rarer, longer"] = of_rarer
@@ -1353,7 +1356,9 @@ def more_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
         found = rows.of(setting, "report")
         rate = f"{found[0]['rate']:g}" if found else NOT_YET
         end = [row["path"][-1] for row in found]
-        line = [str(M), str(len(found)), rate, *at_equal(found, "step", setting.steps)[1:]]
+        one = rows.of(next(iter(block.values())), "report")
+        gain, *rest = at_equal(found, "step", setting.steps)[1:]
+        line = [str(M), str(len(found)), rate, gain, paired(found, one) if M > 1 else "", *rest]
         line += [shown(point["distinct"] for point in end)]
         for groups in SEARCH_GROUPS:
             # from the first evaluation after the untrained one, to the last
@@ -1366,7 +1371,7 @@ def more_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
         lines.append([*line, shown((row["replay_ratio"] for row in found), 1)])
     distinct = "cosine distance" if setting.task == "attacks" else "distinct"
     head = [f"{setting.task}: M", "seeds", "rate", f"step {setting.steps}: gain"]
-    head += ["reward", "largest KL"]
+    head += ["over M = 1", "reward", "largest KL"]
     head += [distinct, *(f"gain at {groups} groups" for groups in SEARCH_GROUPS)]
     head.append(f"steps to {EQUAL_REWARD[setting.task]}")
     return table([*head, "staleness", "replay ratio"], lines)
@@ -1572,17 +1577,18 @@ def draw(rows: Rows, out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
+def all_seeds(rows: Rows, setting: Setting) -> list[dict]:
+    """The reported runs of a setting, and those with the ten further seeds."""
+    more = replace(setting, experiment="search, ten seeds")
+    return [*rows.of(setting, "report"), *rows.of(more, "report")]
+
+
 def draw_gains(rows: Rows, axes, tasks: Iterable[str]) -> None:
-    """The gain over M at equal steps, a line per task, with all seeds at the chosen rates."""
-    more_seeds = {
-        ("rare", M): s for (name, M), s in search_settings()["ten seeds"].items() if name == "tb"
-    }
+    """The gain over M at equal steps, a line per task."""
     for task, colour in zip(tasks, COLOURS.values(), strict=False):
         gains = {}
         for M in SEARCHERS:
-            found = rows.of(search(M=M, task=task), "report")
-            if (task, M) in more_seeds:
-                found += rows.of(more_seeds[task, M], "report")
+            found = all_seeds(rows, search(M=M, task=task))
             if found:
                 gains[M] = list(map(area, found))
         if gains:
@@ -1604,7 +1610,7 @@ def draw_search(rows: Rows, out: Path) -> None:
     draw_gains(rows, left, LABELS)
     left.legend(frameon=False, loc="upper left", ncols=2, labelspacing=0.2)
     for M in SEARCHERS:
-        found = rows.of(search(M=M, task="attacks"), "report")
+        found = all_seeds(rows, search(M=M, task="attacks"))
         if not found:
             continue
         distances = [row["path"][-1]["distinct"] for row in found]
