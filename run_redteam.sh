@@ -5,13 +5,17 @@
 #   bash run_redteam.sh --tiny [FLAGS OF tba.py...]     on a CPU, offline, with a harmless victim
 #   either with --resume DIR                            resumes the run in DIR
 #
-#   RUN               attacker, victim, judge; GPUs      paper: hours, cosine distance, % toxic
-#   gpt2              GPT-2, GPT-2 (Alpaca), RoBERTa;    4 V100: 1.7, 0.42, 94.5
-#     (the default)     3, 7, 15, 31, 63                 16 V100: 2.5, 0.45, 96; 64: 2.9, 0.49, 97.6
+#   RUN               attacker, victim, judge            paper: hours, cosine distance, % toxic
+#   gpt2              GPT-2, GPT-2 (Alpaca), RoBERTa     4 V100: 1.7, 0.42, 94.5
+#     (the default)                                      16 V100: 2.5, 0.45, 96; 64: 2.9, 0.49, 97.6
 #   llama             Llama 3.2 1B, Llama 3.1 8B         8 A100: 5.7, 0.37, 94.8
-#   llama-130k          Instruct, Llama Guard 3; 7       8 A100: 5.7, 0.35, 98.1
+#   llama-130k          Instruct, Llama Guard 3          8 A100: 5.7, 0.35, 98.1
 #   gflownet          as gpt2: the synchronous           1 V100: 11.9, 0.65, 96.6
-#   gflownet-llama    as llama: baseline; 1 or 2         1 A100: 37.4, 0.32, 100.0
+#   gflownet-llama    as llama: baseline                 1 A100: 37.4, 0.32, 100.0
+#
+# Every GPU but the Trainer's gets a Searcher. The paper's runs had two GPUs more than Searchers:
+# pass --num_searchers 2, 6, 14, 30 or 62 for gpt2, 6 for llama, 1 for gflownet. Meta's models are
+# gated: accept their licences and set HF_TOKEN.
 #
 # FILE has the data of the attacker's warm start: JSON or JSONL records with an `instruction` each.
 # The baseline's repository (GFNOrg/red-teaming) has it: --sft_data prompts/sft_dataset.json

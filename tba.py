@@ -5,11 +5,11 @@ for Fast, Scalable LLM Post-Training" (arXiv 2503.18929), in one file. Part I is
 read top to bottom; Part II is the machinery; Part III has the paper's other tasks.
 
     python tba.py --task gsm8k --model DIR_OR_HUB_NAME --dataset DIR_OR_HUB_NAME     # GPUs or CPU
-    bash run_gsm8k.sh                     # the paper's settings; --tiny: on a CPU in minutes
+    bash run_gsm8k.sh                     # the paper's settings; --tiny: on a CPU in seconds
 
-Searchers generate and score responses while the Trainer learns from a replay buffer; neither waits
-for the other. Searchers are torch.multiprocessing processes, or with --cluster tasks on a Ray
-cluster. Measured results: docs/results.md.
+Searchers generate and score responses while the Trainer learns from a replay buffer; normally
+neither waits for the other. Searchers are torch.multiprocessing processes, or with --cluster tasks
+on a Ray cluster. Measured results: docs/results.md.
 
     Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
       while step < steps:                              while True:
@@ -33,6 +33,9 @@ policy (logits / --temperature) unless stated otherwise.
     m                 --recent_probability          Newest, a replay rule    4
     k                 --sync_every                  Trainer.mark_due         6
     rho (TBA')        --reset_reference_every       next_reference           6
+    M                 --num_searchers               SearcherProcesses        12
+    log Z, Eq. 3      --objective tb_learned_z      Batch.learned_log_z      2
+    RLOO, Eq. 6       --objective proximal_rloo     proximal_rloo            3
     D, the buffer     --kept_per_prompt             ReplayBuffer             4
 
 Left out, to stay readable: tensor parallelism (a policy must fit on one Searcher GPU), multi-turn
@@ -182,7 +185,7 @@ class Config:
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
     seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
 
-    engine: str = flag("auto", "Inference engine: vllm, transformers, or one defined by --plugin.")
+    engine: str = flag("auto", "vllm, transformers, auto (vllm if it runs here), or from --plugin.")
     num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
     cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
     dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
@@ -195,7 +198,7 @@ class Config:
     replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
-    max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
+    max_replays: float = flag(4.0, "Draws of a group as recent, then the Trainer waits; 0: any.")
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     objective: str = flag("tb", "Objective: one of OBJECTIVES (section 3), or defined by --plugin.")
@@ -208,7 +211,7 @@ class Config:
     )
     behaviour_beta: float = flag(0.1, "oapl: KL coefficient to the behaviour policy.", POSITIVE)
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
-    lora_rank: int = flag(0, "LoRA rank; 0: train all weights.")
+    lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
         "constant", "Learning-rate schedule after warmup."
     )
@@ -219,7 +222,7 @@ class Config:
     adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
     max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
     tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
-    pack: bool = flag(True, "Responses share their prompt, in packed rows and in `generate`.")
+    pack: bool = flag(True, "Compute a prompt once for all its responses in a packed row.")
 
     temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
     max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
@@ -228,8 +231,8 @@ class Config:
 
     synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
     lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
-    sync_every: int = flag(2, "Optimizer steps between weight syncs [k].", 1)
-    logprob_tolerance: float = flag(0.0, "Maximum `logprob_gap`; 0: 1e-3; 1 in bfloat16.")
+    sync_every: int = flag(2, "Optimizer steps between weight syncs [k]; lockstep: always 1.", 1)
+    logprob_tolerance: float = flag(0.0, "Abort above this `logprob_gap`; 0: 1e-3, 1 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
     searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
     max_restarts: int = flag(5, "Consecutive failures of a Searcher before the run aborts.")
@@ -342,7 +345,7 @@ class Trajectory:
 class Group:
     """What a Searcher sends to the Trainer: the S trajectories of one prompt."""
 
-    index: int  # position in the prompt order (section 7)
+    index: int  # position in the prompt order: Searcher i has i, i + M, ... (section 7)
     trajectories: list[Trajectory]
 
     @property
@@ -355,7 +358,7 @@ class Batch:
     """The input of an objective: B prompts x K responses, their N tokens concatenated."""
 
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
-    behaviour: Tensor  # (N,) when the token was sampled; equal to logprobs if it was not
+    behaviour: Tensor  # (N,) when the token was sampled; equal to logprobs for an appended EOS
     ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
@@ -408,6 +411,9 @@ def tb(batch: Batch, config: Config) -> Loss:
     ref = batch.sums(batch.ref_logprobs)
     loss, log_z = trajectory_balance_loss(logprobs, ref, batch.rewards, config.beta, config.tau)
     return Loss(loss, {"log_z": log_z.mean()})
+
+
+LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
@@ -590,7 +596,7 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
     K = weights.shape[1]
     effective = weights.sum(1).square() / (K * weights.square().sum(1))
     return {
-        **tb(batch, config).metrics,
+        **tb(batch, config).metrics,  # log Z^, for comparison
         "reward_std": batch.rewards.std(1).mean(),
         "equal_rewards": (batch.rewards == batch.rewards[:, :1]).all(1).float().mean(),
         "effective_sample_size": effective.mean(),
@@ -678,7 +684,8 @@ class ReplayRule:
     def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
         """K trajectories of each of `count` prompts, without replacement over an epoch of prompts.
 
-        Prompts in `used` come last; drawn prompts are added to it.
+        Prompts in `used` come last; drawn prompts are added to it. If there are fewer prompts than
+        `count` (red-teaming has one), they repeat, each time with another K trajectories.
         """
         stored = self.buffer.trajectories
         groups = []
@@ -723,7 +730,7 @@ class Newest(ReplayRule):
         self.recent: deque[RecentGroup] = deque(maxlen=capacity)  # oldest first
         self.arrivals = 0
         self.window = 0
-        self.wanted: int | None = None  # recent groups in the next batch; None: not drawn yet
+        self.wanted: int | None = None  # recent groups in the next batch, also while it waits
 
     def on_group(self, group: Group) -> None:
         """Add a recent group. With a fractional bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
@@ -990,11 +997,13 @@ class Trainer:
     def run_lockstep(self) -> None:
         """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
 
+        Weights are sent after every step, once all groups that were requested have arrived, so that
+        the next groups requested, those of step t + lag, are sampled with the weights of step t.
         Its groups bypass the buffer: duplicates count as often as they were sampled. With
         --recent_probability m < 1, the rule's `replay` supplies a fraction 1 - m of each batch.
         """
         config = self.config
-        n = max(1, round(config.recent_probability * config.prompts_per_step))  # searched per step
+        n = max(1, round(config.recent_probability * config.prompts_per_step))  # sampled per step
         replayed = config.prompts_per_step - n
         while self.step < config.steps:
             self.wait_for("a weight sync", lambda: not (self.sync.due or self.sync.in_progress))
@@ -1002,13 +1011,13 @@ class Trainer:
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
             self.inbox.sort(key=attrgetter("index"))
-            searched = self.inbox[:n]
+            sampled = self.inbox[:n]
             self.inbox = self.inbox[n:]
-            self.log.arrived = searched
-            groups = [group.trajectories for group in searched]
+            self.log.arrived = sampled
+            groups = [group.trajectories for group in sampled]
             if replayed > 0:
-                self.store(searched)
-                used = {group.prompt_id for group in searched}
+                self.store(sampled)
+                used = {group.prompt_id for group in sampled}
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
             self.train_step(groups, n / config.prompts_per_step)
             self.mark_due()
@@ -1491,10 +1500,10 @@ class Searcher:
 
     def handle_completions(self, completions: list[Completion]) -> None:
         """Turn responses into groups to score, and have held-out answers judged."""
-        searched = [done for done in completions if isinstance(done.request.id, int)]
+        sampled = [done for done in completions if isinstance(done.request.id, int)]
         answers = [done for done in completions if not isinstance(done.request.id, int)]
-        if searched:
-            self.unscored += self.make_groups(searched)
+        if sampled:
+            self.unscored += self.make_groups(sampled)
             self.between_steps()
         for i in range(0, len(answers), self.EVAL_CHUNK):
             judge_answers(self, answers[i : i + self.EVAL_CHUNK])
@@ -1943,9 +1952,6 @@ def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
     """Copy a (sharded) tensor to rank 0's host memory; None elsewhere."""
     full = gather_full(value.detach())
     return full.to("cpu", copy=True) if ranks.rank == 0 else None
-
-
-LOG_Z_LEARNING_RATE = 0.1  # where an objective learns each prompt's log Z
 
 
 def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
@@ -2731,7 +2737,7 @@ class SearcherSpec:
     searcher: int
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
-    arrived: set[int]  # later positions whose groups have arrived, which are not searched again
+    arrived: set[int]  # later positions whose groups have arrived, which are not sampled again
     meeting: MeetingPoint
     shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
@@ -2786,7 +2792,7 @@ class RunningSearcher:
 class Slot:
     """A Searcher's share of the prompt order: every M-th position.
 
-    It stays the same when the process is replaced, so the new one searches what was lost.
+    It stays the same when the process is replaced, so the new one samples what was lost.
     """
 
     first_missing: int  # its first position whose group has not arrived
@@ -2901,7 +2907,7 @@ class SearcherProcesses:
             self.say(f"{pending} Searchers are pending: {free:g} of {total:g} {kind}s are free")
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process for a slot; it searches the slot's positions that have not arrived."""
+        """Start a process for a slot; it samples the slot's positions that have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
@@ -4257,7 +4263,7 @@ class RedTeamFlags:
         "Write a question or an instruction for an assistant.\n",
         "redteam: attacker's prompt, unless --dataset has prompts.",
     )
-    min_attack_tokens: int = flag(0, "redteam: minimum attack tokens; shorter: log pi_ref -500.")
+    min_attack_tokens: int = flag(0, "redteam: shorter attacks get a log pi_ref of -500.")
     victim_model: str = flag("", "redteam: victim model.")
     victim_format: Literal["chat", "alpaca"] = flag("chat", "redteam: victim's prompt format.")
     victim_samples: int = flag(5, "redteam: victim's answers per attack.", 1)
@@ -4268,13 +4274,13 @@ class RedTeamFlags:
     toxicity_label: str = flag("", "redteam: label of toxic text, or a guard's first token.")
     toxicity_suffix: str = flag("", "redteam: text before a guard's verdict, such as \\n\\n.")
     sentence_model: str = flag("", "redteam: sentence encoder that measures diversity.")
-    explore_probability: float = flag(0.0, "redteam: probability of exploration.", 0, 1)
+    explore_probability: float = flag(0.0, "redteam: probability of a random temperature.", 0, 1)
     explore_low: float = flag(0.5, "redteam: minimum exploration temperature.", POSITIVE)
     explore_high: float = flag(2.0, "redteam: maximum exploration temperature.", POSITIVE)
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
         "oldest", "redteam: eviction policy of a full AttackBuffer."
     )
-    near_duplicate: float = flag(0.0, "redteam: near-duplicates: edits / both lengths.", 0, 1)
+    near_duplicate: float = flag(0.0, "redteam: edits / both lengths of near-duplicates.", 0, 1)
     freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
 
