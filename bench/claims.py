@@ -1593,9 +1593,16 @@ def draw(rows: Rows, out: Path) -> None:
     stale.set_title("2  Learning from stale data")
     stale.legend(frameon=False, loc="lower left", labelspacing=0.2)
 
-    draw_gains(rows, more, SPARSE)
+    blocks = search_settings()
+    lines = {LABELS["rare"]: {M: all_seeds(rows, search(M=M)) for M in SEARCHERS}}
+    for label, block in (("", blocks["rarer, longer"]), (", mixed", blocks["mixed"])):
+        lines[LABELS["rarer"] + label] = {
+            M: rows.of(s, "report") for (_, M), s in block.items() if s.task == "rarer"
+        }
+    draw_gains(more, lines)
     more.set_title("3  More search, rare rewards")
-    more.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.2), labelspacing=0.2)
+    more.set_ylim(0, 0.98)  # room for the legend
+    more.legend(frameon=False, loc="upper left", labelspacing=0.2)
     for axes in (speed, stale, more):
         tidy(axes)
     figure.savefig(out, dpi=110)
@@ -1607,17 +1614,13 @@ def all_seeds(rows: Rows, setting: Setting) -> list[dict]:
     return [*rows.of(setting, "report"), *rows.of(more, "report")]
 
 
-def draw_gains(rows: Rows, axes, tasks: Iterable[str]) -> None:
-    """The gain over M at equal steps, a line per task."""
-    for task, colour in zip(tasks, COLOURS.values(), strict=False):
-        gains = {}
-        for M in SEARCHERS:
-            found = all_seeds(rows, search(M=M, task=task))
-            if found:
-                gains[M] = list(map(area, found))
+def draw_gains(axes, lines: dict[str, dict[int, list[dict]]]) -> None:
+    """The gain over M at equal steps: a line per label, from the runs for each M."""
+    for i, (label, found) in enumerate(lines.items()):
+        gains = {M: list(map(area, own)) for M, own in found.items() if own}
         if gains:
-            x, mean, bars = spread(list(gains), list(gains.values()))
-            axes.errorbar(x, mean, bars, fmt="o-", color=colour, label=LABELS[task], **LINE)
+            x, mean, bars = spread([1.05**i * M for M in gains], list(gains.values()))
+            axes.errorbar(x, mean, bars, fmt="o-", color=f"C{i}", label=label, **LINE)
     axes.set_xscale("log", base=2)
     axes.set_xticks(SEARCHERS, map(str, SEARCHERS))
     axes.set_ylim(bottom=0)
@@ -1631,18 +1634,23 @@ def draw_search(rows: Rows, out: Path) -> None:
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    draw_gains(rows, left, LABELS)
+    lines = {
+        label: {M: all_seeds(rows, search(M=M, task=task)) for M in SEARCHERS}
+        for task, label in LABELS.items()
+    }
+    draw_gains(left, lines)
+    left.set_ylim(0, 0.98)
     left.legend(frameon=False, loc="upper left", ncols=2, labelspacing=0.2)
-    for M in SEARCHERS:
+    for i, M in enumerate(SEARCHERS):
         found = all_seeds(rows, search(M=M, task="attacks"))
         if not found:
             continue
         distances = [row["path"][-1]["distinct"] for row in found]
         successes = [row["path"][-1]["reward"] for row in found]
-        right.plot(distances, successes, ".", color=GREY)
+        right.plot(distances, successes, ".", color=f"C{i}", alpha=0.4)
         center = (np.mean(distances), np.mean(successes))
-        right.plot(*center, "o", color=MAIN)
-        right.annotate(f"  M = {M}", center, fontsize=12)
+        right.plot(*center, "o", color=f"C{i}", markersize=10, label=f"M = {M}")
+    right.legend(frameon=False, loc="lower left", labelspacing=0.2)
     right.set_xlabel("cosine distance between attacks")
     right.set_ylabel("attack success rate")
     for axes in (left, right):
