@@ -62,9 +62,9 @@ p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
    responses to a prompt had the same reward. So both tasks have ten seeds with a rule that draws
    only half of a replayed group by reward ("mixed"), at 1e-3. Two runs on "rarer", seeds 11 and 12
    with M = 64, had been seen before.
-17. + That rate was chosen for the other rule, and 6 of ten runs with M = 64 collapsed on "rarer". So
-   "mixed" has the same ten seeds, with M = 8 and 64, at 3e-4, and at 1e-3 with a linear decay to 0
-   in the second half. What would support the paper: with M = 64 at most two of ten collapse on
+17. + That rate was chosen for the other rule, and 6 of ten runs with M = 64 collapsed on "rarer".
+   So "mixed" has the same ten seeds, with M = 8 and 64, at 3e-4, and at 1e-3 with a linear decay to
+   0 in the second half. What would support the paper: with M = 64 at most two of ten collapse on
    each task, and the median seed reaches a reward of 0.5 earlier than with M = 8.
 """
 
