@@ -1619,9 +1619,13 @@ def draw(rows: Rows, out: Path) -> None:
 
     blocks = search_settings()
     lines = {LABELS["rare"]: {M: all_seeds(rows, search(M=M)) for M in SEARCHERS}}
-    for label, block in (("", blocks["rarer, longer"]), (", mixed", blocks["mixed"])):
+    rarer = {
+        "": (blocks["rarer, longer"], "tb, 240 steps"),
+        ", mixed": (blocks["mixed, lower rates"], "rarer, 240 steps, 3e-4"),
+    }
+    for label, (block, line) in rarer.items():
         lines[LABELS["rarer"] + label] = {
-            M: rows.of(s, "report") for (_, M), s in block.items() if s.task == "rarer"
+            M: rows.of(block[line, M], "report") for M in SEARCHERS if (line, M) in block
         }
     draw_gains(more, lines)
     more.set_title("3  More search, rare rewards")
