@@ -53,6 +53,7 @@ import copy
 import ctypes
 import dataclasses
 import fcntl
+import gc
 import importlib.util
 import itertools
 import json
@@ -716,10 +717,11 @@ class RecentGroup:
 class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    A group is recent if it arrived since the latest sync. Two choices are ours. It is drawn as
-    recent at most --max_replays times, or slow generation would mean training on the same groups
-    over and over (the authors' blocking sync implies a bound). If too few groups since the sync
-    have draws left, older ones are used, newest first; then the Trainer waits.
+    A group is recent if it arrived since the latest sync, or during the step before it. Two choices
+    are ours. It is drawn as recent at most --max_replays times, or slow generation would mean
+    training on the same groups over and over (the authors' blocking sync implies a bound). If too
+    few groups since the sync have draws left, older ones are used, newest first; then the Trainer
+    waits.
     """
 
     MAX_RECENT = 1024  # groups; with fast generation, older ones are never drawn
@@ -1066,6 +1068,8 @@ class Trainer:
         """Drain queues, restart failed Searchers, advance the sync, handle signals."""
         if self.stop_signal and (not self.config.synchronous or self.at_barrier()):
             raise KeyboardInterrupt(self.stop_signal)
+        if self.writing.done() and (error := self.writing.exception()):
+            raise RunEnded(f"writing a checkpoint failed: {error!r}")
         self.drain_queues()
         failures = self.searchers.failed()
         if failures:
@@ -1956,8 +1960,6 @@ def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
 
 def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
     """Set up Accelerate's mixed precision and experiment tracker."""
-    # micro-batches of many shapes would fragment GPU memory
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
@@ -2333,13 +2335,19 @@ def vllm_can_run() -> bool:
 
 @torch.no_grad()
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors (not copies) by checkpoint name; tied tensors appear once."""
+    """The model's tensors (not copies) by checkpoint name; tied tensors appear once.
+
+    Raises ValueError for models whose checkpoints split or merge tensors (Mixtral, Qwen3-MoE).
+    """
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     # without non-persistent buffers and adapters
     names = [name for name in model.state_dict() if name in tensors and ".lora_" not in name]
     state = {name.replace(".base_layer", ""): tensors[name] for name in names}
     # transformers renames some parameters when it loads a checkpoint
-    return revert_weight_conversion(model, state)
+    found = revert_weight_conversion(model, state)
+    if {*map(id, found.values())} != {*map(id, state.values())}:
+        raise ValueError(f"{type(model).__name__}: its checkpoint splits or merges weights")
+    return found
 
 
 class FlatWeights:
@@ -3139,7 +3147,8 @@ def end_with_parent() -> None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
     parent = mp.parent_process()
-    if os.getppid() == 1 or (parent and not parent.is_alive()):  # it ended before `prctl`
+    orphaned = not parent.is_alive() if parent else os.getppid() == 1
+    if orphaned:  # the parent ended before `prctl`; in a container its process id may be 1
         os._exit(1)
 
 
@@ -3337,7 +3346,8 @@ def save(trainer: Trainer) -> None:
     """
     config = trainer.config
     learner = trainer.learner
-    if trainer.writing.result() == trainer.step:  # waits for the previous write
+    failed = trainer.writing.exception()  # waits for the previous write
+    if not failed and trainer.writing.result() == trainer.step:
         return
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
         trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
@@ -3454,6 +3464,8 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     same_prompts = saved["checksum"] == problem.checksum()
     config.require(same_prompts, "dataset", "its prompts differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
+    known = saved["reference"] or not config.reset_reference_every
+    config.require(known, "reset_reference_every", "a resumed run must keep 0")
     for name, value in saved["fixed"].items():
         config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
     return saved
@@ -3587,6 +3599,7 @@ def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[li
         (config.max_total_tokens or math.inf) - 1,
         config.max_prompt_tokens or math.inf,
     )
+    config.require(all(encoded), "dataset", "a prompt is empty; change it, or --attacker_prompt")
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
     fix = f"lower it: every prompt is over {longest} tokens (the model's context is {context})"
     config.require(fitting, "max_response_tokens", fix)
@@ -3600,6 +3613,11 @@ def load_problem(config: Config) -> Problem:
     text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
+    if config.lora_rank:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as layers
+
+        fix = f"peft has no default layers for {text_config.model_type}; use 0"
+        config.require(text_config.model_type in layers, "lora_rank", fix)
     task = TASKS[config.task](config, tokenizer)
     names = ["max_position_embeddings"]
     if config.pack:  # the mask of packed rows ignores attention windows
@@ -3991,6 +4009,8 @@ def stop_at_signals(trainer: Trainer) -> None:
 def main(argv: list[str]) -> int:
     """Run tba.py with these arguments; returns the exit code."""
     config = parse(argv)
+    # micro-batches of many shapes would fragment GPU memory
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     quiet_libraries()
     ranks = Ranks.connect()
     if ranks.rank > 0:
@@ -4031,7 +4051,9 @@ def run(trainer: Trainer) -> int:
         folder.say(f"tba.py: error: {error}")
     except Exception:
         folder.say(traceback.format_exc())
-        if trainer.ranks.size > 1:  # the other ranks may be stuck in a collective operation
+        # other ranks may be stuck in a collective operation; an unfinished lockstep step has taken
+        # its groups, and could not be resumed exactly
+        if trainer.ranks.size > 1 or trainer.config.synchronous:
             trainer.learner = None
     folder.bar.close()
     # with --lag, a checkpoint in the middle of a search could not be resumed exactly
@@ -4099,6 +4121,8 @@ class MATH(Task):
         return self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
+        import math_verify  # noqa: F401 - here, so that judges need not import it
+
         # a process that can be killed: simplifying an expression may never end
         self.judges = ProcessPool(1, initializer=end_with_parent, context=mp.get_context("fork"))
 
@@ -4384,6 +4408,8 @@ class RedTeam(Task):
         self.tokenizers = {name: read_tokenizer(name, config) for name in models}
         chat = config.victim_format == "alpaca" or self.tokenizers["victim_model"].chat_template
         config.require(chat, "victim_format", "the victim has no chat template; use alpaca")
+        short = config.min_attack_tokens <= config.max_response_tokens
+        config.require(short, "min_attack_tokens", "lower it to --max_response_tokens at most")
         self.min_eval_tokens = config.min_attack_tokens
         super().__init__(config, tokenizer)
 
@@ -4571,6 +4597,9 @@ def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Calla
         with atomic_folder(path) as new:
             save_model(policy.model, checkpoint_state(policy.model), problem, new)
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
+        del policy
+        gc.collect()
+        torch.cuda.empty_cache()  # a Searcher may share the GPU
     if config.sft_data:
         config.model = str(path)
 

@@ -272,6 +272,26 @@ def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
     ]
 
 
+def judges_of(path):
+    """Flags of the tiny TL;DR or red-teaming's models."""
+    if (path / "reward").exists():
+        return {
+            "task": "tldr",
+            "reward_model": path / "reward",
+            "gold_reward_model": path / "gold",
+        }
+    return {
+        "task": "redteam",
+        "dataset": None,
+        "victim_model": path / "victim",
+        "victim_max_tokens": 8,
+        "victim_samples": 2,
+        "toxicity_model": path / "toxicity",
+        "toxicity_label": "toxic",
+        "sentence_model": path / "model",
+    }
+
+
 def run_tba(
     args: list[str], code: int = 0, timeout: float = 900, interpreter: bool = False
 ) -> tuple[str, str]:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
-from harness import Run, arguments, run_tba
+from harness import Run, arguments, judges_of, run_tba
 
 import tba
 
@@ -49,7 +50,7 @@ def test_a_mistake_ends_the_program_with_code_2(gsm8k, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, tmp_path, capsys):
+def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, redteam, tmp_path, capsys):
     out = tmp_path / "run"
     assert "--stpes" in refused([*arguments(gsm8k, out), "--stpes", "3"], capsys)
     data = tmp_path / "data.jsonl"
@@ -58,6 +59,16 @@ def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, tmp_path,
     assert "answer" in line and str(data) in line
     data.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
     assert "--dataset" in refused(arguments(gsm8k, out, dataset=data), capsys)
+    empty = judges_of(redteam) | {"attacker_prompt": ""}
+    assert "--attacker_prompt" in refused(arguments(redteam, out, **empty), capsys)
+    short = judges_of(redteam) | {"min_attack_tokens": 33}
+    assert "--min_attack_tokens 33" in refused(arguments(redteam, out, **short), capsys)
+    other = tmp_path / "olmo2"
+    shutil.copytree(gsm8k / "model", other)
+    written = json.loads((other / "config.json").read_text()) | {"model_type": "olmo2"}
+    (other / "config.json").write_text(json.dumps(written))
+    adapters = {"model": other, "lora_rank": 4}
+    assert "--lora_rank 4" in refused(arguments(gsm8k, out, **adapters), capsys)
     judges = {"task": "tldr", "reward_model": tldr / "model", "gold_reward_model": tldr / "gold"}
     assert "--reward_model" in refused(arguments(tldr, out, **judges), capsys)
     if not tba.vllm_can_run():

@@ -89,3 +89,12 @@ def test_probes_are_exact_or_the_check_shows_that_they_are_not(family, tmp_path)
             assert np.abs(logprobs - whole(completion.request.prompt, tokens)).max() < 1e-3
     engine.submit(tba.Request(3, prompts[3][:1], 2, max_tokens=12, temperature=1.0))
     assert len(engine.step()[0].tokens) == 2
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_a_model_whose_checkpoint_has_other_tensors_is_refused(family):
+    config = getattr(transformers, f"{family}Config")(vocab_size=VOCABULARY, **HEADS)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="splits or merges"):
+        tba.checkpoint_state(model)

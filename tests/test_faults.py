@@ -157,6 +157,39 @@ tba.OBJECTIVES["broken"] = broken
     run_tba(["--resume", str(out), "--steps", "7", "--objective", "tb"])
     assert read_lines(out / "metrics.jsonl")[-1]["step"] == 7
 
+    # a lockstep run could not repeat the unfinished step exactly
+    out = tmp_path / "lockstep"
+    flags |= {"synchronous": True, "eval_every": 0, "eval_samples": 8}
+    run_tba(arguments(gsm8k, out, **flags), code=1)
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_which_tries_again(gsm8k, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        '''"""The disk is full once, at step 4."""
+import tba
+
+write = tba.save_model
+
+def full(model, weights, problem, folder):
+    if folder.name == ".checkpoint-4":
+        raise OSError(28, "No space left on device")
+    write(model, weights, problem, folder)
+
+tba.save_model = full
+'''
+    )
+    out = tmp_path / "run"
+    flags = {"plugin": plugin, "steps": 10_000, "save_every": 2, "eval_every": 0, "eval_samples": 8}
+    _, err = run_tba(arguments(gsm8k, out, **flags), code=1)
+    assert "No space left on device" in err and "Traceback" not in err
+    step = read_lines(out / "metrics.jsonl")[-1]["step"]
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == [
+        "checkpoint-2",
+        f"checkpoint-{step}",
+    ]
+
 
 BLOCKING = '''"""Rewards, or verdicts on held-out answers, that come when a file says so."""
 import os, time

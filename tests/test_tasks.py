@@ -8,30 +8,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import REAL_GSM8K
-from harness import arguments, problem_of
+from harness import arguments, judges_of, problem_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tba
-
-
-def judges_of(path):
-    """Flags of the tiny TL;DR or red-teaming's models."""
-    if (path / "reward").exists():
-        return {
-            "task": "tldr",
-            "reward_model": path / "reward",
-            "gold_reward_model": path / "gold",
-        }
-    return {
-        "task": "redteam",
-        "dataset": None,
-        "victim_model": path / "victim",
-        "victim_max_tokens": 8,
-        "victim_samples": 2,
-        "toxicity_model": path / "toxicity",
-        "toxicity_label": "toxic",
-        "sentence_model": path / "model",
-    }
 
 
 def task_of(path, out, **flags):
