@@ -3213,11 +3213,14 @@ class Evaluations:
         self.problem = problem
         self.folder = folder
         self.pending: dict[int, Evaluation] = {}  # by the number of the transfer
-        # version of the weights evaluated last; eval.jsonl tells a resumed run
-        self.done_at: int = folder.evaluations[-1]["version"] if folder.evaluations else -1
         step = saved.get("step", 0)
         last_due = step - step % config.eval_every if config.eval_every else 0
         self.due = self.done_at < last_due
+
+    @property
+    def done_at(self) -> int:
+        """The optimizer step of the weights evaluated last, or -1."""
+        return self.folder.evaluations[-1]["step"] if self.folder.evaluations else -1
 
     def idle(self) -> bool:
         """Whether no evaluation is due or pending."""
@@ -3253,20 +3256,20 @@ class Evaluations:
         if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
             return
         del self.pending[message.evaluation]
-        self.done_at = evaluation.version
+        step = evaluation.version
         by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
         text = ""  # of eval_answers.txt
         for row, records in enumerate(by_prompt[: self.ANSWERS_SHOWN]):
             answers = [record.pop("answer") for record in records]
             prompt = self.problem.text(self.problem.held_out[row])
-            text += f"======== step {self.done_at}\n{prompt}\n"
+            text += f"======== step {step}\n{prompt}\n"
             text += f"-------- answer\n{answers[0]}\n\n"
         metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
         if n > 1 and "accuracy" in metrics:  # prompts with a correct response
             solved = [max(record["accuracy"] for record in records) for records in by_prompt]
             metrics[f"pass@{n}"] = float(np.mean(solved))
-        self.folder.write_evaluation(self.done_at, len(by_prompt), metrics, text)
+        self.folder.write_evaluation(step, len(by_prompt), metrics, text)
 
 
 # The Searcher's side: answer held-out prompts, and have the answers scored.
@@ -3634,7 +3637,6 @@ def load_problem(config: Config) -> Problem:
 class RunFolder:
     """The run's folder: configuration, metrics, evaluations, sampled texts and curves."""
 
-    EVAL_HEAD = ("step", "version", "split", "n")  # not metrics
     # panels of curves.png: title -> metrics
     PANELS: ClassVar = {
         "reward": ["reward"],
@@ -3700,7 +3702,7 @@ class RunFolder:
         """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
         with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
             file.write(answers)
-        record = {"step": step, "version": step, "split": "held_out", "n": n} | metrics
+        record = {"step": step, "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
         tracked = metrics | {"version": step}
@@ -3711,7 +3713,7 @@ class RunFolder:
 
     def eval_metrics(self, record: dict) -> dict[str, float]:
         """The metrics in an evaluation's record."""
-        return {name: value for name, value in record.items() if name not in self.EVAL_HEAD}
+        return {name: value for name, value in record.items() if name not in ("step", "n")}
 
     def draw_curves(self) -> None:
         """Draw curves.png: training metrics and evaluations over optimizer steps."""

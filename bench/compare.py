@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from tba import read_lines
 
-NOT_METRICS = ("step", "version", "split", "n")  # keys of an evaluation that are not metrics
+NOT_METRICS = ("step", "n")  # keys of an evaluation that are not metrics
 IGNORED_SETTINGS = ("output_dir", "resume", "said")  # settings whose differences have no meaning
 
 
@@ -49,10 +49,7 @@ def draw(runs: list[Path], width: int, out: Path) -> None:
     """Write a figure with a panel per metric and a line per run."""
     labels = run_labels(runs)
     metrics = [read_lines(run / "metrics.jsonl") for run in runs]
-    evaluations = [
-        [record for record in read_lines(run / "eval.jsonl") if record["split"] == "held_out"]
-        for run in runs
-    ]
+    evaluations = [read_lines(run / "eval.jsonl") for run in runs]
     names = [name for name in evaluations[0][0] if name not in NOT_METRICS]
     columns = math.ceil((3 + len(names)) / 2)
     figure = Figure(figsize=(4.2 * columns, 7.5), layout="constrained")

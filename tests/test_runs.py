@@ -74,7 +74,7 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, short_folder, monkeypatc
     steps = [e["step"] for e in evaluations]
     assert steps[0] == 0 and steps[-1] == 24 and steps == sorted(set(steps)) and len(steps) > 2
     assert [e["n"] for e in evaluations] == [200 if step == 24 else 8 for step in steps]
-    assert all(0 <= e["accuracy"] <= 1 and e["version"] == e["step"] for e in evaluations)
+    assert all(0 <= e["accuracy"] <= 1 for e in evaluations)
     config = json.loads((out / "config.json").read_text())
     assert config["resolved"]["steps"] == 24 and "torch" in config["versions"]
     completion = read_lines(out / "completions.jsonl")[0]
@@ -276,10 +276,10 @@ def test_a_tracker_gets_steps_and_evaluations(gsm8k, tmp_path):
     events.Reload()
     assert [event.step for event in events.Scalars("reward_std")] == [1, 2, 3, 4]
     evaluations = read_lines(out / "eval.jsonl")
-    for name in ("accuracy", "version"):
+    for name, own in (("accuracy", "accuracy"), ("version", "step")):
         tracked = [event.value for event in events.Scalars(f"held_out/{name}")]
-        assert tracked == pytest.approx([e[name] for e in evaluations])
-    assert events.Scalars("held_out/version")[-1].value == 4
+        assert tracked == pytest.approx([e[own] for e in evaluations])
+    assert tracked[-1] == 4
 
 
 def test_curves_of_a_run_with_many_steps_are_drawn(tmp_path):
