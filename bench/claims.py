@@ -565,7 +565,8 @@ class SimulatedTrainer(tba.Trainer):
     An optimizer step takes 1, a Searcher's batch takes `duration`, weights arrive after `latency`;
     evaluations take no time. Only processes, transport and time are simulated; the rest is tba.py.
     `clock.jsonl` records, for each step, when it ended, how long the Trainer has waited for groups
-    since the first step began, and how many groups have arrived.
+    since the first step began, how many groups have arrived, and the fraction of the batch's groups
+    in which every response earned 1.
     """
 
     clock = os.environ.get("TBA_CLOCK") or "1"  # "DURATION" or "DURATION LATENCY"
@@ -606,6 +607,7 @@ class SimulatedTrainer(tba.Trainer):
         self.searchers.advance(self.searchers.now + 1)
         record = {"step": self.step, "time": float(self.searchers.now)}
         record |= {"waited": float(self.waited), "groups": self.searchers.groups_arrived}
+        record["successes_only"] = np.mean([all(t.reward == 1 for t in group) for group in groups])
         self.folder.append("clock.jsonl", record)
 
 
@@ -1121,6 +1123,9 @@ def run(
         trained = dict(setting.flags).get("prompts_per_step", 8) * clock[-1]["step"]
         row["replay_ratio"] = round(trained / clock[-1]["groups"], 3)
         row["waited"] = round(clock[-1]["waited"] / clock[-1]["time"], 3)
+        if setting.task in SPARSE:  # means over the steps up to each evaluation
+            steps = np.reshape([record["successes_only"] for record in clock], (-1, EVERY))
+            row["successes_only"] = [0.0, *np.round(steps.mean(1), 3).tolist()]
     if role == "pilot":
         # without any reward the gradient is 0; in bfloat16 it is that of rounding errors
         norms = [m["grad_norm"] for m in metrics if m["reward_std"] > 0]
@@ -1425,6 +1430,20 @@ def more_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
     return table([*head, "staleness", "replay ratio"], lines)
 
 
+def successes_only(rows: Rows, lines: dict[str, Setting]) -> str:
+    """The fraction of a batch's groups that have successes only, by period."""
+    periods = [(0, 40), (40, 80), (80, 120), (120, 240)]  # steps
+    filled = []
+    for name, setting in lines.items():
+        found = [row for row in rows.of(setting, "report") if "successes_only" in row]
+        line = [name]
+        for begin, end in periods:
+            own = slice(begin // EVERY + 1, end // EVERY + 1)
+            line.append(shown(np.mean(row["successes_only"][own]) for row in found))
+        filled.append(line)
+    return table(["", *(f"steps {a + 1} to {b}" for a, b in periods)], filled)
+
+
 def gains_by_searchers(rows: Rows, block: dict[tuple[str, int], Setting], what: str) -> str:
     """The gain for each line and M, and its increase with M, paired by seed."""
     numbers = sorted({M for _, M in block})
@@ -1549,6 +1568,11 @@ def report(rows: Rows) -> None:
         if (name, 1) in block:
             as_table = more_searchers
         parts[f"searchers, {name}"] = as_table(rows, block) if measured else ""
+    blocks = search_settings()
+    parts["searchers, successes only"] = successes_only(rows, {
+        "by reward, M = 64": blocks["rarer, longer"]["tb, 240 steps", 64],
+        "mixed, M = 64": blocks["mixed"]["rarer, 240 steps", 64],
+    })  # fmt: skip
     for task in ("summaries", "attacks"):
         own = [s for s in of("frontiers") if s.task == task]
         parts[task] = budgets(rows, own)

@@ -137,7 +137,7 @@ def simulate(folder, monkeypatch, max_replays, clock="3", searchers=1):
     run = tba.RunFolder(config, {})
     claims.SimulatedTrainer(config, problem, run, tba.Ranks(), {}).run()
     metrics = claims.read_lines(run.path / "metrics.jsonl")
-    clock = [list(record.values()) for record in claims.read_lines(run.path / "clock.jsonl")]
+    clock = [list(record.values())[:4] for record in claims.read_lines(run.path / "clock.jsonl")]
     return [(m["loss"], m["staleness_mean"]) for m in metrics], clock
 
 
