@@ -8,7 +8,8 @@
 #   bash run_gsm8k.sh --tiny [FLAGS OF tba.py...]   a tiny model on a CPU, offline, in 15 seconds
 #
 # FLAGS: e.g. --output_dir runs/mine, or --resume runs/mine. The initial and the final weights are
-# evaluated on the whole test set; to monitor a run, add --eval_every 50 --eval_samples 256.
+# evaluated on the whole test set; to monitor a run, add --eval_every 50 --eval_samples 256 (the
+# initial evaluation then has 256 prompts too).
 #
 # Unlike the paper, the authors' code decays the learning rate over 600 steps (--decay_steps 600).
 # Unlike tba.py, it trains bfloat16 weights without float32 master weights, transfers data only at

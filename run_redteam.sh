@@ -6,12 +6,12 @@
 #   either with --resume DIR                            resumes the run in DIR
 #
 #   RUN               attacker, victim, judge            paper: hours, cosine distance, % toxic
-#   gpt2              GPT-2, GPT-2 (Alpaca), RoBERTa     4 V100: 1.7, 0.42, 94.5
-#     (the default)                                      16 V100: 2.5, 0.45, 96; 64: 2.9, 0.49, 97.6
-#   llama             Llama 3.2 1B, Llama 3.1 8B         8 A100: 5.7, 0.37, 94.8
-#   llama-130k          Instruct, Llama Guard 3          8 A100: 5.7, 0.35, 98.1
-#   gflownet          as gpt2: the synchronous           1 V100: 11.9, 0.65, 96.6
-#   gflownet-llama    as llama: baseline                 1 A100: 37.4, 0.32, 100.0
+#   gpt2 (default)    GPT-2, GPT-2 (Alpaca), RoBERTa     4 V100: 1.7, 0.42, 94.5
+#                                                        16 V100: 2.5, 0.45, 96; 64: 2.9, 0.49, 97.6
+#   llama             Llama 3.2 1B, 3.1 8B, Guard 3      8 A100: 5.7, 0.37, 94.8
+#   llama-130k        the same; a smaller buffer         8 A100: 5.7, 0.35, 98.1
+#   gflownet          as gpt2; synchronous baseline      1 V100: 11.9, 0.65, 96.6
+#   gflownet-llama    as llama; synchronous baseline     1 A100: 37.4, 0.32, 100.0
 #
 # Every GPU but the Trainer's gets a Searcher. The paper's runs had two GPUs more than Searchers:
 # pass --num_searchers 2, 6, 14, 30 or 62 for gpt2, 6 for llama, 1 for gflownet. Meta's models are
@@ -22,9 +22,9 @@
 # --sft_prompts prompts/alpaca.jsonl, and the attacker's prompt with three examples:
 # --attacker_prompt "$(jq -r .attacker_prompt prompts/attack_prompt.jsonl)".
 #
-# Settings that the paper does not give are from there. Differences:
-# * TBA estimates log Z by VarGrad over groups of K attacks, as in the paper; for gflownet, log Z is
-#   one parameter, not a linear map of the attacker's states.
+# Settings that the paper does not give are from there (Lee et al., arXiv 2405.18540). Differences:
+# * TBA estimates log Z by VarGrad over groups of K attacks; for gflownet, log Z is one parameter,
+#   not a linear map of the attacker's states.
 # * The baseline's buffer starts with the 3,003 warm-start attacks and 160 samples (temperature 0.7,
 #   top-p 0.9); here TBA waits for as many samples, and gflownet starts with an empty buffer.
 # * The baseline's batch has 8 parts, each new or replayed at random; here half of 8 groups are new.

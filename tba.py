@@ -161,7 +161,8 @@ class FlagParser(transformers.HfArgumentParser):
     """A parser for dataclasses whose fields are made by `flag`."""
 
     def add_argument(self, *names: str, range=None, scheduled=None, **options: Any) -> Any:
-        return super().add_argument(*names, **options)  # argparse does not know the other two
+        if "dest" not in options:  # without transformers' --no_FLAG for each bool that is True
+            return super().add_argument(*names, **options)  # argparse does not know the other two
 
 
 @dataclass
@@ -202,7 +203,10 @@ class Config:
     max_replays: float = flag(4.0, "Draws of a group as recent, then the Trainer waits; 0: any.")
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
-    objective: str = flag("tb", "Objective: one of OBJECTIVES (section 3), or defined by --plugin.")
+    objective: str = flag(
+        "tb", "Objective: tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, "
+        "dr_grpo, online_dpo, or one defined by --plugin."
+    )  # fmt: skip
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
     reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
     clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: PPO clip range.", POSITIVE)

@@ -1642,7 +1642,8 @@ def draw(rows: Rows, out: Path) -> None:
     stale.legend(frameon=False, loc="lower left", labelspacing=0.2)
 
     blocks = search_settings()
-    lines = {LABELS["rare"]: {M: all_seeds(rows, search(M=M)) for M in SEARCHERS}}
+    ten = blocks["ten seeds"]
+    lines = {LABELS["rare"]: {M: rows.of(ten["tb", M], "report") for M in SEARCHERS}}
     rarer = {
         "": (blocks["rarer, longer"], "tb, 240 steps"),
         ", mixed": (blocks["mixed, lower rates"], "rarer, 240 steps, 3e-4"),
