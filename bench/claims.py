@@ -103,8 +103,9 @@ import torch
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
+import mixed  # noqa: F401 - a replay rule
 import tiny
 
 import tba
@@ -409,20 +410,6 @@ class SmallLlama(tba.TransformersEngine):
 tba.ENGINES["small"] = SmallLlama
 
 
-class Mixed(tba.Newest):
-    """Half of a replayed group is drawn by reward and half uniformly, so that rewards differ."""
-
-    def replay(self, count: int, K: int, used: set[int]) -> list[list[tba.Trajectory]]:
-        groups = super().replay(count, K // 2, used)
-        for group in groups:
-            stored = list(self.buffer.trajectories[group[0].prompt_id].values())
-            chosen = self.buffer.rng.choice(len(stored), K - len(group))
-            group += [stored[i] for i in chosen]
-        return groups
-
-
-tba.REPLAY_RULES["mixed"] = Mixed
-
 if os.environ.get("TBA_SLOW"):  # processes that sleep in place of GPU work
     DECODE_SECONDS, STEP_SECONDS = map(float, os.environ["TBA_SLOW"].split())
 
@@ -494,7 +481,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
                 self.busy.add(i)
                 self.schedule(i * self.duration / len(self.slots), i, partial(self.arrive, i, []))
 
-    def failed(self) -> list:
+    def reap(self) -> list:
         return []
 
     def stop(self) -> None:
