@@ -1111,8 +1111,10 @@ def run(
         row["replay_ratio"] = round(trained / clock[-1]["groups"], 3)
         row["waited"] = round(clock[-1]["waited"] / clock[-1]["time"], 3)
         if setting.task in SPARSE:  # means over the steps up to each evaluation
-            steps = np.reshape([record["successes_only"] for record in clock], (-1, EVERY))
-            row["successes_only"] = [0.0, *np.round(steps.mean(1), 3).tolist()]
+            values = [record["successes_only"] for record in clock]
+            spans = itertools.pairwise(point["step"] for point in path)
+            means = [round(float(np.mean(values[a:b])), 3) for a, b in spans]
+            row["successes_only"] = [0.0, *means]
     if role == "pilot":
         # without any reward the gradient is 0; in bfloat16 it is that of rounding errors
         norms = [m["grad_norm"] for m in metrics if m["reward_std"] > 0]

@@ -131,7 +131,7 @@ if IN_A_RUN:
     tba.StepLog.write = write_measurements
     of_trainer = {"drain_queues": "take", "store": "store"}
     of_sync = {"begin_if_due": "sync", "poll": "sync", "on_loaded": "sync", "on_missed": "missed"}
-    of_processes = dict.fromkeys(("failed", "handle_failure", "start_due"), "failures")
+    of_processes = dict.fromkeys(("reap", "handle_failure", "start_due"), "failures")
     for owner, names in (
         (tba.Learner, {"step": "step"}),
         (tba.Trainer, of_trainer),
