@@ -966,9 +966,6 @@ class Trainer:
             self.run_asynchronous()
         self.searchers.search_up_to(0)
         self.wait_for("an evaluation", self.evaluations.idle)
-        if self.evaluations.done_at != self.step:
-            self.evaluations.due = True
-        self.wait_for("an evaluation", self.evaluations.idle)
         if self.step:
             save(self)
 
@@ -1043,7 +1040,7 @@ class Trainer:
         before they load newer weights: meanwhile at most one sync begins, and training continues.
         """
         config = self.config
-        if config.eval_every and self.step % config.eval_every == 0:
+        if self.evaluations.last_due(self.step) == self.step:
             self.evaluations.due = True
         if config.reset_reference_every and self.step % config.reset_reference_every == 0:
             self.sync.reset_reference(self.step)
@@ -1091,20 +1088,22 @@ class Trainer:
         groups, messages = self.searchers.take()
         for s, message in messages:
             match message:
+                case Failed(text):
+                    s.traceback = text.strip()
+                    s.ready = False
+                case _ if s.kill_reason:  # its last messages are outdated
+                    continue
                 case Heartbeat():
                     s.heartbeats.append(message)
-                    s.ready = not s.kill_reason  # it may be the last one of a killed process
+                    s.ready = True
                 case Received():
                     s.receiving = None
                 case Missed(reason):
                     self.sync.on_missed(s, reason)
-                case Loaded(probes) if not s.kill_reason:  # else they may be of older weights
+                case Loaded(probes):
                     self.sync.on_loaded(s, probes)
                 case Evaluated():
                     self.evaluations.on_records(message)
-                case Failed(text):
-                    s.traceback = text.strip()
-                    s.ready = False
         self.inbox += groups
         self.log.arrived += groups
         self.received += sum(len(group.trajectories) for group in groups)
@@ -1858,7 +1857,7 @@ def logprobs_by_microbatch(
     device = next(policy.parameters()).device
     units = [[row] for rows in plan_rows(groups, policy.row_tokens, budget) for row in rows]
     for rows in plan_microbatches(units, budget, policy.ranks.size)[policy.ranks.rank]:
-        # without the cache, a weight's bfloat16 copy is freed with the graph
+        # FSDP casts by itself; without the cache, a weight's bfloat16 copy is freed with the graph
         enabled = config.dtype == "bfloat16" and policy.ranks.size == 1
         with torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False):
             logprobs, _ = policy(**pack(rows, device), temperature=temperature)
@@ -2829,7 +2828,7 @@ class SearcherProcesses:
         self.slots = [Slot() for _ in range(config.num_searchers)]
         # the first position of the prompt order without its group, and later ones that have theirs
         self.first_missing: int = saved.get("first_missing", 0)
-        self.arrived: set[int] = set(saved.get("arrived", []))
+        self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
         self.arrivals = ManagerQueue(self.QUEUE_SIZE)  # groups, unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
@@ -2844,11 +2843,11 @@ class SearcherProcesses:
 
     def record_arrival(self, index: int) -> bool:
         """Record a group's arrival; False if it arrived before, from an earlier process."""
-        if index < self.first_missing or index in self.arrived:
+        if index < self.first_missing or index in self.arrived_positions:
             return False
-        self.arrived.add(index)
-        while self.first_missing in self.arrived:
-            self.arrived.remove(self.first_missing)
+        self.arrived_positions.add(index)
+        while self.first_missing in self.arrived_positions:
+            self.arrived_positions.remove(self.first_missing)
             self.first_missing += 1
         return True
 
@@ -2906,7 +2905,7 @@ class SearcherProcesses:
             searcher=searcher,
             start=self.starts,
             first=self.first_missing + (searcher - self.first_missing) % M,
-            arrived={index for index in self.arrived if index % M == searcher},
+            arrived={index for index in self.arrived_positions if index % M == searcher},
             meeting=self.meeting,
             shared=self.shared,
             commands=commands,
@@ -2976,7 +2975,7 @@ class SearcherProcesses:
         if not slot.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
         if slot.failures > self.config.max_restarts:
-            raise RunEnded(f"{text}\nnot restarted: {slot.failures} in a row (--max_restarts)")
+            raise RunEnded(f"{text}\nnot restarted: {slot.failures} failures (--max_restarts)")
         attempt = f"restart {slot.failures} of {self.config.max_restarts} in {delay} s"
         self.say(f"warning: {text}\n{attempt}")
 
@@ -3195,14 +3194,14 @@ class Evaluations:
         self.problem = problem
         self.folder = folder
         self.pending: dict[int, Evaluation] = {}  # by the number of the transfer
-        step = saved.get("step", 0)
-        last_due = step - step % config.eval_every if config.eval_every else 0
-        self.due = self.done_at < last_due
+        done_at = folder.evaluations[-1]["step"] if folder.evaluations else -1
+        self.due = done_at < self.last_due(saved.get("step", 0))
 
-    @property
-    def done_at(self) -> int:
-        """The optimizer step of the weights evaluated last, or -1."""
-        return self.folder.evaluations[-1]["step"] if self.folder.evaluations else -1
+    def last_due(self, step: int) -> int:
+        """The latest step, up to this one, after which there is an evaluation."""
+        if step == self.config.steps:
+            return step
+        return step - step % self.config.eval_every if self.config.eval_every else 0
 
     def idle(self) -> bool:
         """Whether no evaluation is due or pending."""
@@ -3320,7 +3319,7 @@ def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]
 # ================================================================================ 14. Checkpoints
 
 # settings that a resumed run cannot change
-FIXED = ("synchronous", "lora_rank")
+FIXED = ("synchronous", "lora_rank", "reset_reference_every")
 FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
@@ -3343,7 +3342,7 @@ def save(trainer: Trainer) -> None:
         "received": trainer.received,
         "inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
         "first_missing": trainer.searchers.first_missing,
-        "arrived": sorted(trainer.searchers.arrived),
+        "arrived_positions": sorted(trainer.searchers.arrived_positions),
         "reference": trainer.sync.reference,
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),
@@ -3449,8 +3448,6 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     same_prompts = saved["checksum"] == problem.checksum()
     config.require(same_prompts, "dataset", "its prompts differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
-    known = saved["reference"] or not config.reset_reference_every
-    config.require(known, "reset_reference_every", "a resumed run must keep 0")
     for name, value in saved["fixed"].items():
         config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
     return saved
@@ -3598,11 +3595,6 @@ def load_problem(config: Config) -> Problem:
     text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
-    if config.lora_rank:
-        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as layers
-
-        fix = f"peft has no default layers for {text_config.model_type}; use 0"
-        config.require(text_config.model_type in layers, "lora_rank", fix)
     task = TASKS[config.task](config, tokenizer)
     names = ["max_position_embeddings"]
     if config.pack:  # the mask of packed rows ignores attention windows
@@ -4557,7 +4549,8 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
         prompt = row.get("prompt")
         response = row.get("response")
         if row.get("instruction"):
-            prompt = prompts[rng.integers(len(prompts)) if config.sft_prompts else i % len(prompts)]
+            chosen = rng.integers(len(prompts)) if config.sft_prompts else i % len(prompts)
+            prompt = prompts[chosen]
             # a prompt may end with the number of a list item
             response = row["instruction"] if prompt[-1:].isspace() else f" {row['instruction']}"
         fix = f"row {i} needs text in prompt and response, or in instruction"

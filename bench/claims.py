@@ -1424,7 +1424,7 @@ def successes_only(rows: Rows, lines: dict[str, Setting]) -> str:
     periods = [(0, 40), (40, 80), (80, 120), (120, 240)]  # steps
     filled = []
     for name, setting in lines.items():
-        found = [row for row in rows.of(setting, "report") if "successes_only" in row]
+        found = rows.of(setting, "report")
         line = [name]
         for begin, end in periods:
             own = slice(begin // EVERY + 1, end // EVERY + 1)
@@ -1551,13 +1551,13 @@ def report(rows: Rows) -> None:
     parts["replays, groups"] = by_groups(rows, of("replays"), GROUPS)
     parts["half replayed"] = bounds(rows, of("half replayed"))
     parts["validation"] = validated(rows)
-    for name, block in search_settings().items():
+    blocks = search_settings()
+    for name, block in blocks.items():
         measured = any(rows.of(setting, "report") for setting in block.values())
         as_table = partial(gains_by_searchers, what=name)
         if (name, 1) in block:
             as_table = more_searchers
         parts[f"searchers, {name}"] = as_table(rows, block) if measured else ""
-    blocks = search_settings()
     parts["searchers, successes only"] = successes_only(rows, {
         "by reward, M = 64": blocks["rarer, longer"]["tb, 240 steps", 64],
         "mixed, M = 64": blocks["mixed"]["rarer, 240 steps", 64],

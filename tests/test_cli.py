@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import pytest
 from harness import Run, arguments, judges_of, run_tba
@@ -63,12 +62,6 @@ def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, redteam, 
     assert "--attacker_prompt" in refused(arguments(redteam, out, **empty), capsys)
     short = judges_of(redteam) | {"min_attack_tokens": 33}
     assert "--min_attack_tokens 33" in refused(arguments(redteam, out, **short), capsys)
-    other = tmp_path / "olmo2"
-    shutil.copytree(gsm8k / "model", other)
-    written = json.loads((other / "config.json").read_text()) | {"model_type": "olmo2"}
-    (other / "config.json").write_text(json.dumps(written))
-    adapters = {"model": other, "lora_rank": 4}
-    assert "--lora_rank 4" in refused(arguments(gsm8k, out, **adapters), capsys)
     judges = {"task": "tldr", "reward_model": tldr / "model", "gold_reward_model": tldr / "gold"}
     assert "--reward_model" in refused(arguments(tldr, out, **judges), capsys)
     if not tba.vllm_can_run():
@@ -88,7 +81,8 @@ def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path,
     assert "--output_dir" in refused(arguments(gsm8k, out), capsys)
     assert "--steps" in refused(["--resume", out, "--steps", 0], capsys)
     assert "--synchronous" in refused(["--resume", out, "--synchronous"], capsys)
-    assert "--lora_rank" in refused(["--resume", out, "--lora_rank", 2], capsys)
+    for name in ("--lora_rank", "--reset_reference_every"):
+        assert name in refused(["--resume", out, name, 2], capsys)
     flags = ["--resume", out, "--dataset", gsm8k / "data" / "test.jsonl"]
     assert "--dataset" in refused(flags, capsys)
 

@@ -323,4 +323,4 @@ def test_each_position_arrives_once_in_whatever_order(order, again):
             assert not processes.record_arrival(repeated)
         missing = next(p for p in range(100) if p not in arrived)
         assert processes.first_missing == missing
-        assert processes.arrived == {p for p in arrived if p > missing}
+        assert processes.arrived_positions == {p for p in arrived if p > missing}
