@@ -2800,7 +2800,7 @@ class RunningSearcher:
 
 @dataclass
 class Slot:
-    """A Searcher's place among the M, which outlives its processes."""
+    """One of the M Searchers, across restarts of its process."""
 
     running: RunningSearcher | None = None
     failures: int = 0  # since its last group arrived
@@ -2826,7 +2826,7 @@ class SearcherProcesses:
         self.problem = problem
         self.say = say
         self.slots = [Slot() for _ in range(config.num_searchers)]
-        # the first position of the prompt order without its group, and later ones that have theirs
+        # all groups before this position of the prompt order have arrived, and some after it
         self.first_missing: int = saved.get("first_missing", 0)
         self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
         self.arrivals = ManagerQueue(self.QUEUE_SIZE)  # groups, unpickled
