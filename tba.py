@@ -4027,13 +4027,13 @@ def check_range(config: Config, f: dataclasses.Field) -> None:
         config.require(minimum <= number <= maximum and math.isfinite(number), f.name, fix)
 
 
-def claim_folder(config: Config) -> None:
-    """Make the run's folder, and lock it until this process ends. Raises InputError."""
+def claim_folder(config: Config) -> int:
+    """Make the run's folder; returns a descriptor that locks it while open. Raises InputError."""
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)  # stays open, to keep the lock
+        descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         config.require(False, name, "another run is using it")
@@ -4041,6 +4041,7 @@ def claim_folder(config: Config) -> None:
         config.require(False, name, f"{error.strerror}; choose another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
     config.require(free, "output_dir", f"has a run; choose another folder, or --resume {folder}")
+    return descriptor
 
 
 def quiet_libraries() -> None:
@@ -4100,14 +4101,16 @@ def main(argv: list[str]) -> int:
         saved = read_checkpoint(config, problem) if config.resume else {}
         warm = config.sft_data and not config.resume
         pairs = read_sft_pairs(config, problem) if warm else []
-        claim_folder(config)
+        lock = claim_folder(config)
     except InputError as error:
         exit_with_error(str(error))
-    folder = RunFolder(config, saved)
-    folder.say(f"output: {folder.path}")
-    warm_start(config, problem, pairs, folder.say)
-    ranks.from_rank_zero((config, problem, saved.get("model", "")))
-    return run(Trainer(config, problem, folder, ranks, saved))
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, lock)
+        folder = RunFolder(config, saved)
+        folder.say(f"output: {folder.path}")
+        warm_start(config, problem, pairs, folder.say)
+        ranks.from_rank_zero((config, problem, saved.get("model", "")))
+        return run(Trainer(config, problem, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:
