@@ -37,6 +37,12 @@ LATE_IMPORTS = (
     "torch._dynamo transformers.models.llama.modeling_llama"
 ).split()
 
+# OpenBLAS starts its threads when numpy is imported; a fork would lack them. That is the one
+# difference between a forked run and a user's: numpy's products, which are small here, use one
+# core. OpenMP starts its threads at the first use, which is in the run, and tba.py sets their
+# number itself; OMP_NUM_THREADS therefore stays the user's.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
 start_process = multiprocessing.util.spawnv_passfds
 
 
