@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -45,6 +46,8 @@ start_process = multiprocessing.util.spawnv_passfds
 
 def serve(listener: socket.socket) -> None:
     """Fork a run for each connection; imports begin with the first one."""
+    # Python 3.12 warns of jemalloc's thread, the only other one
+    warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
     code = None
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
