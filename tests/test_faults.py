@@ -167,7 +167,7 @@ tba.OBJECTIVES["broken"] = broken
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_which_tries_again(gsm8k, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        '''"""The disk is full once, at step 4, at which the run may still be when it tries again."""
+        '''"""The disk is full once, at step 4; the run may try again at this very step."""
 import tba
 
 write = tba.save_model
