@@ -89,6 +89,12 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
+if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+    print(f"tba.py needs Python 3.11 to 3.13, not {sys.version.split()[0]}", file=sys.stderr)
+    sys.exit(2)
+if len(os.environ.get("TMPDIR", "")) > 60:
+    os.environ["TMPDIR"] = "/tmp"  # the path of a multiprocessing socket has at most 107 bytes
+
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 from harness import Run, arguments, judges_of, run_tba
@@ -47,6 +49,14 @@ def test_a_mistake_ends_the_program_with_code_2(gsm8k, tmp_path):
     out, err = run_tba(flags, code=2, interpreter=True)
     assert out == "" and "--model /nowhere/model" in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("version", [(3, 10, 9), (3, 14, 0)])
+def test_other_versions_of_python_are_refused(version):
+    code = f"import runpy, sys; sys.version_info = {version}; runpy.run_path({tba.__file__!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "Python 3.11 to 3.13" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, redteam, tmp_path, capsys):
