@@ -4148,8 +4148,8 @@ def run(trainer: Trainer) -> int:
             elif code and trainer.learner and trainer.step:
                 save(trainer)
             trainer.writing.result()
-        except OSError as error:
-            folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error}")
+        except Exception as error:  # from torch, safetensors or the file system
+            folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
             code = 1
         if code == 0:
             finish(trainer)

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -205,35 +206,36 @@ def test_a_folder_that_could_not_be_written_is_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-SWEEP = '''"""Two runs in one process, and the second one resumed."""
-import signal, sys, threading
-sys.path.insert(0, {root!r})
+BEFORE = """import signal, threading
 import tba
 
-before = [signal.getsignal(number) for number in tba.STOP_SIGNALS]
-for rate in ("1e-4", "1e-5"):
-    out = {out!r} + "/" + rate
-    assert tba.main([*{flags!r}, "--learning_rate", rate, "--output_dir", out]) == 0
-assert tba.main(["--resume", out, "--steps", "3"]) == 0
-assert [signal.getsignal(number) for number in tba.STOP_SIGNALS] == before
+handlers = [signal.getsignal(number) for number in tba.STOP_SIGNALS]
+"""
+AFTER = """
+assert tba.main(["--resume", "runs/1e-4", "--steps", "3"]) == 0
+assert [signal.getsignal(number) for number in tba.STOP_SIGNALS] == handlers
 others = [thread for thread in threading.enumerate() if not thread.daemon]
 assert others == [threading.main_thread()], others
-'''
+"""
 
 
 @pytest.mark.parametrize("source", ["file", "standard input"])
-def test_main_may_be_called_repeatedly(gsm8k, tmp_path, started, source):
-    """By a script without `if __name__ == "__main__"`, and from standard input."""
-    flags = arguments(gsm8k, None, output_dir=None, steps=2, eval_samples=8, learning_rate=None)
-    plugin = ROOT / "bench" / "mixed.py"
-    flags += ["--plugin", str(plugin), "--replay_rule", "mixed"]
+def test_the_sweep_of_the_docs_ends_and_leaves_nothing(gsm8k, tmp_path, started, source):
+    """A script without `if __name__ == "__main__"`; the second run is resumed."""
+    text = (ROOT / "docs" / "hacking.md").read_text()
+    (sweep,) = re.findall(r"```python\n(import sys\n.*?)```", text, re.DOTALL)
     script = tmp_path / "sweep.py"
-    script.write_text(SWEEP.format(root=str(ROOT), out=str(tmp_path), flags=flags))
-    command = [sys.executable, str(script) if source == "file" else "-"]
+    script.write_text(BEFORE + sweep + AFTER)
+    plugin = ROOT / "bench" / "mixed.py"  # is not executed twice
+    flags = arguments(gsm8k, None, output_dir=None, steps=2, eval_samples=8, learning_rate=None)
+    flags += ["--plugin", str(plugin), "--replay_rule", "mixed"]
+    command = [sys.executable, str(script) if source == "file" else "-", *flags]
     log = tmp_path / "log"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with open(log, "w") as file, open(script) as standard_input:
-        process = started(command, stdin=standard_input, stdout=file, stderr=file)
+        streams = {"stdin": standard_input, "stdout": file, "stderr": file}
+        process = started(command, cwd=tmp_path, env=environment, **streams)
     assert process.wait(PATIENCE) == 0, log.read_text()
     wait_until(lambda: not processes_of(process.pid), "every process gone")
-    for rate, steps in (("1e-4", 2), ("1e-5", 3)):
-        assert steps_of(tmp_path / rate) == steps, log.read_text()
+    for rate, steps in (("1e-5", 2), ("1e-4", 3)):
+        assert steps_of(tmp_path / "runs" / rate) == steps, log.read_text()
