@@ -369,7 +369,6 @@ class Batch:
     rewards: Tensor  # (B, K)
     versions: Tensor  # (B*K,) int64, Trajectory.version
     step: int  # optimizer steps taken so far
-    mean_length: float  # over the whole batch, of which this may be a micro-batch
     learned_log_z: Tensor  # (B,) one parameter per prompt; carries the gradient
 
     def response_index(self) -> Tensor:
@@ -386,7 +385,7 @@ class Batch:
 class Loss:
     """The output of an objective."""
 
-    loss: Tensor  # scalar with gradient: the mean over the prompts of the batch
+    loss: Tensor  # scalar with gradient, of the whole batch
     metrics: dict[str, Tensor] = field(default_factory=dict)  # scalars to log, of the whole batch
 
 
@@ -449,7 +448,7 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     total = batch.rewards - config.beta * kl
     advantage = total - total.mean(1, keepdim=True)
     weighted = advantage * batch.sums(batch.logprobs)
-    return Loss(-weighted.mean() / batch.mean_length)
+    return Loss(-weighted.sum() / len(batch.logprobs))
 
 
 def ftb(batch: Batch, config: Config) -> Loss:
@@ -586,6 +585,9 @@ OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
         tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, dr_grpo, online_dpo
     )
 }  # fmt: skip
+# sums over prompts of terms that depend on no other prompt's log-probabilities; all others cost a
+# second forward pass if a batch has several micro-batches (`Learner.backward`)
+SEPARABLE = set(OBJECTIVES.values())
 
 
 def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
@@ -1166,12 +1168,10 @@ class Learner:
         self.accelerator = make_accelerator(config, ranks)
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
         path = config.model if config.lora_rank else saved.get("model", config.model)
-        policy = load_policy(config, path, ranks, config.lora_rank)
-        self.model = policy.model
+        self.policy = load_policy(config, path, ranks, config.lora_rank)
+        self.model = self.policy.model
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        # evaluation mode only adds autocast; otherwise several ranks would be wrapped in DDP
-        self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
         # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         trained = [weights for weights in self.model.parameters() if weights.requires_grad]
@@ -1194,10 +1194,8 @@ class Learner:
         """Take a step on B groups of K trajectories, unless not finite; `now`: Config `at_step`."""
         start = time.perf_counter()
         measured = self.backward(groups, now, step)
-        self.ranks.all_reduce(self.log_z.grad)  # it is not sharded
-        self.log_z.grad /= self.ranks.size
         max_norm = self.config.max_grad_norm or math.inf
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
@@ -1221,72 +1219,67 @@ class Learner:
     def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
         """Accumulate gradients of the objective on B groups of K trajectories, by micro-batches.
 
-        If every group fits in --tokens_per_microbatch, micro-batches are whole groups, whose losses
-        are averaged. Otherwise a first pass without gradient computes the loss's derivative by each
-        log-probability, which a second pass propagates. Both are exact. Returns scalar metrics.
+        The objective sees the whole batch in its own order, and gives the loss's derivative by each
+        log-probability, which micro-batches propagate to the weights. A derivative may depend on
+        log-probabilities of its whole group, or of all groups if the objective is not SEPARABLE. If
+        these exceed --tokens_per_microbatch, a first pass without gradient computes all of them, so
+        that gradients are always exact. Returns scalar metrics.
         """
         objective = OBJECTIVES[now.objective]
-        ranks = self.ranks
         budget = now.tokens_per_microbatch
-        flat = [t for group in groups for t in group]
-        lengths = [len(t.tokens) for t in flat]
-        tokens = sum(lengths)
-        prompts = [self.problem.prompts[group[0].prompt_id] for group in groups]
-        responses = [[t.tokens for t in group] for group in groups]
-        sequences = list(zip(prompts, responses, strict=True))
-        batch_of = partial(
-            self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
-        )
-        self.log_z.grad = torch.zeros_like(self.log_z)  # also for objectives that do not use it
-        units = plan_rows(sequences, self.policy.row_tokens, budget)
-        whole_groups = all(padded_tokens(unit) <= budget for unit in units)
-        if not whole_groups:
+        prompts = self.problem.prompts
+        sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
+
+        def derivatives(logprobs: Tensor) -> Tensor:
+            """The loss's derivatives (N,) by log-probabilities with these values (N,)."""
+            batch = self.make_batch(groups, logprobs, now, step)
+            return torch.autograd.grad(objective(batch, now).loss, batch.logprobs)[0]
+
+        units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
+        rows = [row for unit in units for row in unit]
+        if objective not in SEPARABLE:
+            units = [rows]
+        one_pass = all(padded_tokens(unit) <= budget for unit in units)
+        if not one_pass:
+            units = [[row] for row in rows]
             scored = np.concatenate(token_logprobs(self.policy, sequences, now))
-            leaf = to_device(scored, self.device).requires_grad_()
-            objective(batch_of(leaf, flat), now).loss.backward()
-            derivatives = leaf.grad.split(lengths)
-            units = [[row] for unit in units for row in unit]
-        parts = []
+            derivative = derivatives(to_device(scored, self.device))
+        tokens = sum(len(t.tokens) for group in groups for t in group)
         entropy = torch.zeros((), device=self.device)
-        for rows in plan_microbatches(units, budget, ranks.size)[ranks.rank]:
-            order = [i for row in rows for i in row.indices]
-            logprobs, entropies = self.policy(**pack(rows, self.device), entropy=True)
-            parts.append((order, logprobs.detach()))
-            if not order:  # a padding row, so that all ranks make as many passes
-                loss = 0.0 * logprobs.sum()
-            elif whole_groups:
-                part = batch_of(logprobs, [flat[i] for i in order])
-                loss = objective(part, now).loss * len(order) / len(flat)
-            else:
-                loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
-            self.accelerator.backward(ranks.size * loss)  # FSDP divides by it
+        computed = torch.zeros(tokens, device=self.device)  # log pi_theta, (N,)
+        for index, logprobs, entropies in run_microbatches(self.policy, units, now):
+            computed[index] = logprobs.detach()
             entropy += entropies.sum()
-        ranks.all_reduce(entropy)
-        with torch.no_grad():
-            batch = batch_of(unpack(parts, lengths, ranks), flat)
-            result = objective(batch, now)
-            measured = {"loss": result.loss, "entropy": entropy / tokens}
-            measured |= batch_metrics(batch, now) | result.metrics
-        return {name: value.float() for name, value in measured.items()}
+            if one_pass:  # groups not computed yet have no effect on the derivatives at `index`
+                derivative = derivatives(computed)
+            logprobs.backward(self.ranks.size * derivative[index])  # FSDP divides by the size
+        self.ranks.all_reduce(computed)
+        self.ranks.all_reduce(entropy)
+        batch = self.make_batch(groups, computed, now, step)
+        result = objective(batch, now)
+        self.log_z.grad = torch.zeros_like(self.log_z)  # also for objectives that do not use it
+        result.loss.backward()
+        measured = {"loss": result.loss, "entropy": entropy / tokens}
+        measured |= batch_metrics(batch, now) | result.metrics
+        return {name: value.detach().float() for name, value in measured.items()}
 
     def make_batch(
-        self, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float, now: Config,
-        step: int,
-    ) -> Batch:  # fmt: skip
-        """The Batch of whole groups of K trajectories, whose tokens have these `logprobs` (N,)."""
+        self, groups: list[list[Trajectory]], logprobs: Tensor, now: Config, step: int
+    ) -> Batch:
+        """The Batch of these groups, whose tokens have these log-probabilities (N,)."""
+        rows = [t for group in groups for t in group]
         gamma = np.float32(now.reference_temperature)
-        load = partial(to_device, device=logprobs.device)
+        load = partial(to_device, device=self.device)
         behaviour = load(np.concatenate([t.logprobs for t in rows]))
         return Batch(
-            logprobs=logprobs,
-            behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs.detach(), behaviour),
+            logprobs=logprobs.clone().requires_grad_(),
+            behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs, behaviour),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
             lengths=load(np.array([len(t.tokens) for t in rows])),
-            rewards=load(np.array([t.reward for t in rows], np.float32).reshape(-1, K)),
+            rewards=load(np.array([[t.reward for t in group] for group in groups], np.float32)),
             versions=load(np.array([t.version for t in rows])),
             step=step,
-            mean_length=mean_length,
-            learned_log_z=self.log_z[load(np.array([t.prompt_id for t in rows[::K]]))],
+            learned_log_z=self.log_z[load(np.array([group[0].prompt_id for group in groups]))],
         )
 
     def follow(self) -> NoReturn:
@@ -1698,13 +1691,12 @@ class TokenLogProbs(nn.Module):
         self.ranks = Ranks()  # over which the model is sharded
 
     def forward(
-        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor, entropy: bool = False,
+        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Log-probabilities (N,) of packed rows, given what `pack` returns, and entropies (N,).
 
-        Entropies carry no gradient; without `entropy` they are 0. `temperature` overrides the
-        policy's.
+        Entropies carry no gradient, and are 0 in `no_grad`. `temperature` overrides the policy's.
         """
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # (N, H)
@@ -1715,7 +1707,7 @@ class TokenLogProbs(nn.Module):
             logits = logits_of(self.model, output, hidden)  # (CHUNK, V)
             logprobs = (logits / (temperature or self.temperature)).log_softmax(-1)
             chosen = logprobs.gather(1, targets[:, None])[:, 0]
-            if not entropy:
+            if not torch.is_grad_enabled():
                 return chosen, torch.zeros_like(chosen)
             fixed = logprobs.detach()
             return chosen, -(fixed.exp() * fixed).sum(-1)
@@ -1727,13 +1719,13 @@ class TokenLogProbs(nn.Module):
         return torch.cat(logprobs), torch.cat(entropies)
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A packed row: a prompt followed by one or more responses to it."""
 
     prompt: np.ndarray  # (P,) int32
-    indices: list[int]  # of the responses, among those of all groups
     responses: list[np.ndarray]  # (T,) int32 each
+    indices: list[np.ndarray]  # (T,) each: of these tokens, among those of all groups' responses
 
     @property
     def length(self) -> int:
@@ -1742,7 +1734,7 @@ class Row:
 
 
 # keeps a rank in step while others still have micro-batches
-IDLE = Row(np.zeros(1, np.int32), [], [])
+IDLE = Row(np.zeros(1, np.int32), [np.zeros(0, np.int32)], [np.zeros(0, np.int64)])
 
 
 def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[Row]]:
@@ -1751,20 +1743,23 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     A row has about max(row_tokens, 4 * prompt) tokens, and at most `budget` unless one response
     exceeds it; with `row_tokens` 0, each response has its own row.
 
-    Example: a prompt of 3 tokens, responses of 5, 3, 4 and 2, and row_tokens 11 give two rows,
-    with the responses [0, 3] and [2, 1].
+    Example: a prompt of 3 tokens, responses of 5, 3, 4 and 2, and row_tokens 11 give two rows: of
+    the first and the last response (tokens 0-4 and 12-13), and of the others (8-11 and 5-7).
     """
     plan = []
-    indices = itertools.count()  # of responses
+    start = 0
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
         row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
         rows = [Row(prompt, [], []) for _ in range(row_count)]
-        indexed = [(next(indices), response) for response in responses]
-        for i, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
+        indexed = []
+        for response in responses:
+            indexed.append((np.arange(start, start + len(response)), response))
+            start += len(response)
+        for index, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
             shortest = min(rows, key=attrgetter("length"))
-            shortest.indices.append(i)
+            shortest.indices.append(index)
             shortest.responses.append(response)
         plan.append(rows)
     return plan
@@ -1849,44 +1844,38 @@ def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[l
     return [plan + [[IDLE]] * (count - len(plan)) for plan in plans]
 
 
-def logprobs_by_microbatch(
-    policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the response indices and log-probabilities (N,) of each micro-batch."""
-    budget = config.tokens_per_microbatch
+def run_microbatches(
+    policy: TokenLogProbs, units: list[list[Row]], config: Config, temperature: float | None = None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Run this rank's micro-batches of these units, with autocast if --dtype is bfloat16.
+
+    Yields for the n response tokens of each: their index among the N tokens of all groups'
+    responses, their log-probabilities, and entropies; (n,) each.
+    """
     device = next(policy.parameters()).device
-    units = [[row] for rows in plan_rows(groups, policy.row_tokens, budget) for row in rows]
-    for rows in plan_microbatches(units, budget, policy.ranks.size)[policy.ranks.rank]:
+    ranks = policy.ranks
+    for rows in plan_microbatches(units, config.tokens_per_microbatch, ranks.size)[ranks.rank]:
         # FSDP casts by itself; without the cache, a weight's bfloat16 copy is freed with the graph
-        enabled = config.dtype == "bfloat16" and policy.ranks.size == 1
+        enabled = config.dtype == "bfloat16" and ranks.size == 1
         with torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False):
-            logprobs, _ = policy(**pack(rows, device), temperature=temperature)
-        yield [i for row in rows for i in row.indices], logprobs
+            logprobs, entropies = policy(**pack(rows, device), temperature=temperature)
+        index = np.concatenate([index for row in rows for index in row.indices])
+        yield to_device(index, device), logprobs, entropies
 
 
 @torch.no_grad()
 def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> list[np.ndarray]:
-    """Log-probabilities (T,) of every response's tokens."""
-    parts = list(logprobs_by_microbatch(policy, groups, config, temperature))
+    """Log-probabilities (T,) of every response's tokens, on every rank."""
+    plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
+    units = [[row] for rows in plan for row in rows]
     lengths = [len(response) for _, responses in groups for response in responses]
-    flat = unpack(parts, lengths, policy.ranks).cpu().numpy()
-    return np.split(flat, np.cumsum(lengths)[:-1])
-
-
-def unpack(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ranks) -> Tensor:
-    """Log-probabilities (N,) of responses of these lengths, in order, on every rank.
-
-    `parts` are this rank's micro-batches: (response indices, log-probabilities).
-    """
-    flat = torch.zeros(sum(lengths), device=parts[0][1].device)
-    by_response = flat.split(lengths)  # views
-    for order, logprobs in parts:
-        for i, values in zip(order, logprobs.split([lengths[i] for i in order]), strict=True):
-            by_response[i].copy_(values)
-    ranks.all_reduce(flat)
-    return flat
+    flat = torch.zeros(sum(lengths), device=next(policy.parameters()).device)
+    for index, logprobs, _ in run_microbatches(policy, units, config, temperature):
+        flat[index] = logprobs
+    policy.ranks.all_reduce(flat)
+    return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
 # ======================================================================================= 9. Ranks
@@ -1965,7 +1954,7 @@ def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
-        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as in `logprobs_by_microbatch`
+        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as in `run_microbatches`
         log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
@@ -4520,7 +4509,8 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
         groups = [pairs[i] for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
         total = 0.0
-        for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
+        plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
+        for _, logprobs, _ in run_microbatches(policy, plan, config, temperature=1.0):
             loss = -logprobs.sum() / tokens
             loss.backward()
             total += loss.item()
