@@ -1650,8 +1650,9 @@ def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.devi
 
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
     """Float32 logits (..., V), as in vLLM: bfloat16 logits of 64-128 would be 0.5 apart."""
+    bias = None if head.bias is None else head.bias.float()
     with torch.autocast(hidden.device.type, enabled=False):
-        return hidden.float() @ head.weight.float().t()
+        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
@@ -1664,7 +1665,7 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
     body_output = dataclasses.replace(output, last_hidden_state=hidden[None])
     twin._modules[model.base_model_prefix] = lambda *_, **__: body_output
     head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear) and head.bias is None:  # false for a head with an adapter
+    if isinstance(head, nn.Linear):  # false for a head with an adapter
         float_head = copy.copy(head)
         float_head.forward = partial(float_logits, head)
         twin.set_output_embeddings(float_head)

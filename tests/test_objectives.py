@@ -1,6 +1,7 @@
 """The loss and its gradient against brute force, REINFORCE, and an enumerable world."""
 
 import collections
+import copy
 import itertools
 import math
 
@@ -586,19 +587,22 @@ def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_lo
         assert torch.equal(old, new)
 
 
+@pytest.mark.parametrize("name", ["llama", "phi"])
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
-def test_logits_of_a_bfloat16_policy_are_in_float32(gsm8k, tmp_path, weights):
+def test_logits_of_a_bfloat16_policy_are_in_float32(gsm8k, model_of, tmp_path, name, weights):
     """Weights in bfloat16, as a Searcher's, or autocast over float32, as the Trainer's: with logits
     of 85, which bfloat16 would round by up to 0.25.
     """
-    config, problem = problem_of(gsm8k, tmp_path, dtype="bfloat16")
+    config, problem = problem_of(gsm8k, tmp_path, model=model_of(name), dtype="bfloat16")
     model = tba.load_model(config, config.model, weights, CPU)
     ids = torch.from_numpy(problem.prompts[0][:24]).long()[None]
-    head = model.get_output_embeddings().weight
+    head = model.get_output_embeddings()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        head.mul_(85 / model(ids).logits.abs().max())
+        scale = 85 / model(ids).logits.abs().max()
+        for parameter in head.parameters():
+            parameter.mul_(scale)
         hidden = model.base_model(ids).last_hidden_state[0, :-1]
-    logits = hidden.double() @ head.double().t()
+    logits = copy.deepcopy(head).double()(hidden.double())
     rounded = logits.bfloat16().double()
     targets = ids[0, 1:, None]
     exact = logits.log_softmax(-1).gather(1, targets)[:, 0]
