@@ -1148,7 +1148,8 @@ def on_every_rank(method: Callable) -> Callable:
 
     @wraps(method)
     def together(learner: Learner, *args: Any) -> Any:
-        learner.ranks.tell(method.__name__, args)
+        if learner.ranks.rank == 0:
+            learner.ranks.from_rank_zero((method.__name__, args))
         return method(learner, *args)
 
     return together
@@ -1174,14 +1175,15 @@ class Learner:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
-        trained = [weights for weights in self.model.parameters() if weights.requires_grad]
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         groups = [
-            {"params": trained, "peak_lr": config.learning_rate},
+            {"params": self.trained.values(), "peak_lr": config.learning_rate},
             {"params": [self.log_z], "peak_lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
             groups, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay, fused=True
         )
+        self.trained["log_z"] = self.log_z
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
@@ -1230,10 +1232,13 @@ class Learner:
         prompts = self.problem.prompts
         sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
 
-        def derivatives(logprobs: Tensor) -> Tensor:
-            """The loss's derivatives (N,) by log-probabilities with these values (N,)."""
+        def evaluate(logprobs: Tensor) -> tuple[Batch, Loss]:
+            """The objective where log pi_theta of the N tokens is this; `grad` has derivatives."""
             batch = self.make_batch(groups, logprobs, now, step)
-            return torch.autograd.grad(objective(batch, now).loss, batch.logprobs)[0]
+            result = objective(batch, now)
+            self.log_z.grad = torch.zeros_like(self.log_z)  # for objectives that do not use it
+            result.loss.backward()
+            return batch, result
 
         units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
         rows = [row for unit in units for row in unit]
@@ -1243,7 +1248,7 @@ class Learner:
         if not one_pass:
             units = [[row] for row in rows]
             scored = np.concatenate(token_logprobs(self.policy, sequences, now))
-            derivative = derivatives(to_device(scored, self.device))
+            batch, _ = evaluate(to_device(scored, self.device))
         tokens = sum(len(t.tokens) for group in groups for t in group)
         entropy = torch.zeros((), device=self.device)
         computed = torch.zeros(tokens, device=self.device)  # log pi_theta, (N,)
@@ -1251,14 +1256,12 @@ class Learner:
             computed[index] = logprobs.detach()
             entropy += entropies.sum()
             if one_pass:  # groups not computed yet have no effect on the derivatives at `index`
-                derivative = derivatives(computed)
-            logprobs.backward(self.ranks.size * derivative[index])  # FSDP divides by the size
+                batch, _ = evaluate(computed)
+            # FSDP divides by the size
+            logprobs.backward(self.ranks.size * batch.logprobs.grad[index])
         self.ranks.all_reduce(computed)
         self.ranks.all_reduce(entropy)
-        batch = self.make_batch(groups, computed, now, step)
-        result = objective(batch, now)
-        self.log_z.grad = torch.zeros_like(self.log_z)  # also for objectives that do not use it
-        result.loss.backward()
+        batch, result = evaluate(computed)
         measured = {"loss": result.loss, "entropy": entropy / tokens}
         measured |= batch_metrics(batch, now) | result.metrics
         return {name: value.detach().float() for name, value in measured.items()}
@@ -1282,12 +1285,10 @@ class Learner:
             learned_log_z=self.log_z[load(np.array([group[0].prompt_id for group in groups]))],
         )
 
-    def follow(self) -> NoReturn:
-        """On the other ranks: run the methods that rank 0 calls, until it ends."""
-        while True:
-            name, args = self.ranks.from_rank_zero(None)
-            if name == "end":
-                sys.exit(0)
+    def follow(self) -> None:
+        """On the other ranks: run the methods that rank 0 calls, until it sends None."""
+        while call := self.ranks.from_rank_zero(None):
+            name, args = call
             getattr(self, name)(*args)
 
     @on_every_rank
@@ -1321,26 +1322,22 @@ class Learner:
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
         """Copies in rank 0's host memory of everything `restore` needs besides the model."""
-        weights = self.model.state_dict()
         state = {
-            "optimizer": self.optimizer.state_dict()["state"],
-            "adapters": {name: weights[name] for name in weights if ".lora_" in name},
-            "log_z": self.log_z.detach(),
+            "optimizer": {name: self.optimizer.state[p] for name, p in self.trained.items()},
+            "log_z": self.log_z,
+            "adapters": {name: p for name, p in self.trained.items() if ".lora_" in name},
         }
         return tree_map(partial(host_copy, ranks=self.ranks), state)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore `state`, but not the learning rate, which the flags may have changed."""
-        own = dict(self.model.named_parameters())
-        for name, tensor in saved["adapters"].items():
-            own[name].data.copy_(shard_like(own[name], tensor))
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = {}
-        for i, values in saved["optimizer"].items():
-            state[i] = {name: shard_like(parameters[i], value) for name, value in values.items()}
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.log_z.data.copy_(saved["log_z"])
+        for name, tensor in saved["adapters"].items():
+            self.trained[name].data.copy_(shard_like(self.trained[name], tensor))
+        for name, values in saved["optimizer"].items():
+            own = self.optimizer.state[self.trained[name]]
+            for key, value in values.items():
+                own[key] = shard_like(self.trained[name], value).to(self.device)
 
 
 # ==================================================================================== 7. Searcher
@@ -1748,16 +1745,14 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     the first and the last response (tokens 0-4 and 12-13), and of the others (8-11 and 5-7).
     """
     plan = []
-    start = 0
+    lengths = [len(response) for _, responses in groups for response in responses]
+    indices = iter(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))  # of tokens
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
         row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
         rows = [Row(prompt, [], []) for _ in range(row_count)]
-        indexed = []
-        for response in responses:
-            indexed.append((np.arange(start, start + len(response)), response))
-            start += len(response)
+        indexed = [(next(indices), response) for response in responses]
         for index, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
             shortest = min(rows, key=attrgetter("length"))
             shortest.indices.append(index)
@@ -1914,11 +1909,6 @@ class Ranks:
         if self.size > 1:
             dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
-
-    def tell(self, name: str, args: tuple) -> None:
-        """On rank 0, have the others call this method of the Learner (see `Learner.follow`)."""
-        if self.rank == 0:
-            self.from_rank_zero((name, args))
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place."""
@@ -3984,6 +3974,7 @@ def main(argv: list[str]) -> int:
         config, problem, checkpoint = ranks.from_rank_zero(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
         Learner(config, problem, ranks, saved).follow()
+        return 0
     try:
         resolve(config)
         check_settings(config)
@@ -4039,7 +4030,7 @@ def run(trainer: Trainer) -> int:
 def finish(trainer: Trainer) -> None:
     """At the end: copy the model to final/, draw the curves, print a summary."""
     folder = trainer.folder
-    trainer.ranks.tell("end", ())
+    trainer.ranks.from_rank_zero(None)  # ends the others
     folder.draw_curves()
     first = folder.evaluations[0]  # of --eval_samples prompts
     last = folder.evaluations[-1]  # of all held-out prompts
