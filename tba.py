@@ -392,7 +392,6 @@ class Batch:
     rewards: Tensor  # (B, K)
     versions: Tensor  # (B*K,) int64, Trajectory.version
     step: int  # optimizer steps taken so far
-    mean_length: float  # over the whole batch, of which this may be a micro-batch
     learned_log_z: Tensor  # (B,) one parameter per prompt; carries the gradient
 
     def response_index(self) -> Tensor:
@@ -409,7 +408,7 @@ class Batch:
 class Loss:
     """The output of an objective."""
 
-    loss: Tensor  # scalar with gradient: the mean over the prompts of the batch
+    loss: Tensor  # scalar with gradient, of the whole batch
     metrics: dict[str, Tensor] = field(default_factory=dict)  # scalars to log, of the whole batch
 
 
@@ -472,7 +471,7 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     total = batch.rewards - config.beta * kl
     advantage = total - total.mean(1, keepdim=True)
     weighted = advantage * batch.sums(batch.logprobs)
-    return Loss(-weighted.mean() / batch.mean_length)
+    return Loss(-weighted.sum() / len(batch.logprobs))
 
 
 def ftb(batch: Batch, config: Config) -> Loss:
@@ -609,6 +608,9 @@ OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
         tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, dr_grpo, online_dpo
     )
 }  # fmt: skip
+# sums over prompts of terms that depend on no other prompt's log-probabilities; all others cost a
+# second forward pass if a batch has several micro-batches (`Learner.backward`)
+SEPARABLE = set(OBJECTIVES.values())
 
 
 def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
@@ -1178,7 +1180,8 @@ def on_every_rank(method: Callable) -> Callable:
 
     @wraps(method)
     def together(learner: Learner, *args: Any) -> Any:
-        learner.ranks.tell(method.__name__, args)
+        if learner.ranks.rank == 0:
+            learner.ranks.from_rank_zero((method.__name__, args))
         return method(learner, *args)
 
     return together
@@ -1198,22 +1201,21 @@ class Learner:
         self.accelerator = make_accelerator(config, ranks)
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
         path = config.model if config.lora_rank else saved.get("model", config.model)
-        policy = load_policy(config, path, ranks, config.lora_rank)
-        self.model = policy.model
+        self.policy = load_policy(config, path, ranks, config.lora_rank)
+        self.model = self.policy.model
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        # evaluation mode only adds autocast; otherwise several ranks would be wrapped in DDP
-        self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
         # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
-        trained = [weights for weights in self.model.parameters() if weights.requires_grad]
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         groups = [
-            {"params": trained, "peak_lr": config.learning_rate},
+            {"params": self.trained.values(), "peak_lr": config.learning_rate},
             {"params": [self.log_z], "peak_lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
             groups, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay, fused=True
         )
+        self.trained["log_z"] = self.log_z
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
@@ -1226,10 +1228,8 @@ class Learner:
         """Take a step on B groups of K trajectories, unless not finite; `now`: Config `at_step`."""
         start = time.perf_counter()
         measured = self.backward(groups, now, step)
-        self.ranks.all_reduce(self.log_z.grad)  # it is not sharded
-        self.log_z.grad /= self.ranks.size
         max_norm = self.config.max_grad_norm or math.inf
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
@@ -1253,80 +1253,74 @@ class Learner:
     def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
         """Accumulate gradients of the objective on B groups of K trajectories, by micro-batches.
 
-        If every group fits in --tokens_per_microbatch, micro-batches are whole groups, whose losses
-        are averaged. Otherwise a first pass without gradient computes the loss's derivative by each
-        log-probability, which a second pass propagates. Both are exact. Returns scalar metrics.
+        The objective sees the whole batch in its own order, and gives the loss's derivative by each
+        log-probability, which micro-batches propagate to the weights. A derivative may depend on
+        log-probabilities of its whole group, or of all groups if the objective is not SEPARABLE. If
+        these exceed --tokens_per_microbatch, a first pass without gradient computes all of them, so
+        that gradients are always exact. Returns scalar metrics.
         """
         objective = OBJECTIVES[now.objective]
-        ranks = self.ranks
         budget = now.tokens_per_microbatch
-        flat = [t for group in groups for t in group]
-        lengths = [len(t.tokens) for t in flat]
-        tokens = sum(lengths)
-        prompts = [self.problem.prompts[group[0].prompt_id] for group in groups]
-        responses = [[t.tokens for t in group] for group in groups]
-        sequences = list(zip(prompts, responses, strict=True))
-        batch_of = partial(
-            self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
-        )
-        self.log_z.grad = torch.zeros_like(self.log_z)  # also for objectives that do not use it
-        units = plan_rows(sequences, self.policy.row_tokens, budget)
-        whole_groups = all(padded_tokens(unit) <= budget for unit in units)
-        if not whole_groups:
-            scored = np.concatenate(token_logprobs(self.policy, sequences, now))
-            leaf = to_device(scored, self.device).requires_grad_()
-            objective(batch_of(leaf, flat), now).loss.backward()
-            derivatives = leaf.grad.split(lengths)
-            units = [[row] for unit in units for row in unit]
-        parts = []
-        entropy = torch.zeros((), device=self.device)
-        for rows in plan_microbatches(units, budget, ranks.size)[ranks.rank]:
-            order = [i for row in rows for i in row.indices]
-            logprobs, entropies = self.policy(**pack(rows, self.device), entropy=True)
-            parts.append((order, logprobs.detach()))
-            if not order:  # a padding row, so that all ranks make as many passes
-                loss = 0.0 * logprobs.sum()
-            elif whole_groups:
-                part = batch_of(logprobs, [flat[i] for i in order])
-                loss = objective(part, now).loss * len(order) / len(flat)
-            else:
-                loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
-            self.accelerator.backward(ranks.size * loss)  # FSDP divides by it
-            entropy += entropies.sum()
-        ranks.all_reduce(entropy)
-        with torch.no_grad():
-            batch = batch_of(unpack(parts, lengths, ranks), flat)
+        prompts = self.problem.prompts
+        sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
+
+        def evaluate(logprobs: Tensor) -> tuple[Batch, Loss]:
+            """The objective where log pi_theta of the N tokens is this; `grad` has derivatives."""
+            batch = self.make_batch(groups, logprobs, now, step)
             result = objective(batch, now)
-            measured = {"loss": result.loss, "entropy": entropy / tokens}
-            measured |= batch_metrics(batch, now) | result.metrics
-        return {name: value.float() for name, value in measured.items()}
+            self.log_z.grad = torch.zeros_like(self.log_z)  # for objectives that do not use it
+            result.loss.backward()
+            return batch, result
+
+        units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
+        rows = [row for unit in units for row in unit]
+        if objective not in SEPARABLE:
+            units = [rows]
+        one_pass = all(padded_tokens(unit) <= budget for unit in units)
+        if not one_pass:
+            units = [[row] for row in rows]
+            scored = np.concatenate(token_logprobs(self.policy, sequences, now))
+            batch, _ = evaluate(to_device(scored, self.device))
+        tokens = sum(len(t.tokens) for group in groups for t in group)
+        entropy = torch.zeros((), device=self.device)
+        computed = torch.zeros(tokens, device=self.device)  # log pi_theta, (N,)
+        for index, logprobs, entropies in run_microbatches(self.policy, units, now):
+            computed[index] = logprobs.detach()
+            entropy += entropies.sum()
+            if one_pass:  # groups not computed yet have no effect on the derivatives at `index`
+                batch, _ = evaluate(computed)
+            # FSDP divides by the size
+            logprobs.backward(self.ranks.size * batch.logprobs.grad[index])
+        self.ranks.all_reduce(computed)
+        self.ranks.all_reduce(entropy)
+        batch, result = evaluate(computed)
+        measured = {"loss": result.loss, "entropy": entropy / tokens}
+        measured |= batch_metrics(batch, now) | result.metrics
+        return {name: value.detach().float() for name, value in measured.items()}
 
     def make_batch(
-        self, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float, now: Config,
-        step: int,
-    ) -> Batch:  # fmt: skip
-        """The Batch of whole groups of K trajectories, whose tokens have these `logprobs` (N,)."""
+        self, groups: list[list[Trajectory]], logprobs: Tensor, now: Config, step: int
+    ) -> Batch:
+        """The Batch of these groups, whose tokens have these log-probabilities (N,)."""
+        rows = [t for group in groups for t in group]
         gamma = np.float32(now.reference_temperature)
-        load = partial(to_device, device=logprobs.device)
+        load = partial(to_device, device=self.device)
         behaviour = load(np.concatenate([t.logprobs for t in rows]))
         return Batch(
-            logprobs=logprobs,
-            behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs.detach(), behaviour),
+            logprobs=logprobs.clone().requires_grad_(),
+            behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs, behaviour),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
             lengths=load(np.array([len(t.tokens) for t in rows])),
-            rewards=load(np.array([t.reward for t in rows], np.float32).reshape(-1, K)),
+            rewards=load(np.array([[t.reward for t in group] for group in groups], np.float32)),
             versions=load(np.array([t.version for t in rows])),
             step=step,
-            mean_length=mean_length,
-            learned_log_z=self.log_z[load(np.array([t.prompt_id for t in rows[::K]]))],
+            learned_log_z=self.log_z[load(np.array([group[0].prompt_id for group in groups]))],
         )
 
-    def follow(self) -> NoReturn:
-        """On the other ranks: run the methods that rank 0 calls, until it ends."""
-        while True:
-            name, args = self.ranks.from_rank_zero(None)
-            if name == "end":
-                sys.exit(0)
+    def follow(self) -> None:
+        """On the other ranks: run the methods that rank 0 calls, until it sends None."""
+        while call := self.ranks.from_rank_zero(None):
+            name, args = call
             getattr(self, name)(*args)
 
     @on_every_rank
@@ -1360,26 +1354,22 @@ class Learner:
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
         """Copies in rank 0's host memory of everything `restore` needs besides the model."""
-        weights = self.model.state_dict()
         state = {
-            "optimizer": self.optimizer.state_dict()["state"],
-            "adapters": {name: weights[name] for name in weights if ".lora_" in name},
-            "log_z": self.log_z.detach(),
+            "optimizer": {name: self.optimizer.state[p] for name, p in self.trained.items()},
+            "log_z": self.log_z,
+            "adapters": {name: p for name, p in self.trained.items() if ".lora_" in name},
         }
         return tree_map(partial(host_copy, ranks=self.ranks), state)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore `state`, but not the learning rate, which the flags may have changed."""
-        own = dict(self.model.named_parameters())
-        for name, tensor in saved["adapters"].items():
-            own[name].data.copy_(shard_like(own[name], tensor))
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = {}
-        for i, values in saved["optimizer"].items():
-            state[i] = {name: shard_like(parameters[i], value) for name, value in values.items()}
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.log_z.data.copy_(saved["log_z"])
+        for name, tensor in saved["adapters"].items():
+            self.trained[name].data.copy_(shard_like(self.trained[name], tensor))
+        for name, values in saved["optimizer"].items():
+            own = self.optimizer.state[self.trained[name]]
+            for key, value in values.items():
+                own[key] = shard_like(self.trained[name], value).to(self.device)
 
 
 # ==================================================================================== 7. Searcher
@@ -1689,8 +1679,9 @@ def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.devi
 
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
     """Float32 logits (..., V), as in vLLM: bfloat16 logits of 64-128 would be 0.5 apart."""
+    bias = None if head.bias is None else head.bias.float()
     with torch.autocast(hidden.device.type, enabled=False):
-        return hidden.float() @ head.weight.float().t()
+        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
@@ -1703,7 +1694,7 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
     body_output = dataclasses.replace(output, last_hidden_state=hidden[None])
     twin._modules[model.base_model_prefix] = lambda *_, **__: body_output
     head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear) and head.bias is None:  # false for a head with an adapter
+    if isinstance(head, nn.Linear):  # false for a head with an adapter
         float_head = copy.copy(head)
         float_head.forward = partial(float_logits, head)
         twin.set_output_embeddings(float_head)
@@ -1730,13 +1721,12 @@ class TokenLogProbs(nn.Module):
         self.ranks = Ranks()  # over which the model is sharded
 
     def forward(
-        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor, entropy: bool = False,
+        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Log-probabilities (N,) of packed rows, given what `pack` returns, and entropies (N,).
 
-        Entropies carry no gradient; without `entropy` they are 0. `temperature` overrides the
-        policy's.
+        Entropies carry no gradient, and are 0 in `no_grad`. `temperature` overrides the policy's.
         """
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # (N, H)
@@ -1747,7 +1737,7 @@ class TokenLogProbs(nn.Module):
             logits = logits_of(self.model, output, hidden)  # (CHUNK, V)
             logprobs = (logits / (temperature or self.temperature)).log_softmax(-1)
             chosen = logprobs.gather(1, targets[:, None])[:, 0]
-            if not entropy:
+            if not torch.is_grad_enabled():
                 return chosen, torch.zeros_like(chosen)
             fixed = logprobs.detach()
             return chosen, -(fixed.exp() * fixed).sum(-1)
@@ -1759,13 +1749,13 @@ class TokenLogProbs(nn.Module):
         return torch.cat(logprobs), torch.cat(entropies)
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A packed row: a prompt followed by one or more responses to it."""
 
     prompt: np.ndarray  # (P,) int32
-    indices: list[int]  # of the responses, among those of all groups
     responses: list[np.ndarray]  # (T,) int32 each
+    indices: list[np.ndarray]  # (T,) each: of these tokens, among those of all groups' responses
 
     @property
     def length(self) -> int:
@@ -1774,7 +1764,7 @@ class Row:
 
 
 # keeps a rank in step while others still have micro-batches
-IDLE = Row(np.zeros(1, np.int32), [], [])
+IDLE = Row(np.zeros(1, np.int32), [np.zeros(0, np.int32)], [np.zeros(0, np.int64)])
 
 
 def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[Row]]:
@@ -1783,20 +1773,21 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     A row has about max(row_tokens, 4 * prompt) tokens, and at most `budget` unless one response
     exceeds it; with `row_tokens` 0, each response has its own row.
 
-    Example: a prompt of 3 tokens, responses of 5, 3, 4 and 2, and row_tokens 11 give two rows,
-    with the responses [0, 3] and [2, 1].
+    Example: a prompt of 3 tokens, responses of 5, 3, 4 and 2, and row_tokens 11 give two rows: of
+    the first and the last response (tokens 0-4 and 12-13), and of the others (8-11 and 5-7).
     """
     plan = []
-    indices = itertools.count()  # of responses
+    lengths = [len(response) for _, responses in groups for response in responses]
+    indices = iter(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))  # of tokens
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
         row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
         rows = [Row(prompt, [], []) for _ in range(row_count)]
         indexed = [(next(indices), response) for response in responses]
-        for i, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
+        for index, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
             shortest = min(rows, key=attrgetter("length"))
-            shortest.indices.append(i)
+            shortest.indices.append(index)
             shortest.responses.append(response)
         plan.append(rows)
     return plan
@@ -1881,44 +1872,38 @@ def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[l
     return [plan + [[IDLE]] * (count - len(plan)) for plan in plans]
 
 
-def logprobs_by_microbatch(
-    policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the response indices and log-probabilities (N,) of each micro-batch."""
-    budget = config.tokens_per_microbatch
+def run_microbatches(
+    policy: TokenLogProbs, units: list[list[Row]], config: Config, temperature: float | None = None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Run this rank's micro-batches of these units, with autocast if --dtype is bfloat16.
+
+    Yields for the n response tokens of each: their index among the N tokens of all groups'
+    responses, their log-probabilities, and entropies; (n,) each.
+    """
     device = next(policy.parameters()).device
-    units = [[row] for rows in plan_rows(groups, policy.row_tokens, budget) for row in rows]
-    for rows in plan_microbatches(units, budget, policy.ranks.size)[policy.ranks.rank]:
+    ranks = policy.ranks
+    for rows in plan_microbatches(units, config.tokens_per_microbatch, ranks.size)[ranks.rank]:
         # FSDP casts by itself; without the cache, a weight's bfloat16 copy is freed with the graph
-        enabled = config.dtype == "bfloat16" and policy.ranks.size == 1
+        enabled = config.dtype == "bfloat16" and ranks.size == 1
         with torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False):
-            logprobs, _ = policy(**pack(rows, device), temperature=temperature)
-        yield [i for row in rows for i in row.indices], logprobs
+            logprobs, entropies = policy(**pack(rows, device), temperature=temperature)
+        index = np.concatenate([index for row in rows for index in row.indices])
+        yield to_device(index, device), logprobs, entropies
 
 
 @torch.no_grad()
 def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> list[np.ndarray]:
-    """Log-probabilities (T,) of every response's tokens."""
-    parts = list(logprobs_by_microbatch(policy, groups, config, temperature))
+    """Log-probabilities (T,) of every response's tokens, on every rank."""
+    plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
+    units = [[row] for rows in plan for row in rows]
     lengths = [len(response) for _, responses in groups for response in responses]
-    flat = unpack(parts, lengths, policy.ranks).cpu().numpy()
-    return np.split(flat, np.cumsum(lengths)[:-1])
-
-
-def unpack(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ranks) -> Tensor:
-    """Log-probabilities (N,) of responses of these lengths, in order, on every rank.
-
-    `parts` are this rank's micro-batches: (response indices, log-probabilities).
-    """
-    flat = torch.zeros(sum(lengths), device=parts[0][1].device)
-    by_response = flat.split(lengths)  # views
-    for order, logprobs in parts:
-        for i, values in zip(order, logprobs.split([lengths[i] for i in order]), strict=True):
-            by_response[i].copy_(values)
-    ranks.all_reduce(flat)
-    return flat
+    flat = torch.zeros(sum(lengths), device=next(policy.parameters()).device)
+    for index, logprobs, _ in run_microbatches(policy, units, config, temperature):
+        flat[index] = logprobs
+    policy.ranks.all_reduce(flat)
+    return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
 # ======================================================================================= 9. Ranks
@@ -1957,11 +1942,6 @@ class Ranks:
             dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
-    def tell(self, name: str, args: tuple) -> None:
-        """On rank 0, have the others call this method of the Learner (see `Learner.follow`)."""
-        if self.rank == 0:
-            self.from_rank_zero((name, args))
-
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place."""
         if self.size > 1:
@@ -1997,7 +1977,7 @@ def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
-        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as in `logprobs_by_microbatch`
+        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as in `run_microbatches`
         log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
@@ -4100,6 +4080,7 @@ def main(argv: list[str]) -> int:
         config, problem, checkpoint = ranks.from_rank_zero(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
         Learner(config, problem, ranks, saved).follow()
+        return 0
     try:
         resolve(config)
         check_settings(config)
@@ -4179,7 +4160,7 @@ def run_command_line() -> NoReturn:
 def finish(trainer: Trainer) -> None:
     """At the end: copy the model to final/, draw the curves, print a summary."""
     folder = trainer.folder
-    trainer.ranks.tell("end", ())
+    trainer.ranks.from_rank_zero(None)  # ends the others
     folder.draw_curves()
     first = folder.evaluations[0]  # of --eval_samples prompts
     last = folder.evaluations[-1]  # of all held-out prompts
@@ -4650,7 +4631,8 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
         groups = [pairs[i] for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
         total = 0.0
-        for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
+        plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
+        for _, logprobs, _ in run_microbatches(policy, plan, config, temperature=1.0):
             loss = -logprobs.sum() / tokens
             loss.backward()
             total += loss.item()
