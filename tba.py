@@ -240,7 +240,7 @@ class Config:
     logprob_tolerance: float = flag(0.0, "Abort above this `logprob_gap`; 0: 1e-3, 1 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
     searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
-    max_restarts: int = flag(5, "Consecutive failures of a Searcher before the run aborts.")
+    max_restarts: int = flag(5, "Restarts per Searcher, counted until it has run for an hour.")
 
     eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
@@ -1373,7 +1373,8 @@ class Searcher:
     """
 
     EVAL_CHUNK = 8  # held-out answers that are scored between polls
-    MAX_UNSCORED = 8  # responses waiting for rewards, as a multiple of --sequences_in_flight
+    # responses that await rewards, as a multiple of --sequences_in_flight: more would be stale
+    MAX_UNSCORED = 2
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
         self.config = config
@@ -1462,6 +1463,8 @@ class Searcher:
             self.engine.load_weights(weights.items())
             self.version = message.version
             probes = self.score_probes()
+        if self.receiver.staging.flat.is_cuda:
+            torch.cuda.synchronize()  # the next weights may overwrite the staging buffer
         self.spec.send(Loaded(probes))
         if message.held_out:
             begin_evaluation(self, message)
@@ -1548,16 +1551,21 @@ class Searcher:
         return groups
 
     def start_scoring(self) -> None:
-        """Compute the rewards of all complete groups in one call, once a thread is free.
+        """Compute the rewards of some complete groups, the oldest, once a thread is free.
 
-        In lockstep, groups completed together are scored together, so that runs repeat exactly.
+        The calls of all threads together take at most --sequences_in_flight responses, so that
+        each takes a limited time. In lockstep they do not depend on when a thread is free, so that
+        runs repeat exactly.
         """
+        config = self.config
         task = self.problem.task
-        busy = sum(call.groups > 0 for call in self.calls) >= max(1, task.reward_threads)
-        if not self.unscored or (busy and not self.config.synchronous):
+        threads = max(1, task.reward_threads)
+        busy = sum(call.groups > 0 for call in self.calls) >= threads
+        if not self.unscored or (busy and not config.synchronous):
             return
-        groups = self.unscored
-        self.unscored = []
+        size = max(1, config.sequences_in_flight // (threads * config.searched_per_prompt))
+        groups = self.unscored[:size]
+        del self.unscored[:size]
         rows = [t for group in groups for t in group.trajectories]
         examples = [task.train[t.prompt_id] for t in rows]
         texts = self.problem.response_texts([t.tokens for t in rows])
@@ -1591,7 +1599,9 @@ class Searcher:
             elif not call.future.running():
                 call.queued = now
             elif now - call.queued > self.config.searcher_timeout:
-                raise TimeoutError("rewards or an evaluation exceeded --searcher_timeout")
+                raise TimeoutError(
+                    "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
+                )
 
     def deliver(self) -> None:
         """Send scored groups, and a heartbeat twice a second; never blocks on a full queue."""
@@ -2588,7 +2598,7 @@ class WeightSync:
         transfer.failure = transfer.failure or f"Searcher {s.spec.searcher}: {reason}"
         s.receiving = None
         s.loading = None
-        self.evaluations.drop(s)  # the held-out prompts were sent with the weights
+        self.evaluations.drop(s, self.transfers)  # one whose prompts came with these weights
         if not transfer.member_ended:  # otherwise not this member's fault
             s.missed += 1
         if s.missed >= self.MAX_MISSED:
@@ -2792,10 +2802,8 @@ class RunningSearcher:
         """Fraction of recent time that it worked, and tokens generated per second."""
         if len(self.heartbeats) < 2:
             return 0.0, 0.0
-        first = self.heartbeats[0]
-        last = self.heartbeats[-1]
-        seconds = last.time - first.time
-        return (last.worked - first.worked) / seconds, (last.tokens - first.tokens) / seconds
+        seconds, worked, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
+        return worked / seconds, tokens / seconds
 
 
 @dataclass
@@ -2803,9 +2811,9 @@ class Slot:
     """One of the M Searchers, across restarts of its process."""
 
     running: RunningSearcher | None = None
-    failures: int = 0  # since its last group arrived
+    failures: int = 0  # consecutive ones, each soon after the restart before
     delivered: bool = False  # a group, ever
-    restart_at: float = 0.0
+    restart_at: float = 0.0  # time of the latest restart
 
 
 class SearcherProcesses:
@@ -2816,6 +2824,8 @@ class SearcherProcesses:
     """
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
+    RESTART_DELAY = 2  # seconds
+    HEALTHY_AFTER = 3600  # seconds after a restart until a failure is the first one again
     QUEUE_SIZE = 4096  # groups in the queue before Searchers wait
     POLL_EVERY = 0.2  # seconds between two checks of all processes
 
@@ -2924,9 +2934,7 @@ class SearcherProcesses:
         # groups are drained first: a Searcher reports the probes of new weights before it sends
         # groups generated with them, so wrong weights end the run before these are used
         for group in self.arrivals.take_all():
-            slot = self.slots[group.index % len(self.slots)]
-            slot.failures = 0
-            slot.delivered = True
+            self.slots[group.index % len(self.slots)].delivered = True
             if self.record_arrival(group.index):
                 groups.append(group)
         running = {s.spec.start: s for s in self.running}
@@ -2969,15 +2977,17 @@ class SearcherProcesses:
         text = f"Searcher {searcher} {reason}"
         if s.traceback:
             text += f":\n{s.traceback}"
-        delay = min(60, 2**slot.failures)
-        slot.restart_at = time.monotonic() + delay
-        slot.failures += 1
         if not slot.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
+        now = time.monotonic()
+        # a failure that takes --searcher_timeout to be noticed came that much earlier
+        if now > slot.restart_at + self.HEALTHY_AFTER + self.config.searcher_timeout:
+            slot.failures = 0
+        slot.failures += 1
         if slot.failures > self.config.max_restarts:
             raise RunEnded(f"{text}\nnot restarted: {slot.failures} failures (--max_restarts)")
-        attempt = f"restart {slot.failures} of {self.config.max_restarts} in {delay} s"
-        self.say(f"warning: {text}\n{attempt}")
+        slot.restart_at = now + self.RESTART_DELAY
+        self.say(f"warning: {text}\nrestart {slot.failures} of {self.config.max_restarts}")
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
@@ -3143,9 +3153,6 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
             del os.environ[name]
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
-    # concurrent compilations in one folder can break it
-    cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
-    os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{spec.searcher}")
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
     quiet_libraries()
     try:
@@ -3221,10 +3228,13 @@ class Evaluations:
         self.pending[transfer] = Evaluation(version, rows)
         return rows
 
-    def drop(self, s: RunningSearcher) -> None:
-        """Drop a Searcher's pending evaluations, and have the next sync start one instead."""
+    def drop(self, s: RunningSearcher, since: int = 0) -> None:
+        """Drop a Searcher's pending evaluations, begun with transfer `since` or later.
+
+        The next sync starts one instead.
+        """
         for transfer, evaluation in list(self.pending.items()):
-            if s in evaluation.rows:
+            if s in evaluation.rows and transfer >= since:
                 self.due = True
                 del self.pending[transfer]
 
@@ -4289,6 +4299,8 @@ class AttackBuffer(ReplayBuffer):
     Comparing attacks is slow: a thread adds groups, replacing a prompt's attacks as a whole.
     """
 
+    MAX_WAITING = 16  # groups that are not stored yet; the Trainer and checkpoints wait for others
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.capacity = config.kept_per_prompt
@@ -4304,11 +4316,11 @@ class AttackBuffer(ReplayBuffer):
     def add(self, group: Group) -> None:
         """Store a group in the thread; wait for it in lockstep, where runs repeat."""
         self.adding.append(self.thread.submit(self.add_distinct, group))
-        self.finish_adding(self.config.synchronous)
+        self.finish_adding(0 if self.config.synchronous else self.MAX_WAITING)
 
-    def finish_adding(self, wait: bool = True) -> None:
-        """Raise the thread's error, if any; with `wait`, once every group is stored."""
-        while self.adding and (wait or self.adding[0].done()):
+    def finish_adding(self, waiting: int = 0) -> None:
+        """Wait until all groups but the last `waiting` are stored. Raises the thread's error."""
+        while len(self.adding) > waiting:
             self.adding.popleft().result()
 
     def state(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -251,11 +252,10 @@ def edit_distance(a, b):
     return row[-1]
 
 
-ATTACKS = st.lists(
-    st.tuples(st.lists(st.integers(0, 200_000), min_size=1, max_size=5), st.integers(0, 3)),
-    min_size=1,
-    max_size=12,
-)
+# with few different tokens many attacks resemble each other; all tokens must be told apart
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
+TOKENS |= st.lists(st.integers(0, 200_000), min_size=1, max_size=5)
+ATTACKS = st.lists(st.tuples(TOKENS, st.integers(0, 3)), min_size=1, max_size=12)
 
 
 @settings(max_examples=60)
@@ -287,6 +287,26 @@ def test_attacks_that_resemble_others_and_the_worst_ones_go(attacks, share, kept
     buffer.finish_adding()
     stored = buffer.trajectories[0].values()
     assert [(t.tokens.tolist(), t.reward) for t in stored] == expected
+
+
+def test_comparing_attacks_never_falls_far_behind(monkeypatch):
+    """The Trainer waits for a slow comparison rather than leave it more and more groups."""
+    buffer = tba.AttackBuffer(tba.settings())
+    added = []
+    behind = []
+
+    def distances(self, new, texts):
+        time.sleep(0.01)
+        behind.append(len(added) - len(behind))
+        return np.full((len(new), len(texts)), math.inf)
+
+    monkeypatch.setattr(tba.AttackBuffer, "distances", distances)
+    for index in range(100):
+        buffer.add(group(0, [[index]]))
+        added.append(index)
+    buffer.finish_adding()
+    assert len(behind) == len(buffer.trajectories[0]) == 100
+    assert max(behind) <= 20
 
 
 def test_a_frozen_buffer_of_attacks_takes_in_new_ones_but_does_not_grow():
