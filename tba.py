@@ -1373,8 +1373,7 @@ class Searcher:
     """
 
     EVAL_CHUNK = 8  # held-out answers that are scored between polls
-    # responses that await rewards, as a multiple of --sequences_in_flight: more would be stale
-    MAX_UNSCORED = 2
+    MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
         self.config = config
@@ -1383,8 +1382,7 @@ class Searcher:
         self.index = spec.first  # its next position in the prompt order
         self.limit = 0.0  # it submits prompts before this position
         # a different seed for every start: identical samples would be a waste
-        rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
-        seed = int(rng.integers(2**31))
+        seed = int(np.random.default_rng([config.seed, spec.searcher, spec.start]).integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
@@ -1405,7 +1403,6 @@ class Searcher:
         self.pending_answers = 0  # to held-out prompts, not generated yet
         self.receiver = WeightReceiver(config, spec, self.reference_weights)
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
-        self.started = time.perf_counter()
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
         self.tokens = 0  # generated
@@ -1417,10 +1414,10 @@ class Searcher:
             self.submit_prompts()
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
-                continue
-            time.sleep(0.003)
-            self.idle += 0.003
-            self.between_steps()
+            else:
+                time.sleep(0.003)
+                self.idle += 0.003
+                self.between_steps()
 
     def between_steps(self) -> None:
         """Work between decode steps. Raises whatever the task or the receiver raised."""
@@ -1551,11 +1548,10 @@ class Searcher:
         return groups
 
     def start_scoring(self) -> None:
-        """Compute the rewards of some complete groups, the oldest, once a thread is free.
+        """Compute the rewards of the oldest complete groups, once a thread is free.
 
-        The calls of all threads together take at most --sequences_in_flight responses, so that
-        each takes a limited time. In lockstep they do not depend on when a thread is free, so that
-        runs repeat exactly.
+        The threads together take at most --sequences_in_flight responses at a time. In lockstep,
+        calls do not depend on when a thread is free, so that runs repeat exactly.
         """
         config = self.config
         task = self.problem.task
@@ -1613,7 +1609,7 @@ class Searcher:
         now = time.perf_counter()
         if now - self.last_heartbeat > 0.5:
             self.last_heartbeat = now
-            self.spec.send(Heartbeat(now, now - self.started - self.idle, self.tokens))
+            self.spec.send(Heartbeat(now, self.idle, self.tokens))
 
 
 def prompt_at(seed: int, index: int, prompts: int) -> int:
@@ -2508,17 +2504,17 @@ class WeightSync:
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
-        failure = transfer.failure
         if not complete:
-            failure = failure or "timeout (--transfer_timeout)"
+            transfer.failure = transfer.failure or "timeout (--transfer_timeout)"
         elif error := transfer.sending.exception():
-            failure = failure or first_line(error)
+            transfer.failure = transfer.failure or first_line(error)
         for s in silent:
             s.kill("did not reply to a weight transfer, and was killed")
         self.transfer = None
         self.group = transfer.group
-        if failure:
-            self.say(f"warning: sending the weights of step {transfer.version} failed: {failure}")
+        if transfer.failure:
+            text = f"sending the weights of step {transfer.version} failed: {transfer.failure}"
+            self.say(f"warning: {text}")
             abandon(self.group)
             self.group = None
             self.due = True
@@ -2564,8 +2560,8 @@ class WeightSync:
         for s in ready:
             s.receiving = self.transfer
             s.loading = self.transfer
-        thread = ThreadPoolExecutor(1)  # one per transfer: a stuck one may never return
-        self.transfer.sending = thread.submit(self.send, self.transfer, held_out)
+        # in a new thread, as a stuck one may never return
+        self.transfer.sending = ThreadPoolExecutor(1).submit(self.send, self.transfer, held_out)
         self.seconds += time.perf_counter() - start
         return not reference
 
@@ -2587,10 +2583,8 @@ class WeightSync:
             transfer.group = form_group(
                 self.config, self.searchers.meeting, self.group_name, 0, size
             )
-        broadcast(
-            transfer.group, self.snapshot, self.config.transfer_timeout,
-            lambda: transfer.member_ended,
-        )  # fmt: skip
+        timeout = self.config.transfer_timeout
+        broadcast(transfer.group, self.snapshot, timeout, lambda: transfer.member_ended)
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """A member did not receive the weights, and keeps its current ones."""
@@ -2666,10 +2660,8 @@ class WeightReceiver:
                 self.group = form_group(
                     self.config, self.spec.meeting, message.group, message.rank, message.size
                 )
-            broadcast(
-                self.group, self.staging, self.config.transfer_timeout,
-                lambda: self.store.check([message.group]),
-            )  # fmt: skip
+            timeout = self.config.transfer_timeout
+            broadcast(self.group, self.staging, timeout, lambda: self.store.check([message.group]))
         except RuntimeError as error:  # perhaps another member's fault
             abandon(self.group)
             self.group = None
@@ -2717,7 +2709,7 @@ class Heartbeat(NamedTuple):
     """A heartbeat, twice a second; the first one means that the models are loaded."""
 
     time: float  # seconds, on this Searcher's clock
-    worked: float  # seconds spent on generating and scoring so far
+    idle: float  # seconds so far without work, or spent on loading weights
     tokens: int  # generated so far
 
 
@@ -2802,8 +2794,8 @@ class RunningSearcher:
         """Fraction of recent time that it worked, and tokens generated per second."""
         if len(self.heartbeats) < 2:
             return 0.0, 0.0
-        seconds, worked, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
-        return worked / seconds, tokens / seconds
+        seconds, idle, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
+        return 1 - idle / seconds, tokens / seconds
 
 
 @dataclass
@@ -2824,7 +2816,7 @@ class SearcherProcesses:
     """
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
-    RESTART_DELAY = 2  # seconds
+    RESTART_DELAY = 5  # seconds
     HEALTHY_AFTER = 3600  # seconds after a restart until a failure is the first one again
     QUEUE_SIZE = 4096  # groups in the queue before Searchers wait
     POLL_EVERY = 0.2  # seconds between two checks of all processes
@@ -3229,10 +3221,7 @@ class Evaluations:
         return rows
 
     def drop(self, s: RunningSearcher, since: int = 0) -> None:
-        """Drop a Searcher's pending evaluations, begun with transfer `since` or later.
-
-        The next sync starts one instead.
-        """
+        """Drop a Searcher's evaluations from transfer `since` on; the next sync starts another."""
         for transfer, evaluation in list(self.pending.items()):
             if s in evaluation.rows and transfer >= since:
                 self.due = True
@@ -3247,20 +3236,19 @@ class Evaluations:
         if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
             return
         del self.pending[message.evaluation]
-        step = evaluation.version
         by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
         text = ""  # of eval_answers.txt
         for row, records in enumerate(by_prompt[: self.ANSWERS_SHOWN]):
             answers = [record.pop("answer") for record in records]
             prompt = self.problem.text(self.problem.held_out[row])
-            text += f"======== step {step}\n{prompt}\n"
+            text += f"======== step {evaluation.version}\n{prompt}\n"
             text += f"-------- answer\n{answers[0]}\n\n"
         metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
         if n > 1 and "accuracy" in metrics:  # prompts with a correct response
             solved = [max(record["accuracy"] for record in records) for records in by_prompt]
             metrics[f"pass@{n}"] = float(np.mean(solved))
-        self.folder.write_evaluation(step, len(by_prompt), metrics, text)
+        self.folder.write_evaluation(evaluation.version, len(by_prompt), metrics, text)
 
 
 # The Searcher's side: answer held-out prompts, and have the answers scored.

@@ -1,6 +1,7 @@
 """Searchers that die, hang or raise, wrong weights, signals: what promises 2 to 5 say."""
 
 import math
+import multiprocessing
 import os
 import pickle
 import queue
@@ -11,10 +12,20 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
-from harness import ROOT, Run, arguments, check_positions, problem_of, processes_of, run_tba
+from harness import (
+    PATIENCE,
+    ROOT,
+    Run,
+    arguments,
+    check_positions,
+    problem_of,
+    processes_of,
+    run_tba,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -334,6 +345,105 @@ def test_a_version_is_that_of_the_weights_at_submission(gsm8k, tmp_path):
     groups = [pickle.loads(searcher.spec.groups.get()) for _ in range(3)]
     versions = [{t.version for t in group.trajectories} for group in groups]
     assert versions == [{version} for version in submitted]
+
+
+def test_answers_are_judged_and_sent_by_their_own_prompts(gsm8k, tmp_path, monkeypatch):
+    searcher = searcher_of(gsm8k, tmp_path, eval_responses=2)
+    monkeypatch.setattr(
+        searcher.problem.task, "evaluate",
+        lambda examples, responses, ended: [
+            {"seen": (example["question"], response, bool(one))}
+            for example, response, one in zip(examples, responses, ended, strict=True)
+        ],
+    )  # fmt: skip
+    answers = []
+    for row in (3, 0, 5, 1):
+        prompt = searcher.problem.held_out[row]
+        done = tba.Completion(
+            request=tba.Request((7, row), prompt, n=2, max_tokens=8, temperature=1.0),
+            tokens=[prompt[-row - 2 :], prompt[-row - 3 :]],
+            logprobs=[],
+            ended=np.array([True, False]),
+        )
+        answers.append(done)
+    tba.judge_answers(searcher, answers)
+    messages = []
+    while not messages or not isinstance(messages[-1], tba.Evaluated):
+        searcher.between_steps()
+        while not searcher.spec.messages.empty():
+            messages.append(searcher.spec.messages.get()[1])
+    evaluated = messages[-1]
+    assert evaluated.evaluation == 7 and set(evaluated.records) == {0, 1, 3, 5}
+    for done in answers:
+        row = done.request.id[1]
+        question = searcher.problem.task.held_out[row]["question"]
+        texts = searcher.problem.response_texts(done.tokens)
+        seen = [record["seen"] for record in evaluated.records[row]]
+        assert seen == [(question, texts[0], True), (question, texts[1], False)]
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.randoms(), st.booleans())
+def test_an_evaluation_has_one_record_of_each_prompt(members, prompts, random, loses_one):
+    """Whatever order they come in; one that loses a Searcher is due again."""
+    config = tba.settings(steps=10, eval_every=5)
+    written = []
+    folder = SimpleNamespace(evaluations=[], write_evaluation=lambda *args: written.append(args))
+    task = SimpleNamespace(summarize=lambda records: {"ids": [r["id"] for r in records]})
+    problem = SimpleNamespace(held_out=[None] * prompts, task=task, text=lambda tokens: "a prompt")
+    evaluations = tba.Evaluations(config, problem, folder, {})
+    searchers = [tba.RunningSearcher(None, None, seen=0.0) for _ in range(members)]
+    for transfer in (1, 2):
+        rows = evaluations.begin_if_due(transfer, 5, searchers)
+        messages = []
+        for row in [row for part in rows.values() for row in part]:
+            message = tba.Evaluated(transfer, {row: [{"id": row, "answer": "an answer"}]})
+            messages.append(message)
+        random.shuffle(messages)
+        assert not evaluations.idle()
+        for message in messages[:-1]:
+            evaluations.on_records(message)
+            assert not written
+        if loses_one and transfer == 1:
+            evaluations.drop(random.choice([s for s in searchers if rows[s]]))
+            evaluations.on_records(messages[-1])
+            assert not written and not evaluations.idle()
+            continue
+        evaluations.on_records(messages[-1])
+        assert evaluations.idle() and len(written) == 1
+        step, n, metrics, _ = written[0]
+        assert (step, n, metrics["ids"]) == (5, prompts, list(range(prompts)))
+        return
+
+
+def test_a_searcher_that_ended_or_hangs_is_noticed_and_no_longer_ready(monkeypatch):
+    config = tba.settings(num_searchers=3, searcher_timeout=60)
+    processes = tba.SearcherProcesses(config, None, lambda text: None, {})
+    for i, slot in enumerate(processes.slots):
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(PATIENCE,))
+        process.node_died = False
+        process.start()
+        spec = SimpleNamespace(searcher=i)
+        slot.running = tba.RunningSearcher(spec, process, seen=time.monotonic(), ready=i < 2)
+        slot.delivered = True
+    killed, hanging, loading = processes.running
+    assert processes.reap() == []
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.process.join()
+    now = time.monotonic() + 100
+    monkeypatch.setattr(tba.time, "monotonic", lambda: now)
+    ((found, reason),) = processes.reap()
+    processes.handle_failure(found, reason)
+    assert found is killed and not killed.ready and killed not in processes.running
+    assert not hanging.ready  # it has been killed, and is found next
+    hanging.process.join()
+    now += 1
+    ((found, reason),) = processes.reap()
+    assert found is hanging and "--searcher_timeout" in reason
+    processes.handle_failure(found, reason)
+    assert processes.running == [loading] and loading.process.is_alive()
+    now += 1000
+    assert processes.reap() == []
+    loading.process.join()
 
 
 GAPS = st.lists(st.sampled_from([1, 20, 50, 70, 24 * 60]), max_size=40)  # minutes

@@ -3,7 +3,10 @@
 import io
 import itertools
 import math
+import queue
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -331,16 +334,30 @@ def test_a_buffer_freezes_once_it_has_attacks():
     assert len(buffer.trajectories[0]) == 4
 
 
-@given(st.permutations(range(12)), st.lists(st.integers(0, 11)))
-def test_each_position_arrives_once_in_whatever_order(order, again):
-    """Positions arrive in any order, some of them again from a process that was restarted."""
+@given(st.permutations(range(12)), st.lists(st.integers(0, 11)), st.integers(0, 12))
+def test_each_position_arrives_once_in_whatever_order(order, again, arriving):
+    """Positions arrive in any order, some of them again from a process that was restarted.
+
+    A process that is started meanwhile samples exactly the positions that have not arrived.
+    """
     processes = tba.SearcherProcesses(tba.settings(num_searchers=3), None, print, {})
+    processes.receiving = Future()
+    processes.manager = SimpleNamespace(Queue=queue.Queue)
+    processes.groups = processes.meeting = processes.shared = None
+    processes.messages = tba.ManagerQueue()
     arrived = set()
-    for index in order:
-        assert processes.record_arrival(index)
+    for index in order[:arriving]:
         arrived.add(index)
-        for repeated in set(again) & arrived:
-            assert not processes.record_arrival(repeated)
+        for position in (index, *(set(again) & arrived)):
+            processes.arrivals.put(tba.Group(position, []))
+        groups, _ = processes.take()
+        assert [group.index for group in groups] == [index]
         missing = next(p for p in range(100) if p not in arrived)
         assert processes.first_missing == missing
         assert processes.arrived_positions == {p for p in arrived if p > missing}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba, "LocalProcess", lambda spec: None)
+        for searcher in range(3):
+            spec = processes.start_searcher(searcher).spec
+            sampled = [p for p in range(spec.first, 30, 3) if p not in spec.arrived]
+            assert sampled == [p for p in range(searcher, 30, 3) if p not in arrived]
