@@ -263,7 +263,7 @@ class Config:
     logprob_tolerance: float = flag(0.0, "Abort above this `logprob_gap`; 0: 1e-3, 1 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
     searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
-    max_restarts: int = flag(5, "Consecutive failures of a Searcher before the run aborts.")
+    max_restarts: int = flag(5, "Restarts per Searcher, counted until it has run for an hour.")
 
     eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
@@ -1395,7 +1395,7 @@ class Searcher:
     """
 
     EVAL_CHUNK = 8  # held-out answers that are scored between polls
-    MAX_UNSCORED = 8  # responses waiting for rewards, as a multiple of --sequences_in_flight
+    MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
         self.config = config
@@ -1404,8 +1404,7 @@ class Searcher:
         self.index = spec.first  # its next position in the prompt order
         self.limit = 0.0  # it submits prompts before this position
         # a different seed for every start: identical samples would be a waste
-        rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
-        seed = int(rng.integers(2**31))
+        seed = int(np.random.default_rng([config.seed, spec.searcher, spec.start]).integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
@@ -1426,7 +1425,6 @@ class Searcher:
         self.pending_answers = 0  # to held-out prompts, not generated yet
         self.receiver = WeightReceiver(config, spec, self.reference_weights)
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
-        self.started = time.perf_counter()
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
         self.tokens = 0  # generated
@@ -1438,10 +1436,10 @@ class Searcher:
             self.submit_prompts()
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
-                continue
-            time.sleep(0.003)
-            self.idle += 0.003
-            self.between_steps()
+            else:
+                time.sleep(0.003)
+                self.idle += 0.003
+                self.between_steps()
 
     def between_steps(self) -> None:
         """Work between decode steps. Raises whatever the task or the receiver raised."""
@@ -1484,6 +1482,8 @@ class Searcher:
             self.engine.load_weights(weights.items())
             self.version = message.version
             probes = self.score_probes()
+        if self.receiver.staging.flat.is_cuda:
+            torch.cuda.synchronize()  # the next weights may overwrite the staging buffer
         self.spec.send(Loaded(probes))
         if message.held_out:
             begin_evaluation(self, message)
@@ -1570,16 +1570,20 @@ class Searcher:
         return groups
 
     def start_scoring(self) -> None:
-        """Compute the rewards of all complete groups in one call, once a thread is free.
+        """Compute the rewards of the oldest complete groups, once a thread is free.
 
-        In lockstep, groups completed together are scored together, so that runs repeat exactly.
+        The threads together take at most --sequences_in_flight responses at a time. In lockstep,
+        calls do not depend on when a thread is free, so that runs repeat exactly.
         """
+        config = self.config
         task = self.problem.task
-        busy = sum(call.groups > 0 for call in self.calls) >= max(1, task.reward_threads)
-        if not self.unscored or (busy and not self.config.synchronous):
+        threads = max(1, task.reward_threads)
+        busy = sum(call.groups > 0 for call in self.calls) >= threads
+        if not self.unscored or (busy and not config.synchronous):
             return
-        groups = self.unscored
-        self.unscored = []
+        size = max(1, config.sequences_in_flight // (threads * config.searched_per_prompt))
+        groups = self.unscored[:size]
+        del self.unscored[:size]
         rows = [t for group in groups for t in group.trajectories]
         examples = [task.train[t.prompt_id] for t in rows]
         texts = self.problem.response_texts([t.tokens for t in rows])
@@ -1613,7 +1617,9 @@ class Searcher:
             elif not call.future.running():
                 call.queued = now
             elif now - call.queued > self.config.searcher_timeout:
-                raise TimeoutError("rewards or an evaluation exceeded --searcher_timeout")
+                raise TimeoutError(
+                    "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
+                )
 
     def deliver(self) -> None:
         """Send scored groups, and a heartbeat twice a second; never blocks on a full queue."""
@@ -1625,7 +1631,7 @@ class Searcher:
         now = time.perf_counter()
         if now - self.last_heartbeat > 0.5:
             self.last_heartbeat = now
-            self.spec.send(Heartbeat(now, now - self.started - self.idle, self.tokens))
+            self.spec.send(Heartbeat(now, self.idle, self.tokens))
 
 
 def prompt_at(seed: int, index: int, prompts: int) -> int:
@@ -2510,17 +2516,17 @@ class WeightSync:
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
-        failure = transfer.failure
         if not complete:
-            failure = failure or "timeout (--transfer_timeout)"
+            transfer.failure = transfer.failure or "timeout (--transfer_timeout)"
         elif error := transfer.sending.exception():
-            failure = failure or first_line(error)
+            transfer.failure = transfer.failure or first_line(error)
         for s in silent:
             s.kill("did not reply to a weight transfer, and was killed")
         self.transfer = None
         self.group = transfer.group
-        if failure:
-            self.say(f"warning: sending the weights of step {transfer.version} failed: {failure}")
+        if transfer.failure:
+            text = f"sending the weights of step {transfer.version} failed: {transfer.failure}"
+            self.say(f"warning: {text}")
             abandon(self.group)
             self.group = None
             self.due = True
@@ -2566,8 +2572,8 @@ class WeightSync:
         for s in ready:
             s.receiving = self.transfer
             s.loading = self.transfer
-        thread = ThreadPoolExecutor(1)  # one per transfer: a stuck one may never return
-        self.transfer.sending = thread.submit(self.send, self.transfer, held_out)
+        # in a new thread, as a stuck one may never return
+        self.transfer.sending = ThreadPoolExecutor(1).submit(self.send, self.transfer, held_out)
         self.seconds += time.perf_counter() - start
         return not reference
 
@@ -2589,10 +2595,8 @@ class WeightSync:
             transfer.group = form_group(
                 self.config, self.searchers.meeting, self.group_name, 0, size
             )
-        broadcast(
-            transfer.group, self.snapshot, self.config.transfer_timeout,
-            lambda: transfer.member_ended,
-        )  # fmt: skip
+        timeout = self.config.transfer_timeout
+        broadcast(transfer.group, self.snapshot, timeout, lambda: transfer.member_ended)
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """A member did not receive the weights, and keeps its current ones."""
@@ -2600,7 +2604,7 @@ class WeightSync:
         transfer.failure = transfer.failure or f"Searcher {s.spec.searcher}: {reason}"
         s.receiving = None
         s.loading = None
-        self.evaluations.drop(s)  # the held-out prompts were sent with the weights
+        self.evaluations.drop(s, self.transfers)  # one whose prompts came with these weights
         if not transfer.member_ended:  # otherwise not this member's fault
             s.missed += 1
         if s.missed >= self.MAX_MISSED:
@@ -2668,10 +2672,8 @@ class WeightReceiver:
                 self.group = form_group(
                     self.config, self.spec.meeting, message.group, message.rank, message.size
                 )
-            broadcast(
-                self.group, self.staging, self.config.transfer_timeout,
-                lambda: self.store.check([message.group]),
-            )  # fmt: skip
+            timeout = self.config.transfer_timeout
+            broadcast(self.group, self.staging, timeout, lambda: self.store.check([message.group]))
         except RuntimeError as error:  # perhaps another member's fault
             abandon(self.group)
             self.group = None
@@ -2719,7 +2721,7 @@ class Heartbeat(NamedTuple):
     """A heartbeat, twice a second; the first one means that the models are loaded."""
 
     time: float  # seconds, on this Searcher's clock
-    worked: float  # seconds spent on generating and scoring so far
+    idle: float  # seconds so far without work, or spent on loading weights
     tokens: int  # generated so far
 
 
@@ -2804,10 +2806,8 @@ class RunningSearcher:
         """Fraction of recent time that it worked, and tokens generated per second."""
         if len(self.heartbeats) < 2:
             return 0.0, 0.0
-        first = self.heartbeats[0]
-        last = self.heartbeats[-1]
-        seconds = last.time - first.time
-        return (last.worked - first.worked) / seconds, (last.tokens - first.tokens) / seconds
+        seconds, idle, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
+        return 1 - idle / seconds, tokens / seconds
 
 
 @dataclass
@@ -2815,9 +2815,9 @@ class Slot:
     """One of the M Searchers, across restarts of its process."""
 
     running: RunningSearcher | None = None
-    failures: int = 0  # since its last group arrived
+    failures: int = 0  # consecutive ones, each soon after the restart before
     delivered: bool = False  # a group, ever
-    restart_at: float = 0.0
+    restart_at: float = 0.0  # time of the latest restart
 
 
 class SearcherProcesses:
@@ -2828,6 +2828,8 @@ class SearcherProcesses:
     """
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
+    RESTART_DELAY = 5  # seconds
+    HEALTHY_AFTER = 3600  # seconds after a restart until a failure is the first one again
     QUEUE_SIZE = 4096  # groups in the queue before Searchers wait
     POLL_EVERY = 0.2  # seconds between two checks of all processes
 
@@ -2939,9 +2941,7 @@ class SearcherProcesses:
         # groups are drained first: a Searcher reports the probes of new weights before it sends
         # groups generated with them, so wrong weights end the run before these are used
         for group in self.arrivals.take_all():
-            slot = self.slots[group.index % len(self.slots)]
-            slot.failures = 0
-            slot.delivered = True
+            self.slots[group.index % len(self.slots)].delivered = True
             if self.record_arrival(group.index):
                 groups.append(group)
         running = {s.spec.start: s for s in self.running}
@@ -2984,15 +2984,17 @@ class SearcherProcesses:
         text = f"Searcher {searcher} {reason}"
         if s.traceback:
             text += f":\n{s.traceback}"
-        delay = min(60, 2**slot.failures)
-        slot.restart_at = time.monotonic() + delay
-        slot.failures += 1
         if not slot.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
+        now = time.monotonic()
+        # a failure that takes --searcher_timeout to be noticed came that much earlier
+        if now > slot.restart_at + self.HEALTHY_AFTER + self.config.searcher_timeout:
+            slot.failures = 0
+        slot.failures += 1
         if slot.failures > self.config.max_restarts:
             raise RunEnded(f"{text}\nnot restarted: {slot.failures} failures (--max_restarts)")
-        attempt = f"restart {slot.failures} of {self.config.max_restarts} in {delay} s"
-        self.say(f"warning: {text}\n{attempt}")
+        slot.restart_at = now + self.RESTART_DELAY
+        self.say(f"warning: {text}\nrestart {slot.failures} of {self.config.max_restarts}")
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
@@ -3195,9 +3197,6 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
             del os.environ[name]
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
-    # concurrent compilations in one folder can break it
-    cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
-    os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{spec.searcher}")
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
     quiet_libraries()
     try:
@@ -3273,10 +3272,10 @@ class Evaluations:
         self.pending[transfer] = Evaluation(version, rows)
         return rows
 
-    def drop(self, s: RunningSearcher) -> None:
-        """Drop a Searcher's pending evaluations, and have the next sync start one instead."""
+    def drop(self, s: RunningSearcher, since: int = 0) -> None:
+        """Drop a Searcher's evaluations from transfer `since` on; the next sync starts another."""
         for transfer, evaluation in list(self.pending.items()):
-            if s in evaluation.rows:
+            if s in evaluation.rows and transfer >= since:
                 self.due = True
                 del self.pending[transfer]
 
@@ -3289,20 +3288,19 @@ class Evaluations:
         if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
             return
         del self.pending[message.evaluation]
-        step = evaluation.version
         by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
         text = ""  # of eval_answers.txt
         for row, records in enumerate(by_prompt[: self.ANSWERS_SHOWN]):
             answers = [record.pop("answer") for record in records]
             prompt = self.problem.text(self.problem.held_out[row])
-            text += f"======== step {step}\n{prompt}\n"
+            text += f"======== step {evaluation.version}\n{prompt}\n"
             text += f"-------- answer\n{answers[0]}\n\n"
         metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
         if n > 1 and "accuracy" in metrics:  # prompts with a correct response
             solved = [max(record["accuracy"] for record in records) for records in by_prompt]
             metrics[f"pass@{n}"] = float(np.mean(solved))
-        self.folder.write_evaluation(step, len(by_prompt), metrics, text)
+        self.folder.write_evaluation(evaluation.version, len(by_prompt), metrics, text)
 
 
 # The Searcher's side: answer held-out prompts, and have the answers scored.
@@ -4400,6 +4398,8 @@ class AttackBuffer(ReplayBuffer):
     Comparing attacks is slow: a thread adds groups, replacing a prompt's attacks as a whole.
     """
 
+    MAX_WAITING = 16  # groups that are not stored yet; the Trainer and checkpoints wait for others
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.capacity = config.kept_per_prompt
@@ -4415,11 +4415,11 @@ class AttackBuffer(ReplayBuffer):
     def add(self, group: Group) -> None:
         """Store a group in the thread; wait for it in lockstep, where runs repeat."""
         self.adding.append(self.thread.submit(self.add_distinct, group))
-        self.finish_adding(self.config.synchronous)
+        self.finish_adding(0 if self.config.synchronous else self.MAX_WAITING)
 
-    def finish_adding(self, wait: bool = True) -> None:
-        """Raise the thread's error, if any; with `wait`, once every group is stored."""
-        while self.adding and (wait or self.adding[0].done()):
+    def finish_adding(self, waiting: int = 0) -> None:
+        """Wait until all groups but the last `waiting` are stored. Raises the thread's error."""
+        while len(self.adding) > waiting:
             self.adding.popleft().result()
 
     def state(self) -> dict[str, Any]:
