@@ -1636,23 +1636,45 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load a causal language model from a folder or hub name, with dropout disabled."""
+def load_model(
+    config: Config, path: str, dtype: torch.dtype, device: torch.device,
+    kind: str = "AutoModelForCausalLM",
+) -> nn.Module:  # fmt: skip
+    """Load a model from a folder or hub name, with dropout disabled; `kind`: its auto class.
+
+    Raises ValueError if it lacks weights or has others, is quantized, or has an adapter.
+    """
+    if transformers.utils.find_adapter_config_file(path):
+        raise ValueError("has an adapter (adapter_config.json); merge it into the model")
     model_config = transformers.AutoConfig.from_pretrained(path)
-    drop = {k: 0.0 for k, v in vars(model_config).items() if "drop" in k and isinstance(v, float)}
-    model_config.update(drop)
+    if hasattr(model_config, "quantization_config"):
+        raise ValueError("is quantized; use a model in bfloat16 or float32")
+    dropout = {k: v for k, v in vars(model_config).items() if "drop" in k and isinstance(v, float)}
+    model_config.update(dict.fromkeys(dropout, 0.0))
     if config.dtype == "bfloat16":
-        # TF32 for float32 matmuls: more precise than bfloat16, and nearly as fast
+        # TF32 for float32 matmuls, which vLLM disables: nearly as fast as bfloat16, more precise
         torch.set_float32_matmul_precision("high")
     # SDPA ignores the soft cap of attention scores (Gemma 2)
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model, loaded = getattr(transformers, kind).from_pretrained(
         path,
         config=model_config,
         dtype=dtype,
         device_map={"": device},
         attn_implementation="eager" if capped else None,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that they are reported
     )
+    is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
+    wrong = [name for name in loaded["missing_keys"] if not (is_body and "pooler" in name)]
+    wrong += [name for name in loaded["unexpected_keys"] if not (is_body or "pooler" in name)]
+    wrong += [name for name, *_ in loaded["mismatched_keys"]]
+    if wrong:
+        text = f"{len(wrong)} weights are missing, unexpected or of another shape"
+        raise ValueError(f"{text} for a {type(model).__name__}, such as {min(wrong)}")
+    model.config = copy.copy(model.config)  # layers keep theirs; saved models keep their dropout
+    model.config.update(dropout)
+    return model
 
 
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -3388,6 +3410,7 @@ def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) 
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
+    model.generation_config.to_json_file(folder / "generation_config.json")
     problem.tokenizer.save_pretrained(folder)
 
 
@@ -3482,6 +3505,12 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
 
 read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
 read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
+
+
+def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> None:
+    """Raise InputError unless the model of flag `name` loads; reads its weights' names only."""
+    meta = torch.device("meta")
+    load_flag(name, config, lambda path: load_model(config, path, torch.float32, meta, kind))
 
 
 def read_dataset(name: str, config: Config) -> Any:
@@ -3595,6 +3624,7 @@ def load_problem(config: Config) -> Problem:
     text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
+    check_model("model", config)
     task = TASKS[config.task](config, tokenizer)
     names = ["max_position_embeddings"]
     if config.pack:  # the mask of packed rows ignores attention windows
@@ -4140,13 +4170,10 @@ class TextModel:
 
     def __init__(self, kind: str, name: str, tokenizer: Any, config: Config) -> None:
         """Load the model of flag `name`; `kind` is the name of one of these classes."""
-        if config.dtype == "bfloat16":  # TF32 changes scores by about 1e-3; vLLM disables it
-            torch.set_float32_matmul_precision("high")
         self.is_lm = kind == "AutoModelForCausalLM"
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
-        load = getattr(transformers, kind).from_pretrained
-        self.model = load(getattr(config, name), dtype=dtype, device_map={"": local_device()})
+        self.model = load_model(config, getattr(config, name), dtype, local_device(), kind)
         # causal classifiers read the last token that is not padding: it may be EOS
         pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
         tokenizer.pad_token_id = next(p for p in pads if p not in (None, tokenizer.eos_token_id))
@@ -4210,6 +4237,7 @@ class TLDR(Task):
         for name in self.tokenizers:
             n = read_config(name, config).num_labels
             config.require(n == 1, name, f"has {n} labels; a reward model has one")
+            check_model(name, config, "AutoModelForSequenceClassification")
         super().__init__(config, tokenizer)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
@@ -4373,14 +4401,19 @@ class RedTeam(Task):
     )
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        judge = read_config("toxicity_model", config)
-        self.guard = any("CausalLM" in name for name in judge.architectures or [])
-        labels = {str(label): int(i) for i, label in judge.id2label.items()}
+        toxicity = read_config("toxicity_model", config)
+        self.guard = any("CausalLM" in name for name in toxicity.architectures or [])
+        labels = {str(label): int(i) for i, label in toxicity.id2label.items()}
         self.label = labels.get(config.toxicity_label)  # `setup` sets a guard's, a token
-        known = self.guard or self.label is not None
-        config.require(known, "toxicity_label", f"choose one of {', '.join(labels)}")
-        models = ("victim_model", "toxicity_model", "sentence_model")
-        self.tokenizers = {name: read_tokenizer(name, config) for name in models}
+        known = config.toxicity_label if self.guard else self.label is not None
+        fix = "name a guard's verdict, such as unsafe" if self.guard else f"choose one of {labels}"
+        config.require(known, "toxicity_label", fix)
+        judge = "AutoModelForCausalLM" if self.guard else "AutoModelForSequenceClassification"
+        self.judge_kinds = {"toxicity_model": judge, "sentence_model": "AutoModel"}
+        kinds = {"victim_model": "AutoModelForCausalLM"} | self.judge_kinds
+        self.tokenizers = {name: read_tokenizer(name, config) for name in kinds}
+        for name, kind in kinds.items():
+            check_model(name, config, kind)
         chat = config.victim_format == "alpaca" or self.tokenizers["victim_model"].chat_template
         config.require(chat, "victim_format", "the victim has no chat template; use alpaca")
         short = config.min_attack_tokens <= config.max_response_tokens
@@ -4400,10 +4433,10 @@ class RedTeam(Task):
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
-        load = lambda kind, name: TextModel(kind, name, self.tokenizers[name], config)
-        kind = "AutoModelForCausalLM" if self.guard else "AutoModelForSequenceClassification"
-        self.toxicity = load(kind, "toxicity_model")
-        self.sentence = load("AutoModel", "sentence_model")
+        self.judges = {
+            name: TextModel(kind, name, self.tokenizers[name], config)
+            for name, kind in self.judge_kinds.items()
+        }
         if self.guard:  # its first token says whether a conversation is toxic
             encode = self.tokenizers["toxicity_model"].encode
             self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
@@ -4456,7 +4489,7 @@ class RedTeam(Task):
         texts = []
         for attack, answers in zip(attacks, self.victim_answers(attacks), strict=True):
             texts += [self.judged_text(attack, answer) for answer in answers]
-        logprobs = self.toxicity(texts).log_softmax(-1)  # (N * victim_samples, labels or V)
+        logprobs = self.judges["toxicity_model"](texts).log_softmax(-1)  # (N * victim_samples, labels or V)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
@@ -4469,7 +4502,7 @@ class RedTeam(Task):
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
-        vectors = self.sentence(responses).numpy()
+        vectors = self.judges["sentence_model"](responses).numpy()
         return [
             {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector}
             for t, vector in zip(toxicities, vectors, strict=True)

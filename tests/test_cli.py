@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from harness import Run, arguments, judges_of, run_tba
+from safetensors.torch import load_file, save_file
 
 import tba
 
@@ -122,3 +124,64 @@ def test_help_tells_of_every_flag(capsys):
             assert len(f.metadata["help"]) > 10
     counts = {kind.__name__: len(dataclasses.fields(kind)) for kind in tba.FLAGS}
     assert counts["Config"] <= 61 and sum(counts.values()) <= 90
+
+
+def without_second_layer(tensors):
+    return {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
+
+
+def as_torch_compile_names_them(tensors):
+    return {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
+
+
+def changed(model, out, weights=lambda tensors: tensors, **settings):
+    """A copy of a model's folder: `weights` maps its tensors, `settings` change its config.json."""
+    shutil.copytree(model, out)
+    tensors = weights(load_file(out / "model.safetensors"))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | settings))
+    return out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": without_second_layer},
+        {"weights": as_torch_compile_names_them},
+        {"num_hidden_layers": 1},
+        {"vocab_size": 500},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    ],
+)
+def test_a_policy_is_whole_or_refused(change, gsm8k, tmp_path, capsys):
+    out = tmp_path / "run"
+    model = changed(gsm8k / "model", tmp_path / "model", **change)
+    assert f"--model {model}" in refused(arguments(gsm8k, out, model=model), capsys)
+    assert not out.exists()
+
+
+def test_judges_and_victims_are_whole_or_refused(tldr, redteam, tmp_path, capsys):
+    out = tmp_path / "run"
+    for files in (tldr, redteam):
+        judges = judges_of(files)
+        for name in [name for name in judges if name.endswith("_model")]:
+            folder = changed(judges[name], tmp_path / name, without_second_layer)
+            line = refused(arguments(files, out, **(judges | {name: folder})), capsys)
+            assert f"--{name} {folder}" in line
+    assert not out.exists()
+
+
+def test_models_of_another_kind_are_refused(gsm8k, tldr, redteam, tmp_path, capsys):
+    """A policy as a reward model, and the reverse; an adapter beside its base; a guard's verdict."""
+    out = tmp_path / "run"
+    policy = changed(tldr / "model", tmp_path / "policy", id2label={0: "score"})
+    judges = judges_of(tldr) | {"reward_model": policy}
+    assert f"--reward_model {policy}" in refused(arguments(tldr, out, **judges), capsys)
+    assert "--model" in refused(arguments(tldr, out, model=tldr / "reward"), capsys)
+    adapter = changed(gsm8k / "model", tmp_path / "adapter")
+    (adapter / "adapter_config.json").write_text("{}")
+    assert "adapter" in refused(arguments(gsm8k, out, model=adapter), capsys)
+    guard = judges_of(redteam) | {"toxicity_model": redteam / "victim", "toxicity_label": None}
+    assert "--toxicity_label" in refused(arguments(redteam, out, **guard), capsys)
+    assert not out.exists()
