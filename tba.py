@@ -52,6 +52,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import errno
 import fcntl
 import gc
 import importlib.util
@@ -70,6 +71,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -88,6 +90,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
+
+# libraries fail for a container's user who has no name, or no home that can be written
+os.environ.setdefault("USER", str(os.getuid()))
+home = os.path.expanduser("~")
+if not os.access(home, os.W_OK):
+    cache = os.environ.get("XDG_CACHE_HOME", os.path.join(home, ".cache"))
+    os.environ.setdefault("HF_HOME", os.path.join(cache, "huggingface"))  # it may have models
+    temporary_home = tempfile.TemporaryDirectory()  # deleted when this process ends
+    os.environ["HOME"] = temporary_home.name
 
 if (
     __name__ == "__main__"
@@ -3497,10 +3508,16 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
     """Load the path or hub name in flag `name`. Raises InputError if that fails."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
+    is_local = os.path.exists(value)
+    config.require(is_local or value[0] not in "/.~", name, "does not exist")
     try:
         return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
-        raise InputError(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
+        cause = error.__cause__ or error
+        text = f"--{name} {value}: {first_line(cause)}"
+        if not is_local and getattr(cause, "errno", None) in (errno.EACCES, errno.EROFS):
+            text = f"HF_HOME: {first_line(cause)}; set it to a folder that can be written"
+        raise InputError(text) from None
 
 
 read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
@@ -3521,12 +3538,20 @@ def read_dataset(name: str, config: Config) -> Any:
     datasets.logging.set_verbosity(logging.CRITICAL)
 
     def load(value: str) -> Any:
-        suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-        if suffix in (".json", ".csv", ".parquet"):
-            return datasets.load_dataset(suffix[1:], data_files=value)
         if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
             return datasets.load_from_disk(value)
-        return datasets.load_dataset(*value.split(":"))  # a folder, NAME or NAME:CONFIG
+        is_local = os.path.exists(value)
+        source = [value] if is_local else value.split(":")  # NAME or NAME:CONFIG
+        files = None
+        suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
+        if suffix in (".json", ".csv", ".parquet"):
+            source = [suffix[1:]]
+            files = value
+        with tempfile.TemporaryDirectory() as new:  # a cache may have old rows, or be read-only
+            cache = new if is_local else None
+            return datasets.load_dataset(
+                *source, data_files=files, cache_dir=cache, keep_in_memory=True
+            )
 
     return load_flag(name, config, load)
 
@@ -4489,7 +4514,8 @@ class RedTeam(Task):
         texts = []
         for attack, answers in zip(attacks, self.victim_answers(attacks), strict=True):
             texts += [self.judged_text(attack, answer) for answer in answers]
-        logprobs = self.judges["toxicity_model"](texts).log_softmax(-1)  # (N * victim_samples, labels or V)
+        # (N * victim_samples, labels or V)
+        logprobs = self.judges["toxicity_model"](texts).log_softmax(-1)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
