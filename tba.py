@@ -238,17 +238,13 @@ class Config:
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     objective: str = flag(
-        "tb", "Objective: tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, "
-        "dr_grpo, online_dpo, or one defined by --plugin."
+        "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, grpo, dr_grpo, "
+        "online_dpo, or one defined by --plugin."
     )  # fmt: skip
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
     reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
     clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: PPO clip range.", POSITIVE)
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, instead of --beta.")
-    divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = flag(
-        "reverse_kl", "ftb: divergence."
-    )
-    behaviour_beta: float = flag(0.1, "oapl: KL coefficient to the behaviour policy.", POSITIVE)
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
     lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
@@ -485,41 +481,6 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     return Loss(-weighted.sum() / len(batch.logprobs))
 
 
-def ftb(batch: Batch, config: Config) -> Loss:
-    """f-Trajectory Balance (Fawkes and Hartford 2026, arXiv 2605.15417): other divergences.
-
-    TB's D^2, D = log pi - log pi*, is one of a family of losses l(D). On-policy, each has the
-    gradient direction of its --divergence; off-policy, all have the same minimum. l(D) is scaled to
-    D^2 for small D; log Z^ is where l'(D) sums to 0 over the K responses. reverse_kl is `tb`.
-
-    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and forward_kl give log Z^ = log
-    mean([e^2, 1]) = 1.43 and D = [-0.57, 1.43].
-    """
-    if config.divergence == "reverse_kl":
-        return tb(batch, config)
-    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
-    gap = target - batch.sums(batch.logprobs)  # (B, K)
-    c = 1 if config.divergence == "forward_kl" else 2  # hellinger
-    log_z = c * ((gap.detach() / c).logsumexp(1) - math.log(gap.shape[1]))
-    D = log_z[:, None] - gap
-    return Loss(2 * c * (D + c * (-D / c).exp() - c).mean(), {"log_z": log_z.mean()})
-
-
-def oapl(batch: Batch, config: Config) -> Loss:
-    """OAPL (Ritter et al. 2026, arXiv 2602.19362): KL to the behaviour policy pi_b.
-
-    loss = mean (beta_2 (log pi - log pi_b) - (r - V^))^2, with V^ = beta log mean exp(r / beta)
-    over the K responses and beta_2 = --behaviour_beta. There is no reference.
-
-    Example: log pi = log pi_b, rewards [[1, 0]] and a large beta give V^ = 0.5 and the loss 0.25.
-    """
-    log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # (B, K)
-    log_sum = (batch.rewards / config.beta).logsumexp(1)
-    value = config.beta * (log_sum - math.log(log_ratio.shape[1]))  # V^, (B,)
-    advantage = batch.rewards - value[:, None]
-    return Loss((config.behaviour_beta * log_ratio - advantage).square().mean())
-
-
 def rloo(batch: Batch, config: Config) -> Loss:
     """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740).
 
@@ -615,10 +576,8 @@ def online_dpo(batch: Batch, config: Config) -> Loss:
 # name -> function of a Batch and the Config of this step (`at_step`); plug-ins add their own
 OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
     objective.__name__: objective
-    for objective in (
-        tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, dr_grpo, online_dpo
-    )
-}  # fmt: skip
+    for objective in (tb, tb_learned_z, tba_prime, rloo, proximal_rloo, grpo, dr_grpo, online_dpo)
+}
 # sums over prompts of terms that depend on no other prompt's log-probabilities; all others cost a
 # second forward pass if a batch has several micro-batches (`Learner.backward`)
 SEPARABLE = set(OBJECTIVES.values())
