@@ -60,6 +60,13 @@ def test_other_versions_of_python_are_refused(version):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_tmpdir_whose_path_is_too_long_for_a_socket(gsm8k, tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    run_tba(arguments(gsm8k, tmp_path / "run", steps=1, eval_every=0, eval_samples=8))
+
+
 def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, redteam, tmp_path, capsys):
     out = tmp_path / "run"
     assert "--stpes" in refused([*arguments(gsm8k, out), "--stpes", "3"], capsys)
