@@ -4199,10 +4199,8 @@ class TextModel:
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
         self.model = load_model(config, getattr(config, name), dtype, local_device(), kind)
-        # causal classifiers read the last token that is not padding: it may be EOS
-        pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
-        tokenizer.pad_token_id = next(p for p in pads if p not in (None, tokenizer.eos_token_id))
-        self.model.config.pad_token_id = tokenizer.pad_token_id
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token_id = 0  # any token: it is masked
         tokenizer.padding_side = "right"
         tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
@@ -4225,12 +4223,15 @@ class TextModel:
         # a chat template includes special tokens
         batch = encode(texts, add_special_tokens=not self.is_lm).to(self.model.device)
         mask = batch["attention_mask"]  # (R, L)
-        if self.kind == "AutoModelForSequenceClassification":
-            return self.model(batch["input_ids"], attention_mask=mask).logits.float()
+        is_causal = hasattr(self.model, "score")  # a classifier that reads the last token
+        if self.kind == "AutoModelForSequenceClassification" and not is_causal:
+            return self.model(batch["input_ids"], attention_mask=mask).logits
         output = self.model.base_model(batch["input_ids"], attention_mask=mask)
+        last = output.last_hidden_state[range(len(texts)), mask.sum(1).clamp(1) - 1]  # (R, H)
         if self.is_lm:
-            last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
             return logits_of(self.model, output, last)
+        if is_causal:  # its own `forward` would look for the last token that is not padding
+            return self.model.score(last)
         states = output.last_hidden_state.float() * mask[..., None]
         return nn.functional.normalize(states.sum(1), dim=-1)  # the mean's direction
 

@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import REAL_GSM8K
 from harness import arguments, judges_of, problem_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -184,6 +185,24 @@ def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path
     assert task.summarize(records) == pytest.approx(
         {"win_rate": 0.5, "perplexity": perplexity, "kl": 3.0}
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_judge_reads_the_last_token_whatever_it_is(family, model_of, tmp_path):
+    """As for Llama 3 and GPT-2: no token for padding, and token 0 is "!", which may end a text."""
+    path = tmp_path / "judge"
+    body = transformers.AutoConfig.from_pretrained(model_of(family), num_labels=1)
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(body).save_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_of(family))
+    tokenizer.pad_token = tokenizer.unk_token = None
+    tokenizer.eos_token = "<assistant>"
+    tokenizer.save_pretrained(path)
+    config = tba.settings(reward_model=str(path), dtype="float32")
+    judge = tba.TextModel("AutoModelForSequenceClassification", "reward_model", tokenizer, config)
+    ending = tokenizer.convert_ids_to_tokens(0)
+    texts = [f"Ann lost hat{ending}", "Ann lost hat", f"Ben lost a key at the park.{ending * 2}"]
+    np.testing.assert_allclose(judge(texts)[:, 0], plain_scores(path, texts), atol=1e-5)
 
 
 def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
