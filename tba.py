@@ -3351,8 +3351,9 @@ def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]
 
 # ================================================================================ 14. Checkpoints
 
-# settings that a resumed run cannot change
-FIXED = ("synchronous", "lora_rank", "reset_reference_every")
+# settings that a resumed run cannot change: its stored groups were sampled and scored with them
+SCORED_WITH = ("model", "temperature", "searched_per_prompt")
+FIXED = (*SCORED_WITH, "synchronous", "lora_rank", "reset_reference_every")
 FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
@@ -3369,7 +3370,9 @@ def save(trainer: Trainer) -> None:
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
         trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
         return
-    fixed = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
+    names = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
+    fixed = {name: getattr(config, name) for name in names}
+    fixed["model"] = config.as_given["model"]  # not that of the warm start
     state = learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
@@ -3382,7 +3385,7 @@ def save(trainer: Trainer) -> None:
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "fixed": {name: getattr(config, name) for name in fixed},
+        "fixed": fixed,
     }
     weights = learner.saved_weights()
     trainer.writing = trainer.writer.submit(
