@@ -4130,6 +4130,24 @@ def finish(trainer: Trainer) -> None:
 # ======================================================================================== 18. MATH
 
 
+def last_box(text: str) -> str:
+    r"""The answer in a text's last \boxed{...}, up to the brace that closes it, or "".
+
+    >>> last_box(r"\boxed{5}? No, \boxed{\frac{1}{2}}. So it is $6$.")
+    '\\frac{1}{2}'
+    """
+    text = re.sub(r"(?<=\d)(\\[,;: ]|~)(?=\d{3})", "", text)  # 1\,200 is 1200
+    box = ["", *re.split(r"\\(?:boxed|fbox)\s*", text)[1:]][-1]
+    if not box.startswith("{"):
+        return box.partition("$")[0].strip()  # $\boxed 5$
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", box, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return box[1 : token.start()].strip()
+    return ""
+
+
 class MATH(Task):
     """Competition mathematics: reward 1 if the boxed answer is equivalent to the solution's.
 
@@ -4145,6 +4163,11 @@ class MATH(Task):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.special_tokens = not tokenizer.chat_template  # a template includes them
         super().__init__(config, tokenizer)
+        held_out = "eval_dataset" if config.eval_dataset else "dataset"
+        for name, examples in (("dataset", self.train), (held_out, self.held_out)):
+            for i, example in enumerate(examples):
+                fix = f"row {i}: no \\boxed answer in solution {example['solution']!r:.60}"
+                config.require(last_box(str(example["solution"])), name, fix)
 
     def prompt(self, example: dict) -> str:
         text = f"{example['problem']}\n{self.INSTRUCTION}"
@@ -4164,9 +4187,9 @@ class MATH(Task):
         """Whether the response's last boxed answer equals the solution's."""
         from math_verify import parse, verify  # imported late: only this task needs it
 
+        boxes = [f"\\boxed{{{last_box(text)}}}" for text in (solution, response)]
         try:
-            gold = parse(solution[solution.rindex("\\boxed") :], parsing_timeout=None)
-            answer = parse(response[response.rindex("\\boxed") :], parsing_timeout=None)
+            gold, answer = (parse(box, parsing_timeout=None) for box in boxes)
             return bool(answer) and verify(gold, answer, timeout_seconds=None)
         except Exception:  # malformed answers are wrong
             return False

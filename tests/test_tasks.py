@@ -128,10 +128,32 @@ def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
         ("\\boxed{3}", "\\boxed{4}", False),
         ("\\boxed{3}", "the answer is 3", False),
         ("\\boxed{3}", "\\boxed{", False),
+        # what follows the box does not count, whatever is in it
+        ("\\boxed{6}", "\\boxed{5}. The final answer is $6$.", False),
+        ("\\boxed{6}", "\\boxed{?}. 6", False),
+        ("\\boxed{6}", "\\boxed{} 6", False),
+        ("\\boxed{6}", "\\boxed{6}. So it is $6$ apples and $7$ pears", True),
+        ("\\boxed{6}. It was 5.", "\\boxed{5}", False),
+        ("\\boxed{1200}", "\\boxed{1\\,200}", True),
+        ("$\\boxed 5$, as 5 < 7", "\\boxed{\\text{5}}", True),
+        ("\\boxed{\\{1,2\\}}", "\\boxed{\\left\\{2,1\\right\\}}", True),
     ],
 )
 def test_verdicts_of_math(gold, answer, same):
     assert tba.MATH.is_right(gold, answer) == same
+
+
+def test_a_solution_without_an_answer_is_refused_with_its_row(gsm8k, tmp_path):
+    rows = [{"problem": "1+1?", "solution": f"\\boxed{{{i}}}"} for i in range(3)]
+    rows.append({"problem": "1+2?", "solution": "3"})
+    for name in ("train", "test"):
+        data = tmp_path / name
+        data.mkdir()
+        for split in ("train", "test"):
+            lines = [json.dumps(row) for row in (rows if split == name else rows[:3])]
+            (data / f"{split}.jsonl").write_text("\n".join(lines))
+        with pytest.raises(tba.InputError, match=r"--dataset.*row 3"):
+            problem_of(gsm8k, tmp_path, task="math", dataset=data)
 
 
 def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_path):
