@@ -3360,8 +3360,9 @@ def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]
 
 # ================================================================================ 14. Checkpoints
 
-# settings that a resumed run cannot change
-FIXED = ("synchronous", "lora_rank", "reset_reference_every")
+# settings that a resumed run cannot change: its stored groups were sampled and scored with them
+SCORED_WITH = ("model", "temperature", "searched_per_prompt")
+FIXED = (*SCORED_WITH, "synchronous", "lora_rank", "reset_reference_every")
 FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
@@ -3378,7 +3379,9 @@ def save(trainer: Trainer) -> None:
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
         trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
         return
-    fixed = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
+    names = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
+    fixed = {name: getattr(config, name) for name in names}
+    fixed["model"] = config.as_given["model"]  # not that of the warm start
     state = learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
@@ -3391,7 +3394,7 @@ def save(trainer: Trainer) -> None:
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "fixed": {name: getattr(config, name) for name in fixed},
+        "fixed": fixed,
     }
     weights = learner.saved_weights()
     trainer.writing = trainer.writer.submit(
@@ -4195,6 +4198,24 @@ def finish(trainer: Trainer) -> None:
 # ======================================================================================== 18. MATH
 
 
+def last_box(text: str) -> str:
+    r"""The answer in a text's last \boxed{...}, up to the brace that closes it, or "".
+
+    >>> last_box(r"\boxed{5}? No, \boxed{\frac{1}{2}}. So it is $6$.")
+    '\\frac{1}{2}'
+    """
+    text = re.sub(r"(?<=\d)(\\[,;: ]|~)(?=\d{3})", "", text)  # 1\,200 is 1200
+    box = ["", *re.split(r"\\(?:boxed|fbox)\s*", text)[1:]][-1]
+    if not box.startswith("{"):
+        return box.partition("$")[0].strip()  # $\boxed 5$
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", box, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return box[1 : token.start()].strip()
+    return ""
+
+
 class MATH(Task):
     """Competition mathematics: reward 1 if the boxed answer is equivalent to the solution's.
 
@@ -4210,6 +4231,11 @@ class MATH(Task):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.special_tokens = not tokenizer.chat_template  # a template includes them
         super().__init__(config, tokenizer)
+        held_out = "eval_dataset" if config.eval_dataset else "dataset"
+        for name, examples in (("dataset", self.train), (held_out, self.held_out)):
+            for i, example in enumerate(examples):
+                fix = f"row {i}: no \\boxed answer in solution {example['solution']!r:.60}"
+                config.require(last_box(str(example["solution"])), name, fix)
 
     def prompt(self, example: dict) -> str:
         text = f"{example['problem']}\n{self.INSTRUCTION}"
@@ -4229,9 +4255,9 @@ class MATH(Task):
         """Whether the response's last boxed answer equals the solution's."""
         from math_verify import parse, verify  # imported late: only this task needs it
 
+        boxes = [f"\\boxed{{{last_box(text)}}}" for text in (solution, response)]
         try:
-            gold = parse(solution[solution.rindex("\\boxed") :], parsing_timeout=None)
-            answer = parse(response[response.rindex("\\boxed") :], parsing_timeout=None)
+            gold, answer = (parse(box, parsing_timeout=None) for box in boxes)
             return bool(answer) and verify(gold, answer, timeout_seconds=None)
         except Exception:  # malformed answers are wrong
             return False
@@ -4267,10 +4293,8 @@ class TextModel:
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
         self.model = load_model(config, getattr(config, name), dtype, local_device(), kind)
-        # causal classifiers read the last token that is not padding: it may be EOS
-        pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
-        tokenizer.pad_token_id = next(p for p in pads if p not in (None, tokenizer.eos_token_id))
-        self.model.config.pad_token_id = tokenizer.pad_token_id
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token_id = 0  # any token: it is masked
         tokenizer.padding_side = "right"
         tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
@@ -4293,12 +4317,15 @@ class TextModel:
         # a chat template includes special tokens
         batch = encode(texts, add_special_tokens=not self.is_lm).to(self.model.device)
         mask = batch["attention_mask"]  # (R, L)
-        if self.kind == "AutoModelForSequenceClassification":
-            return self.model(batch["input_ids"], attention_mask=mask).logits.float()
+        is_causal = hasattr(self.model, "score")  # a classifier that reads the last token
+        if self.kind == "AutoModelForSequenceClassification" and not is_causal:
+            return self.model(batch["input_ids"], attention_mask=mask).logits
         output = self.model.base_model(batch["input_ids"], attention_mask=mask)
+        last = output.last_hidden_state[range(len(texts)), mask.sum(1).clamp(1) - 1]  # (R, H)
         if self.is_lm:
-            last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
             return logits_of(self.model, output, last)
+        if is_causal:  # its own `forward` would look for the last token that is not padding
+            return self.model.score(last)
         states = output.last_hidden_state.float() * mask[..., None]
         return nn.functional.normalize(states.sum(1), dim=-1)  # the mean's direction
 

@@ -106,8 +106,11 @@ def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path,
     assert "--output_dir" in refused(arguments(gsm8k, out), capsys)
     assert "--steps" in refused(["--resume", out, "--steps", 0], capsys)
     assert "--synchronous" in refused(["--resume", out, "--synchronous"], capsys)
-    for name in ("--lora_rank", "--reset_reference_every"):
-        assert name in refused(["--resume", out, name, 2], capsys)
+    # stored groups were sampled and scored with these: a reference, a temperature, S responses
+    other = {"--model": changed(gsm8k / "model", tmp_path / "other"), "--temperature": 0.5}
+    other |= {"--searched_per_prompt": 16, "--lora_rank": 2, "--reset_reference_every": 2}
+    for name, value in other.items():
+        assert f"{name} {value}" in refused(["--resume", out, name, value], capsys)
     flags = ["--resume", out, "--dataset", gsm8k / "data" / "test.jsonl"]
     assert "--dataset" in refused(flags, capsys)
 
