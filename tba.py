@@ -913,8 +913,8 @@ class Trainer:
 
     An asynchronous run waits for generation before the first step (--initial_trajectories), if too
     few groups have draws left (--max_replays), and after a reference reset has emptied the buffer;
-    for the previous checkpoint to be written, in `save`; and for the final evaluation. Lockstep
-    also waits for the weight sync, the evaluation if one is due, and the batch of every step.
+    for the previous checkpoint to be written, in `save`; for a slow AttackBuffer; and for the final
+    evaluation. Lockstep also waits for the weight sync, a due evaluation, and each step's batch.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
