@@ -3731,7 +3731,7 @@ class RunFolder:
         write = self.bar.write if sys.stderr.isatty() else print
         write(text, file=sys.stderr)
 
-    def append(self, name: str, text: str) -> None:
+    def append_text(self, name: str, text: str) -> None:
         """Append to a file. If that fails, warn, and keep the text until the next call."""
         failed_before = self.unwritten[name]
         self.unwritten[name] += text.encode(errors="replace")
@@ -3743,13 +3743,13 @@ class RunFolder:
             if not failed_before:
                 self.say(f"warning: {name} cannot be written, which is tried again: {error}")
 
-    def append_record(self, name: str, record: dict) -> None:
+    def append(self, name: str, record: dict) -> None:
         """Append a record to a .jsonl file."""
-        self.append(name, json.dumps(record) + "\n")
+        self.append_text(name, json.dumps(record) + "\n")
 
     def write_metrics(self, metrics: dict, hint: str) -> None:
         """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
-        self.append_record("metrics.jsonl", metrics)
+        self.append("metrics.jsonl", metrics)
         self.curves.append(self.curve_values(metrics))
         status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
         status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
@@ -3759,9 +3759,9 @@ class RunFolder:
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
-        self.append("eval_answers.txt", answers)
+        self.append_text("eval_answers.txt", answers)
         record = {"step": step, "n": n} | metrics
-        self.append_record("eval.jsonl", record)
+        self.append("eval.jsonl", record)
         self.evaluations.append(record)
         tracked = metrics | {"version": step}
         tracked = {f"held_out/{name}": value for name, value in tracked.items()}
@@ -3892,7 +3892,7 @@ class StepLog:
             "response": problem.response_texts([t.tokens])[0],
             "reward": t.reward,
         }
-        self.trainer.folder.append_record("completions.jsonl", record)
+        self.trainer.folder.append("completions.jsonl", record)
 
 
 # ================================================================================ 17. Command line
