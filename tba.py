@@ -52,8 +52,10 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import errno
 import fcntl
 import gc
+import importlib
 import importlib.util
 import itertools
 import json
@@ -70,11 +72,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import types
 import zlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -87,18 +91,48 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
+if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+    print(f"tba.py needs Python 3.11 to 3.13, not {sys.version.split()[0]}", file=sys.stderr)
+    sys.exit(2)
+if len(os.environ.get("TMPDIR", "")) > 60:
+    os.environ["TMPDIR"] = "/tmp"  # the path of a multiprocessing socket has at most 107 bytes
 
-if (
-    __name__ == "__main__"
-    and os.environ.get("RANK", "0") == "0"
-    and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv)
-):
-    # start the fork server early: it imports these while this process imports its own libraries
+# libraries fail for a container's user who has no name, or no home that can be written
+os.environ.setdefault("USER", str(os.getuid()))
+home = os.path.expanduser("~")
+if not os.access(home, os.W_OK):
+    cache = os.environ.get("XDG_CACHE_HOME", os.path.join(home, ".cache"))
+    os.environ.setdefault("HF_HOME", os.path.join(cache, "huggingface"))  # it may have models
+    temporary_home = tempfile.TemporaryDirectory()  # deleted when this process ends
+    os.environ["HOME"] = temporary_home.name
+
+SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def start_fork_server() -> None:
+    """Start the process that local Searchers are forked from, unless it runs already.
+
+    It imports libraries meanwhile. It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM
+    send to all processes of a run: the Trainer handles them, and ends the others.
+    """
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     forkserver.ensure_running()
-    if sys.stderr.isatty():  # "\r": the next line overwrites it
-        print("importing libraries", end="\r", file=sys.stderr, flush=True)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    for name in ("stdin", "stdout", "stderr"):  # closed streams, or a file would get their number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+    if os.environ.get("RANK", "0") == "0" and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv):
+        start_fork_server()
+        if sys.stderr.isatty():  # "\r": the next line overwrites it
+            print("importing libraries", end="\r", file=sys.stderr, flush=True)
+    # run as a module, so that classes have the same name here and in Searchers
+    importlib.import_module(Path(__file__).stem).run_command_line()
 
 # section 11 handles lost members of a weight group; NCCL's watchdog would kill the process
 os.environ.update(
@@ -130,7 +164,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
 
-sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in is this very module
+sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in, if this file is renamed
 torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 
 ####################################################################################################
@@ -204,17 +238,13 @@ class Config:
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     objective: str = flag(
-        "tb", "Objective: tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, "
-        "dr_grpo, online_dpo, or one defined by --plugin."
+        "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, grpo, dr_grpo, "
+        "online_dpo, or one defined by --plugin."
     )  # fmt: skip
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
     reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
     clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: PPO clip range.", POSITIVE)
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, instead of --beta.")
-    divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = flag(
-        "reverse_kl", "ftb: divergence."
-    )
-    behaviour_beta: float = flag(0.1, "oapl: KL coefficient to the behaviour policy.", POSITIVE)
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
     lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
@@ -240,7 +270,7 @@ class Config:
     logprob_tolerance: float = flag(0.0, "Abort above this `logprob_gap`; 0: 1e-3, 1 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
     searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
-    max_restarts: int = flag(5, "Consecutive failures of a Searcher before the run aborts.")
+    max_restarts: int = flag(5, "Restarts per Searcher, counted until it has run for an hour.")
 
     eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
@@ -451,41 +481,6 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     return Loss(-weighted.sum() / len(batch.logprobs))
 
 
-def ftb(batch: Batch, config: Config) -> Loss:
-    """f-Trajectory Balance (Fawkes and Hartford 2026, arXiv 2605.15417): other divergences.
-
-    TB's D^2, D = log pi - log pi*, is one of a family of losses l(D). On-policy, each has the
-    gradient direction of its --divergence; off-policy, all have the same minimum. l(D) is scaled to
-    D^2 for small D; log Z^ is where l'(D) sums to 0 over the K responses. reverse_kl is `tb`.
-
-    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and forward_kl give log Z^ = log
-    mean([e^2, 1]) = 1.43 and D = [-0.57, 1.43].
-    """
-    if config.divergence == "reverse_kl":
-        return tb(batch, config)
-    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
-    gap = target - batch.sums(batch.logprobs)  # (B, K)
-    c = 1 if config.divergence == "forward_kl" else 2  # hellinger
-    log_z = c * ((gap.detach() / c).logsumexp(1) - math.log(gap.shape[1]))
-    D = log_z[:, None] - gap
-    return Loss(2 * c * (D + c * (-D / c).exp() - c).mean(), {"log_z": log_z.mean()})
-
-
-def oapl(batch: Batch, config: Config) -> Loss:
-    """OAPL (Ritter et al. 2026, arXiv 2602.19362): KL to the behaviour policy pi_b.
-
-    loss = mean (beta_2 (log pi - log pi_b) - (r - V^))^2, with V^ = beta log mean exp(r / beta)
-    over the K responses and beta_2 = --behaviour_beta. There is no reference.
-
-    Example: log pi = log pi_b, rewards [[1, 0]] and a large beta give V^ = 0.5 and the loss 0.25.
-    """
-    log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # (B, K)
-    log_sum = (batch.rewards / config.beta).logsumexp(1)
-    value = config.beta * (log_sum - math.log(log_ratio.shape[1]))  # V^, (B,)
-    advantage = batch.rewards - value[:, None]
-    return Loss((config.behaviour_beta * log_ratio - advantage).square().mean())
-
-
 def rloo(batch: Batch, config: Config) -> Loss:
     """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740).
 
@@ -581,10 +576,8 @@ def online_dpo(batch: Batch, config: Config) -> Loss:
 # name -> function of a Batch and the Config of this step (`at_step`); plug-ins add their own
 OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
     objective.__name__: objective
-    for objective in (
-        tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, dr_grpo, online_dpo
-    )
-}  # fmt: skip
+    for objective in (tb, tb_learned_z, tba_prime, rloo, proximal_rloo, grpo, dr_grpo, online_dpo)
+}
 # sums over prompts of terms that depend on no other prompt's log-probabilities; all others cost a
 # second forward pass if a batch has several micro-batches (`Learner.backward`)
 SEPARABLE = set(OBJECTIVES.values())
@@ -1094,6 +1087,9 @@ class Trainer:
     def drain_queues(self) -> None:
         """Take all groups and messages from the queues, and handle the messages."""
         groups, messages = self.searchers.take()
+        self.inbox += groups  # before the messages: wrong weights end the run
+        self.log.arrived += groups
+        self.received += sum(len(group.trajectories) for group in groups)
         for s, message in messages:
             match message:
                 case Failed(text):
@@ -1112,9 +1108,15 @@ class Trainer:
                     self.sync.on_loaded(s, probes)
                 case Evaluated():
                     self.evaluations.on_records(message)
-        self.inbox += groups
-        self.log.arrived += groups
-        self.received += sum(len(group.trajectories) for group in groups)
+
+    def close(self) -> None:
+        """End the processes, threads and connections of the run."""
+        self.searchers.stop()
+        self.writer.shutdown()
+        if self.sync:
+            abandon(self.sync.group)
+        if self.folder.accelerator:
+            self.folder.accelerator.end_training()
 
     def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
         """Take one optimizer step on B groups of K trajectories, and log it."""
@@ -1361,7 +1363,7 @@ class Searcher:
     """
 
     EVAL_CHUNK = 8  # held-out answers that are scored between polls
-    MAX_UNSCORED = 8  # responses waiting for rewards, as a multiple of --sequences_in_flight
+    MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
         self.config = config
@@ -1370,8 +1372,7 @@ class Searcher:
         self.index = spec.first  # its next position in the prompt order
         self.limit = 0.0  # it submits prompts before this position
         # a different seed for every start: identical samples would be a waste
-        rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
-        seed = int(rng.integers(2**31))
+        seed = int(np.random.default_rng([config.seed, spec.searcher, spec.start]).integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
@@ -1392,7 +1393,6 @@ class Searcher:
         self.pending_answers = 0  # to held-out prompts, not generated yet
         self.receiver = WeightReceiver(config, spec, self.reference_weights)
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
-        self.started = time.perf_counter()
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
         self.tokens = 0  # generated
@@ -1404,10 +1404,10 @@ class Searcher:
             self.submit_prompts()
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
-                continue
-            time.sleep(0.003)
-            self.idle += 0.003
-            self.between_steps()
+            else:
+                time.sleep(0.003)
+                self.idle += 0.003
+                self.between_steps()
 
     def between_steps(self) -> None:
         """Work between decode steps. Raises whatever the task or the receiver raised."""
@@ -1450,6 +1450,8 @@ class Searcher:
             self.engine.load_weights(weights.items())
             self.version = message.version
             probes = self.score_probes()
+        if self.receiver.staging.flat.is_cuda:
+            torch.cuda.synchronize()  # the next weights may overwrite the staging buffer
         self.spec.send(Loaded(probes))
         if message.held_out:
             begin_evaluation(self, message)
@@ -1536,16 +1538,20 @@ class Searcher:
         return groups
 
     def start_scoring(self) -> None:
-        """Compute the rewards of all complete groups in one call, once a thread is free.
+        """Compute the rewards of the oldest complete groups, once a thread is free.
 
-        In lockstep, groups completed together are scored together, so that runs repeat exactly.
+        The threads together take at most --sequences_in_flight responses at a time. In lockstep,
+        calls do not depend on when a thread is free, so that runs repeat exactly.
         """
+        config = self.config
         task = self.problem.task
-        busy = sum(call.groups > 0 for call in self.calls) >= max(1, task.reward_threads)
-        if not self.unscored or (busy and not self.config.synchronous):
+        threads = max(1, task.reward_threads)
+        busy = sum(call.groups > 0 for call in self.calls) >= threads
+        if not self.unscored or (busy and not config.synchronous):
             return
-        groups = self.unscored
-        self.unscored = []
+        size = max(1, config.sequences_in_flight // (threads * config.searched_per_prompt))
+        groups = self.unscored[:size]
+        del self.unscored[:size]
         rows = [t for group in groups for t in group.trajectories]
         examples = [task.train[t.prompt_id] for t in rows]
         texts = self.problem.response_texts([t.tokens for t in rows])
@@ -1579,7 +1585,9 @@ class Searcher:
             elif not call.future.running():
                 call.queued = now
             elif now - call.queued > self.config.searcher_timeout:
-                raise TimeoutError("rewards or an evaluation exceeded --searcher_timeout")
+                raise TimeoutError(
+                    "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
+                )
 
     def deliver(self) -> None:
         """Send scored groups, and a heartbeat twice a second; never blocks on a full queue."""
@@ -1591,7 +1599,7 @@ class Searcher:
         now = time.perf_counter()
         if now - self.last_heartbeat > 0.5:
             self.last_heartbeat = now
-            self.spec.send(Heartbeat(now, now - self.started - self.idle, self.tokens))
+            self.spec.send(Heartbeat(now, self.idle, self.tokens))
 
 
 def prompt_at(seed: int, index: int, prompts: int) -> int:
@@ -1624,23 +1632,45 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load a causal language model from a folder or hub name, with dropout disabled."""
+def load_model(
+    config: Config, path: str, dtype: torch.dtype, device: torch.device,
+    kind: str = "AutoModelForCausalLM",
+) -> nn.Module:  # fmt: skip
+    """Load a model from a folder or hub name, with dropout disabled; `kind`: its auto class.
+
+    Raises ValueError if it lacks weights or has others, is quantized, or has an adapter.
+    """
+    if transformers.utils.find_adapter_config_file(path):
+        raise ValueError("has an adapter (adapter_config.json); merge it into the model")
     model_config = transformers.AutoConfig.from_pretrained(path)
-    drop = {k: 0.0 for k, v in vars(model_config).items() if "drop" in k and isinstance(v, float)}
-    model_config.update(drop)
+    if hasattr(model_config, "quantization_config"):
+        raise ValueError("is quantized; use a model in bfloat16 or float32")
+    dropout = {k: v for k, v in vars(model_config).items() if "drop" in k and isinstance(v, float)}
+    model_config.update(dict.fromkeys(dropout, 0.0))
     if config.dtype == "bfloat16":
-        # TF32 for float32 matmuls: more precise than bfloat16, and nearly as fast
+        # TF32 for float32 matmuls, which vLLM disables: nearly as fast as bfloat16, more precise
         torch.set_float32_matmul_precision("high")
     # SDPA ignores the soft cap of attention scores (Gemma 2)
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model, loaded = getattr(transformers, kind).from_pretrained(
         path,
         config=model_config,
         dtype=dtype,
         device_map={"": device},
         attn_implementation="eager" if capped else None,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that they are reported
     )
+    is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
+    wrong = [name for name in loaded["missing_keys"] if not (is_body and "pooler" in name)]
+    wrong += [name for name in loaded["unexpected_keys"] if not (is_body or "pooler" in name)]
+    wrong += [name for name, *_ in loaded["mismatched_keys"]]
+    if wrong:
+        text = f"{len(wrong)} weights are missing, unexpected or of another shape"
+        raise ValueError(f"{text} for a {type(model).__name__}, such as {min(wrong)}")
+    model.config = copy.copy(model.config)  # layers keep theirs; saved models keep their dropout
+    model.config.update(dropout)
+    return model
 
 
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -2478,17 +2508,17 @@ class WeightSync:
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
-        failure = transfer.failure
         if not complete:
-            failure = failure or "timeout (--transfer_timeout)"
+            transfer.failure = transfer.failure or "timeout (--transfer_timeout)"
         elif error := transfer.sending.exception():
-            failure = failure or first_line(error)
+            transfer.failure = transfer.failure or first_line(error)
         for s in silent:
             s.kill("did not reply to a weight transfer, and was killed")
         self.transfer = None
         self.group = transfer.group
-        if failure:
-            self.say(f"warning: sending the weights of step {transfer.version} failed: {failure}")
+        if transfer.failure:
+            text = f"sending the weights of step {transfer.version} failed: {transfer.failure}"
+            self.say(f"warning: {text}")
             abandon(self.group)
             self.group = None
             self.due = True
@@ -2534,8 +2564,8 @@ class WeightSync:
         for s in ready:
             s.receiving = self.transfer
             s.loading = self.transfer
-        thread = ThreadPoolExecutor(1)  # one per transfer: a stuck one may never return
-        self.transfer.sending = thread.submit(self.send, self.transfer, held_out)
+        # in a new thread, as a stuck one may never return
+        self.transfer.sending = ThreadPoolExecutor(1).submit(self.send, self.transfer, held_out)
         self.seconds += time.perf_counter() - start
         return not reference
 
@@ -2557,10 +2587,8 @@ class WeightSync:
             transfer.group = form_group(
                 self.config, self.searchers.meeting, self.group_name, 0, size
             )
-        broadcast(
-            transfer.group, self.snapshot, self.config.transfer_timeout,
-            lambda: transfer.member_ended,
-        )  # fmt: skip
+        timeout = self.config.transfer_timeout
+        broadcast(transfer.group, self.snapshot, timeout, lambda: transfer.member_ended)
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """A member did not receive the weights, and keeps its current ones."""
@@ -2568,7 +2596,7 @@ class WeightSync:
         transfer.failure = transfer.failure or f"Searcher {s.spec.searcher}: {reason}"
         s.receiving = None
         s.loading = None
-        self.evaluations.drop(s)  # the held-out prompts were sent with the weights
+        self.evaluations.drop(s, self.transfers)  # one whose prompts came with these weights
         if not transfer.member_ended:  # otherwise not this member's fault
             s.missed += 1
         if s.missed >= self.MAX_MISSED:
@@ -2636,10 +2664,8 @@ class WeightReceiver:
                 self.group = form_group(
                     self.config, self.spec.meeting, message.group, message.rank, message.size
                 )
-            broadcast(
-                self.group, self.staging, self.config.transfer_timeout,
-                lambda: self.store.check([message.group]),
-            )  # fmt: skip
+            timeout = self.config.transfer_timeout
+            broadcast(self.group, self.staging, timeout, lambda: self.store.check([message.group]))
         except RuntimeError as error:  # perhaps another member's fault
             abandon(self.group)
             self.group = None
@@ -2687,7 +2713,7 @@ class Heartbeat(NamedTuple):
     """A heartbeat, twice a second; the first one means that the models are loaded."""
 
     time: float  # seconds, on this Searcher's clock
-    worked: float  # seconds spent on generating and scoring so far
+    idle: float  # seconds so far without work, or spent on loading weights
     tokens: int  # generated so far
 
 
@@ -2772,10 +2798,8 @@ class RunningSearcher:
         """Fraction of recent time that it worked, and tokens generated per second."""
         if len(self.heartbeats) < 2:
             return 0.0, 0.0
-        first = self.heartbeats[0]
-        last = self.heartbeats[-1]
-        seconds = last.time - first.time
-        return (last.worked - first.worked) / seconds, (last.tokens - first.tokens) / seconds
+        seconds, idle, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
+        return 1 - idle / seconds, tokens / seconds
 
 
 @dataclass
@@ -2783,9 +2807,9 @@ class Slot:
     """One of the M Searchers, across restarts of its process."""
 
     running: RunningSearcher | None = None
-    failures: int = 0  # since its last group arrived
+    failures: int = 0  # consecutive ones, each soon after the restart before
     delivered: bool = False  # a group, ever
-    restart_at: float = 0.0
+    restart_at: float = 0.0  # time of the latest restart
 
 
 class SearcherProcesses:
@@ -2796,6 +2820,8 @@ class SearcherProcesses:
     """
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
+    RESTART_DELAY = 5  # seconds
+    HEALTHY_AFTER = 3600  # seconds after a restart until a failure is the first one again
     QUEUE_SIZE = 4096  # groups in the queue before Searchers wait
     POLL_EVERY = 0.2  # seconds between two checks of all processes
 
@@ -2809,6 +2835,7 @@ class SearcherProcesses:
         # all groups before this position of the prompt order have arrived, and some after it
         self.first_missing: int = saved.get("first_missing", 0)
         self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
+        self.manager: QueueManager | None = None
         self.arrivals = ManagerQueue(self.QUEUE_SIZE)  # groups, unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
@@ -2842,6 +2869,8 @@ class SearcherProcesses:
             nccl = torch.cuda.is_available()
         self.manager = QueueManager(address, ctx=mp.get_context("fork"))
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
+        if not self.config.cluster:
+            start_fork_server()
         self.groups = self.manager.Queue(self.QUEUE_SIZE)
         self.messages = self.manager.Queue()
         run = pickle.dumps((self.config, self.problem))
@@ -2904,9 +2933,7 @@ class SearcherProcesses:
         # groups are drained first: a Searcher reports the probes of new weights before it sends
         # groups generated with them, so wrong weights end the run before these are used
         for group in self.arrivals.take_all():
-            slot = self.slots[group.index % len(self.slots)]
-            slot.failures = 0
-            slot.delivered = True
+            self.slots[group.index % len(self.slots)].delivered = True
             if self.record_arrival(group.index):
                 groups.append(group)
         running = {s.spec.start: s for s in self.running}
@@ -2949,15 +2976,17 @@ class SearcherProcesses:
         text = f"Searcher {searcher} {reason}"
         if s.traceback:
             text += f":\n{s.traceback}"
-        delay = min(60, 2**slot.failures)
-        slot.restart_at = time.monotonic() + delay
-        slot.failures += 1
         if not slot.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
+        now = time.monotonic()
+        # a failure that takes --searcher_timeout to be noticed came that much earlier
+        if now > slot.restart_at + self.HEALTHY_AFTER + self.config.searcher_timeout:
+            slot.failures = 0
+        slot.failures += 1
         if slot.failures > self.config.max_restarts:
             raise RunEnded(f"{text}\nnot restarted: {slot.failures} failures (--max_restarts)")
-        attempt = f"restart {slot.failures} of {self.config.max_restarts} in {delay} s"
-        self.say(f"warning: {text}\n{attempt}")
+        slot.restart_at = now + self.RESTART_DELAY
+        self.say(f"warning: {text}\nrestart {slot.failures} of {self.config.max_restarts}")
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
@@ -2966,9 +2995,11 @@ class SearcherProcesses:
             s.spec.commands.put(SearchUpTo(limit))
 
     def stop(self) -> None:
-        """Kill all Searchers."""
+        """Kill all Searchers, and end the Manager."""
         for s in self.running:
             s.process.kill()
+        if self.manager:
+            self.manager.shutdown()
 
 
 class ManagerQueue(queue.Queue):
@@ -2993,7 +3024,11 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
 
     def __init__(self, spec: SearcherSpec) -> None:
         super().__init__(target=searcher_process, args=(spec, gpu_of(spec.searcher)))
+        main = sys.modules["__main__"]
+        # the new process would otherwise run the script that this one runs
+        sys.modules["__main__"] = types.ModuleType("__main__")
         self.start()
+        sys.modules["__main__"] = main
 
     def kill(self) -> None:
         """Kill it and its children."""
@@ -3100,9 +3135,10 @@ def run_cluster_searcher() -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; ignore Ctrl-C."""
+    """Have the kernel kill this process when its parent ends; ignore STOP_SIGNALS."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS:  # unlike SIG_IGN, a handler is not inherited by programs
+        signal.signal(number, lambda *_: None)
     server = forkserver._forkserver
     if server._forkserver_alive_fd:  # the fork server ends once nobody has it open
         os.close(server._forkserver_alive_fd)
@@ -3113,9 +3149,39 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
+class LenientStream:
+    """A text stream that ignores errors: no closed terminal, pipe or full disk may end a run."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def lenient_output() -> Iterator[None]:
+    """Make standard output and standard error lenient streams."""
+    output = LenientStream(sys.stdout)
+    errors = LenientStream(sys.stderr)
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        yield
+
+
+@lenient_output()
 def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     """Run a Searcher; sends the Trainer the traceback of an exception."""
     end_with_parent()
+    # a task's process pool ends its workers with SIGTERM
+    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
     for name in list(os.environ):  # the launcher set them for the Trainer; they would mislead vLLM
         if name.startswith(
             ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_")
@@ -3123,9 +3189,6 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
             del os.environ[name]
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
-    # concurrent compilations in one folder can break it
-    cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
-    os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{spec.searcher}")
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
     quiet_libraries()
     try:
@@ -3201,10 +3264,10 @@ class Evaluations:
         self.pending[transfer] = Evaluation(version, rows)
         return rows
 
-    def drop(self, s: RunningSearcher) -> None:
-        """Drop a Searcher's pending evaluations, and have the next sync start one instead."""
+    def drop(self, s: RunningSearcher, since: int = 0) -> None:
+        """Drop a Searcher's evaluations from transfer `since` on; the next sync starts another."""
         for transfer, evaluation in list(self.pending.items()):
-            if s in evaluation.rows:
+            if s in evaluation.rows and transfer >= since:
                 self.due = True
                 del self.pending[transfer]
 
@@ -3217,20 +3280,19 @@ class Evaluations:
         if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
             return
         del self.pending[message.evaluation]
-        step = evaluation.version
         by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
         text = ""  # of eval_answers.txt
         for row, records in enumerate(by_prompt[: self.ANSWERS_SHOWN]):
             answers = [record.pop("answer") for record in records]
             prompt = self.problem.text(self.problem.held_out[row])
-            text += f"======== step {step}\n{prompt}\n"
+            text += f"======== step {evaluation.version}\n{prompt}\n"
             text += f"-------- answer\n{answers[0]}\n\n"
         metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
         if n > 1 and "accuracy" in metrics:  # prompts with a correct response
             solved = [max(record["accuracy"] for record in records) for records in by_prompt]
             metrics[f"pass@{n}"] = float(np.mean(solved))
-        self.folder.write_evaluation(step, len(by_prompt), metrics, text)
+        self.folder.write_evaluation(evaluation.version, len(by_prompt), metrics, text)
 
 
 # The Searcher's side: answer held-out prompts, and have the answers scored.
@@ -3323,7 +3385,7 @@ def save(trainer: Trainer) -> None:
         "inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
         "first_missing": trainer.searchers.first_missing,
         "arrived_positions": sorted(trainer.searchers.arrived_positions),
-        "reference": trainer.sync.reference,
+        "reference": dict(trainer.sync.reference),  # a reset replaces its tensors
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),
         "memory": copy.deepcopy(trainer.rule.memory),
@@ -3346,7 +3408,10 @@ def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: d
         torch.save(state, new / "trainer.pt")
     folder.say(f"checkpoint: {path} (resume with --resume {folder.path})")
     for old in checkpoints(folder.path)[2:]:
-        shutil.rmtree(old)
+        try:
+            shutil.rmtree(old)
+        except OSError as error:  # on NFS, while a file of the checkpoint is open
+            folder.say(f"warning: {old} could not be deleted: {error}")
     folder.draw_curves()
     return state["step"]
 
@@ -3356,6 +3421,7 @@ def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) 
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
+    model.generation_config.to_json_file(folder / "generation_config.json")
     problem.tokenizer.save_pretrained(folder)
 
 
@@ -3365,13 +3431,16 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     new = path.with_name(f".{path.name}")
     shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
-    yield new
-    for file in (*new.iterdir(), new):  # a power failure must not leave empty files
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    shutil.rmtree(path, ignore_errors=True)
-    new.rename(path)
+    try:
+        yield new
+        for file in (*new.iterdir(), new):  # a power failure must not leave empty files
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        shutil.rmtree(path, ignore_errors=True)
+        new.rename(path)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)  # its part would fill a full disk
 
 
 def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]:
@@ -3442,14 +3511,26 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
     """Load the path or hub name in flag `name`. Raises InputError if that fails."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
+    is_local = os.path.exists(value)
+    config.require(is_local or value[0] not in "/.~", name, "does not exist")
     try:
         return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
-        raise InputError(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
+        cause = error.__cause__ or error
+        text = f"--{name} {value}: {first_line(cause)}"
+        if not is_local and getattr(cause, "errno", None) in (errno.EACCES, errno.EROFS):
+            text = f"HF_HOME: {first_line(cause)}; set it to a folder that can be written"
+        raise InputError(text) from None
 
 
 read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
 read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
+
+
+def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> None:
+    """Raise InputError unless the model of flag `name` loads; reads its weights' names only."""
+    meta = torch.device("meta")
+    load_flag(name, config, lambda path: load_model(config, path, torch.float32, meta, kind))
 
 
 def read_dataset(name: str, config: Config) -> Any:
@@ -3460,12 +3541,20 @@ def read_dataset(name: str, config: Config) -> Any:
     datasets.logging.set_verbosity(logging.CRITICAL)
 
     def load(value: str) -> Any:
-        suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-        if suffix in (".json", ".csv", ".parquet"):
-            return datasets.load_dataset(suffix[1:], data_files=value)
         if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
             return datasets.load_from_disk(value)
-        return datasets.load_dataset(*value.split(":"))  # a folder, NAME or NAME:CONFIG
+        is_local = os.path.exists(value)
+        source = [value] if is_local else value.split(":")  # NAME or NAME:CONFIG
+        files = None
+        suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
+        if suffix in (".json", ".csv", ".parquet"):
+            source = [suffix[1:]]
+            files = value
+        with tempfile.TemporaryDirectory() as new:  # a cache may have old rows, or be read-only
+            cache = new if is_local else None
+            return datasets.load_dataset(
+                *source, data_files=files, cache_dir=cache, keep_in_memory=True
+            )
 
     return load_flag(name, config, load)
 
@@ -3563,6 +3652,7 @@ def load_problem(config: Config) -> Problem:
     text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
+    check_model("model", config)
     task = TASKS[config.task](config, tokenizer)
     names = ["max_position_embeddings"]
     if config.pack:  # the mask of packed rows ignores attention windows
@@ -3595,6 +3685,7 @@ class RunFolder:
         """Start a folder, or truncate a resumed run's to its checkpoint."""
         self.path = Path(config.output_dir)
         self.accelerator: Accelerator | None = None  # has the tracker; set later
+        self.unwritten: dict[str, bytes] = defaultdict(bytes)  # by file, while its disk is full
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         record = {
             "config": config.as_given,
@@ -3625,14 +3716,25 @@ class RunFolder:
         write = self.bar.write if sys.stderr.isatty() else print
         write(text, file=sys.stderr)
 
-    def append(self, name: str, record: dict) -> None:
+    def append(self, name: str, text: str) -> None:
+        """Append to a file. If that fails, warn, and keep the text until the next call."""
+        failed_before = self.unwritten[name]
+        self.unwritten[name] += text.encode(errors="replace")
+        try:
+            with open(self.path / name, "ab", buffering=0) as file:
+                written = file.write(self.unwritten[name])  # a full disk may take a part
+                self.unwritten[name] = self.unwritten[name][written:]
+        except OSError as error:
+            if not failed_before:
+                self.say(f"warning: {name} cannot be written, which is tried again: {error}")
+
+    def append_record(self, name: str, record: dict) -> None:
         """Append a record to a .jsonl file."""
-        with open(self.path / name, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        self.append(name, json.dumps(record) + "\n")
 
     def write_metrics(self, metrics: dict, hint: str) -> None:
         """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
-        self.append("metrics.jsonl", metrics)
+        self.append_record("metrics.jsonl", metrics)
         self.curves.append(self.curve_values(metrics))
         status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
         status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
@@ -3642,10 +3744,9 @@ class RunFolder:
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
-        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
-            file.write(answers)
+        self.append("eval_answers.txt", answers)
         record = {"step": step, "n": n} | metrics
-        self.append("eval.jsonl", record)
+        self.append_record("eval.jsonl", record)
         self.evaluations.append(record)
         tracked = metrics | {"version": step}
         tracked = {f"held_out/{name}": value for name, value in tracked.items()}
@@ -3776,17 +3877,17 @@ class StepLog:
             "response": problem.response_texts([t.tokens])[0],
             "reward": t.reward,
         }
-        self.trainer.folder.append("completions.jsonl", record)
+        self.trainer.folder.append_record("completions.jsonl", record)
 
 
 # ================================================================================ 17. Command line
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
 
 def run_plugin(path: str) -> None:
-    """Import a Python file that registers tasks, objectives, flags, ..."""
+    """Import a Python file that registers tasks, objectives, flags, ...; only once."""
     name = f"plugin_{Path(path).stem}"  # does not shadow a module of the same name
+    if name in sys.modules and os.path.samefile(sys.modules[name].__file__, path):
+        return
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where pickle and dataclasses look it up
@@ -3912,13 +4013,13 @@ def check_range(config: Config, f: dataclasses.Field) -> None:
         config.require(minimum <= number <= maximum and math.isfinite(number), f.name, fix)
 
 
-def claim_folder(config: Config) -> None:
-    """Make the run's folder, and lock it until this process ends. Raises InputError."""
+def claim_folder(config: Config) -> int:
+    """Make the run's folder; returns a descriptor that locks it while open. Raises InputError."""
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)  # stays open, to keep the lock
+        descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         config.require(False, name, "another run is using it")
@@ -3926,6 +4027,7 @@ def claim_folder(config: Config) -> None:
         config.require(False, name, f"{error.strerror}; choose another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
     config.require(free, "output_dir", f"has a run; choose another folder, or --resume {folder}")
+    return descriptor
 
 
 def quiet_libraries() -> None:
@@ -3935,22 +4037,38 @@ def quiet_libraries() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def stop_at_signals(trainer: Trainer) -> None:
-    """Have signals stop the run at its next safe point; a repeated one kills it."""
+@contextlib.contextmanager
+def stop_at_signals(trainer: Trainer) -> Iterator[None]:
+    """Have signals stop the run at its next safe point; one repeated after a second kills it.
+
+    Shells, `timeout` and torchrun send a signal to a process and to its group: twice at once.
+    """
+    requested: dict[int, float] = {}  # signal -> when it first came
 
     def stop(number: int, _: Any) -> None:
+        now = time.monotonic()
+        if now > requested.setdefault(number, now) + 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         trainer.stop_signal = number
-        signal.signal(number, signal.SIG_DFL)
         name = signal.Signals(number).name
-        os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
 
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
-            signal.signal(number, stop)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        for number, handler in handlers.items():
+            if handler != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
+@lenient_output()
 def main(argv: list[str]) -> int:
-    """Run tba.py with these arguments; returns the exit code."""
+    """Run tba.py with these arguments; returns the exit code. May be called repeatedly."""
     config = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -3970,49 +4088,73 @@ def main(argv: list[str]) -> int:
         saved = read_checkpoint(config, problem) if config.resume else {}
         warm = config.sft_data and not config.resume
         pairs = read_sft_pairs(config, problem) if warm else []
-        claim_folder(config)
+        lock = claim_folder(config)
     except InputError as error:
         exit_with_error(str(error))
-    folder = RunFolder(config, saved)
-    folder.say(f"output: {folder.path}")
-    warm_start(config, problem, pairs, folder.say)
-    ranks.from_rank_zero((config, problem, saved.get("model", "")))
-    return run(Trainer(config, problem, folder, ranks, saved))
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, lock)
+        folder = RunFolder(config, saved)
+        folder.say(f"output: {folder.path}")
+        warm_start(config, problem, pairs, folder.say)
+        ranks.from_rank_zero((config, problem, saved.get("model", "")))
+        return run(Trainer(config, problem, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:
-    """Train; however that ends, save and stop the Searchers. Returns the exit code."""
+    """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
-    stop_at_signals(trainer)
     folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s)")
     code = 1
-    try:
-        trainer.run()
-        code = 0
-    except KeyboardInterrupt as interrupt:
-        code = 128 + interrupt.args[0]
-    except RunEnded as error:
-        folder.say(f"tba.py: error: {error}")
-    except Exception:
-        folder.say(traceback.format_exc())
-        # other ranks may be stuck in a collective operation; an unfinished lockstep step has taken
-        # its groups, and could not be resumed exactly
-        if trainer.ranks.size > 1 or trainer.config.synchronous:
-            trainer.learner = None
-    folder.bar.close()
-    # with --lag, a checkpoint in the middle of a search could not be resumed exactly
-    exact = not trainer.config.lag or trainer.at_barrier()
-    try:
-        if code and trainer.learner and trainer.step and exact:
-            save(trainer)
-        trainer.writing.result()
+    with stop_at_signals(trainer), contextlib.closing(trainer):
+        lost = ""  # why the last step cannot be saved
+        try:
+            trainer.run()
+            code = 0
+        except KeyboardInterrupt as interrupt:
+            code = 128 + interrupt.args[0]
+        except RunEnded as error:
+            folder.say(f"tba.py: error: {error}")
+        except Exception:
+            folder.say(traceback.format_exc())
+            if trainer.ranks.size > 1:
+                lost = "other ranks may be stuck in a collective operation"
+            elif trainer.config.synchronous:
+                lost = "an unfinished lockstep step could not be repeated exactly"
+        folder.bar.close()
+        if trainer.config.lag and not trainer.at_barrier():
+            lost = "groups of later batches have not arrived (--lag)"
+        try:
+            if lost and trainer.step:
+                folder.say(f"step {trainer.step} is not saved: {lost}")
+            elif code and trainer.learner and trainer.step:
+                save(trainer)
+            trainer.writing.result()
+        except Exception as error:  # from torch, safetensors or the file system
+            folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
+            code = 1
         if code == 0:
             finish(trainer)
-    finally:
-        trainer.searchers.stop()
-        if folder.accelerator:
-            folder.accelerator.end_training()
     return code
+
+
+def run_command_line() -> NoReturn:
+    """`python tba.py ...`: run `main`, and end this process."""
+    if sys.argv[1:] == [SEARCHER_FLAG]:
+        run_cluster_searcher()
+    exit_code = 1
+    with lenient_output():
+        try:
+            exit_code = main(sys.argv[1:])
+        except SystemExit as error:
+            exit_code = error.code or 0
+        except KeyboardInterrupt:  # before the run began
+            exit_code = 128 + signal.SIGINT
+        except BaseException:
+            traceback.print_exc()
+        atexit._run_exitfuncs()  # libraries clean up
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code)  # a blocked Gloo or NCCL thread can abort the interpreter's own exit
 
 
 def finish(trainer: Trainer) -> None:
@@ -4109,13 +4251,10 @@ class TextModel:
 
     def __init__(self, kind: str, name: str, tokenizer: Any, config: Config) -> None:
         """Load the model of flag `name`; `kind` is the name of one of these classes."""
-        if config.dtype == "bfloat16":  # TF32 changes scores by about 1e-3; vLLM disables it
-            torch.set_float32_matmul_precision("high")
         self.is_lm = kind == "AutoModelForCausalLM"
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
-        load = getattr(transformers, kind).from_pretrained
-        self.model = load(getattr(config, name), dtype=dtype, device_map={"": local_device()})
+        self.model = load_model(config, getattr(config, name), dtype, local_device(), kind)
         # causal classifiers read the last token that is not padding: it may be EOS
         pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
         tokenizer.pad_token_id = next(p for p in pads if p not in (None, tokenizer.eos_token_id))
@@ -4179,6 +4318,7 @@ class TLDR(Task):
         for name in self.tokenizers:
             n = read_config(name, config).num_labels
             config.require(n == 1, name, f"has {n} labels; a reward model has one")
+            check_model(name, config, "AutoModelForSequenceClassification")
         super().__init__(config, tokenizer)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
@@ -4258,6 +4398,8 @@ class AttackBuffer(ReplayBuffer):
     Comparing attacks is slow: a thread adds groups, replacing a prompt's attacks as a whole.
     """
 
+    MAX_WAITING = 16  # groups that are not stored yet; the Trainer and checkpoints wait for others
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.capacity = config.kept_per_prompt
@@ -4273,11 +4415,11 @@ class AttackBuffer(ReplayBuffer):
     def add(self, group: Group) -> None:
         """Store a group in the thread; wait for it in lockstep, where runs repeat."""
         self.adding.append(self.thread.submit(self.add_distinct, group))
-        self.finish_adding(self.config.synchronous)
+        self.finish_adding(0 if self.config.synchronous else self.MAX_WAITING)
 
-    def finish_adding(self, wait: bool = True) -> None:
-        """Raise the thread's error, if any; with `wait`, once every group is stored."""
-        while self.adding and (wait or self.adding[0].done()):
+    def finish_adding(self, waiting: int = 0) -> None:
+        """Wait until all groups but the last `waiting` are stored. Raises the thread's error."""
+        while len(self.adding) > waiting:
             self.adding.popleft().result()
 
     def state(self) -> dict[str, Any]:
@@ -4342,14 +4484,19 @@ class RedTeam(Task):
     )
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        judge = read_config("toxicity_model", config)
-        self.guard = any("CausalLM" in name for name in judge.architectures or [])
-        labels = {str(label): int(i) for i, label in judge.id2label.items()}
+        toxicity = read_config("toxicity_model", config)
+        self.guard = any("CausalLM" in name for name in toxicity.architectures or [])
+        labels = {str(label): int(i) for i, label in toxicity.id2label.items()}
         self.label = labels.get(config.toxicity_label)  # `setup` sets a guard's, a token
-        known = self.guard or self.label is not None
-        config.require(known, "toxicity_label", f"choose one of {', '.join(labels)}")
-        models = ("victim_model", "toxicity_model", "sentence_model")
-        self.tokenizers = {name: read_tokenizer(name, config) for name in models}
+        known = config.toxicity_label if self.guard else self.label is not None
+        fix = "name a guard's verdict, such as unsafe" if self.guard else f"choose one of {labels}"
+        config.require(known, "toxicity_label", fix)
+        judge = "AutoModelForCausalLM" if self.guard else "AutoModelForSequenceClassification"
+        self.judge_kinds = {"toxicity_model": judge, "sentence_model": "AutoModel"}
+        kinds = {"victim_model": "AutoModelForCausalLM"} | self.judge_kinds
+        self.tokenizers = {name: read_tokenizer(name, config) for name in kinds}
+        for name, kind in kinds.items():
+            check_model(name, config, kind)
         chat = config.victim_format == "alpaca" or self.tokenizers["victim_model"].chat_template
         config.require(chat, "victim_format", "the victim has no chat template; use alpaca")
         short = config.min_attack_tokens <= config.max_response_tokens
@@ -4369,10 +4516,10 @@ class RedTeam(Task):
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
-        load = lambda kind, name: TextModel(kind, name, self.tokenizers[name], config)
-        kind = "AutoModelForCausalLM" if self.guard else "AutoModelForSequenceClassification"
-        self.toxicity = load(kind, "toxicity_model")
-        self.sentence = load("AutoModel", "sentence_model")
+        self.judges = {
+            name: TextModel(kind, name, self.tokenizers[name], config)
+            for name, kind in self.judge_kinds.items()
+        }
         if self.guard:  # its first token says whether a conversation is toxic
             encode = self.tokenizers["toxicity_model"].encode
             self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
@@ -4425,7 +4572,8 @@ class RedTeam(Task):
         texts = []
         for attack, answers in zip(attacks, self.victim_answers(attacks), strict=True):
             texts += [self.judged_text(attack, answer) for answer in answers]
-        logprobs = self.toxicity(texts).log_softmax(-1)  # (N * victim_samples, labels or V)
+        # (N * victim_samples, labels or V)
+        logprobs = self.judges["toxicity_model"](texts).log_softmax(-1)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
@@ -4438,7 +4586,7 @@ class RedTeam(Task):
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
-        vectors = self.sentence(responses).numpy()
+        vectors = self.judges["sentence_model"](responses).numpy()
         return [
             {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector}
             for t, vector in zip(toxicities, vectors, strict=True)
@@ -4552,24 +4700,3 @@ def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Calla
 
 TASKS |= {"math": MATH, "tldr": TLDR, "redteam": RedTeam}
 FLAGS += [TLDRFlags, RedTeamFlags, WarmStartFlags]
-
-
-####################################################################################################
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] == [SEARCHER_FLAG]:
-        run_cluster_searcher()
-    exit_code = 1
-    try:
-        exit_code = main(sys.argv[1:])
-    except SystemExit as error:
-        exit_code = error.code or 0
-    except KeyboardInterrupt:  # before the run began
-        exit_code = 128 + signal.SIGINT
-    except BaseException:
-        traceback.print_exc()
-    atexit._run_exitfuncs()  # libraries clean up
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)  # a blocked Gloo or NCCL thread can abort the interpreter's own exit

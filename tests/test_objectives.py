@@ -4,17 +4,22 @@ import collections
 import copy
 import itertools
 import math
+import sys
 
 import accelerate
 import numpy as np
 import pytest
 import torch
 from gradients import OTHERS, SEPARABLE, budgets, gradients
-from harness import learner_of, problem_of, random_groups
+from harness import ROOT, learner_of, problem_of, random_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tba
+
+sys.path.append(str(ROOT / "bench"))
+
+import objectives
 
 CPU = torch.device("cpu")
 
@@ -150,7 +155,7 @@ def test_ftb_has_its_divergences_gradient_and_minimum(divergence):
         batch = random_batch(1, len(outcomes), 0, 0.0)
         batch.logprobs, batch.ref_logprobs = logprobs, ref[0, outcomes]
         batch.lengths, batch.rewards = torch.ones_like(outcomes), rewards[:, outcomes]
-        return tba.ftb(batch, config).loss, tba.tb(batch, config).loss
+        return objectives.ftb(batch, config).loss, tba.tb(batch, config).loss
 
     logits = torch.zeros(n, dtype=torch.float64, requires_grad=True)
     loss, of_tb = loss_of(logits, torch.arange(n))
