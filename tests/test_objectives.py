@@ -457,7 +457,6 @@ def near_policy(gsm8k, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("near_policy")
     flags = {"beta": 0.5, "kl_coefficient": 0.1, "reference_temperature": 1.2}
-    flags["divergence"] = "hellinger"
     learner = learner_of(gsm8k, folder, **flags)
     learner.policy.CHUNK = 37
     model = tba.load_model(learner.config, learner.config.model, torch.float64, CPU)
