@@ -933,6 +933,9 @@ class Trainer:
         self.evaluations = Evaluations(config, problem, folder, saved)
         self.buffer = type(problem.task).buffer(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
+        if saved:
+            self.buffer.restore(saved["buffer"])
+            self.rule.memory = saved["memory"]
         self.writer = ThreadPoolExecutor(1)  # writes checkpoints in the background
         self.writing = Future()  # gives the step of the latest checkpoint
         self.writing.set_result(saved.get("step"))
@@ -940,7 +943,11 @@ class Trainer:
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
         self.received: int = saved.get("received", 0)  # trajectories so far
-        self.inbox: list[Group] = []  # groups not yet stored or, in lockstep, trained on
+        # groups not yet stored or, in lockstep, trained on
+        self.inbox = [
+            Group(index, trajectories_from_tensors(tensors))
+            for index, tensors in saved.get("inbox", {}).items()
+        ]
         self.log = StepLog(self)
         self.skipped = 0  # consecutive steps
         self.stop_signal = 0
@@ -952,9 +959,8 @@ class Trainer:
         self.folder.accelerator = self.learner.accelerator
         self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
-            self.config, self.learner, self.searchers, self.evaluations, self.folder.say
+            self.config, self.learner, self.searchers, self.evaluations, self.folder.say, self.saved
         )
-        restore(self)
         if self.config.synchronous:
             self.run_lockstep()
         else:
@@ -1228,23 +1234,17 @@ class Learner:
         log-probabilities of its whole group, or of all groups if the objective is not SEPARABLE. If
         these exceed --tokens_per_microbatch, a first pass without gradient computes all of them, so
         that gradients are always exact. Returns scalar metrics.
+
+        Example: with groups of 60 and 90 padded tokens, a budget of 100 gives two micro-batches in
+        one pass; a budget of 80 needs a first pass.
         """
-        objective = OBJECTIVES[now.objective]
         budget = now.tokens_per_microbatch
         prompts = self.problem.prompts
         sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
-
-        def evaluate(logprobs: Tensor) -> tuple[Batch, Loss]:
-            """The objective where log pi_theta of the N tokens is this; `grad` has derivatives."""
-            batch = self.make_batch(groups, logprobs, now, step)
-            result = objective(batch, now)
-            self.log_z.grad = torch.zeros_like(self.log_z)  # for objectives that do not use it
-            result.loss.backward()
-            return batch, result
-
+        evaluate = partial(self.evaluate, groups, now=now, step=step)
         units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
         rows = [row for unit in units for row in unit]
-        if objective not in SEPARABLE:
+        if OBJECTIVES[now.objective] not in SEPARABLE:
             units = [rows]
         one_pass = all(padded_tokens(unit) <= budget for unit in units)
         if not one_pass:
@@ -1268,15 +1268,15 @@ class Learner:
         measured |= batch_metrics(batch, now) | result.metrics
         return {name: value.detach().float() for name, value in measured.items()}
 
-    def make_batch(
+    def evaluate(
         self, groups: list[list[Trajectory]], logprobs: Tensor, now: Config, step: int
-    ) -> Batch:
-        """The Batch of these groups, whose tokens have these log-probabilities (N,)."""
+    ) -> tuple[Batch, Loss]:
+        """The objective at these log pi_theta (N,), and its Batch; `grad` has derivatives."""
         rows = [t for group in groups for t in group]
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=self.device)
         behaviour = load(np.concatenate([t.logprobs for t in rows]))
-        return Batch(
+        batch = Batch(
             logprobs=logprobs.clone().requires_grad_(),
             behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs, behaviour),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
@@ -1286,6 +1286,10 @@ class Learner:
             step=step,
             learned_log_z=self.log_z[load(np.array([group[0].prompt_id for group in groups]))],
         )
+        result = OBJECTIVES[now.objective](batch, now)
+        self.log_z.grad = torch.zeros_like(self.log_z)  # also for objectives that do not use it
+        result.loss.backward()
+        return batch, result
 
     def follow(self) -> None:
         """On the other ranks: run the methods that rank 0 calls, until it sends None."""
@@ -1324,17 +1328,14 @@ class Learner:
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
         """Copies in rank 0's host memory of everything `restore` needs besides the model."""
-        state = {
-            "optimizer": {name: self.optimizer.state[p] for name, p in self.trained.items()},
-            "log_z": self.log_z,
-            "adapters": {name: p for name, p in self.trained.items() if ".lora_" in name},
-        }
+        extra = {name: p for name, p in self.trained.items() if ".lora_" in name or name == "log_z"}
+        optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
+        state = {"extra": extra, "optimizer": optimizer}
         return tree_map(partial(host_copy, ranks=self.ranks), state)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore `state`, but not the learning rate, which the flags may have changed."""
-        self.log_z.data.copy_(saved["log_z"])
-        for name, tensor in saved["adapters"].items():
+        for name, tensor in saved["extra"].items():
             self.trained[name].data.copy_(shard_like(self.trained[name], tensor))
         for name, values in saved["optimizer"].items():
             own = self.optimizer.state[self.trained[name]]
@@ -1776,7 +1777,9 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     """
     plan = []
     lengths = [len(response) for _, responses in groups for response in responses]
-    indices = iter(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))  # of tokens
+    indices = iter(
+        np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    )  # of tokens, by response
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
@@ -2468,7 +2471,7 @@ class WeightSync:
 
     def __init__(
         self, config: Config, learner: Learner, searchers: SearcherProcesses,
-        evaluations: Evaluations, say: Callable[[str], None],
+        evaluations: Evaluations, say: Callable[[str], None], saved: dict[str, Any],
     ) -> None:  # fmt: skip
         self.config = config
         self.learner = learner
@@ -2486,8 +2489,10 @@ class WeightSync:
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
         # the reference's weights in host memory, if it ever changes
-        self.reference = learner.saved_weights() if config.reset_reference_every else {}
-        self.reference_version = 0  # optimizer step of its latest change
+        self.reference: dict[str, Tensor] = saved.get("reference", {})
+        if config.reset_reference_every and not self.reference:
+            self.reference = learner.saved_weights()
+        self.reference_version = saved.get("reference_version", 0)  # step of its latest change
         self.seconds = 0.0  # spent in the training thread since the last log record
 
     @property
@@ -3400,18 +3405,6 @@ def save(trainer: Trainer) -> None:
     trainer.writing = trainer.writer.submit(
         write_checkpoint, trainer, learner.model, weights, state
     )
-
-
-def restore(trainer: Trainer) -> None:
-    """Restore buffer, arrived groups and reference; constructors restore the rest."""
-    saved = trainer.saved
-    if saved:
-        trainer.buffer.restore(saved["buffer"])
-        for index, tensors in saved["inbox"].items():
-            trainer.inbox.append(Group(index, trajectories_from_tensors(tensors)))
-        trainer.rule.memory = saved["memory"]
-        trainer.sync.reference = saved["reference"] or trainer.sync.reference
-        trainer.sync.reference_version = saved["reference_version"]
 
 
 def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> int:
