@@ -65,6 +65,7 @@ import pickle
 import queue
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -85,9 +86,35 @@ from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
+# a launcher's variables: without all that ranks need to meet, they belong to something else
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+# Accelerate would shard, compile or autocast the policy a second time, as a user's settings say
+FOREIGN = ("ACCELERATE_", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def unset_variables(prefixes: tuple[str, ...]) -> None:
+    """Remove the variables with these prefixes from the environment."""
+    for name in list(os.environ):
+        if name.startswith(prefixes):
+            del os.environ[name]
+
+
+unset_variables(FOREIGN)
+complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+if not complete or os.environ["WORLD_SIZE"] == "1":
+    unset_variables(LAUNCHER)
 
 if (
     __name__ == "__main__"
@@ -129,6 +156,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.hf_argparser import string_to_bool
 
 sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in is this very module
 torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
@@ -157,14 +185,6 @@ def flag(
 schedule = partial(flag, scheduled=True)
 
 
-class FlagParser(transformers.HfArgumentParser):
-    """A parser for dataclasses whose fields are made by `flag`."""
-
-    def add_argument(self, *names: str, range=None, scheduled=None, **options: Any) -> Any:
-        if "dest" not in options:  # without transformers' --no_FLAG for each bool that is True
-            return super().add_argument(*names, **options)  # argparse does not know the other two
-
-
 @dataclass
 class Config:
     """The settings of the method and the system. Symbols in brackets are the paper's."""
@@ -180,28 +200,13 @@ class Config:
     beta: str = schedule("0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", POSITIVE)
     learning_rate: float = flag(1e-5, "Peak learning rate of AdamW.", POSITIVE)
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
-
-    plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
-    eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
     output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-PID.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
-    seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
 
-    engine: str = flag("auto", "vllm, transformers, auto (vllm if it runs here), or from --plugin.")
-    num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
-    cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
-    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
-    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
-    gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", POSITIVE, 1)
-
-    recent_probability: float | None = flag(
-        None, "Fraction of recent prompts per batch [m]; default: 0.95; lockstep: 1.", maximum=1
-    )
-    replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
-    reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
-    kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
-    max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
-    initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
+    temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
+    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
+    max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
+    sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
     objective: str = flag(
         "tb", "Objective: tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, "
@@ -216,7 +221,16 @@ class Config:
     )
     behaviour_beta: float = flag(0.1, "oapl: KL coefficient to the behaviour policy.", POSITIVE)
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
-    lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
+
+    recent_probability: float | None = flag(
+        None, "Fraction of recent prompts per batch [m]; default: 0.95; lockstep: 1.", maximum=1
+    )
+    replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
+    reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
+    kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
+    max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
+    initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
+
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
         "constant", "Learning-rate schedule after warmup."
     )
@@ -226,14 +240,16 @@ class Config:
     weight_decay: float = flag(0.0, "Weight decay of AdamW.")
     adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
     max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
+    lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
     tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
     pack: bool = flag(True, "Compute a prompt once for all its responses in a packed row.")
+    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
 
-    temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
-    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
-    max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
-    sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
-
+    engine: str = flag("auto", "vllm, transformers, auto (vllm if it runs here), or from --plugin.")
+    num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
+    cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
+    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
+    gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", POSITIVE, 1)
     synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
     lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k]; lockstep: always 1.", 1)
@@ -241,8 +257,11 @@ class Config:
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
     searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
     max_restarts: int = flag(5, "Consecutive failures of a Searcher before the run aborts.")
+    seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
+    plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
 
     eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
+    eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
@@ -270,6 +289,12 @@ class Config:
 
 # dataclasses whose fields are flags; tasks and plug-ins append theirs, and Config has all values
 FLAGS: list[type] = [Config]
+# first flag -> title of a section of --help; other dataclasses have one section each
+SECTIONS = {
+    "task": "what most runs set", "temperature": "sampling", "objective": "objective",
+    "recent_probability": "replay", "lr_schedule": "optimizer", "engine": "system",
+    "eval_every": "evaluation, checkpoints and metrics",
+}  # fmt: skip
 
 
 class InputError(ValueError):
@@ -287,6 +312,36 @@ def settings(**values: Any) -> Config:
     for f in all_flags():
         setattr(config, f.name, values.get(f.name, f.default))
     return config
+
+
+def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
+    """Add the flags of a dataclass. `settings` has their defaults."""
+    section = parser.add_argument_group(re.split(r"[.(]", owner.__doc__)[0])
+    types = get_type_hints(owner)
+    for f in dataclasses.fields(owner):
+        if f.name in SECTIONS:
+            section = parser.add_argument_group(SECTIONS[f.name])
+        kind = types[f.name]
+        options: dict[str, Any] = {}
+        if kind is bool:
+            options = {"type": string_to_bool, "nargs": "?", "const": True}
+        elif get_origin(kind) is Literal:
+            options = {"choices": get_args(kind)}
+        elif kind is not str or f.metadata["scheduled"]:
+            kind = float if kind == float | None else kind
+            options = {"type": partial(number, f, kind)}
+        section.add_argument(f"--{f.name}", help=f.metadata["help"], **options)
+
+
+def number(f: dataclasses.Field, kind: type, text: str) -> Any:
+    """Parse an int, a float or, as a str, a schedule. Raises ArgumentTypeError."""
+    minimum, maximum = f.metadata["range"]
+    with contextlib.suppress(ValueError):
+        values = [value for _, value in schedule_points(kind(text))]
+        if all(minimum <= value <= maximum and math.isfinite(value) for value in values):
+            return kind(text)
+    form = "VALUE, or VALUE@0,VALUE@STEP,... with rising steps," if kind is str else kind.__name__
+    raise argparse.ArgumentTypeError(f"{text}: must be {form} from {minimum:g} to {maximum:g}")
 
 
 def at_step(config: Config, step: int) -> Config:
@@ -985,6 +1040,8 @@ class Trainer:
         self.store(self.inbox)
         self.inbox = []
         B = self.config.prompts_per_step
+        if not (self.log.recent or self.log.arrived):
+            return None  # a resumed run waits for its Searchers, whatever the rule
         enough = len(self.buffer.trajectories) >= min(B, len(self.problem.prompts))
         if not enough or self.received < self.config.initial_trajectories:
             return None
@@ -1163,7 +1220,7 @@ class Learner:
         self.problem = problem
         self.ranks = ranks
         self.device = local_device()
-        self.accelerator = make_accelerator(config, ranks)
+        self.accelerator = make_accelerator(config, ranks, saved)
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
         path = config.model if config.lora_rank else saved.get("model", config.model)
         policy = load_policy(config, path, ranks, config.lora_rank)
@@ -1903,20 +1960,27 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    JOIN_TIMEOUT: ClassVar = timedelta(minutes=10)
 
     @classmethod
     def connect(cls) -> Ranks:
-        """Join the launcher's other ranks, if there is a launcher."""
-        size = int(os.environ.get("WORLD_SIZE", 1))
-        if size == 1:
+        """Join the launcher's other ranks, if there is a launcher; failure exits with code 2."""
+        if "WORLD_SIZE" not in os.environ:
             return cls()
         backend = "gloo"
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(local_device())
-        # others wait for rank 0 indefinitely; the launcher ends them
-        dist.init_process_group(backend, timeout=timedelta(days=1))
-        return cls(dist.get_rank(), size)
+        try:
+            store, rank, size = next(dist.rendezvous("env://", timeout=cls.JOIN_TIMEOUT))
+            # others wait for rank 0 indefinitely; the launcher ends them
+            forever = timedelta(days=1)
+            dist.init_process_group(backend, None, forever, size, rank, store)
+        except (ValueError, RuntimeError) as error:
+            text = f"WORLD_SIZE {os.environ['WORLD_SIZE']}: {first_line(error)}"
+            print(f"tba.py: error: {text}; unset it to train in one process", file=sys.stderr)
+            sys.exit(2)
+        return cls(rank, size)
 
     def from_rank_zero(self, value: Any) -> Any:
         """Return rank 0's value on every rank; waits for rank 0."""
@@ -1960,17 +2024,27 @@ def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
     return full.to("cpu", copy=True) if ranks.rank == 0 else None
 
 
-def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
-    """Set up Accelerate's mixed precision and experiment tracker."""
+def make_accelerator(config: Config, ranks: Ranks, saved: dict) -> Accelerator:
+    """Set up Accelerate's mixed precision and, on rank 0, its metrics tracker."""
+    tracker = config.report_to if ranks.rank == 0 else "none"
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
         kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as in `logprobs_by_microbatch`
-        log_with=None if config.report_to == "none" else config.report_to,
+        log_with=None if tracker == "none" else tracker,
         project_dir=config.output_dir,
     )
-    name = {"name": Path(config.output_dir).name}  # TensorBoard uses the folder itself
-    accelerator.init_trackers("tba", config.as_given, {"wandb": name, "trackio": name})
+    own = {"name": Path(config.output_dir).name, "config": config.as_given}
+    options = {
+        "tensorboard": {"purge_step": saved.get("step", 0) + 1},  # later steps will be repeated
+        "trackio": own,
+        "wandb": own | {"id": config.as_given.get("run_id"), "resume": "allow"},
+    }
+    accelerator.init_trackers("tba", init_kwargs=options)
+    if tracker == "wandb":
+        run = accelerator.get_tracker(tracker, unwrap=True)
+        run.define_metric("*", step_metric="step")
+        run.define_metric("held_out/*", step_metric="held_out/version")
     return accelerator
 
 
@@ -3136,11 +3210,7 @@ def end_with_parent() -> None:
 def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     """Run a Searcher; sends the Trainer the traceback of an exception."""
     end_with_parent()
-    for name in list(os.environ):  # the launcher set them for the Trainer; they would mislead vLLM
-        if name.startswith(
-            ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_")
-        ):
-            del os.environ[name]
+    unset_variables(LAUNCHER)  # they are the Trainer's, and would mislead vLLM
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
     # concurrent compilations in one folder can break it
@@ -3194,14 +3264,20 @@ class Evaluations:
         self.problem = problem
         self.folder = folder
         self.pending: dict[int, Evaluation] = {}  # by the number of the transfer
-        done_at = folder.evaluations[-1]["step"] if folder.evaluations else -1
-        self.due = done_at < self.last_due(saved.get("step", 0))
+        due = self.last_due(saved.get("step", 0))
+        last = folder.evaluations[-1] if folder.evaluations else {"step": -1, "n": 0}
+        self.due = (last["step"], last["n"]) < (due, self.size(due))
 
     def last_due(self, step: int) -> int:
         """The latest step, up to this one, after which there is an evaluation."""
         if step == self.config.steps:
             return step
         return step - step % self.config.eval_every if self.config.eval_every else 0
+
+    def size(self, step: int) -> int:
+        """The number of prompts in an evaluation after `step`: all of them in the final one."""
+        n = len(self.problem.held_out)
+        return n if step == self.config.steps else min(n, self.config.eval_samples or n)
 
     def idle(self) -> bool:
         """Whether no evaluation is due or pending."""
@@ -3214,9 +3290,7 @@ class Evaluations:
         if not self.due:
             return {}
         self.due = False
-        n = len(self.problem.held_out)
-        if version < self.config.steps:  # the final evaluation uses all held-out prompts
-            n = min(n, self.config.eval_samples or n)
+        n = self.size(version)
         rows = {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
         self.pending[transfer] = Evaluation(version, rows)
         return rows
@@ -3376,7 +3450,7 @@ def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: d
     with atomic_folder(path) as new:
         save_model(model, weights, trainer.problem, new)
         torch.save(state, new / "trainer.pt")
-    folder.say(f"checkpoint: {path} (resume with --resume {folder.path})")
+    folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
     for old in checkpoints(folder.path)[2:]:
         shutil.rmtree(old)
     folder.draw_curves()
@@ -3600,6 +3674,7 @@ def load_problem(config: Config) -> Problem:
     if config.pack:  # the mask of packed rows ignores attention windows
         names += ["sliding_window", "attention_chunk_size"]
     context = min(getattr(text_config, name, None) or math.inf for name in names)
+    np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, prompts = encode_prompts(task, task.train, context)
     task.held_out, held_out = encode_prompts(task, task.held_out, context)
     return Problem(task, tokenizer, prompts, held_out)
@@ -3620,8 +3695,6 @@ class RunFolder:
         "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
         "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
     }
-    CURVES = ("step", *itertools.chain(*PANELS.values()))
-    curve_values = itemgetter(*CURVES)  # of a step's metrics
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
         """Start a folder, or truncate a resumed run's to its checkpoint."""
@@ -3640,7 +3713,6 @@ class RunFolder:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 self.truncate(name, saved["step"])
         self.evaluations = read_lines(self.path / "eval.jsonl")
-        self.curves = [self.curve_values(m) for m in read_lines(self.path / "metrics.jsonl")]
         lines = {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}  # one every 30 seconds
         options = {} if sys.stderr.isatty() else lines
         self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **options)
@@ -3665,12 +3737,17 @@ class RunFolder:
     def write_metrics(self, metrics: dict, hint: str) -> None:
         """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
         self.append("metrics.jsonl", metrics)
-        self.curves.append(self.curve_values(metrics))
         status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
         status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(metrics["step"] - self.bar.n)
-        self.accelerator.log(metrics, step=self.bar.n)
+        self.track(metrics, metrics["step"])
+
+    def track(self, values: dict, step: int) -> None:
+        """Send metrics to the tracker. An evaluation's step may be earlier than the last one."""
+        for tracker in self.accelerator.trackers:
+            # W&B drops earlier steps; there the axes are metrics (`make_accelerator`)
+            tracker.log(values, step=None if tracker.name == "wandb" else step)
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
@@ -3681,42 +3758,51 @@ class RunFolder:
         self.evaluations.append(record)
         tracked = metrics | {"version": step}
         tracked = {f"held_out/{name}": value for name, value in tracked.items()}
-        self.accelerator.log(tracked, step=self.bar.n)  # trackers refuse earlier steps
-        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self.say(f"step {step}: {values} ({n} held-out prompts)")
+        self.track(tracked, step)
+        self.say(self.describe(record))
 
-    def eval_metrics(self, record: dict) -> dict[str, float]:
-        """The metrics in an evaluation's record."""
-        return {name: value for name, value in record.items() if name not in ("step", "n")}
+    def held_out(self) -> list[str]:
+        """Names of the evaluations' metrics."""
+        return [name for e in self.evaluations[:1] for name in e if name not in ("step", "n")]
+
+    def describe(self, evaluation: dict) -> str:
+        """One line about an evaluation."""
+        values = [f"{name} {evaluation.get(name, math.nan):.4g}" for name in self.held_out()]
+        return (
+            f"step {evaluation['step']}: {', '.join(values)} ({evaluation['n']} held-out prompts)"
+        )
 
     def draw_curves(self) -> None:
-        """Draw curves.png: training metrics and evaluations over optimizer steps."""
-        from matplotlib.figure import Figure  # has no global state, needs no display
+        """Draw curves.png: metrics over optimizer steps; if that fails, warn."""
+        try:
+            from matplotlib.figure import Figure  # has no global state, needs no display
 
-        shape = (-1, len(self.CURVES))
-        rows = np.reshape(self.curves[:], shape)  # copies, as another thread may append
-        stride = len(rows) // 1000 + 1  # longer curves are averaged
-        means = [rows[i : i + stride].mean(0) for i in range(0, len(rows), stride)]
-        curves = dict(zip(self.CURVES, np.reshape(means, shape).T, strict=True))
-        evaluations = self.evaluations[:]
-        held_out = list(self.eval_metrics(evaluations[0])) if evaluations else []
-        panels = self.PANELS | {f"held out: {name}": [name] for name in held_out}
-        width = math.ceil(len(panels) / 2)
-        figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
-        for place, (title, names) in enumerate(panels.items(), 1):
-            axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
-            axes.set_title(title, fontsize=10)
-            for name in names:
-                if title in self.PANELS:
-                    axes.plot(curves["step"], curves[name], lw=1, label=name)
-                else:
-                    values = [record.get(name, math.nan) for record in evaluations]
-                    axes.plot([record["step"] for record in evaluations], values, "o-", lw=1)
-            if len(names) > 1:
-                axes.set_ylim(bottom=0)
-                axes.legend(fontsize=8)
-            axes.grid(alpha=0.3)
-        figure.savefig(self.path / "curves.png", dpi=110)
+            steps = read_lines(self.path / "metrics.jsonl")
+            evaluations = self.evaluations[:]  # a copy, as another thread may append
+            panels = [(title, names, steps, "-") for title, names in self.PANELS.items()]
+            panels += [(f"held out: {name}", [name], evaluations, "o-") for name in self.held_out()]
+            width = math.ceil(len(panels) / 2)
+            figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
+            for place, (title, names, records, style) in enumerate(panels, 1):
+                axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
+                axes.set_title(title, fontsize=10)
+                for name in names:
+                    x = averaged(records, "step")
+                    axes.plot(x, averaged(records, name), style, lw=1, label=name)
+                if len(names) > 1:
+                    axes.set_ylim(bottom=0)
+                    axes.legend(fontsize=8)
+                axes.grid(alpha=0.3)
+            figure.savefig(self.path / "curves.png", dpi=110)
+        except Exception as error:  # from matplotlib or the file system
+            self.say(f"warning: curves.png is not drawn: {first_line(error)}")
+
+
+def averaged(records: list[dict], name: str) -> list[float]:
+    """A metric over records, of which long curves average several; NaN where absent."""
+    values = [record.get(name, math.nan) for record in records]
+    stride = len(values) // 1000 + 1
+    return [np.mean(values[i : i + stride]) for i in range(0, len(values), stride)]
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -3728,8 +3814,16 @@ def read_lines(path: Path) -> list[dict]:
 class StepLog:
     """Collects events between optimizer steps, and logs them with a step's metrics."""
 
+    TRIAL = 20  # steps after warmup in which a run that can learn shows these signs
+    SIGNS: ClassVar = {
+        "a response that ended": "raise --max_response_tokens, or check the EOS token of --model",
+        "a prompt with different rewards": "check --dataset, or raise --searched_per_prompt",
+        "a KL to the reference of 1e-4 nats": "raise --learning_rate",
+    }
+
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.unseen = dict(self.SIGNS)  # in the responses that have arrived since the start
         self.arrived: list[Group] = []  # since the last step
         # means over the trajectories that arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
@@ -3744,8 +3838,7 @@ class StepLog:
         config = trainer.config
         if self.arrived:
             self.log_arrivals()
-        phases = ("forward_backward_seconds", "optimizer_seconds")
-        seconds = sum(measured[name] for name in phases)
+        seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
         waited = self.waited["generation"] if self.last_step_end else 0.0
@@ -3799,6 +3892,7 @@ class StepLog:
             "response_length": float(np.mean([len(t.tokens) for t in rows])),
             "eos_fraction": float(np.mean([t.ended for t in rows])),
         }
+        self.check_signs(rows)
         t = rows[-1]
         problem = self.trainer.problem
         record = {
@@ -3809,6 +3903,20 @@ class StepLog:
             "reward": t.reward,
         }
         self.trainer.folder.append("completions.jsonl", record)
+
+    def check_signs(self, rows: list[Trajectory]) -> None:
+        """Warn, once, if what has arrived shows that the run learns nothing."""
+        config = self.trainer.config
+        rewards = [{t.reward for t in group.trajectories} for group in self.arrived]
+        # with frequent resets the KL stays small
+        kl = math.inf if config.reset_reference_every else self.means["kl"]
+        seen = (any(t.ended for t in rows), max(map(len, rewards)) > 1, not abs(kl) < 1e-4)
+        for sign in itertools.compress(self.SIGNS, seen):
+            self.unseen.pop(sign, None)
+        if len(self.recent) >= self.TRIAL <= rows[-1].version - config.warmup_steps:
+            for sign, fix in self.unseen.items():
+                self.trainer.folder.say(f"warning: not {sign} in {self.TRIAL} steps: {fix}")
+            self.unseen = {}
 
 
 # ================================================================================ 17. Command line
@@ -3839,6 +3947,8 @@ def parse(argv: list[str]) -> Config:
     `--resume DIR` loads the settings of that run; flags before it are ignored, flags after it
     override. So a script with flags of its own can be given `--resume DIR --steps 1000`.
     """
+    is_other = lambda word: word.partition("=")[0] != "--resume"
+    argv = list(itertools.dropwhile(is_other, argv)) or argv
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", default="")
     early.add_argument("--resume", default="")
@@ -3849,22 +3959,20 @@ def parse(argv: list[str]) -> Config:
             saved = json.loads((Path(known.resume) / "config.json").read_text())["config"]
         except (OSError, ValueError, KeyError):
             exit_with_error(f"--resume {known.resume}: no config.json of a run there")
-        argv = list(itertools.dropwhile(lambda word: not word.startswith("--resume"), argv))
-    plugin = early.parse_known_args(argv)[0].plugin or saved.get("plugin", "")
-    if plugin:
+    if plugin := known.plugin or saved.get("plugin", ""):
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
             exit_with_error(f"--plugin {plugin}: no such Python file")
         run_plugin(plugin)
-    parser = FlagParser(
-        FLAGS,
+    parser = argparse.ArgumentParser(
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.HelpFormatter,  # the help texts include defaults
         allow_abbrev=False,
     )
     parser.error = exit_with_error
-    parser.set_defaults(**saved)
-    config = settings(**vars(parser.parse_args(argv)))
+    for owner in FLAGS:
+        add_flags(parser, owner)
+    config = parser.parse_args(argv, settings(**saved))
+    config.run_id = saved.get("run_id", secrets.token_hex(4))  # in W&B
     config.output_dir = config.resume or config.output_dir
     return config
 
@@ -3907,8 +4015,6 @@ def check_settings(config: Config) -> None:
     names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
     for name, table in names.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
-    for f in all_flags():
-        check_range(config, f)
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
         require(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
@@ -3928,22 +4034,6 @@ def check_settings(config: Config) -> None:
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
-def check_range(config: Config, f: dataclasses.Field) -> None:
-    """Raise InputError if a number, or a value of a schedule, is out of range."""
-    value = getattr(config, f.name)
-    values = [value] if isinstance(value, int | float) else []
-    minimum, maximum = f.metadata["range"]
-    fix = f"must be between {minimum:g} and {maximum:g}"
-    if f.metadata["scheduled"]:
-        fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {minimum:g}"
-        try:
-            values = [number for _, number in schedule_points(value)]
-        except ValueError:
-            values = [math.nan]
-    for number in values:
-        config.require(minimum <= number <= maximum and math.isfinite(number), f.name, fix)
-
-
 def claim_folder(config: Config) -> None:
     """Make the run's folder, and lock it until this process ends. Raises InputError."""
     name = "resume" if config.resume else "output_dir"
@@ -3951,13 +4041,17 @@ def claim_folder(config: Config) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)  # stays open, to keep the lock
+    except OSError as error:
+        config.require(False, name, f"{error.strerror}; choose another folder")
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         config.require(False, name, "another run is using it")
-    except OSError as error:
-        config.require(False, name, f"{error.strerror}; choose another folder")
+    except OSError as error:  # of a file system without locks
+        print(f"warning: {folder} is not locked: {error.strerror}", file=sys.stderr)
     free = config.resume or not any(folder.glob("*.jsonl"))
-    config.require(free, "output_dir", f"has a run; choose another folder, or --resume {folder}")
+    again = shlex.quote(config.output_dir)
+    config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
 
 
 def quiet_libraries() -> None:
@@ -4051,11 +4145,8 @@ def finish(trainer: Trainer) -> None:
     folder = trainer.folder
     trainer.ranks.tell("end", ())
     folder.draw_curves()
-    first = folder.evaluations[0]  # of --eval_samples prompts
-    last = folder.evaluations[-1]  # of all held-out prompts
-    for name, before in folder.eval_metrics(first).items():
-        after = f"{last.get(name, math.nan):.4g} after {last['step']} steps ({last['n']})"
-        print(f"{name}: {before:.4g} before ({first['n']} held-out prompts) -> {after}")
+    evaluations = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
+    print(" -> ".join(map(folder.describe, evaluations)))
     print(f"curves: {folder.path / 'curves.png'}")
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():
