@@ -54,6 +54,7 @@ import ctypes
 import dataclasses
 import fcntl
 import gc
+import importlib
 import importlib.util
 import itertools
 import json
@@ -74,8 +75,10 @@ import sys
 import threading
 import time
 import traceback
+import types
+import typing
 import zlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -86,18 +89,14 @@ from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    NoReturn,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
+if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+    print(f"tba.py needs Python 3.11 to 3.13, not {sys.version.split()[0]}", file=sys.stderr)
+    sys.exit(2)
+if len(os.environ.get("TMPDIR", "")) > 60:
+    os.environ["TMPDIR"] = "/tmp"  # the path of a multiprocessing socket has at most 107 bytes
+
 # a launcher's variables: without all that ranks need to meet, they belong to something else
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 # Accelerate would shard, compile or autocast the policy a second time, as a user's settings say
@@ -116,16 +115,33 @@ complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.ke
 if not complete or os.environ["WORLD_SIZE"] == "1":
     unset_variables(LAUNCHER)
 
-if (
-    __name__ == "__main__"
-    and os.environ.get("RANK", "0") == "0"
-    and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv)
-):
-    # start the fork server early: it imports these while this process imports its own libraries
+SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def start_fork_server() -> None:
+    """Start the process that local Searchers are forked from, unless it runs already.
+
+    It imports libraries meanwhile. It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM
+    send to all processes of a run: the Trainer handles them, and ends the others.
+    """
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     forkserver.ensure_running()
-    if sys.stderr.isatty():  # "\r": the next line overwrites it
-        print("importing libraries", end="\r", file=sys.stderr, flush=True)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    for name in ("stdin", "stdout", "stderr"):  # closed streams, or a file would get their number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+    if os.environ.get("RANK", "0") == "0" and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv):
+        start_fork_server()
+        if sys.stderr.isatty():  # "\r": the next line overwrites it
+            print("importing libraries", end="\r", file=sys.stderr, flush=True)
+    # run as a module, so that classes have the same name here and in Searchers
+    importlib.import_module(Path(__file__).stem).run_command_line()
 
 # section 11 handles lost members of a weight group; NCCL's watchdog would kill the process
 os.environ.update(
@@ -158,7 +174,7 @@ from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.hf_argparser import string_to_bool
 
-sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in is this very module
+sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in, if this file is renamed
 torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 
 ####################################################################################################
@@ -317,7 +333,7 @@ def settings(**values: Any) -> Config:
 def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
     """Add the flags of a dataclass. `settings` has their defaults."""
     section = parser.add_argument_group(re.split(r"[.(]", owner.__doc__)[0])
-    types = get_type_hints(owner)
+    types = typing.get_type_hints(owner)
     for f in dataclasses.fields(owner):
         if f.name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[f.name])
@@ -325,8 +341,8 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
         options: dict[str, Any] = {}
         if kind is bool:
             options = {"type": string_to_bool, "nargs": "?", "const": True}
-        elif get_origin(kind) is Literal:
-            options = {"choices": get_args(kind)}
+        elif typing.get_origin(kind) is Literal:
+            options = {"choices": typing.get_args(kind)}
         elif kind is not str or f.metadata["scheduled"]:
             kind = float if kind == float | None else kind
             options = {"type": partial(number, f, kind)}
@@ -1143,6 +1159,9 @@ class Trainer:
     def drain_queues(self) -> None:
         """Take all groups and messages from the queues, and handle the messages."""
         groups, messages = self.searchers.take()
+        self.inbox += groups  # before the messages: wrong weights end the run
+        self.log.arrived += groups
+        self.received += sum(len(group.trajectories) for group in groups)
         for s, message in messages:
             match message:
                 case Failed(text):
@@ -1161,9 +1180,15 @@ class Trainer:
                     self.sync.on_loaded(s, probes)
                 case Evaluated():
                     self.evaluations.on_records(message)
-        self.inbox += groups
-        self.log.arrived += groups
-        self.received += sum(len(group.trajectories) for group in groups)
+
+    def close(self) -> None:
+        """End the processes, threads and connections of the run."""
+        self.searchers.stop()
+        self.writer.shutdown()
+        if self.sync:
+            abandon(self.sync.group)
+        if self.folder.accelerator:
+            self.folder.accelerator.end_training()
 
     def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
         """Take one optimizer step on B groups of K trajectories, and log it."""
@@ -2903,6 +2928,7 @@ class SearcherProcesses:
         # all groups before this position of the prompt order have arrived, and some after it
         self.first_missing: int = saved.get("first_missing", 0)
         self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
+        self.manager: QueueManager | None = None
         self.arrivals = ManagerQueue(self.QUEUE_SIZE)  # groups, unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
@@ -2936,6 +2962,8 @@ class SearcherProcesses:
             nccl = torch.cuda.is_available()
         self.manager = QueueManager(address, ctx=mp.get_context("fork"))
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
+        if not self.config.cluster:
+            start_fork_server()
         self.groups = self.manager.Queue(self.QUEUE_SIZE)
         self.messages = self.manager.Queue()
         run = pickle.dumps((self.config, self.problem))
@@ -3060,9 +3088,11 @@ class SearcherProcesses:
             s.spec.commands.put(SearchUpTo(limit))
 
     def stop(self) -> None:
-        """Kill all Searchers."""
+        """Kill all Searchers, and end the Manager."""
         for s in self.running:
             s.process.kill()
+        if self.manager:
+            self.manager.shutdown()
 
 
 class ManagerQueue(queue.Queue):
@@ -3087,7 +3117,11 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
 
     def __init__(self, spec: SearcherSpec) -> None:
         super().__init__(target=searcher_process, args=(spec, gpu_of(spec.searcher)))
+        main = sys.modules["__main__"]
+        # the new process would otherwise run the script that this one runs
+        sys.modules["__main__"] = types.ModuleType("__main__")
         self.start()
+        sys.modules["__main__"] = main
 
     def kill(self) -> None:
         """Kill it and its children."""
@@ -3194,9 +3228,10 @@ def run_cluster_searcher() -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; ignore Ctrl-C."""
+    """Have the kernel kill this process when its parent ends; ignore STOP_SIGNALS."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS:  # unlike SIG_IGN, a handler is not inherited by programs
+        signal.signal(number, lambda *_: None)
     server = forkserver._forkserver
     if server._forkserver_alive_fd:  # the fork server ends once nobody has it open
         os.close(server._forkserver_alive_fd)
@@ -3207,9 +3242,39 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
+class LenientStream:
+    """A text stream that ignores errors: no closed terminal, pipe or full disk may end a run."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def lenient_output() -> Iterator[None]:
+    """Make standard output and standard error lenient streams."""
+    output = LenientStream(sys.stdout)
+    errors = LenientStream(sys.stderr)
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        yield
+
+
+@lenient_output()
 def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     """Run a Searcher; sends the Trainer the traceback of an exception."""
     end_with_parent()
+    # a task's process pool ends its workers with SIGTERM
+    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
     unset_variables(LAUNCHER)  # they are the Trainer's, and would mislead vLLM
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
@@ -3417,7 +3482,7 @@ def save(trainer: Trainer) -> None:
         "inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
         "first_missing": trainer.searchers.first_missing,
         "arrived_positions": sorted(trainer.searchers.arrived_positions),
-        "reference": trainer.sync.reference,
+        "reference": dict(trainer.sync.reference),  # a reset replaces its tensors
         "reference_version": trainer.sync.reference_version,
         "buffer": trainer.buffer.state(),
         "memory": copy.deepcopy(trainer.rule.memory),
@@ -3452,7 +3517,10 @@ def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: d
         torch.save(state, new / "trainer.pt")
     folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
     for old in checkpoints(folder.path)[2:]:
-        shutil.rmtree(old)
+        try:
+            shutil.rmtree(old)
+        except OSError as error:  # on NFS, while a file of the checkpoint is open
+            folder.say(f"warning: {old} could not be deleted: {error}")
     folder.draw_curves()
     return state["step"]
 
@@ -3471,13 +3539,16 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     new = path.with_name(f".{path.name}")
     shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
-    yield new
-    for file in (*new.iterdir(), new):  # a power failure must not leave empty files
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    shutil.rmtree(path, ignore_errors=True)
-    new.rename(path)
+    try:
+        yield new
+        for file in (*new.iterdir(), new):  # a power failure must not leave empty files
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        shutil.rmtree(path, ignore_errors=True)
+        new.rename(path)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)  # its part would fill a full disk
 
 
 def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]:
@@ -3700,6 +3771,7 @@ class RunFolder:
         """Start a folder, or truncate a resumed run's to its checkpoint."""
         self.path = Path(config.output_dir)
         self.accelerator: Accelerator | None = None  # has the tracker; set later
+        self.unwritten: dict[str, bytes] = defaultdict(bytes)  # by file, while its disk is full
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         record = {
             "config": config.as_given,
@@ -3729,14 +3801,25 @@ class RunFolder:
         write = self.bar.write if sys.stderr.isatty() else print
         write(text, file=sys.stderr)
 
-    def append(self, name: str, record: dict) -> None:
+    def append(self, name: str, text: str) -> None:
+        """Append to a file. If that fails, warn, and keep the text until the next call."""
+        failed_before = self.unwritten[name]
+        self.unwritten[name] += text.encode(errors="replace")
+        try:
+            with open(self.path / name, "ab", buffering=0) as file:
+                written = file.write(self.unwritten[name])  # a full disk may take a part
+                self.unwritten[name] = self.unwritten[name][written:]
+        except OSError as error:
+            if not failed_before:
+                self.say(f"warning: {name} cannot be written, which is tried again: {error}")
+
+    def append_record(self, name: str, record: dict) -> None:
         """Append a record to a .jsonl file."""
-        with open(self.path / name, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        self.append(name, json.dumps(record) + "\n")
 
     def write_metrics(self, metrics: dict, hint: str) -> None:
         """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
-        self.append("metrics.jsonl", metrics)
+        self.append_record("metrics.jsonl", metrics)
         status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
         status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
         self.bar.set_postfix_str(status, refresh=False)
@@ -3751,10 +3834,9 @@ class RunFolder:
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
-        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
-            file.write(answers)
+        self.append("eval_answers.txt", answers)
         record = {"step": step, "n": n} | metrics
-        self.append("eval.jsonl", record)
+        self.append_record("eval.jsonl", record)
         self.evaluations.append(record)
         tracked = metrics | {"version": step}
         tracked = {f"held_out/{name}": value for name, value in tracked.items()}
@@ -3902,7 +3984,7 @@ class StepLog:
             "response": problem.response_texts([t.tokens])[0],
             "reward": t.reward,
         }
-        self.trainer.folder.append("completions.jsonl", record)
+        self.trainer.folder.append_record("completions.jsonl", record)
 
     def check_signs(self, rows: list[Trajectory]) -> None:
         """Warn, once, if what has arrived shows that the run learns nothing."""
@@ -3921,12 +4003,12 @@ class StepLog:
 
 # ================================================================================ 17. Command line
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
 
 def run_plugin(path: str) -> None:
-    """Import a Python file that registers tasks, objectives, flags, ..."""
+    """Import a Python file that registers tasks, objectives, flags, ...; only once."""
     name = f"plugin_{Path(path).stem}"  # does not shadow a module of the same name
+    if name in sys.modules and os.path.samefile(sys.modules[name].__file__, path):
+        return
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where pickle and dataclasses look it up
@@ -4034,13 +4116,13 @@ def check_settings(config: Config) -> None:
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
-def claim_folder(config: Config) -> None:
-    """Make the run's folder, and lock it until this process ends. Raises InputError."""
+def claim_folder(config: Config) -> int:
+    """Make the run's folder; returns a descriptor that locks it while open. Raises InputError."""
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)  # stays open, to keep the lock
+        descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         config.require(False, name, f"{error.strerror}; choose another folder")
     try:
@@ -4052,6 +4134,7 @@ def claim_folder(config: Config) -> None:
     free = config.resume or not any(folder.glob("*.jsonl"))
     again = shlex.quote(config.output_dir)
     config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
+    return descriptor
 
 
 def quiet_libraries() -> None:
@@ -4061,22 +4144,38 @@ def quiet_libraries() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def stop_at_signals(trainer: Trainer) -> None:
-    """Have signals stop the run at its next safe point; a repeated one kills it."""
+@contextlib.contextmanager
+def stop_at_signals(trainer: Trainer) -> Iterator[None]:
+    """Have signals stop the run at its next safe point; one repeated after a second kills it.
+
+    Shells, `timeout` and torchrun send a signal to a process and to its group: twice at once.
+    """
+    requested: dict[int, float] = {}  # signal -> when it first came
 
     def stop(number: int, _: Any) -> None:
+        now = time.monotonic()
+        if now > requested.setdefault(number, now) + 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         trainer.stop_signal = number
-        signal.signal(number, signal.SIG_DFL)
         name = signal.Signals(number).name
-        os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
 
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
-            signal.signal(number, stop)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        for number, handler in handlers.items():
+            if handler != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
+@lenient_output()
 def main(argv: list[str]) -> int:
-    """Run tba.py with these arguments; returns the exit code."""
+    """Run tba.py with these arguments; returns the exit code. May be called repeatedly."""
     config = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -4095,49 +4194,73 @@ def main(argv: list[str]) -> int:
         saved = read_checkpoint(config, problem) if config.resume else {}
         warm = config.sft_data and not config.resume
         pairs = read_sft_pairs(config, problem) if warm else []
-        claim_folder(config)
+        lock = claim_folder(config)
     except InputError as error:
         exit_with_error(str(error))
-    folder = RunFolder(config, saved)
-    folder.say(f"output: {folder.path}")
-    warm_start(config, problem, pairs, folder.say)
-    ranks.from_rank_zero((config, problem, saved.get("model", "")))
-    return run(Trainer(config, problem, folder, ranks, saved))
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, lock)
+        folder = RunFolder(config, saved)
+        folder.say(f"output: {folder.path}")
+        warm_start(config, problem, pairs, folder.say)
+        ranks.from_rank_zero((config, problem, saved.get("model", "")))
+        return run(Trainer(config, problem, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:
-    """Train; however that ends, save and stop the Searchers. Returns the exit code."""
+    """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
-    stop_at_signals(trainer)
     folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s)")
     code = 1
-    try:
-        trainer.run()
-        code = 0
-    except KeyboardInterrupt as interrupt:
-        code = 128 + interrupt.args[0]
-    except RunEnded as error:
-        folder.say(f"tba.py: error: {error}")
-    except Exception:
-        folder.say(traceback.format_exc())
-        # other ranks may be stuck in a collective operation; an unfinished lockstep step has taken
-        # its groups, and could not be resumed exactly
-        if trainer.ranks.size > 1 or trainer.config.synchronous:
-            trainer.learner = None
-    folder.bar.close()
-    # with --lag, a checkpoint in the middle of a search could not be resumed exactly
-    exact = not trainer.config.lag or trainer.at_barrier()
-    try:
-        if code and trainer.learner and trainer.step and exact:
-            save(trainer)
-        trainer.writing.result()
+    with stop_at_signals(trainer), contextlib.closing(trainer):
+        lost = ""  # why the last step cannot be saved
+        try:
+            trainer.run()
+            code = 0
+        except KeyboardInterrupt as interrupt:
+            code = 128 + interrupt.args[0]
+        except RunEnded as error:
+            folder.say(f"tba.py: error: {error}")
+        except Exception:
+            folder.say(traceback.format_exc())
+            if trainer.ranks.size > 1:
+                lost = "other ranks may be stuck in a collective operation"
+            elif trainer.config.synchronous:
+                lost = "an unfinished lockstep step could not be repeated exactly"
+        folder.bar.close()
+        if trainer.config.lag and not trainer.at_barrier():
+            lost = "groups of later batches have not arrived (--lag)"
+        try:
+            if lost and trainer.step:
+                folder.say(f"step {trainer.step} is not saved: {lost}")
+            elif code and trainer.learner and trainer.step:
+                save(trainer)
+            trainer.writing.result()
+        except Exception as error:  # from torch, safetensors or the file system
+            folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
+            code = 1
         if code == 0:
             finish(trainer)
-    finally:
-        trainer.searchers.stop()
-        if folder.accelerator:
-            folder.accelerator.end_training()
     return code
+
+
+def run_command_line() -> NoReturn:
+    """`python tba.py ...`: run `main`, and end this process."""
+    if sys.argv[1:] == [SEARCHER_FLAG]:
+        run_cluster_searcher()
+    exit_code = 1
+    with lenient_output():
+        try:
+            exit_code = main(sys.argv[1:])
+        except SystemExit as error:
+            exit_code = error.code or 0
+        except KeyboardInterrupt:  # before the run began
+            exit_code = 128 + signal.SIGINT
+        except BaseException:
+            traceback.print_exc()
+        atexit._run_exitfuncs()  # libraries clean up
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code)  # a blocked Gloo or NCCL thread can abort the interpreter's own exit
 
 
 def finish(trainer: Trainer) -> None:
@@ -4673,24 +4796,3 @@ def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Calla
 
 TASKS |= {"math": MATH, "tldr": TLDR, "redteam": RedTeam}
 FLAGS += [TLDRFlags, RedTeamFlags, WarmStartFlags]
-
-
-####################################################################################################
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] == [SEARCHER_FLAG]:
-        run_cluster_searcher()
-    exit_code = 1
-    try:
-        exit_code = main(sys.argv[1:])
-    except SystemExit as error:
-        exit_code = error.code or 0
-    except KeyboardInterrupt:  # before the run began
-        exit_code = 128 + signal.SIGINT
-    except BaseException:
-        traceback.print_exc()
-    atexit._run_exitfuncs()  # libraries clean up
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)  # a blocked Gloo or NCCL thread can abort the interpreter's own exit

@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("tba")
     if not hasattr(config, "workerinput"):  # one process starts the runs of all of xdist's workers
         name = f"tba-tests-{secrets.token_hex(8)}"
-        os.environ["TBA_STARTER"] = name
+        os.environ["TBA_TESTS"] = os.environ["TBA_STARTER"] = name
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"\0{name}")  # an abstract socket: no file stays behind
             listener.listen(64)
@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
+        os.register_at_fork(after_in_child=config.starter.stdin.close)  # pytest's end closes it
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

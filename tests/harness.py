@@ -18,6 +18,7 @@ from typing import IO, Any, ClassVar
 
 import numpy as np
 import psutil
+from starter import restore_signals
 
 import tba
 
@@ -93,11 +94,6 @@ def cluster_searchers(node: Any = None) -> list[psutil.Process]:
     return found
 
 
-def restore_sigint() -> None:
-    """Undo an inherited SIG_IGN: background jobs of a shell start with SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def check_positions(positions: list[int], searchers: int) -> None:
     """Check that no group was lost or stored twice; groups in flight may be missing."""
     assert len(positions) == len(set(positions))
@@ -154,7 +150,7 @@ def start(
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
-        preexec_fn=restore_sigint,
+        preexec_fn=restore_signals,
     )
 
 

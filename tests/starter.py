@@ -2,6 +2,8 @@
 
     python tests/starter.py FILE_DESCRIPTOR     # of a listening socket; runs until stdin closes
 
+Then it kills whatever the tests have started and left behind: if pytest is killed, nothing remains.
+
 `python tba.py` spends about nine seconds in each of two processes, the Trainer and the fork server
 of its Searchers, on imports. A fork executes the same tba.py as `__main__` in a new session, and
 multiprocessing's own fork server runs in another fork: only the imports are shared.
@@ -22,8 +24,10 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 import traceback
 import types
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -42,6 +46,8 @@ start_process = multiprocessing.util.spawnv_passfds
 
 def serve(listener: socket.socket) -> None:
     """Fork a run for each connection; imports begin with the first one."""
+    # Python 3.12 warns of jemalloc's thread, the only other one
+    warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
     code = None
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
@@ -59,7 +65,13 @@ def serve(listener: socket.socket) -> None:
 
 
 def compile_and_import() -> types.CodeType:
-    """tba.py's code; every module that it imports is imported, and there is still one thread."""
+    """tba.py's code; every module that it imports is imported, and there is still one thread.
+
+    OpenBLAS starts threads when numpy is imported, which forks would lack, so it gets only one.
+    Forked runs differ from a user's in this alone: numpy multiplies matrices on one core. OpenMP
+    starts its threads at their first use, in the run; tba.py sets their number.
+    """
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     tree = ast.parse(PROGRAM.read_text(), str(PROGRAM))
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), str(PROGRAM), "exec"), {})
@@ -98,7 +110,8 @@ def become_run(
 ) -> None:  # fmt: skip
     """Execute tba.py as a new interpreter with these arguments and files would."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # may be inherited as ignored
+    restore_signals()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -139,6 +152,27 @@ def fork_fork_server(path: bytes, args: Sequence[str], files: Sequence[int]) -> 
         os._exit(0)
 
 
+def restore_signals() -> None:
+    """Undo inherited SIG_IGNs: of `nohup`, and of a background job in a script."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def kill_all_tests(session: str) -> None:
+    """Kill all other processes that were started with this session's TBA_TESTS."""
+    mark = f"TBA_TESTS={session}".encode()
+    left = True
+    while left:
+        left = False
+        for path in Path("/proc").glob("[0-9]*"):
+            pid = int(path.name)
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if pid != os.getpid() and mark in (path / "environ").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+                    left = True
+        time.sleep(0.05)
+
+
 def close_all_but(files: set[int]) -> None:
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in files:
@@ -148,3 +182,4 @@ def close_all_but(files: set[int]) -> None:
 
 if __name__ == "__main__":
     serve(socket.socket(fileno=int(sys.argv[1])))
+    kill_all_tests(os.environ["TBA_TESTS"])

@@ -55,6 +55,14 @@ def test_a_mistake_ends_the_program_with_code_2(gsm8k, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("version", [(3, 10, 9), (3, 14, 0)])
+def test_other_versions_of_python_are_refused(version):
+    code = f"import runpy, sys; sys.version_info = {version}; runpy.run_path({tba.__file__!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "Python 3.11 to 3.13" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, redteam, tmp_path, capsys):
     out = tmp_path / "run"
     assert "--stpes" in refused([*arguments(gsm8k, out), "--stpes", "3"], capsys)

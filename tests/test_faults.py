@@ -10,6 +10,7 @@ import psutil
 import pytest
 from harness import ROOT, Run, arguments, check_positions, processes_of, run_tba
 
+import tba
 from tba import read_lines
 
 
@@ -121,10 +122,14 @@ def test_faults_that_end_a_run(gsm8k, tmp_path):
 
     out = tmp_path / "wrong"
     run = Run(out, endless(gsm8k, out))
+    run.want("slow-trainer", "0.5")  # groups arrive with the message that ends the run
     run.reaches(2)
     run.want("corrupt")
     said = run.ends(1)
     assert "logprob_tolerance" in said
+    saved = tba.open_checkpoint(next(out.glob("checkpoint-*")))
+    arrived = saved["first_missing"] + len(saved["arrived_positions"])
+    assert arrived == len(run.noted("stored")) + len(saved["inbox"])  # none is lost
     step = read_lines(out / "metrics.jsonl")[-1]["step"]  # the Trainer's own policy is healthy
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
 
@@ -167,13 +172,15 @@ tba.OBJECTIVES["broken"] = broken
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_which_tries_again(gsm8k, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        '''"""The disk is full once, at step 4."""
+        '''"""The disk is full once, at step 4; the run may try again at this very step."""
 import tba
 
 write = tba.save_model
+written = []
 
 def full(model, weights, problem, folder):
-    if folder.name == ".checkpoint-4":
+    written.append(folder.name)
+    if written[1:] == [".checkpoint-4"]:
         raise OSError(28, "No space left on device")
     write(model, weights, problem, folder)
 

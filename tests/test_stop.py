@@ -1,0 +1,241 @@
+"""How people run and stop tba.py: terminals, pipes, `timeout`, process groups, Python."""
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+
+import pytest
+import torch
+from harness import (
+    PATIENCE,
+    ROOT,
+    Run,
+    arguments,
+    kill_all,
+    processes_of,
+    run_tba,
+    steps_of,
+    wait_until,
+)
+from safetensors.torch import load_file
+
+import tba
+from tba import read_lines
+
+COMMAND = [sys.executable, str(ROOT / "tba.py")]
+
+
+def endless(gsm8k, out, **flags):
+    """Flags of a run that goes on until it is stopped."""
+    settings = {"steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0}
+    return arguments(gsm8k, out, **(settings | flags))
+
+
+def take_terminal():
+    """In a new session: make standard input its controlling terminal."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def started():
+    """Function: start a command in a session of its own; it is killed after the test."""
+    processes = []
+
+    def start(command, **options):
+        process = subprocess.Popen(command, start_new_session=True, **options)
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        kill_all(process)
+
+
+def wait_for_steps(out, process, log):
+    """Wait until a run has taken three steps."""
+
+    def taken():
+        assert process.poll() is None, log.read_text()
+        return steps_of(out) >= 3
+
+    wait_until(taken, "three steps", log.read_text)
+
+
+def check_saved(out, process, log):
+    """Wait until a run and its processes have ended; check that its last step was saved."""
+    process.wait(PATIENCE)
+    wait_until(lambda: not processes_of(process.pid), "every process gone")
+    step = read_lines(out / "metrics.jsonl")[-1]["step"]
+    assert (out / f"checkpoint-{step}").exists(), log.read_text()
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "lockstep"])
+def test_ctrl_c_in_a_terminal_ends_tee_too_and_the_run_saves(gsm8k, tmp_path, started, mode):
+    out = tmp_path / "run"
+    log = tmp_path / "log"
+    flags = {"synchronous": True, "lag": 2} if mode == "lockstep" else {}
+    shell = f'"$@" 2>&1 | tee {log}; exit "${{PIPESTATUS[0]}}"'
+    command = ["bash", "-c", shell, "bash", *COMMAND, *endless(gsm8k, out, **flags)]
+    ours, theirs = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = started(command, preexec_fn=take_terminal, **streams)
+    os.close(theirs)
+    wait_for_steps(out, process, log)
+    os.write(ours, b"\x03")
+    check_saved(out, process, log)
+    os.close(ours)
+    if mode == "lockstep":
+        step = steps_of(out)
+        run_tba(["--resume", str(out), "--steps", str(step + 1)])
+        assert steps_of(out) == step + 1
+
+
+def test_a_run_whose_terminal_closes_saves(gsm8k, tmp_path, started):
+    """The kernel sends SIGHUP, and writes to the terminal fail."""
+    out = tmp_path / "run"
+    ours, theirs = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = started([*COMMAND, *endless(gsm8k, out)], preexec_fn=take_terminal, **streams)
+    os.close(theirs)
+    wait_until(lambda: steps_of(out) >= 3, "three steps")
+    os.close(ours)
+    assert process.wait(PATIENCE) == 128 + signal.SIGHUP
+    check_saved(out, process, out / "metrics.jsonl")
+
+
+def test_timeout_signals_all_processes_and_the_run_saves(gsm8k, tmp_path, started):
+    """`timeout` sends its signal to its child, and then to the whole group: twice."""
+    out = tmp_path / "run"
+    log = tmp_path / "log"
+    with open(log, "w") as file:
+        command = ["timeout", "100000", *COMMAND, *endless(gsm8k, out, num_searchers=2)]
+        process = started(command, stdout=file, stderr=file)
+    wait_for_steps(out, process, log)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+    check_saved(out, process, log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_group_of_a_lockstep_run_saves(gsm8k, tmp_path, number):
+    """Its Searchers outlive the signal, as the batches that they have begun must be completed."""
+    out = tmp_path / "run"
+    run = Run(out, endless(gsm8k, out, synchronous=True, lag=2, num_searchers=2))
+    run.reaches(3)
+    os.killpg(run.process.pid, number)
+    said = run.ends(128 + number)
+    step = read_lines(out / "metrics.jsonl")[-1]["step"]
+    assert (out / f"checkpoint-{step}").exists(), said
+    assert "warning" not in said  # no Searcher failed
+
+
+@pytest.mark.parametrize("streams", [">&- 2>&- <&-", "> /dev/full 2>&1", "2>&1 | head -n 1"])
+def test_a_run_that_cannot_write_its_output_trains_and_saves(gsm8k, tmp_path, streams):
+    out = tmp_path / "run"
+    command = ["bash", "-c", f'set -o pipefail; "$@" {streams}', "bash", *COMMAND]
+    flags = arguments(gsm8k, out, steps=4, save_every=2, eval_samples=8)
+    process = subprocess.run([*command, *flags], timeout=PATIENCE)
+    assert process.returncode == 0
+    assert len(read_lines(out / "metrics.jsonl")) == 4
+    assert (out / "checkpoint-2").exists() and (out / "final" / "model.safetensors").exists()
+
+
+def test_records_that_do_not_fit_on_a_full_disk_are_written_later(gsm8k, tmp_path, capsys):
+    config = tba.settings(output_dir=str(tmp_path))
+    config.as_given = {}
+    folder = tba.RunFolder(config, {})
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    for step in range(3):
+        folder.append_record("metrics.jsonl", {"step": step})
+    assert capsys.readouterr().err.count("No space left on device") == 1
+    path.unlink()
+    folder.append_record("metrics.jsonl", {"step": 3})
+    assert [record["step"] for record in read_lines(path)] == [0, 1, 2, 3]
+
+
+BUSY = '''"""A slow disk, on which files that were just written cannot be deleted."""
+import shutil, time
+import tba
+
+remove = shutil.rmtree
+write = tba.write_checkpoint
+
+def busy(path, *args, **options):
+    if "checkpoint-" in str(path) and not options:
+        raise OSError(16, "Device or resource busy")
+    remove(path, *args, **options)
+
+def slow(trainer, *args):
+    version = trainer.sync.reference_version
+    while trainer.step < 6 and trainer.sync.reference_version == version:
+        time.sleep(0.01)
+    return write(trainer, *args)
+
+shutil.rmtree = busy
+tba.write_checkpoint = slow
+'''
+
+
+def test_a_checkpoint_has_the_reference_of_its_step_and_old_ones_may_stay(gsm8k, tmp_path):
+    """The reference is reset to the policy of step 4, and again while that step is written."""
+    plugin = tmp_path / "busy.py"
+    plugin.write_text(BUSY)
+    out = tmp_path / "run"
+    flags = {"reset_reference_every": 2, "save_every": 4, "learning_rate": 1e-3, "plugin": plugin}
+    _, err = run_tba(arguments(gsm8k, out, steps=9, eval_every=0, eval_samples=8, **flags))
+    assert "checkpoint-4 could not be deleted" in err
+    for step in (4, 8):
+        path = out / f"checkpoint-{step}"
+        saved = tba.open_checkpoint(path)
+        policy = load_file(path / "model.safetensors")
+        assert saved["reference_version"] == step
+        assert all(torch.equal(saved["reference"][name], policy[name]) for name in policy)
+
+
+def test_a_folder_that_could_not_be_written_is_removed(tmp_path):
+    with pytest.raises(OSError), tba.atomic_folder(tmp_path / "final") as new:
+        (new / "part").write_text("a large part of a full disk")
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+BEFORE = """import signal, threading
+import tba
+
+handlers = [signal.getsignal(number) for number in tba.STOP_SIGNALS]
+"""
+AFTER = """
+assert tba.main(["--resume", "runs/1e-4", "--steps", "3"]) == 0
+assert [signal.getsignal(number) for number in tba.STOP_SIGNALS] == handlers
+others = [thread for thread in threading.enumerate() if not thread.daemon]
+assert others == [threading.main_thread()], others
+"""
+
+
+@pytest.mark.parametrize("source", ["file", "standard input"])
+def test_the_sweep_of_the_docs_ends_and_leaves_nothing(gsm8k, tmp_path, started, source):
+    """A script without `if __name__ == "__main__"`; the second run is resumed."""
+    text = (ROOT / "docs" / "hacking.md").read_text()
+    (sweep,) = re.findall(r"```python\n(import sys\n.*?)```", text, re.DOTALL)
+    script = tmp_path / "sweep.py"
+    script.write_text(BEFORE + sweep + AFTER)
+    plugin = ROOT / "bench" / "mixed.py"  # is not executed twice
+    flags = arguments(gsm8k, None, output_dir=None, steps=2, eval_samples=8, learning_rate=None)
+    flags += ["--plugin", str(plugin), "--replay_rule", "mixed"]
+    command = [sys.executable, str(script) if source == "file" else "-", *flags]
+    log = tmp_path / "log"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with open(log, "w") as file, open(script) as standard_input:
+        streams = {"stdin": standard_input, "stdout": file, "stderr": file}
+        process = started(command, cwd=tmp_path, env=environment, **streams)
+    assert process.wait(PATIENCE) == 0, log.read_text()
+    wait_until(lambda: not processes_of(process.pid), "every process gone")
+    for rate, steps in (("1e-5", 2), ("1e-4", 3)):
+        assert steps_of(tmp_path / "runs" / rate) == steps, log.read_text()
