@@ -283,9 +283,11 @@ def test_tensorboard_gets_steps_and_evaluations_of_a_run_that_was_killed(gsm8k, 
     run.process.wait()
     run.gone()
     (run.faults / "pause").unlink()
-    run_tba(["--resume", str(out)])
+    said, _ = run_tba(["--resume", str(out), "--steps", "2"])  # evaluates on all prompts, too
+    assert "step 2:" in said and [e["n"] for e in read_lines(out / "eval.jsonl")][-1] == 200
+    run_tba(["--resume", str(out), "--steps", "6"])
     files = list(out.rglob("events.*"))
-    assert len(files) == 2 and {path.parent.name for path in files} == {"tba"}
+    assert len(files) == 3 and {path.parent.name for path in files} == {"tba"}
     events = EventAccumulator(str(out / "tba"))
     events.Reload()
     assert [event.step for event in events.Scalars("reward_std")] == [1, 2, 3, 4, 5, 6]
