@@ -3896,16 +3896,9 @@ def read_lines(path: Path) -> list[dict]:
 class StepLog:
     """Collects events between optimizer steps, and logs them with a step's metrics."""
 
-    TRIAL = 20  # steps after warmup in which a run that can learn shows these signs
-    SIGNS: ClassVar = {
-        "a response that ended": "raise --max_response_tokens, or check the EOS token of --model",
-        "a prompt with different rewards": "check --dataset, or raise --searched_per_prompt",
-        "a KL to the reference of 1e-4 nats": "raise --learning_rate",
-    }
-
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.unseen = dict(self.SIGNS)  # in the responses that have arrived since the start
+        self.contradicted: set[str] = set()  # warnings of `check_learning` that need not come
         self.arrived: list[Group] = []  # since the last step
         # means over the trajectories that arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
@@ -3974,7 +3967,7 @@ class StepLog:
             "response_length": float(np.mean([len(t.tokens) for t in rows])),
             "eos_fraction": float(np.mean([t.ended for t in rows])),
         }
-        self.check_signs(rows)
+        self.check_learning(rows)
         t = rows[-1]
         problem = self.trainer.problem
         record = {
@@ -3986,19 +3979,22 @@ class StepLog:
         }
         self.trainer.folder.append_record("completions.jsonl", record)
 
-    def check_signs(self, rows: list[Trajectory]) -> None:
-        """Warn, once, if what has arrived shows that the run learns nothing."""
+    def check_learning(self, rows: list[Trajectory]) -> None:
+        """Warn, once, of what has held for 20 steps after the warmup: the run learns nothing."""
         config = self.trainer.config
         rewards = [{t.reward for t in group.trajectories} for group in self.arrived]
-        # with frequent resets the KL stays small
-        kl = math.inf if config.reset_reference_every else self.means["kl"]
-        seen = (any(t.ended for t in rows), max(map(len, rewards)) > 1, not abs(kl) < 1e-4)
-        for sign in itertools.compress(self.SIGNS, seen):
-            self.unseen.pop(sign, None)
-        if len(self.recent) >= self.TRIAL <= rows[-1].version - config.warmup_steps:
-            for sign, fix in self.unseen.items():
-                self.trainer.folder.say(f"warning: not {sign} in {self.TRIAL} steps: {fix}")
-            self.unseen = {}
+        unmoved = abs(self.means["kl"]) < 1e-4 and not config.reset_reference_every
+        signs = {
+            "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
+            "no prompt has two different rewards: check --dataset, or raise --searched_per_prompt":
+            max(map(len, rewards)) == 1,
+            "the KL to the reference stays below 1e-4 nats: raise --learning_rate": unmoved,
+        }  # fmt: skip
+        self.contradicted |= {text for text, holds in signs.items() if not holds}
+        if min(len(self.recent), rows[-1].version - config.warmup_steps) >= 20:
+            for text in sorted(signs.keys() - self.contradicted):
+                self.trainer.folder.say(f"warning: {text}")
+            self.contradicted |= signs.keys()
 
 
 # ================================================================================ 17. Command line

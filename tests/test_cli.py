@@ -180,7 +180,7 @@ def test_help_has_every_flag_once_in_a_section(capsys, monkeypatch):
 
 ENVIRONMENTS = """
 import json, os, sys
-import accelerate, torch, transformers, peft
+import accelerate, torch, transformers
 
 class Doubled(torch.nn.Linear):
     def forward(self, x):
