@@ -338,14 +338,14 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
         if f.name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[f.name])
         kind = types[f.name]
+        parts = typing.get_args(kind)  # of a Literal, or of `float | None`
         options: dict[str, Any] = {}
         if kind is bool:
             options = {"type": string_to_bool, "nargs": "?", "const": True}
         elif typing.get_origin(kind) is Literal:
-            options = {"choices": typing.get_args(kind)}
-        elif kind is not str or f.metadata["scheduled"]:
-            kind = float if kind == float | None else kind
-            options = {"type": partial(number, f, kind)}
+            options = {"choices": parts}
+        elif f.metadata["scheduled"] or kind not in (str, str | None):
+            options = {"type": partial(number, f, parts[0] if parts else kind)}
         section.add_argument(f"--{f.name}", help=f.metadata["help"], **options)
 
 
@@ -356,8 +356,9 @@ def number(f: dataclasses.Field, kind: type, text: str) -> Any:
         values = [value for _, value in schedule_points(kind(text))]
         if all(minimum <= value <= maximum and math.isfinite(value) for value in values):
             return kind(text)
-    form = "VALUE, or VALUE@0,VALUE@STEP,... with rising steps," if kind is str else kind.__name__
-    raise argparse.ArgumentTypeError(f"{text}: must be {form} from {minimum:g} to {maximum:g}")
+    forms = {int: "an integer", str: "VALUE, or VALUE@0,VALUE@STEP,... with rising steps,"}
+    fix = f"must be {forms.get(kind, 'a number')} from {minimum:g} to {maximum:g}"
+    raise argparse.ArgumentTypeError(f"{text}: {fix}")
 
 
 def at_step(config: Config, step: int) -> Config:
@@ -2000,6 +2001,7 @@ class Ranks:
             store, rank, size = next(dist.rendezvous("env://", timeout=cls.JOIN_TIMEOUT))
             # others wait for rank 0 indefinitely; the launcher ends them
             forever = timedelta(days=1)
+            store.set_timeout(forever)
             dist.init_process_group(backend, None, forever, size, rank, store)
         except (ValueError, RuntimeError) as error:
             text = f"WORLD_SIZE {os.environ['WORLD_SIZE']}: {first_line(error)}"
@@ -4025,8 +4027,8 @@ def parse(argv: list[str]) -> Config:
     `--resume DIR` loads the settings of that run; flags before it are ignored, flags after it
     override. So a script with flags of its own can be given `--resume DIR --steps 1000`.
     """
-    is_other = lambda word: word.partition("=")[0] != "--resume"
-    argv = list(itertools.dropwhile(is_other, argv)) or argv
+    after = itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)
+    argv = list(after) or argv
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", default="")
     early.add_argument("--resume", default="")
