@@ -125,15 +125,19 @@ def test_two_runs_of_the_same_second_get_two_folders(monkeypatch):
     assert folders[0] != folders[1]
 
 
-def test_a_plugins_flag_may_begin_with_resume(gsm8k, tmp_path, monkeypatch):
+def test_a_plugins_flag_that_begins_with_resume_is_another_flag(tmp_path, monkeypatch):
+    monkeypatch.setattr(tba, "FLAGS", [*tba.FLAGS])
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from dataclasses import dataclass\nimport tba\n@dataclass\nclass Mine:\n"
-        "    resume_often: int = tba.flag(0, 'A flag of a plug-in.')\n"
+        "    resume_often: int | None = tba.flag(0, 'A flag of a plug-in.')\n"
         "tba.FLAGS.append(Mine)\n"
     )
-    monkeypatch.setattr(tba, "FLAGS", [*tba.FLAGS])
-    config = tba.parse(["--steps", "3", "--plugin", str(plugin), "--resume_often", "2"])
+    saved = {"plugin": str(plugin), "steps": 3, "resume_often": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"config": saved}))
+    config = tba.parse(["--resume_often", "2", "--steps", "9", "--resume", str(tmp_path)])
+    assert (config.steps, config.resume_often) == (3, 1)
+    config = tba.parse(["--resume", str(tmp_path), "--resume_often", "2"])
     assert (config.steps, config.resume_often) == (3, 2)
 
 
