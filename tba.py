@@ -278,7 +278,7 @@ class Config:
     logprob_tolerance: float = flag(0.0, "Abort above this `logprob_gap`; 0: 1e-3, 1 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
     searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
-    max_restarts: int = flag(5, "Restarts per Searcher, counted until it has run for an hour.")
+    max_restarts: int = flag(5, "Maximum restarts of a Searcher in a row, each within an hour.")
     seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
     plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
 
