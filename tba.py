@@ -3628,19 +3628,25 @@ def end_tokens(name: str, config: Config) -> list[int]:
     return sorted({*ends, read_tokenizer(name, config).eos_token_id} - {None})
 
 
-def encode_prompts(task: Task, examples: list[dict], context: float) -> tuple[list, list]:
-    """Tokenize prompts; returns the examples that are not too long, and their prompts."""
+def encode_prompts(
+    task: Task, examples: list[dict], kind: str, context: tuple[float, str]
+) -> tuple[list, list]:
+    """Tokenize prompts; returns the examples that are not too long, and their prompts.
+
+    `kind`, "training" or "held-out", and the name of the model's limit `context` are for messages.
+    """
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = task.tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
     longest = min(
-        context - config.max_response_tokens - 1,
+        context[0] - config.max_response_tokens - 1,
         (config.max_total_tokens or math.inf) - 1,
         config.max_prompt_tokens or math.inf,
     )
     config.require(all(encoded), "dataset", "a prompt is empty; change it, or --attacker_prompt")
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    fix = f"every prompt is over {longest} tokens; lower it, or raise other --max_*_tokens"
+    fix = f"every {kind} prompt is longer than the {max(0, longest)} tokens that it leaves"
+    fix += f" (the model's {context[1]}); lower it, or raise other --max_*_tokens"
     config.require(fitting, "max_response_tokens", fix)
     if skipped := len(examples) - len(fitting):
         print(f"warning: skipped {skipped} prompts of over {longest} tokens", file=sys.stderr)
@@ -3657,9 +3663,11 @@ def load_problem(config: Config) -> Problem:
     names = ["max_position_embeddings"]
     if config.pack:  # the mask of packed rows ignores attention windows
         names += ["sliding_window", "attention_chunk_size"]
-    context = min(getattr(text_config, name, None) or math.inf for name in names)
-    task.train, prompts = encode_prompts(task, task.train, context)
-    task.held_out, held_out = encode_prompts(task, task.held_out, context)
+    size, name = min((getattr(text_config, name, None) or math.inf, name) for name in names)
+    remedy = "" if name == names[0] else ": --pack False does not need it"
+    context = (size, f"{name} {size}{remedy}")
+    task.train, prompts = encode_prompts(task, task.train, "training", context)
+    task.held_out, held_out = encode_prompts(task, task.held_out, "held-out", context)
     return Problem(task, tokenizer, prompts, held_out)
 
 
@@ -3907,7 +3915,7 @@ def parse(argv: list[str]) -> Config:
             saved = json.loads((Path(known.resume) / "config.json").read_text())["config"]
         except (OSError, ValueError, KeyError):
             exit_with_error(f"--resume {known.resume}: no config.json of a run there")
-        argv = list(itertools.dropwhile(lambda word: not word.startswith("--resume"), argv))
+        argv = list(itertools.dropwhile(lambda word: word.split("=")[0] != "--resume", argv))
     plugin = early.parse_known_args(argv)[0].plugin or saved.get("plugin", "")
     if plugin:
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
