@@ -52,6 +52,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import errno
 import fcntl
 import gc
 import importlib
@@ -71,6 +72,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -94,6 +96,15 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     sys.exit(2)
 if len(os.environ.get("TMPDIR", "")) > 60:
     os.environ["TMPDIR"] = "/tmp"  # the path of a multiprocessing socket has at most 107 bytes
+
+# libraries fail for a container's user who has no name, or no home that can be written
+os.environ.setdefault("USER", str(os.getuid()))
+home = os.path.expanduser("~")
+if not os.access(home, os.W_OK):
+    cache = os.environ.get("XDG_CACHE_HOME", os.path.join(home, ".cache"))
+    os.environ.setdefault("HF_HOME", os.path.join(cache, "huggingface"))  # it may have models
+    temporary_home = tempfile.TemporaryDirectory()  # deleted when this process ends
+    os.environ["HOME"] = temporary_home.name
 
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -227,17 +238,13 @@ class Config:
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     objective: str = flag(
-        "tb", "Objective: tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, "
-        "dr_grpo, online_dpo, or one defined by --plugin."
+        "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, grpo, dr_grpo, "
+        "online_dpo, or one defined by --plugin."
     )  # fmt: skip
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
     reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
     clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: PPO clip range.", POSITIVE)
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, instead of --beta.")
-    divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = flag(
-        "reverse_kl", "ftb: divergence."
-    )
-    behaviour_beta: float = flag(0.1, "oapl: KL coefficient to the behaviour policy.", POSITIVE)
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
     lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
@@ -263,7 +270,7 @@ class Config:
     logprob_tolerance: float = flag(0.0, "Abort above this `logprob_gap`; 0: 1e-3, 1 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
     searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
-    max_restarts: int = flag(5, "Consecutive failures of a Searcher before the run aborts.")
+    max_restarts: int = flag(5, "Restarts per Searcher, counted until it has run for an hour.")
 
     eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
@@ -392,7 +399,6 @@ class Batch:
     rewards: Tensor  # (B, K)
     versions: Tensor  # (B*K,) int64, Trajectory.version
     step: int  # optimizer steps taken so far
-    mean_length: float  # over the whole batch, of which this may be a micro-batch
     learned_log_z: Tensor  # (B,) one parameter per prompt; carries the gradient
 
     def response_index(self) -> Tensor:
@@ -409,7 +415,7 @@ class Batch:
 class Loss:
     """The output of an objective."""
 
-    loss: Tensor  # scalar with gradient: the mean over the prompts of the batch
+    loss: Tensor  # scalar with gradient, of the whole batch
     metrics: dict[str, Tensor] = field(default_factory=dict)  # scalars to log, of the whole batch
 
 
@@ -472,42 +478,7 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     total = batch.rewards - config.beta * kl
     advantage = total - total.mean(1, keepdim=True)
     weighted = advantage * batch.sums(batch.logprobs)
-    return Loss(-weighted.mean() / batch.mean_length)
-
-
-def ftb(batch: Batch, config: Config) -> Loss:
-    """f-Trajectory Balance (Fawkes and Hartford 2026, arXiv 2605.15417): other divergences.
-
-    TB's D^2, D = log pi - log pi*, is one of a family of losses l(D). On-policy, each has the
-    gradient direction of its --divergence; off-policy, all have the same minimum. l(D) is scaled to
-    D^2 for small D; log Z^ is where l'(D) sums to 0 over the K responses. reverse_kl is `tb`.
-
-    Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and forward_kl give log Z^ = log
-    mean([e^2, 1]) = 1.43 and D = [-0.57, 1.43].
-    """
-    if config.divergence == "reverse_kl":
-        return tb(batch, config)
-    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
-    gap = target - batch.sums(batch.logprobs)  # (B, K)
-    c = 1 if config.divergence == "forward_kl" else 2  # hellinger
-    log_z = c * ((gap.detach() / c).logsumexp(1) - math.log(gap.shape[1]))
-    D = log_z[:, None] - gap
-    return Loss(2 * c * (D + c * (-D / c).exp() - c).mean(), {"log_z": log_z.mean()})
-
-
-def oapl(batch: Batch, config: Config) -> Loss:
-    """OAPL (Ritter et al. 2026, arXiv 2602.19362): KL to the behaviour policy pi_b.
-
-    loss = mean (beta_2 (log pi - log pi_b) - (r - V^))^2, with V^ = beta log mean exp(r / beta)
-    over the K responses and beta_2 = --behaviour_beta. There is no reference.
-
-    Example: log pi = log pi_b, rewards [[1, 0]] and a large beta give V^ = 0.5 and the loss 0.25.
-    """
-    log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # (B, K)
-    log_sum = (batch.rewards / config.beta).logsumexp(1)
-    value = config.beta * (log_sum - math.log(log_ratio.shape[1]))  # V^, (B,)
-    advantage = batch.rewards - value[:, None]
-    return Loss((config.behaviour_beta * log_ratio - advantage).square().mean())
+    return Loss(-weighted.sum() / len(batch.logprobs))
 
 
 def rloo(batch: Batch, config: Config) -> Loss:
@@ -605,10 +576,11 @@ def online_dpo(batch: Batch, config: Config) -> Loss:
 # name -> function of a Batch and the Config of this step (`at_step`); plug-ins add their own
 OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
     objective.__name__: objective
-    for objective in (
-        tb, tb_learned_z, tba_prime, ftb, oapl, rloo, proximal_rloo, grpo, dr_grpo, online_dpo
-    )
-}  # fmt: skip
+    for objective in (tb, tb_learned_z, tba_prime, rloo, proximal_rloo, grpo, dr_grpo, online_dpo)
+}
+# sums over prompts of terms that depend on no other prompt's log-probabilities; all others cost a
+# second forward pass if a batch has several micro-batches (`Learner.backward`)
+SEPARABLE = set(OBJECTIVES.values())
 
 
 def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
@@ -1178,7 +1150,8 @@ def on_every_rank(method: Callable) -> Callable:
 
     @wraps(method)
     def together(learner: Learner, *args: Any) -> Any:
-        learner.ranks.tell(method.__name__, args)
+        if learner.ranks.rank == 0:
+            learner.ranks.from_rank_zero((method.__name__, args))
         return method(learner, *args)
 
     return together
@@ -1198,22 +1171,21 @@ class Learner:
         self.accelerator = make_accelerator(config, ranks)
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
         path = config.model if config.lora_rank else saved.get("model", config.model)
-        policy = load_policy(config, path, ranks, config.lora_rank)
-        self.model = policy.model
+        self.policy = load_policy(config, path, ranks, config.lora_rank)
+        self.model = self.policy.model
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        # evaluation mode only adds autocast; otherwise several ranks would be wrapped in DDP
-        self.policy = self.accelerator.prepare_model(policy, evaluation_mode=True)
         # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
-        trained = [weights for weights in self.model.parameters() if weights.requires_grad]
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         groups = [
-            {"params": trained, "peak_lr": config.learning_rate},
+            {"params": self.trained.values(), "peak_lr": config.learning_rate},
             {"params": [self.log_z], "peak_lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
             groups, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay, fused=True
         )
+        self.trained["log_z"] = self.log_z
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
@@ -1226,10 +1198,8 @@ class Learner:
         """Take a step on B groups of K trajectories, unless not finite; `now`: Config `at_step`."""
         start = time.perf_counter()
         measured = self.backward(groups, now, step)
-        self.ranks.all_reduce(self.log_z.grad)  # it is not sharded
-        self.log_z.grad /= self.ranks.size
         max_norm = self.config.max_grad_norm or math.inf
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
@@ -1253,80 +1223,74 @@ class Learner:
     def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
         """Accumulate gradients of the objective on B groups of K trajectories, by micro-batches.
 
-        If every group fits in --tokens_per_microbatch, micro-batches are whole groups, whose losses
-        are averaged. Otherwise a first pass without gradient computes the loss's derivative by each
-        log-probability, which a second pass propagates. Both are exact. Returns scalar metrics.
+        The objective sees the whole batch in its own order, and gives the loss's derivative by each
+        log-probability, which micro-batches propagate to the weights. A derivative may depend on
+        log-probabilities of its whole group, or of all groups if the objective is not SEPARABLE. If
+        these exceed --tokens_per_microbatch, a first pass without gradient computes all of them, so
+        that gradients are always exact. Returns scalar metrics.
         """
         objective = OBJECTIVES[now.objective]
-        ranks = self.ranks
         budget = now.tokens_per_microbatch
-        flat = [t for group in groups for t in group]
-        lengths = [len(t.tokens) for t in flat]
-        tokens = sum(lengths)
-        prompts = [self.problem.prompts[group[0].prompt_id] for group in groups]
-        responses = [[t.tokens for t in group] for group in groups]
-        sequences = list(zip(prompts, responses, strict=True))
-        batch_of = partial(
-            self.make_batch, K=len(groups[0]), mean_length=tokens / len(flat), now=now, step=step
-        )
-        self.log_z.grad = torch.zeros_like(self.log_z)  # also for objectives that do not use it
-        units = plan_rows(sequences, self.policy.row_tokens, budget)
-        whole_groups = all(padded_tokens(unit) <= budget for unit in units)
-        if not whole_groups:
-            scored = np.concatenate(token_logprobs(self.policy, sequences, now))
-            leaf = to_device(scored, self.device).requires_grad_()
-            objective(batch_of(leaf, flat), now).loss.backward()
-            derivatives = leaf.grad.split(lengths)
-            units = [[row] for unit in units for row in unit]
-        parts = []
-        entropy = torch.zeros((), device=self.device)
-        for rows in plan_microbatches(units, budget, ranks.size)[ranks.rank]:
-            order = [i for row in rows for i in row.indices]
-            logprobs, entropies = self.policy(**pack(rows, self.device), entropy=True)
-            parts.append((order, logprobs.detach()))
-            if not order:  # a padding row, so that all ranks make as many passes
-                loss = 0.0 * logprobs.sum()
-            elif whole_groups:
-                part = batch_of(logprobs, [flat[i] for i in order])
-                loss = objective(part, now).loss * len(order) / len(flat)
-            else:
-                loss = (logprobs * torch.cat([derivatives[i] for i in order])).sum()
-            self.accelerator.backward(ranks.size * loss)  # FSDP divides by it
-            entropy += entropies.sum()
-        ranks.all_reduce(entropy)
-        with torch.no_grad():
-            batch = batch_of(unpack(parts, lengths, ranks), flat)
+        prompts = self.problem.prompts
+        sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
+
+        def evaluate(logprobs: Tensor) -> tuple[Batch, Loss]:
+            """The objective where log pi_theta of the N tokens is this; `grad` has derivatives."""
+            batch = self.make_batch(groups, logprobs, now, step)
             result = objective(batch, now)
-            measured = {"loss": result.loss, "entropy": entropy / tokens}
-            measured |= batch_metrics(batch, now) | result.metrics
-        return {name: value.float() for name, value in measured.items()}
+            self.log_z.grad = torch.zeros_like(self.log_z)  # for objectives that do not use it
+            result.loss.backward()
+            return batch, result
+
+        units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
+        rows = [row for unit in units for row in unit]
+        if objective not in SEPARABLE:
+            units = [rows]
+        one_pass = all(padded_tokens(unit) <= budget for unit in units)
+        if not one_pass:
+            units = [[row] for row in rows]
+            scored = np.concatenate(token_logprobs(self.policy, sequences, now))
+            batch, _ = evaluate(to_device(scored, self.device))
+        tokens = sum(len(t.tokens) for group in groups for t in group)
+        entropy = torch.zeros((), device=self.device)
+        computed = torch.zeros(tokens, device=self.device)  # log pi_theta, (N,)
+        for index, logprobs, entropies in run_microbatches(self.policy, units, now):
+            computed[index] = logprobs.detach()
+            entropy += entropies.sum()
+            if one_pass:  # groups not computed yet have no effect on the derivatives at `index`
+                batch, _ = evaluate(computed)
+            # FSDP divides by the size
+            logprobs.backward(self.ranks.size * batch.logprobs.grad[index])
+        self.ranks.all_reduce(computed)
+        self.ranks.all_reduce(entropy)
+        batch, result = evaluate(computed)
+        measured = {"loss": result.loss, "entropy": entropy / tokens}
+        measured |= batch_metrics(batch, now) | result.metrics
+        return {name: value.detach().float() for name, value in measured.items()}
 
     def make_batch(
-        self, logprobs: Tensor, rows: list[Trajectory], K: int, mean_length: float, now: Config,
-        step: int,
-    ) -> Batch:  # fmt: skip
-        """The Batch of whole groups of K trajectories, whose tokens have these `logprobs` (N,)."""
+        self, groups: list[list[Trajectory]], logprobs: Tensor, now: Config, step: int
+    ) -> Batch:
+        """The Batch of these groups, whose tokens have these log-probabilities (N,)."""
+        rows = [t for group in groups for t in group]
         gamma = np.float32(now.reference_temperature)
-        load = partial(to_device, device=logprobs.device)
+        load = partial(to_device, device=self.device)
         behaviour = load(np.concatenate([t.logprobs for t in rows]))
         return Batch(
-            logprobs=logprobs,
-            behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs.detach(), behaviour),
+            logprobs=logprobs.clone().requires_grad_(),
+            behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs, behaviour),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
             lengths=load(np.array([len(t.tokens) for t in rows])),
-            rewards=load(np.array([t.reward for t in rows], np.float32).reshape(-1, K)),
+            rewards=load(np.array([[t.reward for t in group] for group in groups], np.float32)),
             versions=load(np.array([t.version for t in rows])),
             step=step,
-            mean_length=mean_length,
-            learned_log_z=self.log_z[load(np.array([t.prompt_id for t in rows[::K]]))],
+            learned_log_z=self.log_z[load(np.array([group[0].prompt_id for group in groups]))],
         )
 
-    def follow(self) -> NoReturn:
-        """On the other ranks: run the methods that rank 0 calls, until it ends."""
-        while True:
-            name, args = self.ranks.from_rank_zero(None)
-            if name == "end":
-                sys.exit(0)
+    def follow(self) -> None:
+        """On the other ranks: run the methods that rank 0 calls, until it sends None."""
+        while call := self.ranks.from_rank_zero(None):
+            name, args = call
             getattr(self, name)(*args)
 
     @on_every_rank
@@ -1360,26 +1324,22 @@ class Learner:
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
         """Copies in rank 0's host memory of everything `restore` needs besides the model."""
-        weights = self.model.state_dict()
         state = {
-            "optimizer": self.optimizer.state_dict()["state"],
-            "adapters": {name: weights[name] for name in weights if ".lora_" in name},
-            "log_z": self.log_z.detach(),
+            "optimizer": {name: self.optimizer.state[p] for name, p in self.trained.items()},
+            "log_z": self.log_z,
+            "adapters": {name: p for name, p in self.trained.items() if ".lora_" in name},
         }
         return tree_map(partial(host_copy, ranks=self.ranks), state)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore `state`, but not the learning rate, which the flags may have changed."""
-        own = dict(self.model.named_parameters())
-        for name, tensor in saved["adapters"].items():
-            own[name].data.copy_(shard_like(own[name], tensor))
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = {}
-        for i, values in saved["optimizer"].items():
-            state[i] = {name: shard_like(parameters[i], value) for name, value in values.items()}
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.log_z.data.copy_(saved["log_z"])
+        for name, tensor in saved["adapters"].items():
+            self.trained[name].data.copy_(shard_like(self.trained[name], tensor))
+        for name, values in saved["optimizer"].items():
+            own = self.optimizer.state[self.trained[name]]
+            for key, value in values.items():
+                own[key] = shard_like(self.trained[name], value).to(self.device)
 
 
 # ==================================================================================== 7. Searcher
@@ -1405,7 +1365,7 @@ class Searcher:
     """
 
     EVAL_CHUNK = 8  # held-out answers that are scored between polls
-    MAX_UNSCORED = 8  # responses waiting for rewards, as a multiple of --sequences_in_flight
+    MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
         self.config = config
@@ -1414,8 +1374,7 @@ class Searcher:
         self.index = spec.first  # its next position in the prompt order
         self.limit = 0.0  # it submits prompts before this position
         # a different seed for every start: identical samples would be a waste
-        rng = np.random.default_rng([config.seed, spec.searcher, spec.start])
-        seed = int(rng.integers(2**31))
+        seed = int(np.random.default_rng([config.seed, spec.searcher, spec.start]).integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
@@ -1436,7 +1395,6 @@ class Searcher:
         self.pending_answers = 0  # to held-out prompts, not generated yet
         self.receiver = WeightReceiver(config, spec, self.reference_weights)
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
-        self.started = time.perf_counter()
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
         self.tokens = 0  # generated
@@ -1448,10 +1406,10 @@ class Searcher:
             self.submit_prompts()
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
-                continue
-            time.sleep(0.003)
-            self.idle += 0.003
-            self.between_steps()
+            else:
+                time.sleep(0.003)
+                self.idle += 0.003
+                self.between_steps()
 
     def between_steps(self) -> None:
         """Work between decode steps. Raises whatever the task or the receiver raised."""
@@ -1494,6 +1452,8 @@ class Searcher:
             self.engine.load_weights(weights.items())
             self.version = message.version
             probes = self.score_probes()
+        if self.receiver.staging.flat.is_cuda:
+            torch.cuda.synchronize()  # the next weights may overwrite the staging buffer
         self.spec.send(Loaded(probes))
         if message.held_out:
             begin_evaluation(self, message)
@@ -1580,16 +1540,20 @@ class Searcher:
         return groups
 
     def start_scoring(self) -> None:
-        """Compute the rewards of all complete groups in one call, once a thread is free.
+        """Compute the rewards of the oldest complete groups, once a thread is free.
 
-        In lockstep, groups completed together are scored together, so that runs repeat exactly.
+        The threads together take at most --sequences_in_flight responses at a time. In lockstep,
+        calls do not depend on when a thread is free, so that runs repeat exactly.
         """
+        config = self.config
         task = self.problem.task
-        busy = sum(call.groups > 0 for call in self.calls) >= max(1, task.reward_threads)
-        if not self.unscored or (busy and not self.config.synchronous):
+        threads = max(1, task.reward_threads)
+        busy = sum(call.groups > 0 for call in self.calls) >= threads
+        if not self.unscored or (busy and not config.synchronous):
             return
-        groups = self.unscored
-        self.unscored = []
+        size = max(1, config.sequences_in_flight // (threads * config.searched_per_prompt))
+        groups = self.unscored[:size]
+        del self.unscored[:size]
         rows = [t for group in groups for t in group.trajectories]
         examples = [task.train[t.prompt_id] for t in rows]
         texts = self.problem.response_texts([t.tokens for t in rows])
@@ -1623,7 +1587,9 @@ class Searcher:
             elif not call.future.running():
                 call.queued = now
             elif now - call.queued > self.config.searcher_timeout:
-                raise TimeoutError("rewards or an evaluation exceeded --searcher_timeout")
+                raise TimeoutError(
+                    "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
+                )
 
     def deliver(self) -> None:
         """Send scored groups, and a heartbeat twice a second; never blocks on a full queue."""
@@ -1635,7 +1601,7 @@ class Searcher:
         now = time.perf_counter()
         if now - self.last_heartbeat > 0.5:
             self.last_heartbeat = now
-            self.spec.send(Heartbeat(now, now - self.started - self.idle, self.tokens))
+            self.spec.send(Heartbeat(now, self.idle, self.tokens))
 
 
 def prompt_at(seed: int, index: int, prompts: int) -> int:
@@ -1668,29 +1634,52 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def load_model(config: Config, path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load a causal language model from a folder or hub name, with dropout disabled."""
+def load_model(
+    config: Config, path: str, dtype: torch.dtype, device: torch.device,
+    kind: str = "AutoModelForCausalLM",
+) -> nn.Module:  # fmt: skip
+    """Load a model from a folder or hub name, with dropout disabled; `kind`: its auto class.
+
+    Raises ValueError if it lacks weights or has others, is quantized, or has an adapter.
+    """
+    if transformers.utils.find_adapter_config_file(path):
+        raise ValueError("has an adapter (adapter_config.json); merge it into the model")
     model_config = transformers.AutoConfig.from_pretrained(path)
-    drop = {k: 0.0 for k, v in vars(model_config).items() if "drop" in k and isinstance(v, float)}
-    model_config.update(drop)
+    if hasattr(model_config, "quantization_config"):
+        raise ValueError("is quantized; use a model in bfloat16 or float32")
+    dropout = {k: v for k, v in vars(model_config).items() if "drop" in k and isinstance(v, float)}
+    model_config.update(dict.fromkeys(dropout, 0.0))
     if config.dtype == "bfloat16":
-        # TF32 for float32 matmuls: more precise than bfloat16, and nearly as fast
+        # TF32 for float32 matmuls, which vLLM disables: nearly as fast as bfloat16, more precise
         torch.set_float32_matmul_precision("high")
     # SDPA ignores the soft cap of attention scores (Gemma 2)
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model, loaded = getattr(transformers, kind).from_pretrained(
         path,
         config=model_config,
         dtype=dtype,
         device_map={"": device},
         attn_implementation="eager" if capped else None,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that they are reported
     )
+    is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
+    wrong = [name for name in loaded["missing_keys"] if not (is_body and "pooler" in name)]
+    wrong += [name for name in loaded["unexpected_keys"] if not (is_body or "pooler" in name)]
+    wrong += [name for name, *_ in loaded["mismatched_keys"]]
+    if wrong:
+        text = f"{len(wrong)} weights are missing, unexpected or of another shape"
+        raise ValueError(f"{text} for a {type(model).__name__}, such as {min(wrong)}")
+    model.config = copy.copy(model.config)  # layers keep theirs; saved models keep their dropout
+    model.config.update(dropout)
+    return model
 
 
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
     """Float32 logits (..., V), as in vLLM: bfloat16 logits of 64-128 would be 0.5 apart."""
+    bias = None if head.bias is None else head.bias.float()
     with torch.autocast(hidden.device.type, enabled=False):
-        return hidden.float() @ head.weight.float().t()
+        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
@@ -1703,7 +1692,7 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
     body_output = dataclasses.replace(output, last_hidden_state=hidden[None])
     twin._modules[model.base_model_prefix] = lambda *_, **__: body_output
     head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear) and head.bias is None:  # false for a head with an adapter
+    if isinstance(head, nn.Linear):  # false for a head with an adapter
         float_head = copy.copy(head)
         float_head.forward = partial(float_logits, head)
         twin.set_output_embeddings(float_head)
@@ -1730,13 +1719,12 @@ class TokenLogProbs(nn.Module):
         self.ranks = Ranks()  # over which the model is sharded
 
     def forward(
-        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor, entropy: bool = False,
+        self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Log-probabilities (N,) of packed rows, given what `pack` returns, and entropies (N,).
 
-        Entropies carry no gradient; without `entropy` they are 0. `temperature` overrides the
-        policy's.
+        Entropies carry no gradient, and are 0 in `no_grad`. `temperature` overrides the policy's.
         """
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # (N, H)
@@ -1747,7 +1735,7 @@ class TokenLogProbs(nn.Module):
             logits = logits_of(self.model, output, hidden)  # (CHUNK, V)
             logprobs = (logits / (temperature or self.temperature)).log_softmax(-1)
             chosen = logprobs.gather(1, targets[:, None])[:, 0]
-            if not entropy:
+            if not torch.is_grad_enabled():
                 return chosen, torch.zeros_like(chosen)
             fixed = logprobs.detach()
             return chosen, -(fixed.exp() * fixed).sum(-1)
@@ -1759,13 +1747,13 @@ class TokenLogProbs(nn.Module):
         return torch.cat(logprobs), torch.cat(entropies)
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A packed row: a prompt followed by one or more responses to it."""
 
     prompt: np.ndarray  # (P,) int32
-    indices: list[int]  # of the responses, among those of all groups
     responses: list[np.ndarray]  # (T,) int32 each
+    indices: list[np.ndarray]  # (T,) each: of these tokens, among those of all groups' responses
 
     @property
     def length(self) -> int:
@@ -1774,7 +1762,7 @@ class Row:
 
 
 # keeps a rank in step while others still have micro-batches
-IDLE = Row(np.zeros(1, np.int32), [], [])
+IDLE = Row(np.zeros(1, np.int32), [np.zeros(0, np.int32)], [np.zeros(0, np.int64)])
 
 
 def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[Row]]:
@@ -1783,20 +1771,21 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     A row has about max(row_tokens, 4 * prompt) tokens, and at most `budget` unless one response
     exceeds it; with `row_tokens` 0, each response has its own row.
 
-    Example: a prompt of 3 tokens, responses of 5, 3, 4 and 2, and row_tokens 11 give two rows,
-    with the responses [0, 3] and [2, 1].
+    Example: a prompt of 3 tokens, responses of 5, 3, 4 and 2, and row_tokens 11 give two rows: of
+    the first and the last response (tokens 0-4 and 12-13), and of the others (8-11 and 5-7).
     """
     plan = []
-    indices = itertools.count()  # of responses
+    lengths = [len(response) for _, responses in groups for response in responses]
+    indices = iter(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))  # of tokens
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
         row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
         rows = [Row(prompt, [], []) for _ in range(row_count)]
         indexed = [(next(indices), response) for response in responses]
-        for i, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
+        for index, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
             shortest = min(rows, key=attrgetter("length"))
-            shortest.indices.append(i)
+            shortest.indices.append(index)
             shortest.responses.append(response)
         plan.append(rows)
     return plan
@@ -1881,44 +1870,38 @@ def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[l
     return [plan + [[IDLE]] * (count - len(plan)) for plan in plans]
 
 
-def logprobs_by_microbatch(
-    policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the response indices and log-probabilities (N,) of each micro-batch."""
-    budget = config.tokens_per_microbatch
+def run_microbatches(
+    policy: TokenLogProbs, units: list[list[Row]], config: Config, temperature: float | None = None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Run this rank's micro-batches of these units, with autocast if --dtype is bfloat16.
+
+    Yields for the n response tokens of each: their index among the N tokens of all groups'
+    responses, their log-probabilities, and entropies; (n,) each.
+    """
     device = next(policy.parameters()).device
-    units = [[row] for rows in plan_rows(groups, policy.row_tokens, budget) for row in rows]
-    for rows in plan_microbatches(units, budget, policy.ranks.size)[policy.ranks.rank]:
+    ranks = policy.ranks
+    for rows in plan_microbatches(units, config.tokens_per_microbatch, ranks.size)[ranks.rank]:
         # FSDP casts by itself; without the cache, a weight's bfloat16 copy is freed with the graph
-        enabled = config.dtype == "bfloat16" and policy.ranks.size == 1
+        enabled = config.dtype == "bfloat16" and ranks.size == 1
         with torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False):
-            logprobs, _ = policy(**pack(rows, device), temperature=temperature)
-        yield [i for row in rows for i in row.indices], logprobs
+            logprobs, entropies = policy(**pack(rows, device), temperature=temperature)
+        index = np.concatenate([index for row in rows for index in row.indices])
+        yield to_device(index, device), logprobs, entropies
 
 
 @torch.no_grad()
 def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> list[np.ndarray]:
-    """Log-probabilities (T,) of every response's tokens."""
-    parts = list(logprobs_by_microbatch(policy, groups, config, temperature))
+    """Log-probabilities (T,) of every response's tokens, on every rank."""
+    plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
+    units = [[row] for rows in plan for row in rows]
     lengths = [len(response) for _, responses in groups for response in responses]
-    flat = unpack(parts, lengths, policy.ranks).cpu().numpy()
-    return np.split(flat, np.cumsum(lengths)[:-1])
-
-
-def unpack(parts: list[tuple[list[int], Tensor]], lengths: list[int], ranks: Ranks) -> Tensor:
-    """Log-probabilities (N,) of responses of these lengths, in order, on every rank.
-
-    `parts` are this rank's micro-batches: (response indices, log-probabilities).
-    """
-    flat = torch.zeros(sum(lengths), device=parts[0][1].device)
-    by_response = flat.split(lengths)  # views
-    for order, logprobs in parts:
-        for i, values in zip(order, logprobs.split([lengths[i] for i in order]), strict=True):
-            by_response[i].copy_(values)
-    ranks.all_reduce(flat)
-    return flat
+    flat = torch.zeros(sum(lengths), device=next(policy.parameters()).device)
+    for index, logprobs, _ in run_microbatches(policy, units, config, temperature):
+        flat[index] = logprobs
+    policy.ranks.all_reduce(flat)
+    return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
 # ======================================================================================= 9. Ranks
@@ -1957,11 +1940,6 @@ class Ranks:
             dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
-    def tell(self, name: str, args: tuple) -> None:
-        """On rank 0, have the others call this method of the Learner (see `Learner.follow`)."""
-        if self.rank == 0:
-            self.from_rank_zero((name, args))
-
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place."""
         if self.size > 1:
@@ -1997,7 +1975,7 @@ def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
-        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as in `logprobs_by_microbatch`
+        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as in `run_microbatches`
         log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
@@ -2530,17 +2508,17 @@ class WeightSync:
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
-        failure = transfer.failure
         if not complete:
-            failure = failure or "timeout (--transfer_timeout)"
+            transfer.failure = transfer.failure or "timeout (--transfer_timeout)"
         elif error := transfer.sending.exception():
-            failure = failure or first_line(error)
+            transfer.failure = transfer.failure or first_line(error)
         for s in silent:
             s.kill("did not reply to a weight transfer, and was killed")
         self.transfer = None
         self.group = transfer.group
-        if failure:
-            self.say(f"warning: sending the weights of step {transfer.version} failed: {failure}")
+        if transfer.failure:
+            text = f"sending the weights of step {transfer.version} failed: {transfer.failure}"
+            self.say(f"warning: {text}")
             abandon(self.group)
             self.group = None
             self.due = True
@@ -2586,8 +2564,8 @@ class WeightSync:
         for s in ready:
             s.receiving = self.transfer
             s.loading = self.transfer
-        thread = ThreadPoolExecutor(1)  # one per transfer: a stuck one may never return
-        self.transfer.sending = thread.submit(self.send, self.transfer, held_out)
+        # in a new thread, as a stuck one may never return
+        self.transfer.sending = ThreadPoolExecutor(1).submit(self.send, self.transfer, held_out)
         self.seconds += time.perf_counter() - start
         return not reference
 
@@ -2609,10 +2587,8 @@ class WeightSync:
             transfer.group = form_group(
                 self.config, self.searchers.meeting, self.group_name, 0, size
             )
-        broadcast(
-            transfer.group, self.snapshot, self.config.transfer_timeout,
-            lambda: transfer.member_ended,
-        )  # fmt: skip
+        timeout = self.config.transfer_timeout
+        broadcast(transfer.group, self.snapshot, timeout, lambda: transfer.member_ended)
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """A member did not receive the weights, and keeps its current ones."""
@@ -2620,7 +2596,7 @@ class WeightSync:
         transfer.failure = transfer.failure or f"Searcher {s.spec.searcher}: {reason}"
         s.receiving = None
         s.loading = None
-        self.evaluations.drop(s)  # the held-out prompts were sent with the weights
+        self.evaluations.drop(s, self.transfers)  # one whose prompts came with these weights
         if not transfer.member_ended:  # otherwise not this member's fault
             s.missed += 1
         if s.missed >= self.MAX_MISSED:
@@ -2688,10 +2664,8 @@ class WeightReceiver:
                 self.group = form_group(
                     self.config, self.spec.meeting, message.group, message.rank, message.size
                 )
-            broadcast(
-                self.group, self.staging, self.config.transfer_timeout,
-                lambda: self.store.check([message.group]),
-            )  # fmt: skip
+            timeout = self.config.transfer_timeout
+            broadcast(self.group, self.staging, timeout, lambda: self.store.check([message.group]))
         except RuntimeError as error:  # perhaps another member's fault
             abandon(self.group)
             self.group = None
@@ -2739,7 +2713,7 @@ class Heartbeat(NamedTuple):
     """A heartbeat, twice a second; the first one means that the models are loaded."""
 
     time: float  # seconds, on this Searcher's clock
-    worked: float  # seconds spent on generating and scoring so far
+    idle: float  # seconds so far without work, or spent on loading weights
     tokens: int  # generated so far
 
 
@@ -2824,10 +2798,8 @@ class RunningSearcher:
         """Fraction of recent time that it worked, and tokens generated per second."""
         if len(self.heartbeats) < 2:
             return 0.0, 0.0
-        first = self.heartbeats[0]
-        last = self.heartbeats[-1]
-        seconds = last.time - first.time
-        return (last.worked - first.worked) / seconds, (last.tokens - first.tokens) / seconds
+        seconds, idle, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
+        return 1 - idle / seconds, tokens / seconds
 
 
 @dataclass
@@ -2835,9 +2807,9 @@ class Slot:
     """One of the M Searchers, across restarts of its process."""
 
     running: RunningSearcher | None = None
-    failures: int = 0  # since its last group arrived
+    failures: int = 0  # consecutive ones, each soon after the restart before
     delivered: bool = False  # a group, ever
-    restart_at: float = 0.0
+    restart_at: float = 0.0  # time of the latest restart
 
 
 class SearcherProcesses:
@@ -2848,6 +2820,8 @@ class SearcherProcesses:
     """
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
+    RESTART_DELAY = 5  # seconds
+    HEALTHY_AFTER = 3600  # seconds after a restart until a failure is the first one again
     QUEUE_SIZE = 4096  # groups in the queue before Searchers wait
     POLL_EVERY = 0.2  # seconds between two checks of all processes
 
@@ -2959,9 +2933,7 @@ class SearcherProcesses:
         # groups are drained first: a Searcher reports the probes of new weights before it sends
         # groups generated with them, so wrong weights end the run before these are used
         for group in self.arrivals.take_all():
-            slot = self.slots[group.index % len(self.slots)]
-            slot.failures = 0
-            slot.delivered = True
+            self.slots[group.index % len(self.slots)].delivered = True
             if self.record_arrival(group.index):
                 groups.append(group)
         running = {s.spec.start: s for s in self.running}
@@ -3004,15 +2976,17 @@ class SearcherProcesses:
         text = f"Searcher {searcher} {reason}"
         if s.traceback:
             text += f":\n{s.traceback}"
-        delay = min(60, 2**slot.failures)
-        slot.restart_at = time.monotonic() + delay
-        slot.failures += 1
         if not slot.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
+        now = time.monotonic()
+        # a failure that takes --searcher_timeout to be noticed came that much earlier
+        if now > slot.restart_at + self.HEALTHY_AFTER + self.config.searcher_timeout:
+            slot.failures = 0
+        slot.failures += 1
         if slot.failures > self.config.max_restarts:
             raise RunEnded(f"{text}\nnot restarted: {slot.failures} failures (--max_restarts)")
-        attempt = f"restart {slot.failures} of {self.config.max_restarts} in {delay} s"
-        self.say(f"warning: {text}\n{attempt}")
+        slot.restart_at = now + self.RESTART_DELAY
+        self.say(f"warning: {text}\nrestart {slot.failures} of {self.config.max_restarts}")
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
@@ -3215,9 +3189,6 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
             del os.environ[name]
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
-    # concurrent compilations in one folder can break it
-    cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
-    os.environ["VLLM_CACHE_ROOT"] = str(cache / f"searcher-{spec.searcher}")
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
     quiet_libraries()
     try:
@@ -3293,10 +3264,10 @@ class Evaluations:
         self.pending[transfer] = Evaluation(version, rows)
         return rows
 
-    def drop(self, s: RunningSearcher) -> None:
-        """Drop a Searcher's pending evaluations, and have the next sync start one instead."""
+    def drop(self, s: RunningSearcher, since: int = 0) -> None:
+        """Drop a Searcher's evaluations from transfer `since` on; the next sync starts another."""
         for transfer, evaluation in list(self.pending.items()):
-            if s in evaluation.rows:
+            if s in evaluation.rows and transfer >= since:
                 self.due = True
                 del self.pending[transfer]
 
@@ -3309,20 +3280,19 @@ class Evaluations:
         if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
             return
         del self.pending[message.evaluation]
-        step = evaluation.version
         by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
         text = ""  # of eval_answers.txt
         for row, records in enumerate(by_prompt[: self.ANSWERS_SHOWN]):
             answers = [record.pop("answer") for record in records]
             prompt = self.problem.text(self.problem.held_out[row])
-            text += f"======== step {step}\n{prompt}\n"
+            text += f"======== step {evaluation.version}\n{prompt}\n"
             text += f"-------- answer\n{answers[0]}\n\n"
         metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
         if n > 1 and "accuracy" in metrics:  # prompts with a correct response
             solved = [max(record["accuracy"] for record in records) for records in by_prompt]
             metrics[f"pass@{n}"] = float(np.mean(solved))
-        self.folder.write_evaluation(step, len(by_prompt), metrics, text)
+        self.folder.write_evaluation(evaluation.version, len(by_prompt), metrics, text)
 
 
 # The Searcher's side: answer held-out prompts, and have the answers scored.
@@ -3463,6 +3433,7 @@ def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) 
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
+    model.generation_config.to_json_file(folder / "generation_config.json")
     problem.tokenizer.save_pretrained(folder)
 
 
@@ -3552,14 +3523,26 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
     """Load the path or hub name in flag `name`. Raises InputError if that fails."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
+    is_local = os.path.exists(value)
+    config.require(is_local or value[0] not in "/.~", name, "does not exist")
     try:
         return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
-        raise InputError(f"--{name} {value}: {first_line(error.__cause__ or error)}") from None
+        cause = error.__cause__ or error
+        text = f"--{name} {value}: {first_line(cause)}"
+        if not is_local and getattr(cause, "errno", None) in (errno.EACCES, errno.EROFS):
+            text = f"HF_HOME: {first_line(cause)}; set it to a folder that can be written"
+        raise InputError(text) from None
 
 
 read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
 read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
+
+
+def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> None:
+    """Raise InputError unless the model of flag `name` loads; reads its weights' names only."""
+    meta = torch.device("meta")
+    load_flag(name, config, lambda path: load_model(config, path, torch.float32, meta, kind))
 
 
 def read_dataset(name: str, config: Config) -> Any:
@@ -3570,12 +3553,20 @@ def read_dataset(name: str, config: Config) -> Any:
     datasets.logging.set_verbosity(logging.CRITICAL)
 
     def load(value: str) -> Any:
-        suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-        if suffix in (".json", ".csv", ".parquet"):
-            return datasets.load_dataset(suffix[1:], data_files=value)
         if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
             return datasets.load_from_disk(value)
-        return datasets.load_dataset(*value.split(":"))  # a folder, NAME or NAME:CONFIG
+        is_local = os.path.exists(value)
+        source = [value] if is_local else value.split(":")  # NAME or NAME:CONFIG
+        files = None
+        suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
+        if suffix in (".json", ".csv", ".parquet"):
+            source = [suffix[1:]]
+            files = value
+        with tempfile.TemporaryDirectory() as new:  # a cache may have old rows, or be read-only
+            cache = new if is_local else None
+            return datasets.load_dataset(
+                *source, data_files=files, cache_dir=cache, keep_in_memory=True
+            )
 
     return load_flag(name, config, load)
 
@@ -3673,6 +3664,7 @@ def load_problem(config: Config) -> Problem:
     text_config = read_config("model", config).get_text_config()
     tokenizer = read_tokenizer("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
+    check_model("model", config)
     task = TASKS[config.task](config, tokenizer)
     names = ["max_position_embeddings"]
     if config.pack:  # the mask of packed rows ignores attention windows
@@ -4100,6 +4092,7 @@ def main(argv: list[str]) -> int:
         config, problem, checkpoint = ranks.from_rank_zero(None)
         saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
         Learner(config, problem, ranks, saved).follow()
+        return 0
     try:
         resolve(config)
         check_settings(config)
@@ -4179,7 +4172,7 @@ def run_command_line() -> NoReturn:
 def finish(trainer: Trainer) -> None:
     """At the end: copy the model to final/, draw the curves, print a summary."""
     folder = trainer.folder
-    trainer.ranks.tell("end", ())
+    trainer.ranks.from_rank_zero(None)  # ends the others
     folder.draw_curves()
     first = folder.evaluations[0]  # of --eval_samples prompts
     last = folder.evaluations[-1]  # of all held-out prompts
@@ -4270,13 +4263,10 @@ class TextModel:
 
     def __init__(self, kind: str, name: str, tokenizer: Any, config: Config) -> None:
         """Load the model of flag `name`; `kind` is the name of one of these classes."""
-        if config.dtype == "bfloat16":  # TF32 changes scores by about 1e-3; vLLM disables it
-            torch.set_float32_matmul_precision("high")
         self.is_lm = kind == "AutoModelForCausalLM"
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
-        load = getattr(transformers, kind).from_pretrained
-        self.model = load(getattr(config, name), dtype=dtype, device_map={"": local_device()})
+        self.model = load_model(config, getattr(config, name), dtype, local_device(), kind)
         # causal classifiers read the last token that is not padding: it may be EOS
         pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
         tokenizer.pad_token_id = next(p for p in pads if p not in (None, tokenizer.eos_token_id))
@@ -4340,6 +4330,7 @@ class TLDR(Task):
         for name in self.tokenizers:
             n = read_config(name, config).num_labels
             config.require(n == 1, name, f"has {n} labels; a reward model has one")
+            check_model(name, config, "AutoModelForSequenceClassification")
         super().__init__(config, tokenizer)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
@@ -4419,6 +4410,8 @@ class AttackBuffer(ReplayBuffer):
     Comparing attacks is slow: a thread adds groups, replacing a prompt's attacks as a whole.
     """
 
+    MAX_WAITING = 16  # groups that are not stored yet; the Trainer and checkpoints wait for others
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.capacity = config.kept_per_prompt
@@ -4434,11 +4427,11 @@ class AttackBuffer(ReplayBuffer):
     def add(self, group: Group) -> None:
         """Store a group in the thread; wait for it in lockstep, where runs repeat."""
         self.adding.append(self.thread.submit(self.add_distinct, group))
-        self.finish_adding(self.config.synchronous)
+        self.finish_adding(0 if self.config.synchronous else self.MAX_WAITING)
 
-    def finish_adding(self, wait: bool = True) -> None:
-        """Raise the thread's error, if any; with `wait`, once every group is stored."""
-        while self.adding and (wait or self.adding[0].done()):
+    def finish_adding(self, waiting: int = 0) -> None:
+        """Wait until all groups but the last `waiting` are stored. Raises the thread's error."""
+        while len(self.adding) > waiting:
             self.adding.popleft().result()
 
     def state(self) -> dict[str, Any]:
@@ -4503,14 +4496,19 @@ class RedTeam(Task):
     )
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        judge = read_config("toxicity_model", config)
-        self.guard = any("CausalLM" in name for name in judge.architectures or [])
-        labels = {str(label): int(i) for i, label in judge.id2label.items()}
+        toxicity = read_config("toxicity_model", config)
+        self.guard = any("CausalLM" in name for name in toxicity.architectures or [])
+        labels = {str(label): int(i) for i, label in toxicity.id2label.items()}
         self.label = labels.get(config.toxicity_label)  # `setup` sets a guard's, a token
-        known = self.guard or self.label is not None
-        config.require(known, "toxicity_label", f"choose one of {', '.join(labels)}")
-        models = ("victim_model", "toxicity_model", "sentence_model")
-        self.tokenizers = {name: read_tokenizer(name, config) for name in models}
+        known = config.toxicity_label if self.guard else self.label is not None
+        fix = "name a guard's verdict, such as unsafe" if self.guard else f"choose one of {labels}"
+        config.require(known, "toxicity_label", fix)
+        judge = "AutoModelForCausalLM" if self.guard else "AutoModelForSequenceClassification"
+        self.judge_kinds = {"toxicity_model": judge, "sentence_model": "AutoModel"}
+        kinds = {"victim_model": "AutoModelForCausalLM"} | self.judge_kinds
+        self.tokenizers = {name: read_tokenizer(name, config) for name in kinds}
+        for name, kind in kinds.items():
+            check_model(name, config, kind)
         chat = config.victim_format == "alpaca" or self.tokenizers["victim_model"].chat_template
         config.require(chat, "victim_format", "the victim has no chat template; use alpaca")
         short = config.min_attack_tokens <= config.max_response_tokens
@@ -4530,10 +4528,10 @@ class RedTeam(Task):
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
-        load = lambda kind, name: TextModel(kind, name, self.tokenizers[name], config)
-        kind = "AutoModelForCausalLM" if self.guard else "AutoModelForSequenceClassification"
-        self.toxicity = load(kind, "toxicity_model")
-        self.sentence = load("AutoModel", "sentence_model")
+        self.judges = {
+            name: TextModel(kind, name, self.tokenizers[name], config)
+            for name, kind in self.judge_kinds.items()
+        }
         if self.guard:  # its first token says whether a conversation is toxic
             encode = self.tokenizers["toxicity_model"].encode
             self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
@@ -4586,7 +4584,8 @@ class RedTeam(Task):
         texts = []
         for attack, answers in zip(attacks, self.victim_answers(attacks), strict=True):
             texts += [self.judged_text(attack, answer) for answer in answers]
-        logprobs = self.toxicity(texts).log_softmax(-1)  # (N * victim_samples, labels or V)
+        # (N * victim_samples, labels or V)
+        logprobs = self.judges["toxicity_model"](texts).log_softmax(-1)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
@@ -4599,7 +4598,7 @@ class RedTeam(Task):
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
-        vectors = self.sentence(responses).numpy()
+        vectors = self.judges["sentence_model"](responses).numpy()
         return [
             {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector}
             for t, vector in zip(toxicities, vectors, strict=True)
@@ -4650,7 +4649,8 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
         groups = [pairs[i] for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
         total = 0.0
-        for _, logprobs in logprobs_by_microbatch(policy, groups, config, temperature=1.0):
+        plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
+        for _, logprobs, _ in run_microbatches(policy, plan, config, temperature=1.0):
             loss = -logprobs.sum() / tokens
             loss.backward()
             total += loss.item()

@@ -1,13 +1,20 @@
 """The command line: mistakes end in one line that names the flag, with exit code 2."""
 
 import dataclasses
+import http.server
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
+from pathlib import Path
 
 import pytest
-from harness import Run, arguments, judges_of, run_tba
+from harness import PATIENCE, ROOT, Run, arguments, judges_of, run_tba
+from safetensors.torch import load_file, save_file
 
 import tba
 
@@ -140,3 +147,145 @@ def test_help_tells_of_every_flag(capsys):
             assert len(f.metadata["help"]) > 10
     counts = {kind.__name__: len(dataclasses.fields(kind)) for kind in tba.FLAGS}
     assert counts["Config"] <= 61 and sum(counts.values()) <= 90
+
+
+def without_second_layer(tensors):
+    return {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
+
+
+def as_torch_compile_names_them(tensors):
+    return {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
+
+
+def changed(model, out, weights=lambda tensors: tensors, **settings):
+    """A copy of a model's folder: `weights` maps its tensors, `settings` change its config.json."""
+    shutil.copytree(model, out)
+    tensors = weights(load_file(out / "model.safetensors"))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | settings))
+    return out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": without_second_layer},
+        {"weights": as_torch_compile_names_them},
+        {"num_hidden_layers": 1},
+        {"vocab_size": 500},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    ],
+)
+def test_a_policy_is_whole_or_refused(change, gsm8k, tmp_path, capsys):
+    out = tmp_path / "run"
+    model = changed(gsm8k / "model", tmp_path / "model", **change)
+    assert f"--model {model}" in refused(arguments(gsm8k, out, model=model), capsys)
+    assert not out.exists()
+
+
+def test_judges_and_victims_are_whole_or_refused(tldr, redteam, tmp_path, capsys):
+    out = tmp_path / "run"
+    for files in (tldr, redteam):
+        judges = judges_of(files)
+        for name in [name for name in judges if name.endswith("_model")]:
+            folder = changed(judges[name], tmp_path / name, without_second_layer)
+            line = refused(arguments(files, out, **(judges | {name: folder})), capsys)
+            assert f"--{name} {folder}" in line
+    assert not out.exists()
+
+
+def test_models_of_another_kind_are_refused(gsm8k, tldr, redteam, tmp_path, capsys):
+    """A policy as a reward model, the reverse, an adapter beside its base, a guard's verdict."""
+    out = tmp_path / "run"
+    policy = changed(tldr / "model", tmp_path / "policy", id2label={0: "score"})
+    judges = judges_of(tldr) | {"reward_model": policy}
+    assert f"--reward_model {policy}" in refused(arguments(tldr, out, **judges), capsys)
+    assert "--model" in refused(arguments(tldr, out, model=tldr / "reward"), capsys)
+    adapter = changed(gsm8k / "model", tmp_path / "adapter")
+    (adapter / "adapter_config.json").write_text("{}")
+    assert "adapter" in refused(arguments(gsm8k, out, model=adapter), capsys)
+    guard = judges_of(redteam) | {"toxicity_model": redteam / "victim", "toxicity_label": None}
+    assert "--toxicity_label" in refused(arguments(redteam, out, **guard), capsys)
+    assert not out.exists()
+
+
+USER_ID = 12345  # it has no name
+
+
+@pytest.fixture
+def container_user():
+    """Function: run a command as a user without a name, in a folder of its own, where it may."""
+    if os.getuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("only root can become another user, with setpriv")
+    as_user = ["setpriv", f"--reuid={USER_ID}", f"--regid={USER_ID}", "--clear-groups"]
+    # root's own Python may be unreadable to others
+    reading = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    for prefix in ([*as_user, *reading], as_user):
+        probe = subprocess.run([*prefix, sys.executable, "-c", ""], capture_output=True)
+        if probe.returncode == 0:
+            break
+    else:
+        pytest.skip("another user cannot run this Python")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, USER_ID, USER_ID)
+
+        def run(*command: object, **environment: object) -> subprocess.CompletedProcess:
+            given = {"PYTHON": sys.executable, "OMP_NUM_THREADS": 1, "TMPDIR": folder} | environment
+            variables = [f"{name}={value}" for name, value in given.items()]
+            parts = [*prefix, "env", "-i", *variables, *map(str, command)]
+            return subprocess.run(
+                parts, cwd=folder, capture_output=True, text=True, timeout=PATIENCE
+            )
+
+        run.folder = Path(folder)
+        yield run
+
+
+def test_the_first_command_of_a_user_without_name_and_home(container_user):
+    flags = ["--steps", 1, "--eval_samples", 8, "--output_dir", "run"]
+    script = ROOT / "run_gsm8k.sh"
+    ended = container_user("bash", script, "--tiny", *flags, HF_HOME="/proc")  # it is read-only
+    assert ended.returncode == 0, ended.stderr
+    assert (container_user.folder / "run" / "final" / "config.json").exists()
+    assert "Traceback" not in ended.stderr and "warning" not in ended.stderr.lower()
+    left = {path.name for path in container_user.folder.iterdir()}
+    assert left <= {"run", f"torchinductor_{USER_ID}"}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub whose models have an empty config.json."""
+
+    def do_GET(self):
+        known = self.path.endswith("/config.json")
+        self.send_response(200 if known else 404)
+        self.send_header("ETag", '"0"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", "2" if known else "0")
+        self.end_headers()
+        if known and self.command == "GET":
+            self.wfile.write(b"{}")
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_hub_name_needs_a_folder_that_can_be_written(gsm8k, container_user):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        flags = ["--model", "some/model", "--dataset", gsm8k / "data"]
+        ended = container_user(
+            sys.executable, ROOT / "tba.py", *flags,
+            HOME="/", HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}",
+        )  # fmt: skip
+        hub.shutdown()
+    assert ended.returncode == 2
+    assert "HF_HOME" in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
+
+
+def test_a_path_that_does_not_exist(gsm8k, tmp_path, capsys):
+    for model in (tmp_path / "moved" / "model", "./moved", "~/moved"):
+        line = refused(arguments(gsm8k, tmp_path / "run", model=model), capsys)
+        assert f"--model {model}" in line and "does not exist" in line

@@ -3,12 +3,15 @@
 Generation, which runs a prompt once for all of its responses, reports the model's own too.
 """
 
+import json
+import shutil
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from harness import problem_of
 
 import tba
 
@@ -98,3 +101,22 @@ def test_a_model_whose_checkpoint_has_other_tensors_is_refused(family):
         model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="splits or merges"):
         tba.checkpoint_state(model)
+
+
+def test_a_saved_model_keeps_its_dropout_and_its_generation_settings(gsm8k, tmp_path):
+    """Both are set aside for training and sampling."""
+    given = tmp_path / "given"
+    shutil.copytree(gsm8k / "model", given)
+    kept = {"config.json": {"attention_dropout": 0.1}, "generation_config.json": {"top_k": 7}}
+    for name, values in kept.items():
+        read = json.loads((given / name).read_text())
+        (given / name).write_text(json.dumps(read | values))
+    config, problem = problem_of(gsm8k, tmp_path / "run", model=given)
+    model = tba.load_policy(config, config.model, tba.Ranks()).model
+    dropouts = [m.attention_dropout for m in model.modules() if hasattr(m, "attention_dropout")]
+    assert dropouts and not any(dropouts)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    tba.save_model(model, tba.checkpoint_state(model), problem, saved)
+    for name, values in kept.items():
+        assert json.loads((saved / name).read_text()).items() >= values.items()

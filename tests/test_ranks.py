@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import psutil
 import pytest
+import torch
 from harness import (
     GONE,
     PATIENCE,
@@ -88,6 +89,20 @@ def test_two_ranks_train_as_one_process_does(gsm8k, tmp_path, objective):
     run_forked_ranks(["--resume", str(tmp_path / "one"), "--steps", "5"], tmp_path)
     for name in ("one", "two"):
         assert len(read_lines(tmp_path / name / "metrics.jsonl")) == 5
+
+
+def test_a_gradient_does_not_depend_on_ranks_or_micro_batches(gsm8k, tmp_path):
+    """Micro-batches of all groups, of each group, of less than a response."""
+    flags = {"plugin": ROOT / "tests" / "gradients.py", "steps": 1, "save_every": 0}
+    flags |= {"prompts_per_step": 3, "trained_per_prompt": 4, "searched_per_prompt": 4}
+    run_tba(flags_of(gsm8k, tmp_path / "one", **flags))
+    run_forked_ranks(flags_of(gsm8k, tmp_path / "two", **flags), tmp_path)
+    one = torch.load(tmp_path / "one" / "gradients.pt")
+    two = torch.load(tmp_path / "two" / "gradients.pt")
+    for name, (expected, *others) in one.items():
+        assert expected.norm() > 1e-3, name
+        for gradient in [*others, *two[name]]:
+            assert (gradient - expected).norm() < 1e-4 * expected.norm(), name
 
 
 def test_a_lost_rank_ends_the_run_and_a_signal_saves_a_checkpoint(gsm8k, tmp_path):

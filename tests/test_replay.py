@@ -3,6 +3,10 @@
 import io
 import itertools
 import math
+import queue
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -251,11 +255,10 @@ def edit_distance(a, b):
     return row[-1]
 
 
-ATTACKS = st.lists(
-    st.tuples(st.lists(st.integers(0, 200_000), min_size=1, max_size=5), st.integers(0, 3)),
-    min_size=1,
-    max_size=12,
-)
+# with few different tokens many attacks resemble each other; all tokens must be told apart
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
+TOKENS |= st.lists(st.integers(0, 200_000), min_size=1, max_size=5)
+ATTACKS = st.lists(st.tuples(TOKENS, st.integers(0, 3)), min_size=1, max_size=12)
 
 
 @settings(max_examples=60)
@@ -289,6 +292,26 @@ def test_attacks_that_resemble_others_and_the_worst_ones_go(attacks, share, kept
     assert [(t.tokens.tolist(), t.reward) for t in stored] == expected
 
 
+def test_comparing_attacks_never_falls_far_behind(monkeypatch):
+    """The Trainer waits for a slow comparison rather than leave it more and more groups."""
+    buffer = tba.AttackBuffer(tba.settings())
+    added = []
+    behind = []
+
+    def distances(self, new, texts):
+        time.sleep(0.01)
+        behind.append(len(added) - len(behind))
+        return np.full((len(new), len(texts)), math.inf)
+
+    monkeypatch.setattr(tba.AttackBuffer, "distances", distances)
+    for index in range(100):
+        buffer.add(group(0, [[index]]))
+        added.append(index)
+    buffer.finish_adding()
+    assert len(behind) == len(buffer.trajectories[0]) == 100
+    assert max(behind) <= 20
+
+
 def test_a_frozen_buffer_of_attacks_takes_in_new_ones_but_does_not_grow():
     buffer = tba.AttackBuffer(tba.settings(kept_per_prompt=100, freeze_buffer_at=5))
     for step in range(12):
@@ -311,16 +334,30 @@ def test_a_buffer_freezes_once_it_has_attacks():
     assert len(buffer.trajectories[0]) == 4
 
 
-@given(st.permutations(range(12)), st.lists(st.integers(0, 11)))
-def test_each_position_arrives_once_in_whatever_order(order, again):
-    """Positions arrive in any order, some of them again from a process that was restarted."""
+@given(st.permutations(range(12)), st.lists(st.integers(0, 11)), st.integers(0, 12))
+def test_each_position_arrives_once_in_whatever_order(order, again, arriving):
+    """Positions arrive in any order, some of them again from a process that was restarted.
+
+    A process that is started meanwhile samples exactly the positions that have not arrived.
+    """
     processes = tba.SearcherProcesses(tba.settings(num_searchers=3), None, print, {})
+    processes.receiving = Future()
+    processes.manager = SimpleNamespace(Queue=queue.Queue)
+    processes.groups = processes.meeting = processes.shared = None
+    processes.messages = tba.ManagerQueue()
     arrived = set()
-    for index in order:
-        assert processes.record_arrival(index)
+    for index in order[:arriving]:
         arrived.add(index)
-        for repeated in set(again) & arrived:
-            assert not processes.record_arrival(repeated)
+        for position in (index, *(set(again) & arrived)):
+            processes.arrivals.put(tba.Group(position, []))
+        groups, _ = processes.take()
+        assert [group.index for group in groups] == [index]
         missing = next(p for p in range(100) if p not in arrived)
         assert processes.first_missing == missing
         assert processes.arrived_positions == {p for p in arrived if p > missing}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba, "LocalProcess", lambda spec: None)
+        for searcher in range(3):
+            spec = processes.start_searcher(searcher).spec
+            sampled = [p for p in range(spec.first, 30, 3) if p not in spec.arrived]
+            assert sampled == [p for p in range(searcher, 30, 3) if p not in arrived]

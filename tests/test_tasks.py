@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import datasets
 import numpy as np
@@ -71,6 +72,13 @@ def test_files_of_every_kind_are_read_and_the_last_tenth_is_held_out(gsm8k, tmp_
     both = {"dataset": tmp_path / "a.jsonl", "eval_dataset": tmp_path / "d.parquet"}
     _, problem = problem_of(gsm8k, tmp_path / "out", **both)
     assert len(problem.task.train) == len(problem.task.held_out) == 20
+    # a file that is replaced by one of its size and time
+    file = tmp_path / "a.jsonl"
+    times = file.stat()
+    file.write_text(file.read_text().replace("What is", "How big"))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    _, problem = problem_of(gsm8k, tmp_path / "out", dataset=file)
+    assert "What is" not in problem.task.train[0]["question"]
 
 
 def test_prompts_that_are_too_long_are_left_out(gsm8k, tmp_path, capsys):
