@@ -67,6 +67,7 @@ import pickle
 import queue
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -77,6 +78,7 @@ import threading
 import time
 import traceback
 import types
+import typing
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -105,6 +107,22 @@ if not os.access(home, os.W_OK):
     os.environ.setdefault("HF_HOME", os.path.join(cache, "huggingface"))  # it may have models
     temporary_home = tempfile.TemporaryDirectory()  # deleted when this process ends
     os.environ["HOME"] = temporary_home.name
+
+# a launcher's variables: without all that ranks need to meet, they belong to something else
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+
+
+def unset_variables(*prefixes: str) -> None:
+    """Remove the variables with these prefixes from the environment."""
+    for name in list(os.environ):
+        if name.startswith(prefixes):
+            del os.environ[name]
+
+
+unset_variables("ACCELERATE_")  # a user's settings for other programs, such as FSDP
+complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+if not complete or os.environ["WORLD_SIZE"] == "1":
+    unset_variables(*LAUNCHER)
 
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -149,7 +167,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from accelerate import Accelerator, AutocastKwargs
+from accelerate import PartialState
+from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 from pebble import ProcessExpired, ProcessPool
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
@@ -163,6 +182,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.hf_argparser import string_to_bool
 
 sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in, if this file is renamed
 torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
@@ -191,14 +211,6 @@ def flag(
 schedule = partial(flag, scheduled=True)
 
 
-class FlagParser(transformers.HfArgumentParser):
-    """A parser for dataclasses whose fields are made by `flag`."""
-
-    def add_argument(self, *names: str, range=None, scheduled=None, **options: Any) -> Any:
-        if "dest" not in options:  # without transformers' --no_FLAG for each bool that is True
-            return super().add_argument(*names, **options)  # argparse does not know the other two
-
-
 @dataclass
 class Config:
     """The settings of the method and the system. Symbols in brackets are the paper's."""
@@ -214,28 +226,13 @@ class Config:
     beta: str = schedule("0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", POSITIVE)
     learning_rate: float = flag(1e-5, "Peak learning rate of AdamW.", POSITIVE)
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
-
-    plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
-    eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
     output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-PID.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
-    seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
 
-    engine: str = flag("auto", "vllm, transformers, auto (vllm if it runs here), or from --plugin.")
-    num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
-    cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
-    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
-    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
-    gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", POSITIVE, 1)
-
-    recent_probability: float | None = flag(
-        None, "Fraction of recent prompts per batch [m]; default: 0.95; lockstep: 1.", maximum=1
-    )
-    replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
-    reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
-    kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
-    max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
-    initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
+    temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
+    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
+    max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
+    sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
     objective: str = flag(
         "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, grpo, dr_grpo, "
@@ -246,7 +243,16 @@ class Config:
     clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: PPO clip range.", POSITIVE)
     kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, instead of --beta.")
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
-    lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
+
+    recent_probability: float | None = flag(
+        None, "Fraction of recent prompts per batch [m]; default: 0.95; lockstep: 1.", maximum=1
+    )
+    replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
+    reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
+    kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
+    max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
+    initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
+
     lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
         "constant", "Learning-rate schedule after warmup."
     )
@@ -256,14 +262,16 @@ class Config:
     weight_decay: float = flag(0.0, "Weight decay of AdamW.")
     adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
     max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
+    lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
     tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
     pack: bool = flag(True, "Compute a prompt once for all its responses in a packed row.")
+    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
 
-    temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
-    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
-    max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
-    sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
-
+    engine: str = flag("auto", "vllm, transformers, auto (vllm if it runs here), or from --plugin.")
+    num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
+    cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
+    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
+    gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", POSITIVE, 1)
     synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
     lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k]; lockstep: always 1.", 1)
@@ -271,8 +279,11 @@ class Config:
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
     searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
     max_restarts: int = flag(5, "Restarts per Searcher, counted until it has run for an hour.")
+    seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
+    plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
 
     eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
+    eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
@@ -300,6 +311,12 @@ class Config:
 
 # dataclasses whose fields are flags; tasks and plug-ins append theirs, and Config has all values
 FLAGS: list[type] = [Config]
+# first flag -> title of a section of --help; other dataclasses have one section each
+SECTIONS = {
+    "task": "what most runs set", "temperature": "sampling", "objective": "objective",
+    "recent_probability": "replay", "lr_schedule": "optimizer", "engine": "system",
+    "eval_every": "evaluation, checkpoints and metrics",
+}  # fmt: skip
 
 
 class InputError(ValueError):
@@ -317,6 +334,37 @@ def settings(**values: Any) -> Config:
     for f in all_flags():
         setattr(config, f.name, values.get(f.name, f.default))
     return config
+
+
+def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
+    """Add the flags of a dataclass. `settings` has their defaults."""
+    section = parser.add_argument_group(re.split(r"[.(]", owner.__doc__)[0])
+    types = typing.get_type_hints(owner)
+    for f in dataclasses.fields(owner):
+        if f.name in SECTIONS:
+            section = parser.add_argument_group(SECTIONS[f.name])
+        kind = types[f.name]
+        parts = typing.get_args(kind)  # of a Literal, or of `float | None`
+        options: dict[str, Any] = {}
+        if kind is bool:
+            options = {"type": string_to_bool, "nargs": "?", "const": True}
+        elif typing.get_origin(kind) is Literal:
+            options = {"choices": parts}
+        elif f.metadata["scheduled"] or kind not in (str, str | None):
+            options = {"type": partial(number, f, parts[0] if parts else kind)}
+        section.add_argument(f"--{f.name}", help=f.metadata["help"], **options)
+
+
+def number(f: dataclasses.Field, kind: type, text: str) -> Any:
+    """Parse an int, a float or, as a str, a schedule. Raises ArgumentTypeError."""
+    minimum, maximum = f.metadata["range"]
+    with contextlib.suppress(ValueError):
+        values = [value for _, value in schedule_points(kind(text))]
+        if all(minimum <= value <= maximum and math.isfinite(value) for value in values):
+            return kind(text)
+    forms = {int: "an integer", str: "VALUE, or VALUE@0,VALUE@STEP,... with rising steps,"}
+    fix = f"must be {forms.get(kind, 'a number')} from {minimum:g} to {maximum:g}"
+    raise argparse.ArgumentTypeError(f"{text}: {fix}")
 
 
 def at_step(config: Config, step: int) -> Config:
@@ -913,8 +961,8 @@ class Trainer:
 
     An asynchronous run waits for generation before the first step (--initial_trajectories), if too
     few groups have draws left (--max_replays), and after a reference reset has emptied the buffer;
-    for the previous checkpoint to be written, in `save`; and for the final evaluation. Lockstep
-    also waits for the weight sync, the evaluation if one is due, and the batch of every step.
+    for the previous checkpoint to be written, in `save`; for a slow AttackBuffer; and for the final
+    evaluation. Lockstep also waits for the weight sync, a due evaluation, and each step's batch.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -933,6 +981,9 @@ class Trainer:
         self.evaluations = Evaluations(config, problem, folder, saved)
         self.buffer = type(problem.task).buffer(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
+        if saved:
+            self.buffer.restore(saved["buffer"])
+            self.rule.memory = saved["memory"]
         self.writer = ThreadPoolExecutor(1)  # writes checkpoints in the background
         self.writing = Future()  # gives the step of the latest checkpoint
         self.writing.set_result(saved.get("step"))
@@ -940,7 +991,11 @@ class Trainer:
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
         self.received: int = saved.get("received", 0)  # trajectories so far
-        self.inbox: list[Group] = []  # groups not yet stored or, in lockstep, trained on
+        # groups not yet stored or, in lockstep, trained on
+        self.inbox = [
+            Group(index, trajectories_from_tensors(tensors))
+            for index, tensors in saved.get("inbox", {}).items()
+        ]
         self.log = StepLog(self)
         self.skipped = 0  # consecutive steps
         self.stop_signal = 0
@@ -949,12 +1004,10 @@ class Trainer:
         """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
         self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
-        self.folder.accelerator = self.learner.accelerator
         self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
-            self.config, self.learner, self.searchers, self.evaluations, self.folder.say
+            self.config, self.learner, self.searchers, self.evaluations, self.folder.say, self.saved
         )
-        restore(self)
         if self.config.synchronous:
             self.run_lockstep()
         else:
@@ -980,6 +1033,8 @@ class Trainer:
         self.store(self.inbox)
         self.inbox = []
         B = self.config.prompts_per_step
+        if not (self.log.recent or self.log.arrived):
+            return None  # a resumed run waits for its Searchers, whatever the rule
         enough = len(self.buffer.trajectories) >= min(B, len(self.problem.prompts))
         if not enough or self.received < self.config.initial_trajectories:
             return None
@@ -1109,8 +1164,8 @@ class Trainer:
         self.writer.shutdown()
         if self.sync:
             abandon(self.sync.group)
-        if self.folder.accelerator:
-            self.folder.accelerator.end_training()
+        if self.folder.tracker:
+            self.folder.tracker.finish()
 
     def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
         """Take one optimizer step on B groups of K trajectories, and log it."""
@@ -1168,7 +1223,6 @@ class Learner:
         self.problem = problem
         self.ranks = ranks
         self.device = local_device()
-        self.accelerator = make_accelerator(config, ranks)
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
         path = config.model if config.lora_rank else saved.get("model", config.model)
         self.policy = load_policy(config, path, ranks, config.lora_rank)
@@ -1228,23 +1282,17 @@ class Learner:
         log-probabilities of its whole group, or of all groups if the objective is not SEPARABLE. If
         these exceed --tokens_per_microbatch, a first pass without gradient computes all of them, so
         that gradients are always exact. Returns scalar metrics.
+
+        Example: with groups of 60 and 90 padded tokens, a budget of 100 gives two micro-batches in
+        one pass; a budget of 80 needs a first pass.
         """
-        objective = OBJECTIVES[now.objective]
         budget = now.tokens_per_microbatch
         prompts = self.problem.prompts
         sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
-
-        def evaluate(logprobs: Tensor) -> tuple[Batch, Loss]:
-            """The objective where log pi_theta of the N tokens is this; `grad` has derivatives."""
-            batch = self.make_batch(groups, logprobs, now, step)
-            result = objective(batch, now)
-            self.log_z.grad = torch.zeros_like(self.log_z)  # for objectives that do not use it
-            result.loss.backward()
-            return batch, result
-
+        evaluate = partial(self.evaluate, groups, now=now, step=step)
         units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
         rows = [row for unit in units for row in unit]
-        if objective not in SEPARABLE:
+        if OBJECTIVES[now.objective] not in SEPARABLE:
             units = [rows]
         one_pass = all(padded_tokens(unit) <= budget for unit in units)
         if not one_pass:
@@ -1268,15 +1316,15 @@ class Learner:
         measured |= batch_metrics(batch, now) | result.metrics
         return {name: value.detach().float() for name, value in measured.items()}
 
-    def make_batch(
+    def evaluate(
         self, groups: list[list[Trajectory]], logprobs: Tensor, now: Config, step: int
-    ) -> Batch:
-        """The Batch of these groups, whose tokens have these log-probabilities (N,)."""
+    ) -> tuple[Batch, Loss]:
+        """The objective at these log pi_theta (N,), and its Batch; `grad` has derivatives."""
         rows = [t for group in groups for t in group]
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=self.device)
         behaviour = load(np.concatenate([t.logprobs for t in rows]))
-        return Batch(
+        batch = Batch(
             logprobs=logprobs.clone().requires_grad_(),
             behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs, behaviour),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
@@ -1286,6 +1334,10 @@ class Learner:
             step=step,
             learned_log_z=self.log_z[load(np.array([group[0].prompt_id for group in groups]))],
         )
+        result = OBJECTIVES[now.objective](batch, now)
+        self.log_z.grad = torch.zeros_like(self.log_z)  # also for objectives that do not use it
+        result.loss.backward()
+        return batch, result
 
     def follow(self) -> None:
         """On the other ranks: run the methods that rank 0 calls, until it sends None."""
@@ -1324,17 +1376,14 @@ class Learner:
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
         """Copies in rank 0's host memory of everything `restore` needs besides the model."""
-        state = {
-            "optimizer": {name: self.optimizer.state[p] for name, p in self.trained.items()},
-            "log_z": self.log_z,
-            "adapters": {name: p for name, p in self.trained.items() if ".lora_" in name},
-        }
+        extra = {name: p for name, p in self.trained.items() if ".lora_" in name or name == "log_z"}
+        optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
+        state = {"extra": extra, "optimizer": optimizer}
         return tree_map(partial(host_copy, ranks=self.ranks), state)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore `state`, but not the learning rate, which the flags may have changed."""
-        self.log_z.data.copy_(saved["log_z"])
-        for name, tensor in saved["adapters"].items():
+        for name, tensor in saved["extra"].items():
             self.trained[name].data.copy_(shard_like(self.trained[name], tensor))
         for name, values in saved["optimizer"].items():
             own = self.optimizer.state[self.trained[name]]
@@ -1776,7 +1825,9 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     """
     plan = []
     lengths = [len(response) for _, responses in groups for response in responses]
-    indices = iter(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))  # of tokens
+    indices = iter(
+        np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    )  # of tokens, by response
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
@@ -1918,20 +1969,28 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    JOIN_TIMEOUT: ClassVar = timedelta(minutes=10)
 
     @classmethod
     def connect(cls) -> Ranks:
-        """Join the launcher's other ranks, if there is a launcher."""
-        size = int(os.environ.get("WORLD_SIZE", 1))
-        if size == 1:
+        """Join the launcher's other ranks, if there is a launcher; failure exits with code 2."""
+        if "WORLD_SIZE" not in os.environ:
             return cls()
         backend = "gloo"
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(local_device())
-        # others wait for rank 0 indefinitely; the launcher ends them
-        dist.init_process_group(backend, timeout=timedelta(days=1))
-        return cls(dist.get_rank(), size)
+        try:
+            store, rank, size = next(dist.rendezvous("env://", timeout=cls.JOIN_TIMEOUT))
+            # others wait for rank 0 indefinitely; the launcher ends them
+            forever = timedelta(days=1)
+            store.set_timeout(forever)
+            dist.init_process_group(backend, None, forever, size, rank, store)
+        except (ValueError, RuntimeError) as error:
+            text = f"WORLD_SIZE {os.environ['WORLD_SIZE']}: {first_line(error)}"
+            print(f"tba.py: error: {text}; unset it to train in one process", file=sys.stderr)
+            sys.exit(2)
+        return cls(rank, size)
 
     def from_rank_zero(self, value: Any) -> Any:
         """Return rank 0's value on every rank; waits for rank 0."""
@@ -1968,20 +2027,6 @@ def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
     """Copy a (sharded) tensor to rank 0's host memory; None elsewhere."""
     full = gather_full(value.detach())
     return full.to("cpu", copy=True) if ranks.rank == 0 else None
-
-
-def make_accelerator(config: Config, ranks: Ranks) -> Accelerator:
-    """Set up Accelerate's mixed precision and experiment tracker."""
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision="bf16" if config.dtype == "bfloat16" and ranks.size == 1 else "no",
-        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],  # as in `run_microbatches`
-        log_with=None if config.report_to == "none" else config.report_to,
-        project_dir=config.output_dir,
-    )
-    name = {"name": Path(config.output_dir).name}  # TensorBoard uses the folder itself
-    accelerator.init_trackers("tba", config.as_given, {"wandb": name, "trackio": name})
-    return accelerator
 
 
 def lr_factor(config: Config, step: int) -> float:
@@ -2468,7 +2513,7 @@ class WeightSync:
 
     def __init__(
         self, config: Config, learner: Learner, searchers: SearcherProcesses,
-        evaluations: Evaluations, say: Callable[[str], None],
+        evaluations: Evaluations, say: Callable[[str], None], saved: dict[str, Any],
     ) -> None:  # fmt: skip
         self.config = config
         self.learner = learner
@@ -2486,8 +2531,10 @@ class WeightSync:
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
         # the reference's weights in host memory, if it ever changes
-        self.reference = learner.saved_weights() if config.reset_reference_every else {}
-        self.reference_version = 0  # optimizer step of its latest change
+        self.reference: dict[str, Tensor] = saved.get("reference", {})
+        if config.reset_reference_every and not self.reference:
+            self.reference = learner.saved_weights()
+        self.reference_version = saved.get("reference_version", 0)  # step of its latest change
         self.seconds = 0.0  # spent in the training thread since the last log record
 
     @property
@@ -3182,11 +3229,7 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     end_with_parent()
     # a task's process pool ends its workers with SIGTERM
     os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
-    for name in list(os.environ):  # the launcher set them for the Trainer; they would mislead vLLM
-        if name.startswith(
-            ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_")
-        ):
-            del os.environ[name]
+    unset_variables(*LAUNCHER)  # they are the Trainer's, and would mislead vLLM
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
@@ -3237,14 +3280,20 @@ class Evaluations:
         self.problem = problem
         self.folder = folder
         self.pending: dict[int, Evaluation] = {}  # by the number of the transfer
-        done_at = folder.evaluations[-1]["step"] if folder.evaluations else -1
-        self.due = done_at < self.last_due(saved.get("step", 0))
+        due = self.last_due(saved.get("step", 0))
+        last = folder.evaluations[-1] if folder.evaluations else {"step": -1, "n": 0}
+        self.due = (last["step"], last["n"]) < (due, self.size(due))
 
     def last_due(self, step: int) -> int:
         """The latest step, up to this one, after which there is an evaluation."""
         if step == self.config.steps:
             return step
         return step - step % self.config.eval_every if self.config.eval_every else 0
+
+    def size(self, step: int) -> int:
+        """The number of prompts in an evaluation after `step`: all of them in the final one."""
+        n = len(self.problem.held_out)
+        return n if step == self.config.steps else min(n, self.config.eval_samples or n)
 
     def idle(self) -> bool:
         """Whether no evaluation is due or pending."""
@@ -3257,9 +3306,7 @@ class Evaluations:
         if not self.due:
             return {}
         self.due = False
-        n = len(self.problem.held_out)
-        if version < self.config.steps:  # the final evaluation uses all held-out prompts
-            n = min(n, self.config.eval_samples or n)
+        n = self.size(version)
         rows = {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
         self.pending[transfer] = Evaluation(version, rows)
         return rows
@@ -3360,8 +3407,9 @@ def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]
 
 # ================================================================================ 14. Checkpoints
 
-# settings that a resumed run cannot change
-FIXED = ("synchronous", "lora_rank", "reset_reference_every")
+# settings that a resumed run cannot change: its stored groups were sampled and scored with them
+SCORED_WITH = ("model", "temperature", "searched_per_prompt")
+FIXED = (*SCORED_WITH, "synchronous", "lora_rank", "reset_reference_every")
 FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
@@ -3378,7 +3426,9 @@ def save(trainer: Trainer) -> None:
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
         trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
         return
-    fixed = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
+    names = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
+    fixed = {name: getattr(config, name) for name in names}
+    fixed["model"] = config.as_given["model"]  # not that of the warm start
     state = learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
@@ -3391,24 +3441,12 @@ def save(trainer: Trainer) -> None:
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "fixed": {name: getattr(config, name) for name in fixed},
+        "fixed": fixed,
     }
     weights = learner.saved_weights()
     trainer.writing = trainer.writer.submit(
         write_checkpoint, trainer, learner.model, weights, state
     )
-
-
-def restore(trainer: Trainer) -> None:
-    """Restore buffer, arrived groups and reference; constructors restore the rest."""
-    saved = trainer.saved
-    if saved:
-        trainer.buffer.restore(saved["buffer"])
-        for index, tensors in saved["inbox"].items():
-            trainer.inbox.append(Group(index, trajectories_from_tensors(tensors)))
-        trainer.rule.memory = saved["memory"]
-        trainer.sync.reference = saved["reference"] or trainer.sync.reference
-        trainer.sync.reference_version = saved["reference_version"]
 
 
 def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> int:
@@ -3418,7 +3456,7 @@ def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: d
     with atomic_folder(path) as new:
         save_model(model, weights, trainer.problem, new)
         torch.save(state, new / "trainer.pt")
-    folder.say(f"checkpoint: {path} (resume with --resume {folder.path})")
+    folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
     for old in checkpoints(folder.path)[2:]:
         try:
             shutil.rmtree(old)
@@ -3670,6 +3708,7 @@ def load_problem(config: Config) -> Problem:
     if config.pack:  # the mask of packed rows ignores attention windows
         names += ["sliding_window", "attention_chunk_size"]
     context = min(getattr(text_config, name, None) or math.inf for name in names)
+    np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, prompts = encode_prompts(task, task.train, context)
     task.held_out, held_out = encode_prompts(task, task.held_out, context)
     return Problem(task, tokenizer, prompts, held_out)
@@ -3690,13 +3729,11 @@ class RunFolder:
         "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
         "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
     }
-    CURVES = ("step", *itertools.chain(*PANELS.values()))
-    curve_values = itemgetter(*CURVES)  # of a step's metrics
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
         """Start a folder, or truncate a resumed run's to its checkpoint."""
         self.path = Path(config.output_dir)
-        self.accelerator: Accelerator | None = None  # has the tracker; set later
+        self.tracker = start_tracker(config, saved)
         self.unwritten: dict[str, bytes] = defaultdict(bytes)  # by file, while its disk is full
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         record = {
@@ -3711,7 +3748,6 @@ class RunFolder:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 self.truncate(name, saved["step"])
         self.evaluations = read_lines(self.path / "eval.jsonl")
-        self.curves = [self.curve_values(m) for m in read_lines(self.path / "metrics.jsonl")]
         lines = {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}  # one every 30 seconds
         options = {} if sys.stderr.isatty() else lines
         self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **options)
@@ -3728,7 +3764,7 @@ class RunFolder:
         write = self.bar.write if sys.stderr.isatty() else print
         write(text, file=sys.stderr)
 
-    def append(self, name: str, text: str) -> None:
+    def append_text(self, name: str, text: str) -> None:
         """Append to a file. If that fails, warn, and keep the text until the next call."""
         failed_before = self.unwritten[name]
         self.unwritten[name] += text.encode(errors="replace")
@@ -3740,64 +3776,100 @@ class RunFolder:
             if not failed_before:
                 self.say(f"warning: {name} cannot be written, which is tried again: {error}")
 
-    def append_record(self, name: str, record: dict) -> None:
+    def append(self, name: str, record: dict) -> None:
         """Append a record to a .jsonl file."""
-        self.append(name, json.dumps(record) + "\n")
+        self.append_text(name, json.dumps(record) + "\n")
 
     def write_metrics(self, metrics: dict, hint: str) -> None:
         """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
-        self.append_record("metrics.jsonl", metrics)
-        self.curves.append(self.curve_values(metrics))
+        self.append("metrics.jsonl", metrics)
         status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
         status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(metrics["step"] - self.bar.n)
-        self.accelerator.log(metrics, step=self.bar.n)
+        self.track(metrics, metrics["step"])
+
+    def track(self, values: dict, step: int) -> None:
+        """Send metrics to the tracker. An evaluation's step may be earlier than the last one."""
+        if isinstance(self.tracker, WandBTracker):
+            self.tracker.log(values)  # it refuses earlier steps; its axes are metrics
+        elif self.tracker:
+            self.tracker.log(values, step)
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
-        self.append("eval_answers.txt", answers)
+        self.append_text("eval_answers.txt", answers)
         record = {"step": step, "n": n} | metrics
-        self.append_record("eval.jsonl", record)
+        self.append("eval.jsonl", record)
         self.evaluations.append(record)
         tracked = metrics | {"version": step}
         tracked = {f"held_out/{name}": value for name, value in tracked.items()}
-        self.accelerator.log(tracked, step=self.bar.n)  # trackers refuse earlier steps
-        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self.say(f"step {step}: {values} ({n} held-out prompts)")
+        self.track(tracked, step)
+        self.say(self.describe(record))
 
-    def eval_metrics(self, record: dict) -> dict[str, float]:
-        """The metrics in an evaluation's record."""
-        return {name: value for name, value in record.items() if name not in ("step", "n")}
+    def held_out(self) -> list[str]:
+        """Names of the evaluations' metrics."""
+        return [name for e in self.evaluations[:1] for name in e if name not in ("step", "n")]
+
+    def describe(self, evaluation: dict) -> str:
+        """One line about an evaluation."""
+        values = [f"{name} {evaluation.get(name, math.nan):.4g}" for name in self.held_out()]
+        return (
+            f"step {evaluation['step']}: {', '.join(values)} ({evaluation['n']} held-out prompts)"
+        )
 
     def draw_curves(self) -> None:
-        """Draw curves.png: training metrics and evaluations over optimizer steps."""
-        from matplotlib.figure import Figure  # has no global state, needs no display
+        """Draw curves.png: metrics over optimizer steps; if that fails, warn."""
+        try:
+            from matplotlib.figure import Figure  # has no global state, needs no display
 
-        shape = (-1, len(self.CURVES))
-        rows = np.reshape(self.curves[:], shape)  # copies, as another thread may append
-        stride = len(rows) // 1000 + 1  # longer curves are averaged
-        means = [rows[i : i + stride].mean(0) for i in range(0, len(rows), stride)]
-        curves = dict(zip(self.CURVES, np.reshape(means, shape).T, strict=True))
-        evaluations = self.evaluations[:]
-        held_out = list(self.eval_metrics(evaluations[0])) if evaluations else []
-        panels = self.PANELS | {f"held out: {name}": [name] for name in held_out}
-        width = math.ceil(len(panels) / 2)
-        figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
-        for place, (title, names) in enumerate(panels.items(), 1):
-            axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
-            axes.set_title(title, fontsize=10)
-            for name in names:
-                if title in self.PANELS:
-                    axes.plot(curves["step"], curves[name], lw=1, label=name)
-                else:
-                    values = [record.get(name, math.nan) for record in evaluations]
-                    axes.plot([record["step"] for record in evaluations], values, "o-", lw=1)
-            if len(names) > 1:
-                axes.set_ylim(bottom=0)
-                axes.legend(fontsize=8)
-            axes.grid(alpha=0.3)
-        figure.savefig(self.path / "curves.png", dpi=110)
+            steps = read_lines(self.path / "metrics.jsonl")
+            evaluations = self.evaluations[:]  # a copy, as another thread may append
+            panels = [(title, names, steps, "-") for title, names in self.PANELS.items()]
+            panels += [(f"held out: {name}", [name], evaluations, "o-") for name in self.held_out()]
+            width = math.ceil(len(panels) / 2)
+            figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
+            for place, (title, names, records, style) in enumerate(panels, 1):
+                axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
+                axes.set_title(title, fontsize=10)
+                for name in names:
+                    x = averaged(records, "step")
+                    axes.plot(x, averaged(records, name), style, lw=1, label=name)
+                if len(names) > 1:
+                    axes.set_ylim(bottom=0)
+                    axes.legend(fontsize=8)
+                axes.grid(alpha=0.3)
+            figure.savefig(self.path / "curves.png", dpi=110)
+        except Exception as error:  # from matplotlib or the file system
+            self.say(f"warning: curves.png is not drawn: {first_line(error)}")
+
+
+def start_tracker(config: Config, saved: dict[str, Any]) -> Any:
+    """Start the run of --report_to, which a resumed run continues; None without a tracker."""
+    options = {"name": Path(config.output_dir).name, "config": config.as_given}
+    match config.report_to:
+        case "none":
+            return None
+        case "tensorboard":  # steps after the checkpoint will be repeated
+            purge_step = saved.get("step", 0) + 1
+            tracker = TensorBoardTracker("tba", config.output_dir, purge_step=purge_step)
+        case "trackio":
+            tracker = TrackioTracker("tba", **options)
+        case "wandb":
+            tracker = WandBTracker("tba", id=config.run_id, resume="allow", **options)
+    PartialState()  # trackers need it
+    tracker.start()
+    if config.report_to == "wandb":
+        tracker.run.define_metric("*", step_metric="step")
+        tracker.run.define_metric("held_out/*", step_metric="held_out/version")
+    return tracker
+
+
+def averaged(records: list[dict], name: str) -> list[float]:
+    """A metric over records, of which long curves average several; NaN where absent."""
+    values = [record.get(name, math.nan) for record in records]
+    stride = len(values) // 1000 + 1
+    return [np.mean(values[i : i + stride]) for i in range(0, len(values), stride)]
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -3811,6 +3883,7 @@ class StepLog:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.contradicted: set[str] = set()  # warnings of `check_learning` that need not come
         self.arrived: list[Group] = []  # since the last step
         # means over the trajectories that arrived last
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
@@ -3825,8 +3898,7 @@ class StepLog:
         config = trainer.config
         if self.arrived:
             self.log_arrivals()
-        phases = ("forward_backward_seconds", "optimizer_seconds")
-        seconds = sum(measured[name] for name in phases)
+        seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
         waited = self.waited["generation"] if self.last_step_end else 0.0
@@ -3880,6 +3952,7 @@ class StepLog:
             "response_length": float(np.mean([len(t.tokens) for t in rows])),
             "eos_fraction": float(np.mean([t.ended for t in rows])),
         }
+        self.check_learning(rows)
         t = rows[-1]
         problem = self.trainer.problem
         record = {
@@ -3889,7 +3962,24 @@ class StepLog:
             "response": problem.response_texts([t.tokens])[0],
             "reward": t.reward,
         }
-        self.trainer.folder.append_record("completions.jsonl", record)
+        self.trainer.folder.append("completions.jsonl", record)
+
+    def check_learning(self, rows: list[Trajectory]) -> None:
+        """Warn, once, of what has held for 20 steps after the warmup: the run learns nothing."""
+        config = self.trainer.config
+        rewards = [{t.reward for t in group.trajectories} for group in self.arrived]
+        unmoved = abs(self.means["kl"]) < 1e-4 and not config.reset_reference_every
+        signs = {
+            "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
+            "no prompt has two different rewards: check --dataset, or raise --searched_per_prompt":
+            max(map(len, rewards)) == 1,
+            "the KL to the reference stays below 1e-4 nats: raise --learning_rate": unmoved,
+        }  # fmt: skip
+        self.contradicted |= {text for text, holds in signs.items() if not holds}
+        if min(len(self.recent), rows[-1].version - config.warmup_steps) >= 20:
+            for text in sorted(signs.keys() - self.contradicted):
+                self.trainer.folder.say(f"warning: {text}")
+            self.contradicted |= signs.keys()
 
 
 # ================================================================================ 17. Command line
@@ -3920,6 +4010,8 @@ def parse(argv: list[str]) -> Config:
     `--resume DIR` loads the settings of that run; flags before it are ignored, flags after it
     override. So a script with flags of its own can be given `--resume DIR --steps 1000`.
     """
+    after = itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)
+    argv = list(after) or argv
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", default="")
     early.add_argument("--resume", default="")
@@ -3930,22 +4022,20 @@ def parse(argv: list[str]) -> Config:
             saved = json.loads((Path(known.resume) / "config.json").read_text())["config"]
         except (OSError, ValueError, KeyError):
             exit_with_error(f"--resume {known.resume}: no config.json of a run there")
-        argv = list(itertools.dropwhile(lambda word: not word.startswith("--resume"), argv))
-    plugin = early.parse_known_args(argv)[0].plugin or saved.get("plugin", "")
-    if plugin:
+    if plugin := known.plugin or saved.get("plugin", ""):
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
             exit_with_error(f"--plugin {plugin}: no such Python file")
         run_plugin(plugin)
-    parser = FlagParser(
-        FLAGS,
+    parser = argparse.ArgumentParser(
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.HelpFormatter,  # the help texts include defaults
         allow_abbrev=False,
     )
     parser.error = exit_with_error
-    parser.set_defaults(**saved)
-    config = settings(**vars(parser.parse_args(argv)))
+    for owner in FLAGS:
+        add_flags(parser, owner)
+    config = parser.parse_args(argv, settings(**saved))
+    config.run_id = saved.get("run_id", secrets.token_hex(4))  # in W&B
     config.output_dir = config.resume or config.output_dir
     return config
 
@@ -3988,8 +4078,6 @@ def check_settings(config: Config) -> None:
     names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
     for name, table in names.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
-    for f in all_flags():
-        check_range(config, f)
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
         require(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
@@ -4009,22 +4097,6 @@ def check_settings(config: Config) -> None:
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
-def check_range(config: Config, f: dataclasses.Field) -> None:
-    """Raise InputError if a number, or a value of a schedule, is out of range."""
-    value = getattr(config, f.name)
-    values = [value] if isinstance(value, int | float) else []
-    minimum, maximum = f.metadata["range"]
-    fix = f"must be between {minimum:g} and {maximum:g}"
-    if f.metadata["scheduled"]:
-        fix = f"write VALUE, or VALUE@0,VALUE@STEP,... with rising steps; at least {minimum:g}"
-        try:
-            values = [number for _, number in schedule_points(value)]
-        except ValueError:
-            values = [math.nan]
-    for number in values:
-        config.require(minimum <= number <= maximum and math.isfinite(number), f.name, fix)
-
-
 def claim_folder(config: Config) -> int:
     """Make the run's folder; returns a descriptor that locks it while open. Raises InputError."""
     name = "resume" if config.resume else "output_dir"
@@ -4032,13 +4104,17 @@ def claim_folder(config: Config) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        config.require(False, name, f"{error.strerror}; choose another folder")
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         config.require(False, name, "another run is using it")
-    except OSError as error:
-        config.require(False, name, f"{error.strerror}; choose another folder")
+    except OSError as error:  # of a file system without locks
+        print(f"warning: {folder} is not locked: {error.strerror}", file=sys.stderr)
     free = config.resume or not any(folder.glob("*.jsonl"))
-    config.require(free, "output_dir", f"has a run; choose another folder, or --resume {folder}")
+    again = shlex.quote(config.output_dir)
+    config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
     return descriptor
 
 
@@ -4174,11 +4250,8 @@ def finish(trainer: Trainer) -> None:
     folder = trainer.folder
     trainer.ranks.from_rank_zero(None)  # ends the others
     folder.draw_curves()
-    first = folder.evaluations[0]  # of --eval_samples prompts
-    last = folder.evaluations[-1]  # of all held-out prompts
-    for name, before in folder.eval_metrics(first).items():
-        after = f"{last.get(name, math.nan):.4g} after {last['step']} steps ({last['n']})"
-        print(f"{name}: {before:.4g} before ({first['n']} held-out prompts) -> {after}")
+    evaluations = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
+    print(" -> ".join(map(folder.describe, evaluations)))
     print(f"curves: {folder.path / 'curves.png'}")
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():
@@ -4193,6 +4266,24 @@ def finish(trainer: Trainer) -> None:
 ####################################################################################################
 
 # ======================================================================================== 18. MATH
+
+
+def last_box(text: str) -> str:
+    r"""The answer in a text's last \boxed{...}, up to the brace that closes it, or "".
+
+    >>> last_box(r"\boxed{5}? No, \boxed{\frac{1}{2}}. So it is $6$.")
+    '\\frac{1}{2}'
+    """
+    text = re.sub(r"(?<=\d)(\\[,;: ]|~)(?=\d{3})", "", text)  # 1\,200 is 1200
+    box = ["", *re.split(r"\\(?:boxed|fbox)\s*", text)[1:]][-1]
+    if not box.startswith("{"):
+        return box.partition("$")[0].strip()  # $\boxed 5$
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", box, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return box[1 : token.start()].strip()
+    return ""
 
 
 class MATH(Task):
@@ -4210,6 +4301,11 @@ class MATH(Task):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.special_tokens = not tokenizer.chat_template  # a template includes them
         super().__init__(config, tokenizer)
+        held_out = "eval_dataset" if config.eval_dataset else "dataset"
+        for name, examples in (("dataset", self.train), (held_out, self.held_out)):
+            for i, example in enumerate(examples):
+                fix = f"row {i}: no \\boxed answer in solution {example['solution']!r:.60}"
+                config.require(last_box(str(example["solution"])), name, fix)
 
     def prompt(self, example: dict) -> str:
         text = f"{example['problem']}\n{self.INSTRUCTION}"
@@ -4229,9 +4325,9 @@ class MATH(Task):
         """Whether the response's last boxed answer equals the solution's."""
         from math_verify import parse, verify  # imported late: only this task needs it
 
+        boxes = [f"\\boxed{{{last_box(text)}}}" for text in (solution, response)]
         try:
-            gold = parse(solution[solution.rindex("\\boxed") :], parsing_timeout=None)
-            answer = parse(response[response.rindex("\\boxed") :], parsing_timeout=None)
+            gold, answer = (parse(box, parsing_timeout=None) for box in boxes)
             return bool(answer) and verify(gold, answer, timeout_seconds=None)
         except Exception:  # malformed answers are wrong
             return False
@@ -4267,10 +4363,8 @@ class TextModel:
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
         self.model = load_model(config, getattr(config, name), dtype, local_device(), kind)
-        # causal classifiers read the last token that is not padding: it may be EOS
-        pads = (tokenizer.pad_token_id, tokenizer.unk_token_id, 0, 1)
-        tokenizer.pad_token_id = next(p for p in pads if p not in (None, tokenizer.eos_token_id))
-        self.model.config.pad_token_id = tokenizer.pad_token_id
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token_id = 0  # any token: it is masked
         tokenizer.padding_side = "right"
         tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
@@ -4293,12 +4387,15 @@ class TextModel:
         # a chat template includes special tokens
         batch = encode(texts, add_special_tokens=not self.is_lm).to(self.model.device)
         mask = batch["attention_mask"]  # (R, L)
-        if self.kind == "AutoModelForSequenceClassification":
-            return self.model(batch["input_ids"], attention_mask=mask).logits.float()
+        is_causal = hasattr(self.model, "score")  # a classifier that reads the last token
+        if self.kind == "AutoModelForSequenceClassification" and not is_causal:
+            return self.model(batch["input_ids"], attention_mask=mask).logits
         output = self.model.base_model(batch["input_ids"], attention_mask=mask)
+        last = output.last_hidden_state[range(len(texts)), mask.sum(1).clamp(1) - 1]  # (R, H)
         if self.is_lm:
-            last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
             return logits_of(self.model, output, last)
+        if is_causal:  # its own `forward` would look for the last token that is not padding
+            return self.model.score(last)
         states = output.last_hidden_state.float() * mask[..., None]
         return nn.functional.normalize(states.sum(1), dim=-1)  # the mean's direction
 

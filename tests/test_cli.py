@@ -1,10 +1,12 @@
 """The command line: mistakes end in one line that names the flag, with exit code 2."""
 
 import dataclasses
+import errno
 import http.server
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import PATIENCE, ROOT, Run, arguments, judges_of, run_tba
+from harness import PATIENCE, ROOT, Run, arguments, judges_of, problem_of, run_tba
 from safetensors.torch import load_file, save_file
 
 import tba
@@ -106,8 +108,11 @@ def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path,
     assert "--output_dir" in refused(arguments(gsm8k, out), capsys)
     assert "--steps" in refused(["--resume", out, "--steps", 0], capsys)
     assert "--synchronous" in refused(["--resume", out, "--synchronous"], capsys)
-    for name in ("--lora_rank", "--reset_reference_every"):
-        assert name in refused(["--resume", out, name, 2], capsys)
+    # stored groups were sampled and scored with these: a reference, a temperature, S responses
+    other = {"--model": changed(gsm8k / "model", tmp_path / "other"), "--temperature": 0.5}
+    other |= {"--searched_per_prompt": 16, "--lora_rank": 2, "--reset_reference_every": 2}
+    for name, value in other.items():
+        assert f"{name} {value}" in refused(["--resume", out, name, value], capsys)
     flags = ["--resume", out, "--dataset", gsm8k / "data" / "test.jsonl"]
     assert "--dataset" in refused(flags, capsys)
 
@@ -136,17 +141,130 @@ def test_two_runs_of_the_same_second_get_two_folders(monkeypatch):
     assert folders[0] != folders[1]
 
 
-def test_help_tells_of_every_flag(capsys):
+def test_a_plugins_flag_that_begins_with_resume_is_another_flag(tmp_path, monkeypatch):
+    monkeypatch.setattr(tba, "FLAGS", [*tba.FLAGS])
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from dataclasses import dataclass\nimport tba\n@dataclass\nclass Mine:\n"
+        "    resume_often: int | None = tba.flag(0, 'A flag of a plug-in.')\n"
+        "tba.FLAGS.append(Mine)\n"
+    )
+    saved = {"plugin": str(plugin), "steps": 3, "resume_often": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"config": saved}))
+    config = tba.parse(["--resume_often", "2", "--steps", "9", "--resume", str(tmp_path)])
+    assert (config.steps, config.resume_often) == (3, 1)
+    config = tba.parse(["--resume", str(tmp_path), "--resume_often", "2"])
+    assert (config.steps, config.resume_often) == (3, 2)
+
+
+def test_commands_that_are_shown_can_be_pasted(gsm8k, tmp_path, capsys):
+    out = tmp_path / "a run"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("")
+    assert f"--resume {shlex.quote(str(out))}" in refused(arguments(gsm8k, out), capsys)
+
+
+def test_a_file_system_without_locks_costs_one_warning(gsm8k, tmp_path, monkeypatch, capsys):
+    config, _ = problem_of(gsm8k, tmp_path / "run")
+
+    def missing(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(tba.fcntl, "flock", missing)
+    tba.claim_folder(config)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(tmp_path / "run") in said
+    assert (tmp_path / "run").is_dir()
+
+
+def test_help_has_every_flag_once_in_a_section(capsys, monkeypatch):
+    @dataclasses.dataclass
+    class Mine:
+        mine: int = tba.flag(3, "A flag of a plug-in's class without a docstring.")
+
+    monkeypatch.setattr(tba, "FLAGS", [*tba.FLAGS, Mine])
     with pytest.raises(SystemExit) as ended:
         tba.main(["--help"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
+    sections = re.findall(r"^(\S.*):$", said, re.MULTILINE)
+    assert len(sections) == len(set(sections)) >= 10 and sections[-1] == "Mine"
     for kind in tba.FLAGS:
         for f in dataclasses.fields(kind):
-            assert re.search(f"--{f.name}[ ,]", said)  # a comma since Python 3.13
+            assert len(re.findall(rf"^  --{f.name}\b", said, re.MULTILINE)) == 1
+            assert "_" not in f.name or f"--{f.name.replace('_', '-')}" not in said
             assert len(f.metadata["help"]) > 10
-    counts = {kind.__name__: len(dataclasses.fields(kind)) for kind in tba.FLAGS}
+    counts = {kind.__name__: len(dataclasses.fields(kind)) for kind in tba.FLAGS[:-1]}
     assert counts["Config"] <= 61 and sum(counts.values()) <= 90
+
+
+ENVIRONMENTS = """
+import json, os, sys
+from pathlib import Path
+import accelerate.tracking, datasets, torch, transformers.models.llama.modeling_llama
+
+def look(environment):
+    "How a process in this environment trains."
+    os.environ.update(environment)
+    import tba
+    from harness import learner_of, random_groups
+    tba.Ranks.JOIN_TIMEOUT = tba.timedelta(seconds=1)
+    ranks = tba.Ranks.connect()
+    learner = learner_of(Path(sys.argv[1]), Path("run"), dtype="bfloat16")
+    groups = random_groups(learner.problem, 2, 4)
+    metrics = learner.step(groups, tba.at_step(learner.config, 0), 0)
+    return [ranks.size, tba.local_ranks(), learner.config.threads, metrics["grad_norm"]]
+
+for environment in json.load(sys.stdin):
+    if (child := os.fork()) == 0:
+        try:
+            print(json.dumps(look(environment)), flush=True)
+        except SystemExit as error:
+            print(json.dumps(error.code), flush=True)
+        except BaseException as error:
+            print(json.dumps(repr(error)), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+OTHERS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+WORKING = [
+    {}, {"WORLD_SIZE": "4"}, {"RANK": "3", "WORLD_SIZE": "many"}, {"LOCAL_RANK": "1"},
+    {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **OTHERS},
+    {
+        "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2", "PMI_SIZE": "4",
+        "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "CUDA_VISIBLE_DEVICES": "",
+    },
+    {"OMP_NUM_THREADS": "many", "ACCELERATE_MIXED_PRECISION": "fp16"},
+    {
+        "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_USE_MEGATRON_LM": "true", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8", "ACCELERATE_TORCH_DEVICE": "meta",
+    },
+]  # fmt: skip
+REFUSED = [
+    {"RANK": "x", "WORLD_SIZE": "2", **OTHERS},
+    {"RANK": "0", "WORLD_SIZE": "2", **OTHERS | {"MASTER_PORT": "0"}},  # the other never comes
+]
+
+
+def test_a_launchers_or_schedulers_variables_change_nothing_or_are_refused(gsm8k, tmp_path):
+    """What a user's own `accelerate config` says of other programs changes no number here."""
+    command = [sys.executable, "-c", ENVIRONMENTS, str(gsm8k)]
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
+    cases = json.dumps(WORKING + REFUSED)
+    done = subprocess.run(
+        command, input=cases, env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    for case, result in zip(WORKING, found, strict=False):
+        assert result == found[0], case
+    assert found[0][:2] == [1, 1] and found[0][-1] > 0
+    assert found[len(WORKING) :] == [2] * len(REFUSED), done.stderr
+    lines = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert len(lines) == len(REFUSED) and all("WORLD_SIZE" in line for line in lines)
 
 
 def without_second_layer(tensors):

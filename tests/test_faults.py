@@ -422,13 +422,15 @@ def test_an_evaluation_has_one_record_of_each_prompt(members, prompts, random, l
         return
 
 
-def test_a_searcher_that_ended_or_hangs_is_noticed_and_no_longer_ready(monkeypatch):
+def test_a_searcher_that_ended_or_hangs_is_noticed_and_no_longer_ready(monkeypatch, request):
     config = tba.settings(num_searchers=3, searcher_timeout=60)
     processes = tba.SearcherProcesses(config, None, lambda text: None, {})
+    fork = multiprocessing.get_context("fork")
     for i, slot in enumerate(processes.slots):
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(PATIENCE,))
+        process = fork.Process(target=time.sleep, args=(PATIENCE,))
         process.node_died = False
         process.start()
+        request.addfinalizer(process.kill)
         spec = SimpleNamespace(searcher=i)
         slot.running = tba.RunningSearcher(spec, process, seen=time.monotonic(), ready=i < 2)
         slot.delivered = True

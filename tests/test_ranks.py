@@ -23,19 +23,37 @@ from safetensors.torch import load_file
 
 from tba import read_lines
 
+TORCHRUN = "torch.distributed.run --nproc_per_node 2 --master_port 0 --standalone"
+# of a user who shards other programs' models with it
+ACCELERATE_CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_version: 2
+mixed_precision: fp16
+num_machines: 1
+num_processes: 2
+use_cpu: false
+"""
 
-def start_ranks(args, log):
+
+def start_ranks(args, log, launcher=TORCHRUN):
     """Two ranks, as a launcher starts them; returns the launcher's process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--master_port", "0", "--standalone", str(ROOT / "tba.py"), *args]
+    command = [sys.executable, "-m", *launcher.split(), str(ROOT / "tba.py"), *args]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def run_ranks(args, tmp_path):
-    """Run two ranks to their end, which has to be a good one."""
+    """Run two ranks to their end, which has to be a good one, from a user's configuration."""
     path = tmp_path / "ranks.log"
+    settings = tmp_path / "accelerate.yaml"
+    settings.write_text(ACCELERATE_CONFIG)
+    launcher = f"accelerate.commands.launch --main_process_port 0 --config_file {settings}"
     with open(path, "a") as log:
-        process = start_ranks(args, log)
+        process = start_ranks(args, log, launcher)
         assert process.wait(PATIENCE) == 0, path.read_text()
     wait_until(lambda: not processes_of(process.pid), "every process gone", seconds=GONE)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -12,7 +13,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from harness import Run, arguments, check_positions, run_tba
+from harness import Run, arguments, check_positions, problem_of, run_tba
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -59,7 +60,8 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, short_folder, monkeypatc
     run = Run(out, arguments(gsm8k, out, num_searchers=2, **flags), interpreter=True)
     run.want("slow-trainer", "0.3")
     said = run.ends(0)
-    assert "24 steps" in said and list(short_folder.iterdir()) == []
+    assert re.search(r"step 0: accuracy [\d.]+ \(8 .*step 24: accuracy [\d.]+ \(200 ", said)
+    assert "warning" not in said and list(short_folder.iterdir()) == []
 
     metrics = read_lines(out / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, 25))
@@ -79,9 +81,11 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, short_folder, monkeypatc
     assert config["resolved"]["steps"] == 24 and "torch" in config["versions"]
     completion = read_lines(out / "completions.jsonl")[0]
     assert set(completion) == {"step", "version", "prompt", "response", "reward"}
-    answers = (out / "eval_answers.txt").read_text()
-    for answer in greedy_answers(gsm8k, 5):  # of the first evaluation
-        assert f"-------- answer\n{answer}\n" in answers
+    answers = (out / "eval_answers.txt").read_text().split("======== step ")
+    assert [text.split("\n")[0] for text in answers[1:7]] == ["0"] * 5 + [str(steps[1])]
+    for text in answers[1:6]:
+        prompt, answer = text.removeprefix("0\n").split("\n-------- answer\n")
+        assert answer == f"{greedy_answer(gsm8k, prompt)}\n\n"
     assert min(matplotlib.image.imread(out / "curves.png").shape[:2]) > 300
 
     assert sorted(path.name for path in out.glob("checkpoint-*")) == [
@@ -97,17 +101,14 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, short_folder, monkeypatc
     assert all(reward == alone for reward, alone in run.noted("judged"))
 
 
-def greedy_answers(files, count):
-    """The untrained model's most likely answers to the first held-out prompts."""
+def greedy_answer(files, prompt):
+    """The untrained model's most likely answer to a prompt."""
     model = AutoModelForCausalLM.from_pretrained(files / "model")
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
-    answers = []
-    for example in read_lines(files / "data" / "test.jsonl")[:count]:
-        prompt = tokenizer(tba.GSM8K.template.format(**example), return_tensors="pt")
-        ids = model.generate(**prompt, do_sample=False, max_new_tokens=32)[0]
-        answer = ids[prompt["input_ids"].shape[1] :]
-        answers.append(tokenizer.decode(answer, skip_special_tokens=True))
-    return answers
+    inputs = tokenizer(prompt, return_tensors="pt")
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=32)[0]
+    answer = ids[inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(answer, skip_special_tokens=True)
 
 
 def lockstep_flags(prompts):
@@ -240,9 +241,10 @@ def test_a_reference_that_is_reset_scores_what_is_trained_on(gsm8k, tmp_path, mo
 def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path):
     out = tmp_path / "evaluation"
     flags = {"steps": 0, "eval_responses": 4, "eval_samples": 20}
-    run_tba(arguments(gsm8k, out, **flags))
+    said, _ = run_tba(arguments(gsm8k, out, **flags))
     records = read_lines(out / "eval.jsonl")
     assert [record["n"] for record in records] == [200]
+    assert said.count("accuracy") == said.count("pass@4") == 1 and "->" not in said
     for record in records:
         assert 0 < record["accuracy"] <= record["pass@4"] <= 4 * record["accuracy"]
     assert not list(out.glob("checkpoint-*")) and not (out / "metrics.jsonl").exists()
@@ -260,32 +262,117 @@ def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path)
     (out / "checkpoint-9" / "trainer.pt").write_bytes(state[: len(state) // 2])
     _, err = run_tba(["--resume", str(out), "--steps", "6"])
     assert "checkpoint-9" in err
+    assert [e["n"] for e in read_lines(out / "eval.jsonl")] == [40, 200, 200]
     metrics = read_lines(out / "metrics.jsonl")
     np.testing.assert_allclose([m["beta"] for m in metrics], [0.1, 0.09, 0.08, 0.07, 0.06, 0.05])
     rates = [m["lr"] for m in metrics]
     assert len(rates) == 6 and rates[1] == rates[2] == 1e-3 and 0 < rates[5] < rates[4] < 1e-3
 
 
-def test_a_tracker_gets_steps_and_evaluations(gsm8k, tmp_path):
+def test_tensorboard_gets_steps_and_evaluations_of_a_run_that_was_killed(gsm8k, tmp_path):
+    """It shows a run as one, with each step once, though some were taken twice."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = tmp_path / "run"
-    run_tba(arguments(gsm8k, out, report_to="tensorboard", steps=4, eval_every=2))
-    (file,) = (path for path in out.rglob("events.*") if path.parent.name == "tba")
-    events = EventAccumulator(str(file))
+    flags = {"report_to": "tensorboard", "steps": 6, "eval_every": 2, "save_every": 2}
+    run = Run(out, arguments(gsm8k, out, **flags))
+    run.want("pause", "3")
+    run.until(lambda: (out / "checkpoint-2").exists(), "a checkpoint")
+    run.reaches(3)
+    run.process.kill()
+    run.process.wait()
+    run.gone()
+    (run.faults / "pause").unlink()
+    said, _ = run_tba(["--resume", str(out), "--steps", "2"])  # evaluates on all prompts, too
+    assert "step 2:" in said and [e["n"] for e in read_lines(out / "eval.jsonl")][-1] == 200
+    run_tba(["--resume", str(out), "--steps", "6"])
+    files = list(out.rglob("events.*"))
+    assert len(files) == 3 and {path.parent.name for path in files} == {"tba"}
+    events = EventAccumulator(str(out / "tba"))
     events.Reload()
-    assert [event.step for event in events.Scalars("reward_std")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("reward_std")] == [1, 2, 3, 4, 5, 6]
     evaluations = read_lines(out / "eval.jsonl")
-    for name, own in (("accuracy", "accuracy"), ("version", "step")):
-        tracked = [event.value for event in events.Scalars(f"held_out/{name}")]
-        assert tracked == pytest.approx([e[own] for e in evaluations])
-    assert tracked[-1] == 4
+    tracked = {event.step: event.value for event in events.Scalars("held_out/accuracy")}
+    assert tracked == pytest.approx({e["step"]: e["accuracy"] for e in evaluations})
+    assert max(tracked) == 6
+
+
+RECORDER = """
+import json
+class Run:
+    def log(self, values, step=None):
+        print("wandb", json.dumps(["log", step, values]), flush=True)
+    def define_metric(self, name, step_metric):
+        print("wandb", json.dumps(["axis", name, step_metric]), flush=True)
+    def finish(self):
+        pass
+def init(**options):
+    print("wandb", json.dumps(["init", options]), flush=True)
+    return Run()
+"""
+
+
+def test_wandb_gets_every_evaluation_on_its_own_axis_and_resumes_its_run(gsm8k, tmp_path):
+    """A recorder takes the place of wandb, which refuses steps that are not later than all."""
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "wandb.py").write_text(RECORDER)
+    plugin = library / "mine.py"  # whose folder is searched for imports
+    plugin.write_text("")
+    out = tmp_path / "run"
+    flags = {"report_to": "wandb", "plugin": plugin, "steps": 3, "eval_every": 1}
+    calls = []
+    for args in (arguments(gsm8k, out, **flags), ["--resume", str(out), "--steps", "4"]):
+        said, _ = run_tba(args)
+        lines = [line[6:] for line in said.splitlines() if line.startswith("wandb ")]
+        calls.append([json.loads(line) for line in lines])
+    first, second = (next(call[1] for call in run if call[0] == "init") for run in calls)
+    assert first["name"] == "run" and first["id"] == second["id"] and second["resume"] == "allow"
+    axes = dict(call[1:] for call in calls[1] if call[0] == "axis")
+    logged = [call[1:] for run in calls for call in run if call[0] == "log"]
+    assert all(step is None for step, _ in logged)
+    steps = [values[axes["*"]] for _, values in logged if "loss" in values]
+    assert steps == [1, 2, 3, 4]
+    evaluated = [values[axes["held_out/*"]] for _, values in logged if "loss" not in values]
+    assert evaluated == [e["step"] for e in read_lines(out / "eval.jsonl")]
+
+
+def test_a_run_that_learns_nothing_says_so_once(gsm8k, tmp_path):
+    out = tmp_path / "run"
+    flags = {"max_response_tokens": 1, "learning_rate": 1e-12, "steps": 26, "synchronous": True}
+    flags |= {"eval_every": 0, "eval_samples": 1, "prompts_per_step": 1}
+    _, err = run_tba(arguments(gsm8k, out, **flags))
+    warnings = [line for line in err.splitlines() if "warning" in line]
+    for name in ("--max_response_tokens", "--dataset", "--learning_rate"):
+        assert sum(name in line for line in warnings) == 1, err
+    assert len(warnings) == 3
+
+
+def test_curves_that_cannot_be_drawn_cost_a_warning(gsm8k, tmp_path):
+    out = tmp_path / "run"
+    (out / "curves.png").mkdir(parents=True)
+    _, err = run_tba(arguments(gsm8k, out, eval_samples=8, eval_every=0))
+    assert "warning: curves.png" in err and (out / "final").exists()
+
+
+def test_evaluations_take_a_fixed_random_sample(gsm8k, tmp_path):
+    """Held-out data may be sorted, for instance by difficulty."""
+    samples = []
+    for seed in (0, 1):
+        _, problem = problem_of(gsm8k, tmp_path, seed=seed)
+        samples.append([example["question"] for example in problem.task.held_out[:40]])
+        encoded = problem.tokenizer(problem.task.prompt(problem.task.held_out[3]))["input_ids"]
+        assert encoded == problem.held_out[3].tolist()
+    lines = read_lines(gsm8k / "data" / "test.jsonl")
+    places = [i for i, line in enumerate(lines) if line["question"] in samples[0]]
+    assert samples[0] == samples[1] and len(places) >= 40 and np.ptp(places) > 150
 
 
 def test_curves_of_a_run_with_many_steps_are_drawn(tmp_path):
     config = tba.settings(output_dir=str(tmp_path))
     config.as_given = {}
     rows = [dict.fromkeys(METRICS, 0.5) | {"step": step} for step in range(1, 20_001)]
+    del rows[5]["reward"]  # of a version that did not log it
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tba.RunFolder(config, {}).draw_curves()
     assert min(matplotlib.image.imread(tmp_path / "curves.png").shape[:2]) > 300

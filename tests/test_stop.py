@@ -153,10 +153,10 @@ def test_records_that_do_not_fit_on_a_full_disk_are_written_later(gsm8k, tmp_pat
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
     for step in range(3):
-        folder.append_record("metrics.jsonl", {"step": step})
+        folder.append("metrics.jsonl", {"step": step})
     assert capsys.readouterr().err.count("No space left on device") == 1
     path.unlink()
-    folder.append_record("metrics.jsonl", {"step": 3})
+    folder.append("metrics.jsonl", {"step": 3})
     assert [record["step"] for record in read_lines(path)] == [0, 1, 2, 3]
 
 

@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import REAL_GSM8K
 from harness import arguments, judges_of, problem_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -127,10 +128,32 @@ def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
         ("\\boxed{3}", "\\boxed{4}", False),
         ("\\boxed{3}", "the answer is 3", False),
         ("\\boxed{3}", "\\boxed{", False),
+        # what follows the box does not count, whatever is in it
+        ("\\boxed{6}", "\\boxed{5}. The final answer is $6$.", False),
+        ("\\boxed{6}", "\\boxed{?}. 6", False),
+        ("\\boxed{6}", "\\boxed{} 6", False),
+        ("\\boxed{6}", "\\boxed{6}. So it is $6$ apples and $7$ pears", True),
+        ("\\boxed{6}. It was 5.", "\\boxed{5}", False),
+        ("\\boxed{1200}", "\\boxed{1\\,200}", True),
+        ("$\\boxed 5$, as 5 < 7", "\\boxed{\\text{5}}", True),
+        ("\\boxed{\\{1,2\\}}", "\\boxed{\\left\\{2,1\\right\\}}", True),
     ],
 )
 def test_verdicts_of_math(gold, answer, same):
     assert tba.MATH.is_right(gold, answer) == same
+
+
+def test_a_solution_without_an_answer_is_refused_with_its_row(gsm8k, tmp_path):
+    rows = [{"problem": "1+1?", "solution": f"\\boxed{{{i}}}"} for i in range(3)]
+    rows.append({"problem": "1+2?", "solution": "3"})
+    for name in ("train", "test"):
+        data = tmp_path / name
+        data.mkdir()
+        for split in ("train", "test"):
+            lines = [json.dumps(row) for row in (rows if split == name else rows[:3])]
+            (data / f"{split}.jsonl").write_text("\n".join(lines))
+        with pytest.raises(tba.InputError, match=r"--dataset.*row 3"):
+            problem_of(gsm8k, tmp_path, task="math", dataset=data)
 
 
 def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_path):
@@ -184,6 +207,24 @@ def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path
     assert task.summarize(records) == pytest.approx(
         {"win_rate": 0.5, "perplexity": perplexity, "kl": 3.0}
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_judge_reads_the_last_token_whatever_it_is(family, model_of, tmp_path):
+    """As for Llama 3 and GPT-2: no token for padding, and token 0 is "!", which may end a text."""
+    path = tmp_path / "judge"
+    body = transformers.AutoConfig.from_pretrained(model_of(family), num_labels=1)
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(body).save_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_of(family))
+    tokenizer.pad_token = tokenizer.unk_token = None
+    tokenizer.eos_token = "<assistant>"
+    tokenizer.save_pretrained(path)
+    config = tba.settings(reward_model=str(path), dtype="float32")
+    judge = tba.TextModel("AutoModelForSequenceClassification", "reward_model", tokenizer, config)
+    ending = tokenizer.convert_ids_to_tokens(0)
+    texts = [f"Ann lost hat{ending}", "Ann lost hat", f"Ben lost a key at the park.{ending * 2}"]
+    np.testing.assert_allclose(judge(texts)[:, 0], plain_scores(path, texts), atol=1e-5)
 
 
 def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
