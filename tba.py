@@ -167,8 +167,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from accelerate import PartialState
-from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
+from accelerate import Accelerator
 from pebble import ProcessExpired, ProcessPool
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
@@ -1164,8 +1163,7 @@ class Trainer:
         self.writer.shutdown()
         if self.sync:
             abandon(self.sync.group)
-        if self.folder.tracker:
-            self.folder.tracker.finish()
+        self.folder.accelerator.end_training()
 
     def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
         """Take one optimizer step on B groups of K trajectories, and log it."""
@@ -3735,8 +3733,9 @@ class RunFolder:
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
         """Start a folder, or truncate a resumed run's to its checkpoint."""
+        self.config = config
         self.path = Path(config.output_dir)
-        self.tracker = start_tracker(config, saved)
+        self.accelerator = make_accelerator(config, saved)
         self.unwritten: dict[str, bytes] = defaultdict(bytes)  # by file, while its disk is full
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         record = {
@@ -3793,11 +3792,8 @@ class RunFolder:
         self.track(metrics, metrics["step"])
 
     def track(self, values: dict, step: int) -> None:
-        """Send metrics to the tracker. An evaluation's step may be earlier than the last one."""
-        if isinstance(self.tracker, WandBTracker):
-            self.tracker.log(values)  # it refuses earlier steps; its axes are metrics
-        elif self.tracker:
-            self.tracker.log(values, step)
+        """Send metrics to the tracker; an evaluation's step may be earlier than the last one."""
+        self.accelerator.log(values, None if self.config.report_to == "wandb" else step)
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
@@ -3847,25 +3843,25 @@ class RunFolder:
             self.say(f"warning: curves.png is not drawn: {first_line(error)}")
 
 
-def start_tracker(config: Config, saved: dict[str, Any]) -> Any:
-    """Start the run of --report_to, which a resumed run continues; None without a tracker."""
-    options = {"name": Path(config.output_dir).name, "config": config.as_given}
-    match config.report_to:
-        case "none":
-            return None
-        case "tensorboard":  # steps after the checkpoint will be repeated
-            purge_step = saved.get("step", 0) + 1
-            tracker = TensorBoardTracker("tba", config.output_dir, purge_step=purge_step)
-        case "trackio":
-            tracker = TrackioTracker("tba", **options)
-        case "wandb":
-            tracker = WandBTracker("tba", id=config.run_id, resume="allow", **options)
-    PartialState()  # trackers need it
-    tracker.start()
-    if config.report_to == "wandb":
-        tracker.run.define_metric("*", step_metric="step")
-        tracker.run.define_metric("held_out/*", step_metric="held_out/version")
-    return tracker
+def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
+    """Accelerate's state of this process, with --report_to's run, which a resumed run continues."""
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        log_with=None if config.report_to == "none" else config.report_to,
+        project_dir=config.output_dir,
+    )
+    run = {"name": Path(config.output_dir).name, "config": config.as_given}
+    options = {
+        "tensorboard": {"purge_step": saved.get("step", 0) + 1},  # later steps will be repeated
+        "trackio": run,
+        "wandb": run | {"id": config.as_given.get("run_id"), "resume": "allow"},
+    }
+    accelerator.init_trackers("tba", init_kwargs=options)
+    if config.report_to == "wandb":  # it refuses earlier steps, so its axes are metrics
+        own = accelerator.get_tracker("wandb", unwrap=True)
+        own.define_metric("*", step_metric="step")
+        own.define_metric("held_out/*", step_metric="held_out/version")
+    return accelerator
 
 
 def averaged(records: list[dict], name: str) -> list[float]:
