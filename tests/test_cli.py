@@ -117,6 +117,13 @@ def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path,
     assert "--dataset" in refused(flags, capsys)
 
 
+def test_an_attention_window_that_leaves_no_prompt_is_named(gsm8k, tmp_path, capsys):
+    window = {"model_type": "mistral", "sliding_window": 32}
+    model = changed(gsm8k / "model", tmp_path / "model", **window)
+    line = refused(arguments(gsm8k, tmp_path / "run", model=model), capsys)
+    assert "sliding_window 32" in line and "--pack False" in line and "-1" not in line
+
+
 def test_flags_before_resume_are_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(tba, "executed", [], raising=False)
     for name in ("own", "other"):
@@ -128,6 +135,16 @@ def test_flags_before_resume_are_ignored(tmp_path, monkeypatch):
     assert (config.steps, config.plugin, tba.executed) == (3, saved["plugin"], ["own"])
     config = tba.parse(["--resume", str(tmp_path), *other])
     assert (config.steps, config.plugin) == (9, other[-1])
+
+
+def test_a_flag_of_ones_own_may_begin_like_resume(tmp_path, monkeypatch):
+    own = dataclasses.make_dataclass("Own", [("resume_late", bool, tba.flag(False, "own"))])
+    monkeypatch.setattr(tba, "FLAGS", [*tba.FLAGS, own])
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"steps": 3}}))
+    before = ["--resume_late", "True", "--steps", "9"]
+    for resume in ([f"--resume={tmp_path}"], ["--resume", str(tmp_path)]):
+        config = tba.parse([*before, *resume])
+        assert (config.steps, config.resume_late) == (3, False)
 
 
 def test_two_runs_of_the_same_second_get_two_folders(monkeypatch):
