@@ -377,6 +377,7 @@ def container_user():
         yield run
 
 
+@pytest.mark.root
 def test_the_first_command_of_a_user_without_name_and_home(container_user):
     flags = ["--steps", 1, "--eval_samples", 8, "--output_dir", "run"]
     script = ROOT / "run_gsm8k.sh"
@@ -407,6 +408,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.root
 def test_a_hub_name_needs_a_folder_that_can_be_written(gsm8k, container_user):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
