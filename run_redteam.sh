@@ -28,7 +28,7 @@
 # * The baseline's buffer starts with the 3,003 warm-start attacks and 160 samples (temperature 0.7,
 #   top-p 0.9); here TBA waits for as many samples, and gflownet starts with an empty buffer.
 # * The baseline's batch has 8 parts, each new or replayed at random; here half of 8 groups are new.
-#   It forbids an empty attack, counts an appended EOS only in replay, computes in float32
+#   It forbids an empty attack, appends EOS to truncated attacks in replay, computes in float32
 #   (--dtype float32), has 100 batches of warm start (here 102), and decays the learning rate
 #   linearly, to 88 %.
 set -euo pipefail

@@ -404,8 +404,6 @@ def schedule_value(text: str | float, step: int) -> float:
 
 # ==================================================================== 2. Trajectory, Group, Batch
 
-NOT_SAMPLED = math.inf  # log-probability of an EOS that was appended rather than sampled
-
 
 @dataclass(slots=True)
 class Trajectory:
@@ -414,7 +412,7 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, when each token was sampled; or NOT_SAMPLED
+    logprobs: np.ndarray  # (T,) float32, when each token was sampled
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     explored: bool  # sampled at another temperature than --temperature
@@ -441,7 +439,7 @@ class Batch:
     """The input of an objective: B prompts x K responses, their N tokens concatenated."""
 
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
-    behaviour: Tensor  # (N,) when the token was sampled; equal to logprobs for an appended EOS
+    behaviour: Tensor  # (N,) when each token was sampled
     ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
@@ -859,7 +857,6 @@ class Task:
     special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
     greedy_evaluation = True
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
-    append_eos_if_truncated = False
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
     # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
@@ -1323,10 +1320,9 @@ class Learner:
         rows = [t for group in groups for t in group]
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=self.device)
-        behaviour = load(np.concatenate([t.logprobs for t in rows]))
         batch = Batch(
             logprobs=logprobs.clone().requires_grad_(),
-            behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs, behaviour),
+            behaviour=load(np.concatenate([t.logprobs for t in rows])),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
             lengths=load(np.array([len(t.tokens) for t in rows])),
             rewards=load(np.array([[t.reward for t in group] for group in groups], np.float32)),
@@ -1561,9 +1557,6 @@ class Searcher:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
         config = self.config
         task = self.problem.task
-        if task.append_eos_if_truncated:
-            for done in completions:
-                done.append_eos(self.problem.tokenizer.eos_token_id)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
         ref_logprobs = iter(token_logprobs(self.reference, sequences, config))
         groups = []
@@ -2100,12 +2093,6 @@ class Completion:
     tokens: list[np.ndarray]  # n x (T,) int32, including EOS
     logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
     ended: np.ndarray  # (n,) bool: finished with EOS (not truncated)
-
-    def append_eos(self, eos: int) -> None:
-        """Append an EOS, which was not sampled, to truncated responses."""
-        for j in np.flatnonzero(~self.ended):
-            self.tokens[j] = np.append(self.tokens[j], np.int32(eos))
-            self.logprobs[j] = np.append(self.logprobs[j], np.float32(NOT_SAMPLED))
 
 
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
@@ -3943,12 +3930,8 @@ class StepLog:
     def log_arrivals(self) -> None:
         """Average over arrived trajectories; append the last to completions.jsonl."""
         rows = [t for group in self.arrived for t in group.trajectories]
-        # of the generating policy to the reference, over tokens sampled at --temperature
-        kl = [
-            (t.logprobs - t.ref_logprobs)[t.logprobs != NOT_SAMPLED].sum()
-            for t in rows
-            if not t.explored
-        ]
+        # of the generating policy to the reference, over responses sampled at --temperature
+        kl = [(t.logprobs - t.ref_logprobs).sum() for t in rows if not t.explored]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
             "kl": float(np.mean(kl)) if kl else math.nan,
@@ -4586,7 +4569,6 @@ class RedTeam(Task):
 
     template = "{prompt}"
     greedy_evaluation = False  # diversity is measured too
-    append_eos_if_truncated = True  # as the GFlowNet baseline does in replay
     engines = 2  # the attacker's and the victim's
     reward_threads = 0  # the victim's engine runs in the Searcher's thread
     buffer = AttackBuffer
