@@ -4701,8 +4701,10 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
     rate = config.sft_learning_rate
     optimizer = torch.optim.AdamW(policy.parameters(), rate, weight_decay=0.0, fused=True)
     rng = np.random.default_rng(config.seed)
-    order = np.concatenate([rng.permutation(len(pairs)) for _ in range(config.sft_epochs)])
-    batches = np.split(order, range(config.sft_batch_size, len(order), config.sft_batch_size))
+    starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
+    batches = []
+    for _ in range(config.sft_epochs):
+        batches += np.split(rng.permutation(len(pairs)), starts)
     warmup = round(config.sft_warmup_ratio * len(batches))
     schedule = transformers.get_scheduler("cosine", optimizer, warmup, len(batches))
     losses = []
