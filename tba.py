@@ -1817,9 +1817,8 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     """
     plan = []
     lengths = [len(response) for _, responses in groups for response in responses]
-    indices = iter(
-        np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
-    )  # of tokens, by response
+    # of tokens, by response
+    indices = iter(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
