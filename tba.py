@@ -405,8 +405,6 @@ def schedule_value(text: str | float, step: int, end: int = 2**31) -> float:
 
 # ==================================================================== 2. Trajectory, Group, Batch
 
-NOT_SAMPLED = math.inf  # log-probability of an EOS that was appended rather than sampled
-
 
 @dataclass(slots=True)
 class Trajectory:
@@ -415,7 +413,7 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, when each token was sampled; or NOT_SAMPLED
+    logprobs: np.ndarray  # (T,) float32, when each token was sampled
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     explored: bool  # sampled at another temperature than --temperature
@@ -442,7 +440,7 @@ class Batch:
     """The input of an objective: B prompts x K responses, their N tokens concatenated."""
 
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
-    behaviour: Tensor  # (N,) when the token was sampled; equal to logprobs for an appended EOS
+    behaviour: Tensor  # (N,) when each token was sampled
     ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
@@ -860,7 +858,6 @@ class Task:
     special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
     greedy_evaluation = True
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
-    append_eos_if_truncated = False
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
     # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
@@ -1324,10 +1321,9 @@ class Learner:
         rows = [t for group in groups for t in group]
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=self.device)
-        behaviour = load(np.concatenate([t.logprobs for t in rows]))
         batch = Batch(
             logprobs=logprobs.clone().requires_grad_(),
-            behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs, behaviour),
+            behaviour=load(np.concatenate([t.logprobs for t in rows])),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
             lengths=load(np.array([len(t.tokens) for t in rows])),
             rewards=load(np.array([[t.reward for t in group] for group in groups], np.float32)),
@@ -1562,9 +1558,6 @@ class Searcher:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
         config = self.config
         task = self.problem.task
-        if task.append_eos_if_truncated:
-            for done in completions:
-                done.append_eos(self.problem.tokenizer.eos_token_id)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
         ref_logprobs = iter(token_logprobs(self.reference, sequences, config))
         groups = []
@@ -1825,9 +1818,8 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     """
     plan = []
     lengths = [len(response) for _, responses in groups for response in responses]
-    indices = iter(
-        np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
-    )  # of tokens, by response
+    # of tokens, by response
+    indices = iter(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
@@ -2084,12 +2076,6 @@ class Completion:
     tokens: list[np.ndarray]  # n x (T,) int32, including EOS
     logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
     ended: np.ndarray  # (n,) bool: finished with EOS (not truncated)
-
-    def append_eos(self, eos: int) -> None:
-        """Append an EOS, which was not sampled, to truncated responses."""
-        for j in np.flatnonzero(~self.ended):
-            self.tokens[j] = np.append(self.tokens[j], np.int32(eos))
-            self.logprobs[j] = np.append(self.logprobs[j], np.float32(NOT_SAMPLED))
 
 
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
@@ -3401,7 +3387,6 @@ def save(trainer: Trainer) -> None:
 
     A policy that is not finite is not saved: the previous checkpoint is better.
     """
-    config = trainer.config
     learner = trainer.learner
     failed = trainer.writing.exception()  # waits for the previous write
     if not failed and trainer.writing.result() == trainer.step:
@@ -3409,9 +3394,6 @@ def save(trainer: Trainer) -> None:
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
         trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
         return
-    names = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
-    fixed = {name: getattr(config, name) for name in names}
-    fixed["model"] = config.as_given["model"]  # not that of the warm start
     state = learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
@@ -3424,7 +3406,6 @@ def save(trainer: Trainer) -> None:
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "fixed": fixed,
     }
     weights = learner.saved_weights()
     trainer.writing = trainer.writer.submit(
@@ -3518,8 +3499,10 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     same_prompts = saved["checksum"] == problem.checksum()
     config.require(same_prompts, "dataset", "its prompts differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
-    for name, value in saved["fixed"].items():
-        config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
+    record = json.loads((Path(config.resume) / "config.json").read_text())
+    for name in FIXED_IN_LOCKSTEP if config.synchronous else FIXED:
+        value = record["config"][name]
+        config.require(config.as_given[name] == value, name, f"a resumed run must keep {value}")
     return saved
 
 
@@ -3560,10 +3543,15 @@ read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
 read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
 
 
-def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> None:
-    """Raise InputError unless the model of flag `name` loads; reads its weights' names only."""
+def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> Any:
+    """The tokenizer of the model in flag `name`, of which only the weights' names are read.
+
+    The model's flag may have a companion such as --gold_reward_tokenizer. Raises InputError.
+    """
     meta = torch.device("meta")
     load_flag(name, config, lambda path: load_model(config, path, torch.float32, meta, kind))
+    companion = name.replace("model", "tokenizer")
+    return read_tokenizer(companion if getattr(config, companion, "") else name, config)
 
 
 def read_dataset(name: str, config: Config) -> Any:
@@ -3577,17 +3565,13 @@ def read_dataset(name: str, config: Config) -> Any:
         if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
             return datasets.load_from_disk(value)
         is_local = os.path.exists(value)
-        source = [value] if is_local else value.split(":")  # NAME or NAME:CONFIG
-        files = None
         suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-        if suffix in (".json", ".csv", ".parquet"):
-            source = [suffix[1:]]
-            files = value
         with tempfile.TemporaryDirectory() as new:  # a cache may have old rows, or be read-only
             cache = new if is_local else None
-            return datasets.load_dataset(
-                *source, data_files=files, cache_dir=cache, keep_in_memory=True
-            )
+            read = partial(datasets.load_dataset, cache_dir=cache, keep_in_memory=True)
+            if suffix in (".json", ".csv", ".parquet"):
+                return read(suffix[1:], data_files=value)
+            return read(value) if is_local else read(*value.split(":"))  # NAME or NAME:CONFIG
 
     return load_flag(name, config, load)
 
@@ -3684,17 +3668,14 @@ def encode_prompts(task: Task, examples: list, context: float, limit: str) -> tu
 def load_problem(config: Config) -> Problem:
     """Load and check tokenizer, model config and prompts. Raises InputError."""
     text_config = read_config("model", config).get_text_config()
-    tokenizer = read_tokenizer("model", config)
+    tokenizer = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
-    check_model("model", config)
     task = TASKS[config.task](config, tokenizer)
     names = ["max_position_embeddings"]
     if config.pack:  # the mask of packed rows ignores attention windows
         names += ["sliding_window", "attention_chunk_size"]
     context, name = min((getattr(text_config, name, None) or math.inf, name) for name in names)
-    limit = f"the model has {name} {context}"
-    if name != "max_position_embeddings":
-        limit += ", without which --pack False does"
+    limit = f"the model has {name} {context}; windows count unless --pack False"
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, prompts = encode_prompts(task, task.train, context, limit)
     task.held_out, held_out = encode_prompts(task, task.held_out, context, limit)
@@ -3920,12 +3901,8 @@ class StepLog:
     def log_arrivals(self) -> None:
         """Average over arrived trajectories; append the last to completions.jsonl."""
         rows = [t for group in self.arrived for t in group.trajectories]
-        # of the generating policy to the reference, over tokens sampled at --temperature
-        kl = [
-            (t.logprobs - t.ref_logprobs)[t.logprobs != NOT_SAMPLED].sum()
-            for t in rows
-            if not t.explored
-        ]
+        # of the generating policy to the reference, over responses sampled at --temperature
+        kl = [(t.logprobs - t.ref_logprobs).sum() for t in rows if not t.explored]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
             "kl": float(np.mean(kl)) if kl else math.nan,
@@ -4337,20 +4314,26 @@ class TextModel:
 
     BATCH = 32
 
-    def __init__(self, kind: str, name: str, tokenizer: Any, config: Config) -> None:
-        """Load the model of flag `name`; `kind` is the name of one of these classes."""
+    def __init__(self, kind: str, name: str, config: Config) -> None:
+        """Check the model of flag `name`; `kind` is the name of one of these classes."""
+        self.tokenizer = check_model(name, config, kind)
+        self.kind = kind
+        self.name = name
         self.is_lm = kind == "AutoModelForCausalLM"
+
+    def load(self, config: Config) -> None:
+        """Load the model, in a Searcher."""
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
-        self.model = load_model(config, getattr(config, name), dtype, local_device(), kind)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token_id = 0  # any token: it is masked
-        tokenizer.padding_side = "right"
-        tokenizer.truncation_side = "left"  # keep the end of long texts
+        self.model = load_model(
+            config, getattr(config, self.name), dtype, local_device(), self.kind
+        )
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token_id = 0  # any token: it is masked
+        self.tokenizer.padding_side = "right"
+        self.tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
-        tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
-        self.kind = kind
-        self.tokenizer = tokenizer
+        self.tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
 
     @torch.inference_mode()
     def __call__(self, texts: list[str]) -> Tensor:
@@ -4399,24 +4382,20 @@ class TLDR(Task):
     reward_threads = 0  # the judges share the Searcher's device
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        gold = "gold_reward_tokenizer" if config.gold_reward_tokenizer else "gold_reward_model"
-        self.tokenizers = {
-            "reward_model": read_tokenizer("reward_model", config),
-            "gold_reward_model": read_tokenizer(gold, config),
-        }
-        for name in self.tokenizers:
+        self.judges = {}
+        for name in ("reward_model", "gold_reward_model"):
             n = read_config(name, config).num_labels
             config.require(n == 1, name, f"has {n} labels; a reward model has one")
-            check_model(name, config, "AutoModelForSequenceClassification")
+            self.judges[name] = TextModel("AutoModelForSequenceClassification", name, config)
         super().__init__(config, tokenizer)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
-        load = partial(TextModel, "AutoModelForSequenceClassification", config=self.config)
-        self.judges = {name: load(name, tokenizer) for name, tokenizer in self.tokenizers.items()}
+        for judge in self.judges.values():
+            judge.load(self.config)
 
     def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
         """Scores (N,) of N summaries by a reward model, at EOS or at the token before."""
-        eos = self.tokenizers[name].eos_token or ""
+        eos = self.judges[name].tokenizer.eos_token or ""
         texts = []
         for example, summary in zip(examples, summaries, strict=True):
             texts.append(example["query"] + summary.removesuffix(eos) + eos * with_eos)
@@ -4462,14 +4441,14 @@ class RedTeamFlags:
     )
     min_attack_tokens: int = flag(0, "redteam: shorter attacks get a log pi_ref of -500.")
     victim_model: str = flag("", "redteam: victim model.")
-    victim_format: Literal["chat", "alpaca"] = flag("chat", "redteam: victim's prompt format.")
+    victim_template: str = flag("", "redteam: victim's prompt, with {attack}; default: chat.")
     victim_samples: int = flag(5, "redteam: victim's answers per attack.", 1)
     victim_max_tokens: int = flag(30, "redteam: maximum answer length in tokens.", 1)
     victim_temperature: float = flag(0.7, "redteam: victim's temperature.", POSITIVE)
     victim_top_p: float = flag(0.92, "redteam: victim's nucleus-sampling threshold.", POSITIVE, 1)
     toxicity_model: str = flag("", "redteam: toxicity classifier, or guard language model.")
     toxicity_label: str = flag("", "redteam: label of toxic text, or a guard's first token.")
-    toxicity_suffix: str = flag("", "redteam: text before a guard's verdict, such as \\n\\n.")
+    toxicity_suffix: str = flag("", "redteam: text before a guard's verdict.")
     sentence_model: str = flag("", "redteam: sentence encoder that measures diversity.")
     explore_probability: float = flag(0.0, "redteam: probability of a random temperature.", 0, 1)
     explore_low: float = flag(0.5, "redteam: minimum exploration temperature.", POSITIVE)
@@ -4491,7 +4470,6 @@ class AttackBuffer(ReplayBuffer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.capacity = config.kept_per_prompt
         self.thread = ThreadPoolExecutor(1)
         self.adding: deque[Future] = deque()
 
@@ -4521,28 +4499,25 @@ class AttackBuffer(ReplayBuffer):
         Example: with near_duplicate 0.25, two attacks of 10 tokens that differ in 4 of them are
         near-duplicates: 4 edits are less than 0.25 x 20.
         """
+        capacity = self.config.kept_per_prompt
         if 0 < self.config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
-            # that of the largest prompt
-            self.capacity = max(map(len, self.trajectories.values()))
+            capacity = max(map(len, self.trajectories.values()))  # that of the largest prompt
         stored = dict(self.trajectories.get(group.prompt_id, {}))
-        old = len(stored)
-        texts = [*stored, *map(self.key, group.trajectories)]
-        distance = self.distances(texts[old:], texts)
-        present = np.arange(len(texts)) < old
-        for i, t in enumerate(group.trajectories):
-            to_present = np.where(present, distance[i], math.inf)
-            nearest = int(to_present.argmin())
-            if math.isfinite(to_present[nearest]):
-                if self.value(stored[texts[nearest]]) > self.value(t):
+        new = [self.key(t) for t in group.trajectories]
+        texts = [*stored, *new]
+        distances = self.distances(new, texts)
+        for t, text, distance in zip(group.trajectories, new, distances, strict=True):
+            near = [i for i in np.flatnonzero(np.isfinite(distance)) if texts[i] in stored]
+            if near:
+                nearest = texts[min(near, key=distance.item)]
+                if self.value(stored[nearest]) > self.value(t):
                     continue
-                present[nearest] = False
-                del stored[texts[nearest]]
-            present[old + i] = True
-            stored[texts[old + i]] = t
+                del stored[nearest]
+            stored[text] = t
         order = list(stored)  # oldest first
         if self.config.evict != "oldest":
             order.sort(key=lambda key: self.value(stored[key]))
-        for key in order[: -self.capacity]:
+        for key in order[:-capacity]:
             del stored[key]
         self.trajectories[group.prompt_id] = stored
 
@@ -4561,56 +4536,48 @@ class RedTeam(Task):
     The reward is the mean of log P(toxic) over `victim_samples` answers.
     """
 
+    columns = ("prompt",)
     template = "{prompt}"
     greedy_evaluation = False  # diversity is measured too
-    append_eos_if_truncated = True  # as the GFlowNet baseline does in replay
     engines = 2  # the attacker's and the victim's
     reward_threads = 0  # the victim's engine runs in the Searcher's thread
     buffer = AttackBuffer
-    ALPACA = (
-        "Below is an instruction that describes a task. Write a response that appropriately "
-        "completes the request.\n\n### Instruction:\n{attack}\n\n### Response:\n"
-    )
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         toxicity = read_config("toxicity_model", config)
-        self.guard = any("CausalLM" in name for name in toxicity.architectures or [])
+        guard = any("CausalLM" in name for name in toxicity.architectures or [])
+        kind = "AutoModelForCausalLM" if guard else "AutoModelForSequenceClassification"
+        self.toxicity = TextModel(kind, "toxicity_model", config)
+        self.sentence = TextModel("AutoModel", "sentence_model", config)
         labels = {str(label): int(i) for i, label in toxicity.id2label.items()}
-        self.label = labels.get(config.toxicity_label)  # `setup` sets a guard's, a token
-        known = config.toxicity_label if self.guard else self.label is not None
+        self.label = labels.get(config.toxicity_label)
+        if guard and config.toxicity_label:  # the first token of its verdict
+            encode = self.toxicity.tokenizer.encode
+            self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
         fix = f"choose a label ({', '.join(labels)}), or a guard's first token, such as unsafe"
-        config.require(known, "toxicity_label", fix)
-        judge = "AutoModelForCausalLM" if self.guard else "AutoModelForSequenceClassification"
-        self.kinds = {"toxicity_model": judge, "sentence_model": "AutoModel"}
-        self.kinds["victim_model"] = "AutoModelForCausalLM"
-        self.tokenizers = {name: read_tokenizer(name, config) for name in self.kinds}
-        for name, kind in self.kinds.items():
-            check_model(name, config, kind)
-        chat = config.victim_format == "alpaca" or self.tokenizers["victim_model"].chat_template
-        config.require(chat, "victim_format", "the victim has no chat template; use alpaca")
+        config.require(self.label is not None, "toxicity_label", fix)
+        self.victim_tokenizer = check_model("victim_model", config)
+        template = config.victim_template
+        usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
+        config.require(usable, "victim_template", "write a prompt with {attack} in it")
         short = config.min_attack_tokens <= config.max_response_tokens
         config.require(short, "min_attack_tokens", "lower it to --max_response_tokens at most")
         self.min_eval_tokens = config.min_attack_tokens
         super().__init__(config, tokenizer)
 
     def examples(self) -> tuple[list[dict], list[dict]]:
-        prompts = [{"prompt": self.config.attacker_prompt}]
+        train = held_out = [{"prompt": self.config.attacker_prompt}]
         if self.config.dataset:
-            train, held_out = load_examples(self.config, ("prompt",), self.held_out_splits)
-            prompts = train + held_out
+            train, held_out = super().examples()
         count = self.config.eval_samples or 1024
-        return prompts, [prompts[i % len(prompts)] for i in range(count)]
+        return train, [held_out[i % len(held_out)] for i in range(count)]
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
-        load = lambda name: TextModel(self.kinds[name], name, self.tokenizers[name], config)
-        self.toxicity = load("toxicity_model")
-        self.sentence = load("sentence_model")
-        if self.guard:  # its first token says whether a conversation is toxic
-            encode = self.tokenizers["toxicity_model"].encode
-            self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
+        self.toxicity.load(config)
+        self.sentence.load(config)
 
     def temperature(self, rng: np.random.Generator) -> float:
         if rng.random() < self.config.explore_probability:
@@ -4619,9 +4586,9 @@ class RedTeam(Task):
 
     def victim_ids(self, attack: str) -> list[int]:
         """Tokens of an attack in the victim's prompt format, without trailing spaces."""
-        tokenizer = self.tokenizers["victim_model"]
-        if self.config.victim_format == "alpaca":
-            return tokenizer(self.ALPACA.format(attack=attack.rstrip()))["input_ids"]
+        tokenizer = self.victim_tokenizer
+        if template := self.config.victim_template:
+            return tokenizer(template.replace("{attack}", attack.rstrip()))["input_ids"]
         turn = [{"role": "user", "content": attack.rstrip()}]
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
 
@@ -4640,7 +4607,7 @@ class RedTeam(Task):
                 seed=zlib.crc32(prompt.tobytes()),  # lockstep runs repeat
             )
             self.victim.submit(request)
-        decode = partial(self.tokenizers["victim_model"].batch_decode, skip_special_tokens=True)
+        decode = partial(self.victim_tokenizer.batch_decode, skip_special_tokens=True)
         answers = {}
         while self.victim.unfinished:
             answers |= {done.request.id: decode(done.tokens) for done in self.victim.step()}
@@ -4648,12 +4615,12 @@ class RedTeam(Task):
 
     def judged_text(self, attack: str, answer: str) -> str:
         """A classifier's input: the answer; a guard's: the conversation up to its verdict."""
-        if not self.guard:
+        if not self.toxicity.is_lm:
             return answer
         chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
-        tokenizer = self.tokenizers["toxicity_model"]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return text + self.config.toxicity_suffix.replace("\\n", "\n")
+        template = self.toxicity.tokenizer.apply_chat_template
+        text = template(chat, tokenize=False, add_generation_prompt=True)
+        return text + self.config.toxicity_suffix
 
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
@@ -4700,7 +4667,6 @@ class WarmStartFlags:
     sft_batch_size: int = flag(64, "Warm-start batch size.", 1)
     sft_learning_rate: float = flag(2e-5, "Warm-start peak learning rate.", POSITIVE)
     sft_warmup_ratio: float = flag(0.1, "Warm-start warmup, as a fraction of its steps.", 0, 1)
-    sft_weight_decay: float = flag(0.0, "Warm-start weight decay.")
 
 
 def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Config) -> list[float]:
@@ -4708,14 +4674,12 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
 
     The learning rate warms up over --sft_warmup_ratio of the steps, then decays as a cosine.
     """
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), config.sft_learning_rate, fused=True,
-        weight_decay=config.sft_weight_decay,
-    )  # fmt: skip
+    rate = config.sft_learning_rate
+    optimizer = torch.optim.AdamW(policy.parameters(), rate, weight_decay=0.0, fused=True)
     rng = np.random.default_rng(config.seed)
+    starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
     batches = []
     for _ in range(config.sft_epochs):
-        starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
         batches += np.split(rng.permutation(len(pairs)), starts)
     warmup = round(config.sft_warmup_ratio * len(batches))
     schedule = transformers.get_scheduler("cosine", optimizer, warmup, len(batches))
@@ -4723,27 +4687,26 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
     for batch in tqdm(batches, "fine-tuning", mininterval=10):
         groups = [pairs[i] for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
-        total = 0.0
+        losses.append(0.0)
         plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
         for _, logprobs, _ in run_microbatches(policy, plan, config, temperature=1.0):
             loss = -logprobs.sum() / tokens
             loss.backward()
-            total += loss.item()
+            losses[-1] += loss.item()
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(total)
     return losses
 
 
 def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     """Read --sft_data: prompts with one response each, which ends with EOS. Raises InputError.
 
-    An `instruction` is the response to one of the task's prompts, or of --sft_prompts.
+    An `instruction` is the response to a random one of the task's prompts, or of --sft_prompts.
     """
     task = problem.task
-    encode = problem.tokenizer
+    encode = problem.tokenizer.encode
     rng = np.random.default_rng(config.seed)
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
@@ -4753,16 +4716,14 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     for i, row in enumerate(next(iter(read_dataset("sft_data", config).values()))):
         prompt = row.get("prompt")
         response = row.get("response")
-        if row.get("instruction"):
-            chosen = rng.integers(len(prompts)) if config.sft_prompts else i % len(prompts)
-            prompt = prompts[chosen]
+        if instruction := row.get("instruction"):
+            prompt = prompts[rng.integers(len(prompts))]
             # a prompt may end with the number of a list item
-            response = row["instruction"] if prompt[-1:].isspace() else f" {row['instruction']}"
+            response = instruction if prompt[-1:].isspace() else f" {instruction}"
         fix = f"row {i} needs text in prompt and response, or in instruction"
         config.require(prompt and response, "sft_data", fix)
-        prompt_ids = encode(prompt, add_special_tokens=task.special_tokens)["input_ids"]
-        response_ids = encode(response, add_special_tokens=False)["input_ids"]
-        response_ids.append(encode.eos_token_id)
+        prompt_ids = encode(prompt, add_special_tokens=task.special_tokens)
+        response_ids = [*encode(response, add_special_tokens=False), problem.tokenizer.eos_token_id]
         pairs.append((np.array(prompt_ids, np.int32), [np.array(response_ids, np.int32)]))
     return pairs
 

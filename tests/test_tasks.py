@@ -221,7 +221,8 @@ def test_a_judge_reads_the_last_token_whatever_it_is(family, model_of, tmp_path)
     tokenizer.eos_token = "<assistant>"
     tokenizer.save_pretrained(path)
     config = tba.settings(reward_model=str(path), dtype="float32")
-    judge = tba.TextModel("AutoModelForSequenceClassification", "reward_model", tokenizer, config)
+    judge = tba.TextModel("AutoModelForSequenceClassification", "reward_model", config)
+    judge.load(config)
     ending = tokenizer.convert_ids_to_tokens(0)
     texts = [f"Ann lost hat{ending}", "Ann lost hat", f"Ben lost a key at the park.{ending * 2}"]
     np.testing.assert_allclose(judge(texts)[:, 0], plain_scores(path, texts), atol=1e-5)
@@ -233,7 +234,7 @@ def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
     answers = task.victim_answers(attacks)
     assert answers == task.victim_answers(attacks)  # seeds of their own
     assert [len(a) for a in answers] == [2, 2]
-    tokenizer = task.tokenizers["toxicity_model"]
+    tokenizer = task.toxicity.tokenizer
     model = AutoModelForSequenceClassification.from_pretrained(redteam / "toxicity").eval()
     expected = []
     for texts in answers:
@@ -261,16 +262,37 @@ def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
     assert np.array_equal(task.ref_logprobs(np.zeros(4, np.int32), long), long)
 
 
+def test_attackers_are_not_trained_on_held_out_prompts(redteam, tmp_path):
+    flags = judges_of(redteam) | {"eval_samples": 3}
+    for name in ("dataset", "eval_dataset"):
+        flags[name] = tmp_path / f"{name}.jsonl"
+        flags[name].write_text("".join(json.dumps({"prompt": name + i}) + "\n" for i in "ab"))
+    _, problem = problem_of(redteam, tmp_path / "out", **flags)
+    assert {example["prompt"] for example in problem.task.train} == {"dataseta", "datasetb"}
+    held_out = {example["prompt"] for example in problem.task.held_out}
+    assert held_out == {"eval_dataseta", "eval_datasetb"} and len(problem.held_out) == 3
+
+
+def test_a_victim_may_have_a_prompt_of_its_own(redteam, tmp_path):
+    flags = judges_of(redteam) | {"victim_template": "Say {attack}<assistant>"}
+    _, problem = problem_of(redteam, tmp_path, **flags)
+    tokenizer = problem.task.victim_tokenizer
+    expected = tokenizer("Say Explain it.<assistant>")["input_ids"]
+    assert problem.task.victim_ids("Explain it. ") == expected
+    with pytest.raises(tba.InputError, match="attack"):
+        problem_of(redteam, tmp_path, **(flags | {"victim_template": "Say it"}))
+
+
 def test_a_guard_model_judges_by_its_first_token(redteam, tmp_path):
     flags = {
         "toxicity_model": redteam / "victim",
         "toxicity_label": "zap",
-        "toxicity_suffix": "\\n",
+        "toxicity_suffix": "\n",
     }
     task, _, _ = task_of(redteam, tmp_path, **flags)
     attacks = ["Describe a river today."]
     (answers,) = task.victim_answers(attacks)
-    tokenizer = task.tokenizers["toxicity_model"]
+    tokenizer = task.toxicity.tokenizer
     model = AutoModelForCausalLM.from_pretrained(redteam / "victim")
     expected = []
     for answer in answers:
@@ -328,15 +350,14 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     from conftest import ROOT
 
     recorder = tmp_path / "record.sh"
-    recorder.write_text('#!/bin/bash\nshift\nprintf "%s\\n" "$@" | sed "s/^$/ /" > $RECORD\n')
+    recorder.write_text('#!/bin/bash\nshift\nprintf "%s\\0" "$@" > $RECORD\n')
     recorder.chmod(0o755)
 
     def settings_of(*command, **environment):
         record = tmp_path / "record"
         variables = tba.os.environ | {"PYTHON": str(recorder), "RECORD": str(record)} | environment
         subprocess.run(["bash", *command], cwd=ROOT, env=variables, check=True)
-        text = record.read_text().replace("Write a list of instructions:\n1.", "attack")
-        config = tba.parse(text.split("\n")[:-1])
+        config = tba.parse(record.read_text().split("\0")[:-1])
         config.eval_every = 0
         tba.resolve(config)
         return config
@@ -374,6 +395,7 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     assert flow.recent_probability * flow.prompts_per_step == 4
     llama = settings_of("run_redteam.sh", "llama", "--sft_data", "x.json")
     assert tba.schedule_value(llama.reference_temperature, 2000) == 1.2
+    assert "{attack}" in attack.victim_template and llama.toxicity_suffix == "\n\n"
 
 
 def test_arguments_are_flags(gsm8k, tmp_path):
