@@ -50,7 +50,7 @@ if [ "${1:-}" = --tiny ]; then
     --kept_per_prompt 1000 --evict lowest_reward --near_duplicate 0.1 \
     --initial_trajectories 128 \
     --beta 0.3 --tau 1.5@0,1@30 \
-    --learning_rate 1e-3 --lr_schedule linear --max_grad_norm 1 \
+    --learning_rate 1e-3@0,0@end --max_grad_norm 1 \
     --temperature 1.0 --min_attack_tokens 5 --max_response_tokens 20 \
     --explore_probability 0.5 --explore_low 0.5 --explore_high 2.0 \
     --sequences_in_flight 64 \
@@ -144,8 +144,7 @@ settings=(
   --sentence_model sentence-transformers/all-MiniLM-L6-v2
   --steps 5000
   --reward_inverse_temperature 1               # replay by reward
-  --learning_rate 1e-4 --lr_schedule warmup_stable_decay
-  --warmup_steps 100 --stable_steps 0 --decay_steps 39900   # cosine, ends at 96 %
+  --learning_rate 1e-6@0,1e-4@99,0~40000       # half a cosine, which ends at 96 % of the peak
   --weight_decay 0.01 --max_grad_norm 1
   --temperature 1.0
   --explore_probability 0.5 --explore_high 2.0

@@ -167,8 +167,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from accelerate import PartialState
-from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
+from accelerate import Accelerator
 from pebble import ProcessExpired, ProcessPool
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
@@ -224,7 +223,7 @@ class Config:
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
     beta: str = schedule("0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", POSITIVE)
-    learning_rate: float = flag(1e-5, "Peak learning rate of AdamW.", POSITIVE)
+    learning_rate: str = schedule("1e-5", "Learning rate of AdamW; value or schedule.")
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
     output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-PID.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
@@ -253,12 +252,6 @@ class Config:
     max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
-    lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
-        "constant", "Learning-rate schedule after warmup."
-    )
-    warmup_steps: int = flag(0, "Linear warmup steps.")
-    stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak rate.")
-    decay_steps: int = flag(0, "warmup_stable_decay: decay steps.")
     weight_decay: float = flag(0.0, "Weight decay of AdamW.")
     adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
     max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
@@ -314,7 +307,7 @@ FLAGS: list[type] = [Config]
 # first flag -> title of a section of --help; other dataclasses have one section each
 SECTIONS = {
     "task": "what most runs set", "temperature": "sampling", "objective": "objective",
-    "recent_probability": "replay", "lr_schedule": "optimizer", "engine": "system",
+    "recent_probability": "replay", "weight_decay": "optimizer", "engine": "system",
     "eval_every": "evaluation, checkpoints and metrics",
 }  # fmt: skip
 
@@ -359,7 +352,7 @@ def number(f: dataclasses.Field, kind: type, text: str) -> Any:
     """Parse an int, a float or, as a str, a schedule. Raises ArgumentTypeError."""
     minimum, maximum = f.metadata["range"]
     with contextlib.suppress(ValueError):
-        values = [value for _, value in schedule_points(kind(text))]
+        values = [value for _, value, _ in schedule_points(kind(text))]
         if all(minimum <= value <= maximum and math.isfinite(value) for value in values):
             return kind(text)
     forms = {int: "an integer", str: "VALUE, or VALUE@0,VALUE@STEP,... with rising steps,"}
@@ -372,34 +365,42 @@ def at_step(config: Config, step: int) -> Config:
     now = copy.copy(config)
     for f in all_flags():
         if f.metadata["scheduled"]:
-            setattr(now, f.name, schedule_value(getattr(config, f.name), step))
+            setattr(now, f.name, schedule_value(getattr(config, f.name), step, config.steps))
     return now
 
 
-def schedule_points(text: str | float) -> list[tuple[int, float]]:
-    """Parse a schedule into its points (step, value). Raises ValueError.
+def schedule_points(text: str | float, end: int = 2**31) -> list[tuple[int, float, str]]:
+    """Parse a schedule into points (step, value, "@" or "~"). Raises ValueError.
 
-    >>> schedule_points("0.014@0,0.004@500")
-    [(0, 0.014), (500, 0.004)]
+    >>> schedule_points("0.014@0,0.004~500,0@end", end=700)
+    [(0, 0.014, '@'), (500, 0.004, '~'), (700, 0.0, '@')]
     """
     points = []
     for part in str(text).split(","):
-        value, _, step = part.partition("@")
-        points.append((int(step or 0), float(value)))
-    steps = [step for step, _ in points]
+        value, curve, step = re.fullmatch("([^@~]*)([@~]?)(.*)", part).groups()
+        points.append((end if step == "end" else int(step or 0), float(value), curve))
+    steps = [step for step, *_ in points]
     if steps != sorted(steps) or steps[0] != 0:
         raise ValueError("steps must start at 0 and increase")
     return points
 
 
-def schedule_value(text: str | float, step: int) -> float:
-    """A schedule's value at a step: linear between its points, constant after the last one.
+def schedule_value(text: str | float, step: int, end: int = 2**31) -> float:
+    """A schedule's value at a step: linear to points with "@", half a cosine to points with "~".
 
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
     """
-    steps, values = zip(*schedule_points(text), strict=True)
-    return float(np.interp(step, steps, values))
+    last_step = last_value = 0.0
+    for next_step, value, curve in schedule_points(text, end):
+        if step < next_step:
+            part = (step - last_step) / (next_step - last_step)
+            if curve == "~":
+                part = (1 - math.cos(math.pi * part)) / 2
+            return last_value + part * (value - last_value)
+        last_step = next_step
+        last_value = value
+    return last_value
 
 
 # ==================================================================== 2. Trajectory, Group, Batch
@@ -493,7 +494,7 @@ def tb(batch: Batch, config: Config) -> Loss:
     return Loss(loss, {"log_z": log_z.mean()})
 
 
-LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z
+LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z; it follows the policy's schedule
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
@@ -1161,8 +1162,7 @@ class Trainer:
         self.writer.shutdown()
         if self.sync:
             abandon(self.sync.group)
-        if self.folder.tracker:
-            self.folder.tracker.finish()
+        self.folder.accelerator.end_training()
 
     def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
         """Take one optimizer step on B groups of K trajectories, and log it."""
@@ -1230,8 +1230,8 @@ class Learner:
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         groups = [
-            {"params": self.trained.values(), "peak_lr": config.learning_rate},
-            {"params": [self.log_z], "peak_lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
+            {"params": self.trained.values()},
+            {"params": [self.log_z], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
             groups, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay, fused=True
@@ -1255,9 +1255,10 @@ class Learner:
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
         computed = time.perf_counter()
-        factor = lr_factor(self.config, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = factor * group["peak_lr"]
+        peak = max(value for _, value, _ in schedule_points(self.config.learning_rate))
+        policy, log_z = self.optimizer.param_groups
+        policy["lr"] = now.learning_rate
+        log_z["lr"] = LOG_Z_LEARNING_RATE * now.learning_rate / peak
         if is_finite(metrics):
             before = self.log_z.detach().clone()
             self.optimizer.step()
@@ -1266,7 +1267,7 @@ class Learner:
         self.optimizer.zero_grad()
         return metrics | {
             "beta": now.beta,
-            "lr": factor * self.config.learning_rate,
+            "lr": now.learning_rate,
             "forward_backward_seconds": computed - start,
             "optimizer_seconds": time.perf_counter() - computed,
         }
@@ -2018,23 +2019,6 @@ def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
     """Copy a (sharded) tensor to rank 0's host memory; None elsewhere."""
     full = gather_full(value.detach())
     return full.to("cpu", copy=True) if ranks.rank == 0 else None
-
-
-def lr_factor(config: Config, step: int) -> float:
-    """The learning rate after `step` optimizer steps, as a fraction of its peak.
-
-    Example: --warmup_steps 3 and a constant schedule give 1/3, 2/3, 1, 1, ...
-    """
-    offset = int(config.warmup_steps > 0)  # warmup starts above 0
-    after = step + offset - config.warmup_steps  # steps after warmup
-    if after < 0:
-        return (step + offset) / config.warmup_steps
-    if config.lr_schedule == "linear":
-        return 1 - after / (config.steps + offset - config.warmup_steps)
-    if config.lr_schedule == "warmup_stable_decay":
-        decayed = max(0, after - config.stable_steps) / (config.decay_steps + offset)
-        return (1 + math.cos(math.pi * min(1, decayed))) / 2
-    return 1.0
 
 
 def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
@@ -3716,8 +3700,9 @@ class RunFolder:
 
     def __init__(self, config: Config, saved: dict[str, Any]) -> None:
         """Start a folder, or truncate a resumed run's to its checkpoint."""
+        self.config = config
         self.path = Path(config.output_dir)
-        self.tracker = start_tracker(config, saved)
+        self.accelerator = make_accelerator(config, saved)
         self.unwritten: dict[str, bytes] = defaultdict(bytes)  # by file, while its disk is full
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         record = {
@@ -3774,11 +3759,8 @@ class RunFolder:
         self.track(metrics, metrics["step"])
 
     def track(self, values: dict, step: int) -> None:
-        """Send metrics to the tracker. An evaluation's step may be earlier than the last one."""
-        if isinstance(self.tracker, WandBTracker):
-            self.tracker.log(values)  # it refuses earlier steps; its axes are metrics
-        elif self.tracker:
-            self.tracker.log(values, step)
+        """Send metrics to the tracker; an evaluation's step may be earlier than the last one."""
+        self.accelerator.log(values, None if self.config.report_to == "wandb" else step)
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
@@ -3816,9 +3798,11 @@ class RunFolder:
             for place, (title, names, records, style) in enumerate(panels, 1):
                 axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
                 axes.set_title(title, fontsize=10)
+                shown = records[:: len(records) // 1000 + 1]  # fewer of a long run
+                steps_shown = [record["step"] for record in shown]
                 for name in names:
-                    x = averaged(records, "step")
-                    axes.plot(x, averaged(records, name), style, lw=1, label=name)
+                    values = [record.get(name, math.nan) for record in shown]
+                    axes.plot(steps_shown, values, style, lw=1, label=name)
                 if len(names) > 1:
                     axes.set_ylim(bottom=0)
                     axes.legend(fontsize=8)
@@ -3828,32 +3812,25 @@ class RunFolder:
             self.say(f"warning: curves.png is not drawn: {first_line(error)}")
 
 
-def start_tracker(config: Config, saved: dict[str, Any]) -> Any:
-    """Start the run of --report_to, which a resumed run continues; None without a tracker."""
-    options = {"name": Path(config.output_dir).name, "config": config.as_given}
-    match config.report_to:
-        case "none":
-            return None
-        case "tensorboard":  # steps after the checkpoint will be repeated
-            purge_step = saved.get("step", 0) + 1
-            tracker = TensorBoardTracker("tba", config.output_dir, purge_step=purge_step)
-        case "trackio":
-            tracker = TrackioTracker("tba", **options)
-        case "wandb":
-            tracker = WandBTracker("tba", id=config.run_id, resume="allow", **options)
-    PartialState()  # trackers need it
-    tracker.start()
-    if config.report_to == "wandb":
-        tracker.run.define_metric("*", step_metric="step")
-        tracker.run.define_metric("held_out/*", step_metric="held_out/version")
-    return tracker
-
-
-def averaged(records: list[dict], name: str) -> list[float]:
-    """A metric over records, of which long curves average several; NaN where absent."""
-    values = [record.get(name, math.nan) for record in records]
-    stride = len(values) // 1000 + 1
-    return [np.mean(values[i : i + stride]) for i in range(0, len(values), stride)]
+def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
+    """Accelerate's state of this process, with --report_to's run, which a resumed run continues."""
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        log_with=None if config.report_to == "none" else config.report_to,
+        project_dir=config.output_dir,
+    )
+    run = {"name": Path(config.output_dir).name, "config": config.as_given}
+    options = {
+        "tensorboard": {"purge_step": saved.get("step", 0) + 1},  # later steps will be repeated
+        "trackio": run,
+        "wandb": run | {"id": config.as_given.get("run_id"), "resume": "allow"},
+    }
+    accelerator.init_trackers("tba", init_kwargs=options)
+    if config.report_to == "wandb":  # it refuses earlier steps, so its axes are metrics
+        own = accelerator.get_tracker("wandb", unwrap=True)
+        own.define_metric("*", step_metric="step")
+        own.define_metric("held_out/*", step_metric="held_out/version")
+    return accelerator
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -3945,7 +3922,7 @@ class StepLog:
         self.trainer.folder.append("completions.jsonl", record)
 
     def check_learning(self, rows: list[Trajectory]) -> None:
-        """Warn, once, of what has held for 20 steps after the warmup: the run learns nothing."""
+        """Warn, once, of what has held for 20 steps: the run learns nothing."""
         config = self.trainer.config
         rewards = [{t.reward for t in group.trajectories} for group in self.arrived]
         unmoved = abs(self.means["kl"]) < 1e-4 and not config.reset_reference_every
@@ -3956,7 +3933,7 @@ class StepLog:
             "the KL to the reference stays below 1e-4 nats: raise --learning_rate": unmoved,
         }  # fmt: skip
         self.contradicted |= {text for text, holds in signs.items() if not holds}
-        if min(len(self.recent), rows[-1].version - config.warmup_steps) >= 20:
+        if min(len(self.recent), rows[-1].version) >= 20:
             for text in sorted(signs.keys() - self.contradicted):
                 self.trainer.folder.say(f"warning: {text}")
             self.contradicted |= signs.keys()
@@ -4067,8 +4044,8 @@ def check_settings(config: Config) -> None:
     require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
-    require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
+    learns = any(value for _, value, _ in schedule_points(config.learning_rate))
+    require(learns, "learning_rate", "must be greater than 0 at some step")
     available = max(1, torch.cuda.device_count() - local_ranks())
     fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= available
     fix = f"this machine has GPUs for {available}; --cluster uses those of other machines"

@@ -861,6 +861,10 @@ def arguments_of(
     if special.pop("clock", ""):
         flags |= {"synchronous": False, "initial_trajectories": 128, "searched_per_prompt": 16}
         flags["sync_every"] = 2
+    if special.pop("lr_schedule", ""):  # rows have it by its former flags
+        stable = special.pop("stable_steps")
+        end = stable + special.pop("decay_steps")
+        special["learning_rate"] = f"{rate}@0,{rate}@{stable},0~{end}"
     flags |= special
     if setting.objective == "grpo":
         flags["kl_coefficient"] = 2 * beta  # 0.04 at price 1

@@ -41,7 +41,7 @@ MISTAKES = [
     {"searched_per_prompt": 4}, {"kept_per_prompt": 4}, {"lag": 2}, {"max_response_tokens": 4000},
     {"adam_beta2": 1}, {"max_replays": -1}, {"report_to": "trackio"},
     {"synchronous": True, "lag": 1, "recent_probability": 0.5, "reset_reference_every": 50},
-    {"lr_schedule": "warmup_stable_decay", "decay_steps": 0}, {"victim_top_p": 2},
+    {"learning_rate": "1e-4@0,1e-5~x"}, {"victim_top_p": 2},
 ]  # fmt: skip
 
 
@@ -377,6 +377,7 @@ def container_user():
         yield run
 
 
+@pytest.mark.root
 def test_the_first_command_of_a_user_without_name_and_home(container_user):
     flags = ["--steps", 1, "--eval_samples", 8, "--output_dir", "run"]
     script = ROOT / "run_gsm8k.sh"
@@ -407,6 +408,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.root
 def test_a_hub_name_needs_a_folder_that_can_be_written(gsm8k, container_user):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()

@@ -381,7 +381,7 @@ def test_metrics_of_every_objective():
 def test_schedules_are_linear_between_points_and_constant_after(points, first):
     points = [(0, first), *sorted(points, key=lambda point: point[0])]
     text = ",".join(f"{value!r}@{step}" for step, value in points)
-    assert tba.schedule_points(text) == points
+    assert [point[:2] for point in tba.schedule_points(text)] == points
     jumps = {step for step, _ in points if [s for s, _ in points].count(step) > 1}
     for step in range(points[-1][0] + 3):
         if step in jumps:  # the later of the two values counts from here on
@@ -395,6 +395,8 @@ def test_schedules_are_linear_between_points_and_constant_after(points, first):
                 expected = np.interp(step, steps[last:], values[last:])
             assert tba.schedule_value(text, step) == pytest.approx(expected)
     assert tba.schedule_value(0.5, 99) == 0.5
+    half_cosine = [tba.schedule_value("2@0,2@4,1~end", step, end=10) for step in (4, 7, 9, 10)]
+    np.testing.assert_allclose(half_cosine, [2, 1.5, 1.5 - 3**0.5 / 4, 1])
 
 
 # ------------------------------------------------------------- log-probabilities and micro-batches

@@ -250,8 +250,8 @@ def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path)
     assert not list(out.glob("checkpoint-*")) and not (out / "metrics.jsonl").exists()
 
     out = tmp_path / "run"
-    adapters = {"lora_rank": 4, "learning_rate": 1e-3, "lr_schedule": "warmup_stable_decay"}
-    adapters |= {"warmup_steps": 2, "stable_steps": 2, "decay_steps": 8, "objective": "tba_prime"}
+    rate = "5e-4@0,1e-3@1,1e-3@3,0~12"
+    adapters = {"lora_rank": 4, "learning_rate": rate, "objective": "tba_prime"}
     run_tba(arguments(gsm8k, out, eval_every=0, beta="0.1@0,0.05@5", **adapters))
     base, final = weights_of(gsm8k / "model"), weights_of(out / "final")
     changed = {name for name in base if not torch.equal(base[name], final[name])}
@@ -312,18 +312,20 @@ def init(**options):
 """
 
 
-def test_wandb_gets_every_evaluation_on_its_own_axis_and_resumes_its_run(gsm8k, tmp_path):
+def test_wandb_gets_every_evaluation_on_its_own_axis_and_resumes_its_run(
+    gsm8k, tmp_path, monkeypatch
+):
     """A recorder takes the place of wandb, which refuses steps that are not later than all."""
     library = tmp_path / "library"
-    library.mkdir()
+    (library / "wandb-1.0.dist-info").mkdir(parents=True)
+    (library / "wandb-1.0.dist-info" / "METADATA").write_text("Name: wandb\nVersion: 1.0\n")
     (library / "wandb.py").write_text(RECORDER)
-    plugin = library / "mine.py"  # whose folder is searched for imports
-    plugin.write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(library))
     out = tmp_path / "run"
-    flags = {"report_to": "wandb", "plugin": plugin, "steps": 3, "eval_every": 1}
+    flags = {"report_to": "wandb", "steps": 3, "eval_every": 1}
     calls = []
     for args in (arguments(gsm8k, out, **flags), ["--resume", str(out), "--steps", "4"]):
-        said, _ = run_tba(args)
+        said, _ = run_tba(args, interpreter=True)
         lines = [line[6:] for line in said.splitlines() if line.startswith("wandb ")]
         calls.append([json.loads(line) for line in lines])
     first, second = (next(call[1] for call in run if call[0] == "init") for run in calls)

@@ -365,17 +365,22 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     gsm8k = settings_of("run_gsm8k.sh")
     expected = {
         "prompts_per_step": 7, "trained_per_prompt": 20, "searched_per_prompt": 24, "sync_every": 2,
-        "recent_probability": 0.95, "learning_rate": 1e-5, "temperature": 0.7, "steps": 700,
+        "recent_probability": 0.95, "temperature": 0.7, "steps": 700,
         "max_replays": 1.56,
         "beta": "0.014@0,0.004@500", "initial_trajectories": 500, "objective": "tb",
     }  # fmt: skip
     assert {name: getattr(gsm8k, name) for name in expected} == expected
     table2 = settings_of("run_gsm8k.sh", "table2")
-    assert (table2.steps, table2.beta, table2.decay_steps) == (1000, "0.012@0,0.004@500", 500)
+    assert (table2.steps, table2.beta) == (1000, "0.012@0,0.004@500")
+    for config, stable in ((gsm8k, 350), (table2, 450)):  # warmup over 50, cosine over 500 steps
+        for step in range(config.steps):
+            decayed = max(0, step - 49 - stable) / 501
+            factor = min((step + 1) / 50, (1 + math.cos(math.pi * decayed)) / 2)
+            assert tba.at_step(config, step).learning_rate == pytest.approx(1e-5 * factor)
     tldr = settings_of("run_tldr.sh", "1b", STEPS="625")
     expected = {
         "prompts_per_step": 8, "trained_per_prompt": 20, "searched_per_prompt": 20,
-        "sync_every": 10, "recent_probability": 0.5, "learning_rate": 3e-6, "steps": 625,
+        "sync_every": 10, "recent_probability": 0.5, "learning_rate": "3e-6@0,0@end", "steps": 625,
         "initial_trajectories": 10_000, "dtype": "float32", "max_response_tokens": 128,
     }  # fmt: skip
     assert {name: getattr(tldr, name) for name in expected} == expected
