@@ -40,7 +40,7 @@ if [ "${1:-}" = --tiny ]; then
   files=$here/tests/models/redteam
   exec "$python" "$here/tba.py" --task redteam \
     --model "$files/model" \
-    --sft_data "$files/sft.jsonl" --sft_epochs 8 --sft_learning_rate 4e-3 \
+    --sft_data "$files/sft.jsonl" --sft_epochs 8 --sft_learning_rate 0@0,4e-3@38,0~end \
     --victim_model "$files/victim" --victim_samples 3 --victim_max_tokens 16 \
     --toxicity_model "$files/toxicity" --toxicity_label toxic \
     --sentence_model "$files/model" \
@@ -138,7 +138,7 @@ esac
 settings=(
   --attacker_prompt $'Write a list of instructions:\n1.'
   --sft_batch_size 1024 --sft_epochs 34        # 102 batches of the 3,003 rows
-  --sft_learning_rate 3e-5 --sft_warmup_ratio 1   # over all of them
+  --sft_learning_rate 0@0,3e-5@end
   --lora_rank 32                               # alpha 16
   --victim_samples 5
   --sentence_model sentence-transformers/all-MiniLM-L6-v2

@@ -369,30 +369,32 @@ def at_step(config: Config, step: int) -> Config:
     return now
 
 
-def schedule_points(text: str | float, end: int = 2**31) -> list[tuple[int, float, str]]:
+def schedule_points(text: str | float) -> list[tuple[float, float, str]]:
     """Parse a schedule into points (step, value, "@" or "~"). Raises ValueError.
 
-    >>> schedule_points("0.014@0,0.004~500,0@end", end=700)
-    [(0, 0.014, '@'), (500, 0.004, '~'), (700, 0.0, '@')]
+    >>> schedule_points("0.014@0,0.004~500,0@end")
+    [(0, 0.014, '@'), (500, 0.004, '~'), (inf, 0.0, '@')]
     """
     points = []
     for part in str(text).split(","):
         value, curve, step = re.fullmatch("([^@~]*)([@~]?)(.*)", part).groups()
-        points.append((end if step == "end" else int(step or 0), float(value), curve))
+        points.append((math.inf if step == "end" else int(step or 0), float(value), curve))
     steps = [step for step, *_ in points]
     if steps != sorted(steps) or steps[0] != 0:
         raise ValueError("steps must start at 0 and increase")
     return points
 
 
-def schedule_value(text: str | float, step: int, end: int = 2**31) -> float:
+def schedule_value(text: str | float, step: int, end: float = math.inf) -> float:
     """A schedule's value at a step: linear to points with "@", half a cosine to points with "~".
 
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
     """
     last_step = last_value = 0.0
-    for next_step, value, curve in schedule_points(text, end):
+    for next_step, value, curve in schedule_points(text):
+        if next_step == math.inf:
+            next_step = end
         if step < next_step:
             part = (step - last_step) / (next_step - last_step)
             if curve == "~":
@@ -4640,26 +4642,21 @@ class WarmStartFlags:
     sft_prompts: str = flag("", "Prompts of the instructions; default: the task's.")
     sft_epochs: int = flag(1, "Warm-start epochs.", 1)
     sft_batch_size: int = flag(64, "Warm-start batch size.", 1)
-    sft_learning_rate: float = flag(2e-5, "Warm-start peak learning rate.", POSITIVE)
-    sft_warmup_ratio: float = flag(0.1, "Warm-start warmup, as a fraction of its steps.", 0, 1)
+    sft_learning_rate: str = schedule("2e-5@0,0~end", "Warm-start learning-rate schedule.")
 
 
 def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Config) -> list[float]:
-    """Fine-tune on prompts with one response each; returns the loss of each step.
-
-    The learning rate warms up over --sft_warmup_ratio of the steps, then decays as a cosine.
-    """
-    rate = config.sft_learning_rate
-    optimizer = torch.optim.AdamW(policy.parameters(), rate, weight_decay=0.0, fused=True)
+    """Fine-tune on prompts with one response each; returns the loss of each step."""
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     rng = np.random.default_rng(config.seed)
     starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
     batches = []
     for _ in range(config.sft_epochs):
         batches += np.split(rng.permutation(len(pairs)), starts)
-    warmup = round(config.sft_warmup_ratio * len(batches))
-    schedule = transformers.get_scheduler("cosine", optimizer, warmup, len(batches))
     losses = []
-    for batch in tqdm(batches, "fine-tuning", mininterval=10):
+    for step, batch in enumerate(tqdm(batches, "fine-tuning", mininterval=10)):
+        rate = schedule_value(config.sft_learning_rate, step, len(batches))
+        optimizer.param_groups[0]["lr"] = rate
         groups = [pairs[i] for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
         losses.append(0.0)
@@ -4670,7 +4667,6 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
             losses[-1] += loss.item()
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
     return losses
 

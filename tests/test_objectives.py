@@ -397,6 +397,8 @@ def test_schedules_are_linear_between_points_and_constant_after(points, first):
     assert tba.schedule_value(0.5, 99) == 0.5
     half_cosine = [tba.schedule_value("2@0,2@4,1~end", step, end=10) for step in (4, 7, 9, 10)]
     np.testing.assert_allclose(half_cosine, [2, 1.5, 1.5 - 3**0.5 / 4, 1])
+    ends_before = tba.settings(learning_rate="0@0,1@50,0@end", steps=10)
+    assert tba.at_step(ends_before, 5).learning_rate == 0.1
 
 
 # ------------------------------------------------------------- log-probabilities and micro-batches

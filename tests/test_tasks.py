@@ -321,7 +321,7 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     own = {"prompt": "<user>", "response": "Write a poem."}
     (tmp_path / "b.jsonl").write_text(json.dumps(own) + "\n")
     flags = judges_of(redteam) | {"sft_data": tmp_path / "a.jsonl", "sft_epochs": 30}
-    flags |= {"sft_learning_rate": 3e-3, "sft_batch_size": 4}
+    flags |= {"sft_learning_rate": "0@0,3e-3@3,0~end", "sft_batch_size": 4}
     config, problem = problem_of(redteam, tmp_path / "out", **flags)
     pairs = tba.read_sft_pairs(config, problem)
     assert [problem.text(prompt) for prompt, _ in pairs] == [config.attacker_prompt] * 2
