@@ -4,7 +4,6 @@ import io
 import itertools
 import math
 import queue
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -315,17 +314,14 @@ def test_each_position_arrives_once_in_whatever_order(order, again, arriving):
     A process that is started meanwhile samples exactly the positions that have not arrived.
     """
     processes = tba.SearcherProcesses(tba.settings(num_searchers=3), None, print, {})
-    processes.receiving = Future()
     processes.manager = SimpleNamespace(Queue=queue.Queue)
-    processes.groups = processes.meeting = processes.shared = None
-    processes.messages = tba.ManagerQueue()
+    processes.messages = processes.meeting = processes.shared = None
     arrived = set()
     for index in order[:arriving]:
         arrived.add(index)
-        for position in (index, *(set(again) & arrived)):
-            processes.arrivals.put(tba.Group(position, []))
-        groups, _ = processes.take()
-        assert [group.index for group in groups] == [index]
+        assert processes.record_arrival(index)
+        for repeated in set(again) & arrived:
+            assert not processes.record_arrival(repeated)
         missing = next(p for p in range(100) if p not in arrived)
         assert processes.first_missing == missing
         assert processes.arrived_positions == {p for p in arrived if p > missing}
