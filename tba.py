@@ -967,6 +967,7 @@ class Trainer:
 
     LOG_EVERY = 30  # seconds between log lines about a wait
     MAX_SKIPPED = 10  # consecutive steps skipped because of a non-finite loss or gradient
+    MAX_INBOX = 1024  # groups not stored yet, with which Searchers submit no more prompts
 
     def __init__(
         self, config: Config, problem: Problem, folder: RunFolder, ranks: Ranks, saved: dict
@@ -1019,7 +1020,6 @@ class Trainer:
 
     def run_asynchronous(self) -> None:
         """Train on batches drawn by the replay rule, while the Searchers keep generating."""
-        self.searchers.search_up_to(math.inf)
         while self.step < self.config.steps:
             self.poll()  # receives groups, sends weights
             groups = self.wait_for("generation", self.next_batch)
@@ -1030,8 +1030,12 @@ class Trainer:
 
     def next_batch(self) -> list[list[Trajectory]] | None:
         """Store new groups and draw a batch; None if there is too little to draw from."""
-        self.store(self.inbox)
-        self.inbox = []
+        deadline = time.monotonic() + 1  # comparing attacks can take 0.1 s per group
+        while self.inbox and time.monotonic() < deadline:
+            self.store([self.inbox.pop(0)])
+        limit = 0 if len(self.inbox) > self.MAX_INBOX else math.inf
+        if limit != self.searchers.limit:
+            self.searchers.search_up_to(limit)
         B = self.config.prompts_per_step
         if not (self.log.recent or self.log.arrived):
             return None  # a resumed run waits for its Searchers, whatever the rule
