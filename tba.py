@@ -3122,8 +3122,11 @@ def lenient_output() -> Iterator[None]:
 def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     """Run a Searcher; sends the Trainer the traceback of an exception."""
     end_with_parent()
-    # a task's process pool ends its workers with SIGTERM
+    # a task's process pool ends its workers with SIGTERM, even those that are just being forked
     os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
     unset_variables(*LAUNCHER)  # they are the Trainer's, and would mislead vLLM
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
