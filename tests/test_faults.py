@@ -511,8 +511,10 @@ class Pooled(tba.GSM8K):
     """GSM8K, judged by a pool."""
 
     def rewards(self, examples, responses, ended):
-        with multiprocessing.Pool(2) as pool:
-            return np.array(pool.map(right, zip(examples, responses)))
+        for _ in range(4):  # the end of a pool is the difficult part
+            with multiprocessing.Pool(2) as pool:
+                verdicts = pool.map(right, list(zip(examples, responses)))
+        return np.array(verdicts)
 
 tba.TASKS["pooled"] = Pooled
 '''

@@ -23,6 +23,7 @@ from harness import (
     wait_until,
 )
 from safetensors.torch import load_file
+from starter import restore_signals
 
 import tba
 from tba import read_lines
@@ -38,7 +39,7 @@ def endless(gsm8k, out, **flags):
 
 def take_terminal():
     """In a new session: make standard input its controlling terminal."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    restore_signals()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
@@ -47,8 +48,10 @@ def started():
     """Function: start a command in a session of its own; it is killed after the test."""
     processes = []
 
-    def start(command, **options):
-        process = subprocess.Popen(command, start_new_session=True, **options)
+    def start(command, preexec_fn=restore_signals, **options):
+        process = subprocess.Popen(
+            command, start_new_session=True, preexec_fn=preexec_fn, **options
+        )
         processes.append(process)
         return process
 
