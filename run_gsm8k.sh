@@ -11,7 +11,7 @@
 # evaluated on the whole test set; to monitor a run, add --eval_every 50 --eval_samples 256 (the
 # initial evaluation then has 256 prompts too).
 #
-# Unlike the paper, the authors' code decays the learning rate over 600 steps (--decay_steps 600).
+# Unlike the paper, the authors' code decays the learning rate over 600 steps, not 500.
 # Unlike tba.py, it trains bfloat16 weights without float32 master weights, transfers data only at
 # blocking syncs, and draws recent prompts without replacement.
 set -euo pipefail
@@ -27,7 +27,7 @@ if [ "${1:-}" = --tiny ]; then
     --prompts_per_step 8 --trained_per_prompt 16 --searched_per_prompt 16 \
     --recent_probability 0.9 \
     --beta 0.05 \
-    --learning_rate 1e-4 --lr_schedule linear --max_grad_norm 1 \
+    --learning_rate 1e-4@0,0@end --max_grad_norm 1 \
     --temperature 1.0 --max_response_tokens 32 \
     --sequences_in_flight 128 \
     --sync_every 2 --eval_every 20 \
@@ -44,13 +44,13 @@ esac
 if [ "$run" = table2 ]; then
   lengths=(
     --steps 1000
-    --warmup_steps 50 --stable_steps 450 --decay_steps 500
+    --learning_rate 2e-7@0,1e-5@49,1e-5@499,0~1000     # warmup, stable, half a cosine over 500
     --beta 0.012@0,0.004@500                 # linear, then constant
   )
 else
   lengths=(
     --steps 700                              # ends before the learning rate has fully decayed
-    --warmup_steps 50 --stable_steps 350 --decay_steps 500
+    --learning_rate 2e-7@0,1e-5@49,1e-5@399,0~900
     --beta 0.014@0,0.004@500
   )
 fi
@@ -69,8 +69,6 @@ settings=(
   --reward_inverse_temperature 0             # uniform replay
   --kept_per_prompt 100
   --initial_trajectories 500
-  --learning_rate 1e-5
-  --lr_schedule warmup_stable_decay
   --temperature 0.7
   --max_prompt_tokens 512
   --max_response_tokens 512

@@ -31,7 +31,7 @@ if [ "${1:-}" = --tiny ]; then
     --prompts_per_step 8 --trained_per_prompt 16 --searched_per_prompt 16 \
     --recent_probability 0.5 --reward_inverse_temperature 1 \
     --beta 1@0,0.825@10,0.3@10 \
-    --learning_rate 1e-4 --lr_schedule linear --max_grad_norm 1 \
+    --learning_rate 1e-4@0,0@end --max_grad_norm 1 \
     --temperature 0.7 --max_response_tokens 32 \
     --sequences_in_flight 128 \
     --sync_every 2 --eval_every 20 \
@@ -66,7 +66,7 @@ settings=(
   --reward_inverse_temperature 1
   --kept_per_prompt 100                      # as in the authors' code; the paper keeps all
   --initial_trajectories 10000
-  --learning_rate 3e-6 --lr_schedule linear
+  --learning_rate 3e-6@0,0@end
   # linear, as if to reach 0.05 at half of the steps, but jumps to it at an eighth of them
   --beta "1@0,0.7625@$eighth,0.05@$eighth"
   --temperature 0.7

@@ -16,7 +16,7 @@ on a Ray cluster. Measured results: docs/results.md.
         poll()           receives groups                 submit_prompts()     S responses per prompt
         store()          into the ReplayBuffer           engine.step()        one decode step
         rule.sample()    B prompts x K trajectories      start_scoring()      rewards, log pi_ref
-        Learner.step()   Trajectory Balance loss,        deliver()            groups, to poll()
+        Learner.step()   Trajectory Balance loss,        collect_results()    groups, to poll()
                          its gradient, AdamW             between two decode steps:
         every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
 
@@ -223,7 +223,7 @@ class Config:
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
     beta: str = schedule("0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", POSITIVE)
-    learning_rate: float = flag(1e-5, "Peak learning rate of AdamW.", POSITIVE)
+    learning_rate: str = schedule("1e-5", "Learning rate of AdamW; value or schedule.")
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
     output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-PID.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
@@ -252,12 +252,6 @@ class Config:
     max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
-    lr_schedule: Literal["constant", "linear", "warmup_stable_decay"] = flag(
-        "constant", "Learning-rate schedule after warmup."
-    )
-    warmup_steps: int = flag(0, "Linear warmup steps.")
-    stable_steps: int = flag(0, "warmup_stable_decay: steps at the peak rate.")
-    decay_steps: int = flag(0, "warmup_stable_decay: decay steps.")
     weight_decay: float = flag(0.0, "Weight decay of AdamW.")
     adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
     max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
@@ -313,7 +307,7 @@ FLAGS: list[type] = [Config]
 # first flag -> title of a section of --help; other dataclasses have one section each
 SECTIONS = {
     "task": "what most runs set", "temperature": "sampling", "objective": "objective",
-    "recent_probability": "replay", "lr_schedule": "optimizer", "engine": "system",
+    "recent_probability": "replay", "weight_decay": "optimizer", "engine": "system",
     "eval_every": "evaluation, checkpoints and metrics",
 }  # fmt: skip
 
@@ -358,7 +352,7 @@ def number(f: dataclasses.Field, kind: type, text: str) -> Any:
     """Parse an int, a float or, as a str, a schedule. Raises ArgumentTypeError."""
     minimum, maximum = f.metadata["range"]
     with contextlib.suppress(ValueError):
-        values = [value for _, value in schedule_points(kind(text))]
+        values = [value for _, value, _ in schedule_points(kind(text))]
         if all(minimum <= value <= maximum and math.isfinite(value) for value in values):
             return kind(text)
     forms = {int: "an integer", str: "VALUE, or VALUE@0,VALUE@STEP,... with rising steps,"}
@@ -371,39 +365,47 @@ def at_step(config: Config, step: int) -> Config:
     now = copy.copy(config)
     for f in all_flags():
         if f.metadata["scheduled"]:
-            setattr(now, f.name, schedule_value(getattr(config, f.name), step))
+            setattr(now, f.name, schedule_value(getattr(config, f.name), step, config.steps))
     return now
 
 
-def schedule_points(text: str | float) -> list[tuple[int, float]]:
-    """Parse a schedule into its points (step, value). Raises ValueError.
+def schedule_points(text: str | float) -> list[tuple[float, float, str]]:
+    """Parse a schedule into points (step, value, "@" or "~"). Raises ValueError.
 
-    >>> schedule_points("0.014@0,0.004@500")
-    [(0, 0.014), (500, 0.004)]
+    >>> schedule_points("0.014@0,0.004~500,0@end")
+    [(0, 0.014, '@'), (500, 0.004, '~'), (inf, 0.0, '@')]
     """
     points = []
     for part in str(text).split(","):
-        value, _, step = part.partition("@")
-        points.append((int(step or 0), float(value)))
-    steps = [step for step, _ in points]
+        value, curve, step = re.fullmatch("([^@~]*)([@~]?)(.*)", part).groups()
+        points.append((math.inf if step == "end" else int(step or 0), float(value), curve))
+    steps = [step for step, *_ in points]
     if steps != sorted(steps) or steps[0] != 0:
         raise ValueError("steps must start at 0 and increase")
     return points
 
 
-def schedule_value(text: str | float, step: int) -> float:
-    """A schedule's value at a step: linear between its points, constant after the last one.
+def schedule_value(text: str | float, step: int, end: float = math.inf) -> float:
+    """A schedule's value at a step: linear to points with "@", half a cosine to points with "~".
 
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
     """
-    steps, values = zip(*schedule_points(text), strict=True)
-    return float(np.interp(step, steps, values))
+    last_step = last_value = 0.0
+    for next_step, value, curve in schedule_points(text):
+        if next_step == math.inf:
+            next_step = end
+        if step < next_step:
+            part = (step - last_step) / (next_step - last_step)
+            if curve == "~":
+                part = (1 - math.cos(math.pi * part)) / 2
+            return last_value + part * (value - last_value)
+        last_step = next_step
+        last_value = value
+    return last_value
 
 
 # ==================================================================== 2. Trajectory, Group, Batch
-
-NOT_SAMPLED = math.inf  # log-probability of an EOS that was appended rather than sampled
 
 
 @dataclass(slots=True)
@@ -413,7 +415,7 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, when each token was sampled; or NOT_SAMPLED
+    logprobs: np.ndarray  # (T,) float32, when each token was sampled
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     explored: bool  # sampled at another temperature than --temperature
@@ -440,7 +442,7 @@ class Batch:
     """The input of an objective: B prompts x K responses, their N tokens concatenated."""
 
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
-    behaviour: Tensor  # (N,) when the token was sampled; equal to logprobs for an appended EOS
+    behaviour: Tensor  # (N,) when each token was sampled
     ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
@@ -494,7 +496,7 @@ def tb(batch: Batch, config: Config) -> Loss:
     return Loss(loss, {"log_z": log_z.mean()})
 
 
-LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z
+LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z; it follows the policy's schedule
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
@@ -858,7 +860,6 @@ class Task:
     special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
     greedy_evaluation = True
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
-    append_eos_if_truncated = False
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
     # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
@@ -960,8 +961,8 @@ class Trainer:
 
     An asynchronous run waits for generation before the first step (--initial_trajectories), if too
     few groups have draws left (--max_replays), and after a reference reset has emptied the buffer;
-    for the previous checkpoint to be written, in `save`; for a slow AttackBuffer; and for the final
-    evaluation. Lockstep also waits for the weight sync, a due evaluation, and each step's batch.
+    for the previous checkpoint to be written, in `save`; and for the final evaluation. Lockstep
+    also waits for the weight sync, a due evaluation, and each step's batch.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -1005,7 +1006,7 @@ class Trainer:
         self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
         self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
-            self.config, self.learner, self.searchers, self.evaluations, self.folder.say, self.saved
+            self.config, self.learner, self.searchers, self.evaluations, self.saved
         )
         if self.config.synchronous:
             self.run_lockstep()
@@ -1108,61 +1109,54 @@ class Trainer:
             if time.monotonic() > next_log:
                 waited = next_log - start
                 next_log += self.LOG_EVERY
-                running = sum(not s.pending for s in self.searchers.running)
+                running = sum(s.state != "pending" for s in self.searchers.running)
                 text = f"step {self.step}: waiting for {what} for {waited:.0f} s"
                 self.folder.say(f"{text}; {running}/{self.config.num_searchers} Searchers running")
         self.log.waited[what] += time.monotonic() - start
         return result
 
     def poll(self) -> None:
-        """Drain queues, restart failed Searchers, advance the sync, handle signals."""
+        """Handle messages and signals, restart failed Searchers, advance the sync."""
         if self.stop_signal and (not self.config.synchronous or self.at_barrier()):
             raise KeyboardInterrupt(self.stop_signal)
         if self.writing.done() and (error := self.writing.exception()):
             raise RunEnded(f"writing a checkpoint failed: {error!r}")
-        self.drain_queues()
-        failures = self.searchers.reap()
-        if failures:
-            self.drain_queues()  # what they sent last; their prompts in flight are sampled again
-        for s, reason in failures:
+        self.handle_messages()
+        for s in self.searchers.reap():
             self.evaluations.drop(s)
-            self.searchers.handle_failure(s, reason)
-        self.searchers.start_due()
+            self.searchers.restart(s)
         self.sync.poll()
         if self.sync.begin_if_due(self.step):
             self.rule.on_sync(self.step)
 
-    def drain_queues(self) -> None:
-        """Take all groups and messages from the queues, and handle the messages."""
-        groups, messages = self.searchers.take()
-        self.inbox += groups  # before the messages: wrong weights end the run
-        self.log.arrived += groups
-        self.received += sum(len(group.trajectories) for group in groups)
-        for s, message in messages:
+    def handle_messages(self) -> None:
+        """Handle what the Searchers have sent."""
+        for s, message in self.searchers.take():
             match message:
-                case Failed(text):
-                    s.traceback = text.strip()
-                    s.ready = False
-                case _ if s.kill_reason:  # its last messages are outdated
-                    continue
+                case Group() if self.searchers.record_arrival(message.index):
+                    self.inbox.append(message)
+                    self.log.arrived.append(message)
+                    self.received += len(message.trajectories)
+                case Started():
+                    s.state = "loading"
                 case Heartbeat():
                     s.heartbeats.append(message)
-                    s.ready = True
-                case Received():
-                    s.receiving = None
-                case Missed(reason):
-                    self.sync.on_missed(s, reason)
+                    s.state = "ready"
+                case Received(failure):
+                    self.sync.on_received(s, failure)
                 case Loaded(probes):
                     self.sync.on_loaded(s, probes)
                 case Evaluated():
                     self.evaluations.on_records(message)
+                case Failed(text):
+                    s.end(f"failed:\n{text.strip()}")
 
     def close(self) -> None:
         """End the processes, threads and connections of the run."""
         self.searchers.stop()
         self.writer.shutdown()
         if self.sync:
-            abandon(self.sync.group)
+            abandon(self.sync.transfer.group)
         self.folder.accelerator.end_training()
 
     def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
@@ -1231,8 +1225,8 @@ class Learner:
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         groups = [
-            {"params": self.trained.values(), "peak_lr": config.learning_rate},
-            {"params": [self.log_z], "peak_lr": LOG_Z_LEARNING_RATE, "weight_decay": 0.0},
+            {"params": self.trained.values()},
+            {"params": [self.log_z], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
             groups, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay, fused=True
@@ -1256,9 +1250,10 @@ class Learner:
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
         computed = time.perf_counter()
-        factor = lr_factor(self.config, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = factor * group["peak_lr"]
+        peak = max(value for _, value, _ in schedule_points(self.config.learning_rate))
+        policy, log_z = self.optimizer.param_groups
+        policy["lr"] = now.learning_rate
+        log_z["lr"] = LOG_Z_LEARNING_RATE * now.learning_rate / peak
         if is_finite(metrics):
             before = self.log_z.detach().clone()
             self.optimizer.step()
@@ -1267,7 +1262,7 @@ class Learner:
         self.optimizer.zero_grad()
         return metrics | {
             "beta": now.beta,
-            "lr": factor * self.config.learning_rate,
+            "lr": now.learning_rate,
             "forward_backward_seconds": computed - start,
             "optimizer_seconds": time.perf_counter() - computed,
         }
@@ -1321,10 +1316,9 @@ class Learner:
         rows = [t for group in groups for t in group]
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=self.device)
-        behaviour = load(np.concatenate([t.logprobs for t in rows]))
         batch = Batch(
             logprobs=logprobs.clone().requires_grad_(),
-            behaviour=torch.where(behaviour == NOT_SAMPLED, logprobs, behaviour),
+            behaviour=load(np.concatenate([t.logprobs for t in rows])),
             ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
             lengths=load(np.array([len(t.tokens) for t in rows])),
             rewards=load(np.array([[t.reward for t in group] for group in groups], np.float32)),
@@ -1396,8 +1390,7 @@ class Learner:
 class TaskCall:
     """A call of the task: rewards of some groups, or records of held-out answers."""
 
-    future: Future
-    finish: Callable[[Any], None]  # handles the result, in the Searcher's main thread
+    future: Future  # gives a list of messages to the Trainer
     groups: int  # number of groups that get their rewards
     queued: float  # when it was last seen waiting for a thread
 
@@ -1405,10 +1398,10 @@ class TaskCall:
 class Searcher:
     """Generates and scores responses; never waits for training.
 
-    A thread receives messages and weights (`WeightReceiver`), to be loaded between decode steps;
-    others compute rewards. If the process dies, groups not yet delivered are lost: a new process
-    submits their prompts again, with the Trainer's current weights. An evaluation in progress is
-    repeated as a whole, with the next sync.
+    A thread receives messages and weights (`follow`), to be loaded between decode steps; others
+    compute rewards. If the process dies, groups not sent yet are lost: a new process submits their
+    prompts again, with the Trainer's current weights. An evaluation in progress is repeated as a
+    whole, with the next sync.
     """
 
     EVAL_CHUNK = 8  # held-out answers that are scored between polls
@@ -1438,9 +1431,10 @@ class Searcher:
         self.in_flight: dict[int, int] = {}  # position in the prompt order -> version
         self.unscored: list[Group] = []  # complete, waiting for a reward thread
         self.calls: list[TaskCall] = []  # in progress
-        self.outbox: deque[Group] = deque()
         self.pending_answers = 0  # to held-out prompts, not generated yet
-        self.receiver = WeightReceiver(config, spec, self.reference_weights)
+        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
+        self.group: Any = None  # in which it receives weights
+        self.group_name = ""
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
@@ -1448,8 +1442,8 @@ class Searcher:
 
     def run(self) -> None:
         """Search until the process is killed."""
-        threading.Thread(target=self.receiver.run, daemon=True).start()
-        while True:
+        following = ThreadPoolExecutor(1).submit(self.follow)
+        while not following.done():
             self.submit_prompts()
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
@@ -1457,20 +1451,27 @@ class Searcher:
                 time.sleep(0.003)
                 self.idle += 0.003
                 self.between_steps()
+        following.result()  # raises what ended it
 
-    def between_steps(self) -> None:
-        """Work between decode steps. Raises whatever the task or the receiver raised."""
-        self.start_scoring()
-        self.collect_results()
-        self.deliver()
-        while not self.receiver.inbox.empty():
-            match self.receiver.inbox.get():
+    def follow(self) -> None:
+        """In a thread: do what the Trainer says; received weights load between two decode steps."""
+        connect_store(self.spec.meeting)  # before a transfer waits for it
+        while True:
+            match self.spec.commands.get():
                 case SearchUpTo(limit):
                     self.limit = limit
                 case ReceiveWeights() as message:
-                    self.staged = message
-                case Exception() as error:
-                    raise error
+                    if receive_weights(self, message):
+                        self.staged = message
+
+    def between_steps(self) -> None:
+        """Work between decode steps. Raises what the task raised."""
+        self.start_scoring()
+        self.collect_results()
+        now = time.perf_counter()
+        if now - self.last_heartbeat > 0.5:
+            self.last_heartbeat = now
+            self.spec.send(Heartbeat(now, self.idle, self.tokens))
         if self.staged and self.may_load():
             self.load_weights()
 
@@ -1489,7 +1490,7 @@ class Searcher:
         start = time.perf_counter()
         message = self.staged
         self.staged = None
-        weights = self.receiver.staging.views
+        weights = self.staging.views
         probes = []
         if message.reference:
             for name, tensor in weights.items():
@@ -1499,7 +1500,7 @@ class Searcher:
             self.engine.load_weights(weights.items())
             self.version = message.version
             probes = self.score_probes()
-        if self.receiver.staging.flat.is_cuda:
+        if self.staging.flat.is_cuda:
             torch.cuda.synchronize()  # the next weights may overwrite the staging buffer
         self.spec.send(Loaded(probes))
         if message.held_out:
@@ -1513,7 +1514,7 @@ class Searcher:
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
-        """Keep the engine full, unless groups await delivery or too many responses await rewards.
+        """Keep the engine full, unless too many responses await rewards.
 
         Searcher i of M submits the positions i, i + M, i + 2M, ... of the prompt order.
         """
@@ -1521,7 +1522,7 @@ class Searcher:
         S = config.searched_per_prompt
         unscored = S * (len(self.unscored) + sum(call.groups for call in self.calls))
         max_unscored = self.MAX_UNSCORED * max(S, config.sequences_in_flight)
-        if self.version < 0 or self.outbox or unscored > max_unscored:
+        if self.version < 0 or unscored > max_unscored:
             return
         while self.index < self.limit:
             in_flight = S * len(self.in_flight) + self.pending_answers
@@ -1559,9 +1560,6 @@ class Searcher:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
         config = self.config
         task = self.problem.task
-        if task.append_eos_if_truncated:
-            for done in completions:
-                done.append_eos(self.problem.tokenizer.eos_token_id)
         sequences = [(done.request.prompt, done.tokens) for done in completions]
         ref_logprobs = iter(token_logprobs(self.reference, sequences, config))
         groups = []
@@ -1606,49 +1604,34 @@ class Searcher:
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
 
-        def finish(rewards: list[float]) -> None:
+        def score() -> list[Group]:
+            rewards = task.checked_rewards(examples, texts, ended)
             for t, reward in zip(rows, rewards, strict=True):
                 t.reward = reward
-            self.outbox += groups
+            return groups
 
-        compute = partial(task.checked_rewards, examples, texts, ended)
-        self.call_task(compute, finish, self.reward_threads, len(groups))
+        self.call_task(score, self.reward_threads, len(groups))
 
-    def call_task(
-        self, compute: Callable, finish: Callable, threads: ThreadPoolExecutor, groups: int = 0
-    ) -> None:
+    def call_task(self, call: Callable, threads: ThreadPoolExecutor, groups: int = 0) -> None:
         """Call the task in one of `threads`, or directly if the task has no reward threads."""
         if self.problem.task.reward_threads:
-            future = threads.submit(compute)
-            self.calls.append(TaskCall(future, finish, groups, time.perf_counter()))
+            self.calls.append(TaskCall(threads.submit(call), groups, time.perf_counter()))
         else:
-            finish(compute())
+            self.spec.send(*call())
 
     def collect_results(self) -> None:
-        """Finish the calls that have returned. Raises what they raised, or TimeoutError."""
+        """Send what calls have returned. Raises what they raised, or TimeoutError."""
         now = time.perf_counter()
         for call in list(self.calls):
             if call.future.done():
                 self.calls.remove(call)
-                call.finish(call.future.result())
+                self.spec.send(*call.future.result())
             elif not call.future.running():
                 call.queued = now
             elif now - call.queued > self.config.searcher_timeout:
                 raise TimeoutError(
                     "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
                 )
-
-    def deliver(self) -> None:
-        """Send scored groups, and a heartbeat twice a second; never blocks on a full queue."""
-        with contextlib.suppress(queue.Full):
-            while self.outbox:
-                pickled = pickle.dumps(self.outbox[0])  # so that the Manager does not unpickle it
-                self.spec.groups.put_nowait(pickled)
-                self.outbox.popleft()
-        now = time.perf_counter()
-        if now - self.last_heartbeat > 0.5:
-            self.last_heartbeat = now
-            self.spec.send(Heartbeat(now, self.idle, self.tokens))
 
 
 def prompt_at(seed: int, index: int, prompts: int) -> int:
@@ -1822,9 +1805,8 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     """
     plan = []
     lengths = [len(response) for _, responses in groups for response in responses]
-    indices = iter(
-        np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
-    )  # of tokens, by response
+    # of tokens, by response
+    indices = iter(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
@@ -2026,23 +2008,6 @@ def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
     return full.to("cpu", copy=True) if ranks.rank == 0 else None
 
 
-def lr_factor(config: Config, step: int) -> float:
-    """The learning rate after `step` optimizer steps, as a fraction of its peak.
-
-    Example: --warmup_steps 3 and a constant schedule give 1/3, 2/3, 1, 1, ...
-    """
-    offset = int(config.warmup_steps > 0)  # warmup starts above 0
-    after = step + offset - config.warmup_steps  # steps after warmup
-    if after < 0:
-        return (step + offset) / config.warmup_steps
-    if config.lr_schedule == "linear":
-        return 1 - after / (config.steps + offset - config.warmup_steps)
-    if config.lr_schedule == "warmup_stable_decay":
-        decayed = max(0, after - config.stable_steps) / (config.decay_steps + offset)
-        return (1 + math.cos(math.pi * min(1, decayed))) / 2
-    return 1.0
-
-
 def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
     """Load the policy to be trained, in float32; with several ranks, sharded by FSDP2.
 
@@ -2098,12 +2063,6 @@ class Completion:
     tokens: list[np.ndarray]  # n x (T,) int32, including EOS
     logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
     ended: np.ndarray  # (n,) bool: finished with EOS (not truncated)
-
-    def append_eos(self, eos: int) -> None:
-        """Append an EOS, which was not sampled, to truncated responses."""
-        for j in np.flatnonzero(~self.ended):
-            self.tokens[j] = np.append(self.tokens[j], np.int32(eos))
-            self.logprobs[j] = np.append(self.logprobs[j], np.float32(NOT_SAMPLED))
 
 
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
@@ -2176,8 +2135,7 @@ class TransformersEngine:
         prompt_ids = pad(prompts).to(self.device)  # (B, P), with the longest prompt's P
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (B, P)
         cache = None
-        several = len(rows) > len(batch)
-        if self.config.pack and several and mask.shape[1] > 1:
+        if self.config.pack and len(rows) > len(batch) and mask.shape[1] > 1:
             # run all but the last prompt token once per prompt; `generate` continues from there
             cache = self.model.base_model(
                 prompt_ids[:, :-1],
@@ -2377,14 +2335,14 @@ def vllm_can_run() -> bool:
 #                             probes, and continues to train
 #   WeightSync.send           in a thread: notifies the members, forms a process group if they
 #                             changed, broadcasts
-#   WeightReceiver.receive    in a Searcher's thread: joins the group, receives into the staging
-#                             buffer -> Received, or Missed if that fails
+#   receive_weights           in a Searcher's thread: joins the group, receives into the staging
+#                             buffer -> Received
 #   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded. If
 #                             an evaluation is due, the weights came with its prompts
 #   WeightSync.on_loaded      compares the probes; when the last member has loaded, the sync is over
 #
 # If a step fails, the group is abandoned, and the next sync, due at once, forms a new one. Only
-# members that sent neither Received nor Missed in time are killed and restarted.
+# members that did not reply in time are killed and restarted.
 
 
 @torch.no_grad()
@@ -2426,6 +2384,7 @@ class MeetingPoint:
     host: str  # the Trainer's address
     port: int  # of its TCPStore
     nccl: bool  # NCCL needs a GPU for each member; otherwise Gloo moves the weights
+    timeout: timedelta  # for connecting, and for each operation of a group
 
     @property
     def device(self) -> torch.device:
@@ -2434,48 +2393,49 @@ class MeetingPoint:
 
 
 @lru_cache
-def connect_store(meeting: MeetingPoint, timeout: timedelta) -> dist.TCPStore:
+def connect_store(meeting: MeetingPoint) -> dist.TCPStore:
     """This process's connection to the Trainer's TCPStore.
 
     It is kept because connecting performs a reverse DNS lookup, which can take seconds.
     """
-    return dist.TCPStore(meeting.host, meeting.port, timeout=timeout, wait_for_workers=False)
+    return dist.TCPStore(
+        meeting.host, meeting.port, timeout=meeting.timeout, wait_for_workers=False
+    )
 
 
 def form_group(
-    config: Config, meeting: MeetingPoint, name: str, rank: int, size: int
+    meeting: MeetingPoint, name: str, rank: int, size: int
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
     """Form a process group besides the default one. Raises RuntimeError."""
-    limit = timedelta(seconds=config.transfer_timeout)
-    store = dist.PrefixStore(name, connect_store(meeting, limit))
+    store = dist.PrefixStore(name, connect_store(meeting))
     if meeting.nccl:
         torch.cuda.set_device(meeting.device)
-        return dist.ProcessGroupNCCL(store, rank, size, limit)
+        return dist.ProcessGroupNCCL(store, rank, size, meeting.timeout)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((meeting.host, meeting.port))  # UDP: sends nothing, chooses a route
         address = probe.getsockname()[0]  # this machine's, on the Trainer's network
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = limit
+    options._timeout = meeting.timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def broadcast(
-    group: Any, weights: FlatWeights, timeout: float, member_ended: Callable[[], bool]
+    group: Any, weights: FlatWeights, timeout: timedelta, member_ended: Callable[[], bool]
 ) -> None:
     """Broadcast rank 0's weights.
 
-    Raises RuntimeError after `timeout` seconds, if the connection to a member is lost, or once
+    Raises RuntimeError after `timeout`, if the connection to a member is lost, or once
     `member_ended`, so that members do not wait for one that will never pass the weights on.
     """
     works = [group.broadcast(bucket, 0) for bucket in weights.flat.split(weights.BUCKET)]
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout.total_seconds()
     next_check = time.monotonic() + 0.1
     for work in works:
         while not work.is_completed():
             now = time.monotonic()
             if now > deadline:
-                raise RuntimeError(f"a broadcast took over {timeout:g} s (--transfer_timeout)")
+                raise RuntimeError(f"a broadcast took over {timeout} (--transfer_timeout)")
             if now > next_check:
                 next_check = now + 0.1
                 if member_ended():
@@ -2496,9 +2456,13 @@ class Transfer:
 
     version: int  # optimizer step of the weights
     reference: bool  # whether they are the reference's, not the policy's
-    group: Any  # the process group; None: `send` forms it
+    members: list[RunningSearcher]  # of the process group, by rank, from 1
+    receiving: set[RunningSearcher]  # members that have neither received nor missed them yet
+    loading: set[RunningSearcher]  # members that have neither loaded nor missed them yet
     deadline: float  # for sending, and for the members' replies
-    sending: Future | None = None
+    group_name: str
+    group: Any = None  # the process group; None: `send` forms it
+    sending: Future | None = None  # None: it is sent, and every member has replied
     failure: str = ""  # why a member missed it
     member_ended: bool = False  # a member's process ended: the others stop waiting for weights
 
@@ -2510,20 +2474,16 @@ class WeightSync:
 
     def __init__(
         self, config: Config, learner: Learner, searchers: SearcherProcesses,
-        evaluations: Evaluations, say: Callable[[str], None], saved: dict[str, Any],
+        evaluations: Evaluations, saved: dict[str, Any],
     ) -> None:  # fmt: skip
         self.config = config
         self.learner = learner
         self.searchers = searchers
         self.evaluations = evaluations
-        self.say = say
         self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.meeting.device)
         learner.snapshot = self.snapshot
-        self.transfer: Transfer | None = None  # until it is sent and every member has replied
-        self.transfers = 0  # begun so far
-        self.members: list[RunningSearcher] = []  # of the process group, by rank, from 1
-        self.group: Any = None
-        self.group_name = ""
+        # the latest; this first one is over
+        self.transfer = Transfer(-1, False, [], set(), set(), deadline=0.0, group_name="")
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
@@ -2537,34 +2497,32 @@ class WeightSync:
     @property
     def in_progress(self) -> bool:
         """Whether weights are in flight, or not loaded yet."""
-        return self.transfer is not None or any(s.ready and s.loading for s in self.members)
+        loading = any(s.state == "ready" for s in self.transfer.loading)
+        return loading or self.transfer.sending is not None
 
     def poll(self) -> None:
         """End a transfer that is complete or late; kill members that have not replied."""
         transfer = self.transfer
-        if transfer is None:
+        if transfer.sending is None:
             return
-        if any(s.receiving and not s.ready for s in self.members) and not transfer.member_ended:
+        silent = [s for s in transfer.receiving if s.state == "ready"]
+        if len(silent) < len(transfer.receiving) and not transfer.member_ended:
             transfer.member_ended = True
             transfer.failure = transfer.failure or "a member ended"
-            self.searchers.store.set(self.group_name, "ended")
-        silent = [s for s in self.members if s.ready and s.receiving]
+            self.searchers.store.set(transfer.group_name, "ended")
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
-        if not complete:
-            transfer.failure = transfer.failure or "timeout (--transfer_timeout)"
-        elif error := transfer.sending.exception():
+        error = transfer.sending.exception() if complete else "timeout (--transfer_timeout)"
+        if error:
             transfer.failure = transfer.failure or first_line(error)
         for s in silent:
-            s.kill("did not reply to a weight transfer, and was killed")
-        self.transfer = None
-        self.group = transfer.group
+            s.end("did not reply to a weight transfer, and was killed")
+        transfer.sending = None
         if transfer.failure:
             text = f"sending the weights of step {transfer.version} failed: {transfer.failure}"
-            self.say(f"warning: {text}")
-            abandon(self.group)
-            self.group = None
+            self.searchers.say(f"warning: {text}")
+            abandon(transfer.group)
             self.due = True
 
     def begin_if_due(self, step: int) -> bool:
@@ -2572,19 +2530,16 @@ class WeightSync:
 
         A changed reference is sent first, on its own. Returns whether the policy is being sent.
         """
-        ready = [s for s in self.searchers.running if s.ready]
+        ready = [s for s in self.searchers.running if s.state == "ready"]
         self.due |= self.evaluations.due or any(s.version < 0 for s in ready)
         if self.config.synchronous:
             complete = len(ready) == self.config.num_searchers
         else:  # only the first sync waits for Searchers that are loading their models
-            complete = self.version >= 0 or all(
-                s.ready or s.pending for s in self.searchers.running
-            )
+            loading = any(s.state == "loading" for s in self.searchers.running)
+            complete = self.version >= 0 or not loading
         if not (self.due and ready and complete) or self.in_progress:
             return False
         start = time.perf_counter()
-        self.transfers += 1
-        held_out = {}  # each member's prompts of an evaluation
         reference = any(s.reference_version < self.reference_version for s in ready)
         if reference:
             for name, tensor in self.reference.items():
@@ -2594,57 +2549,61 @@ class WeightSync:
             self.probes = np.concatenate(self.learner.score_probes())
             self.version = step
             self.due = False
-            held_out = self.evaluations.begin_if_due(self.transfers, step, ready)
         if self.snapshot.flat.is_cuda:
             torch.cuda.synchronize()  # the thread uses another stream
-        if self.group is None or ready != self.members:
-            abandon(self.group)
-            self.group = None
-            self.group_name = f"weights {self.transfers}"
-            self.members = ready
-        deadline = time.monotonic() + 3 * self.config.transfer_timeout
-        version = self.reference_version if reference else step
-        self.transfer = Transfer(version, reference, self.group, deadline)
-        for s in ready:
-            s.receiving = self.transfer
-            s.loading = self.transfer
+        last = self.transfer
+        again = last.members == ready and not last.failure
+        if not again and not last.failure:
+            abandon(last.group)
+        transfer = Transfer(
+            version=self.reference_version if reference else step,
+            reference=reference,
+            members=ready,
+            receiving=set(ready),
+            loading=set(ready),
+            deadline=time.monotonic() + 3 * self.config.transfer_timeout,
+            group_name=last.group_name if again else f"weights {time.monotonic_ns()}",
+            group=last.group if again else None,
+        )
+        held_out = 0 if reference else self.evaluations.begin_if_due(step, ready)
         # in a new thread, as a stuck one may never return
-        self.transfer.sending = ThreadPoolExecutor(1).submit(self.send, self.transfer, held_out)
+        transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
+        self.transfer = transfer
         self.seconds += time.perf_counter() - start
         return not reference
 
-    def send(self, transfer: Transfer, held_out: dict[RunningSearcher, list[int]]) -> None:
-        """Send the snapshot to all members, in the transfer's thread. Raises RuntimeError."""
-        size = len(self.members) + 1
-        for rank, s in enumerate(self.members, 1):
+    def send(self, transfer: Transfer, held_out: int) -> None:
+        """In a thread: send all members the snapshot and held-out prompts. Raises RuntimeError."""
+        M = len(transfer.members)
+        for i, s in enumerate(transfer.members):
             message = ReceiveWeights(
-                transfer=self.transfers,
                 version=transfer.version,
                 reference=transfer.reference,
-                held_out=held_out.get(s, []),
-                group=self.group_name,
-                rank=rank,
-                size=size,
+                held_out=range(i, held_out, M),
+                group=transfer.group_name,
+                rank=i + 1,
+                size=M + 1,
             )
             s.spec.commands.put(message)
         if transfer.group is None:
-            transfer.group = form_group(
-                self.config, self.searchers.meeting, self.group_name, 0, size
-            )
-        timeout = self.config.transfer_timeout
+            transfer.group = form_group(self.searchers.meeting, transfer.group_name, 0, M + 1)
+        timeout = self.searchers.meeting.timeout
         broadcast(transfer.group, self.snapshot, timeout, lambda: transfer.member_ended)
 
-    def on_missed(self, s: RunningSearcher, reason: str) -> None:
-        """A member did not receive the weights, and keeps its current ones."""
-        transfer = s.receiving
-        transfer.failure = transfer.failure or f"Searcher {s.spec.searcher}: {reason}"
-        s.receiving = None
-        s.loading = None
-        self.evaluations.drop(s, self.transfers)  # one whose prompts came with these weights
+    def on_received(self, s: RunningSearcher, failure: str) -> None:
+        """A member received the weights; or it did not, and keeps its current ones."""
+        transfer = self.transfer
+        transfer.receiving.remove(s)
+        if not failure:
+            return
+        transfer.failure = transfer.failure or f"Searcher {s.spec.searcher}: {failure}"
+        transfer.loading.remove(s)
+        if not transfer.reference:
+            self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
         if not transfer.member_ended:  # otherwise not this member's fault
             s.missed += 1
         if s.missed >= self.MAX_MISSED:
-            s.kill(f"missed {s.missed} weight transfers, and was killed: {reason}")
+            s.end(f"missed {s.missed} weight transfers, and was killed: {failure}")
 
     def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
         """A member loaded the weights: compare its log-probabilities with the Trainer's.
@@ -2652,8 +2611,8 @@ class WeightSync:
         Raises RunEnded if any differs by more than --logprob_tolerance: a mean would hide an error
         of a few tokens.
         """
-        transfer = s.loading
-        s.loading = None
+        transfer = self.transfer
+        transfer.loading.remove(s)
         s.missed = 0
         if transfer.reference:
             s.reference_version = transfer.version
@@ -2676,47 +2635,23 @@ class WeightSync:
         self.due = True
 
 
-class WeightReceiver:
-    """A Searcher's side: takes the Trainer's messages and receives weights, in a thread."""
-
-    def __init__(self, config: Config, spec: SearcherSpec, like: dict[str, Tensor]) -> None:
-        self.config = config
-        self.spec = spec
-        self.staging = FlatWeights(like, config.torch_dtype, spec.meeting.device)
-        self.inbox: queue.Queue = queue.Queue()  # messages and errors, for the main thread
-        self.group: Any = None
-        self.group_name = ""
-
-    def run(self) -> None:
-        """Handle messages until the process ends; the main thread raises errors."""
-        limit = timedelta(seconds=self.config.transfer_timeout)
-        try:
-            self.store = connect_store(self.spec.meeting, limit)
-            while True:
-                message = self.spec.commands.get()
-                if not isinstance(message, ReceiveWeights) or self.receive(message):
-                    self.inbox.put(message)
-        except Exception as error:
-            self.inbox.put(error)
-
-    def receive(self, message: ReceiveWeights) -> bool:
-        """Receive weights into the staging buffer, and reply; returns whether they arrived."""
-        try:
-            if message.group != self.group_name:
-                abandon(self.group)
-                self.group_name = message.group
-                self.group = form_group(
-                    self.config, self.spec.meeting, message.group, message.rank, message.size
-                )
-            timeout = self.config.transfer_timeout
-            broadcast(self.group, self.staging, timeout, lambda: self.store.check([message.group]))
-        except RuntimeError as error:  # perhaps another member's fault
-            abandon(self.group)
-            self.group = None
-            self.spec.send(Missed(first_line(error)))
-            return False
-        self.spec.send(Received())
-        return True
+def receive_weights(searcher: Searcher, message: ReceiveWeights) -> bool:
+    """In a Searcher's thread: receive weights, and reply; returns whether they arrived."""
+    meeting = searcher.spec.meeting
+    failure = ""
+    try:
+        if message.group != searcher.group_name:
+            abandon(searcher.group)
+            searcher.group_name = message.group
+            searcher.group = form_group(meeting, message.group, message.rank, message.size)
+        member_ended = lambda: connect_store(meeting).check([message.group])
+        broadcast(searcher.group, searcher.staging, meeting.timeout, member_ended)
+    except RuntimeError as error:  # perhaps another member's fault
+        failure = first_line(error)
+        abandon(searcher.group)
+        searcher.group = None
+    searcher.spec.send(Received(failure))
+    return not failure
 
 
 # ===================================================================== 12. Messages and processes
@@ -2732,21 +2667,20 @@ class SearchUpTo(NamedTuple):
 
 
 class ReceiveWeights(NamedTuple):
-    """Receive weights -> Received or Missed; load them between two decode steps -> Loaded.
+    """Receive weights -> Received; load them between two decode steps -> Loaded.
 
     Held-out prompts are submitted before more training prompts -> Evaluated, in parts.
     """
 
-    transfer: int  # its number
     version: int  # optimizer step of these weights
     reference: bool  # they are the reference's, not the policy's
-    held_out: list[int]  # held-out prompts to answer, if an evaluation starts with these weights
+    held_out: range  # held-out prompts to answer, if an evaluation starts with these weights
     group: str  # name of the process group; a Searcher that is not in it yet joins it
     rank: int  # in the group
     size: int
 
 
-# From a Searcher to the Trainer; prompt groups have a queue of their own.
+# From a Searcher to the Trainer, besides Groups.
 
 
 class Started(NamedTuple):
@@ -2762,13 +2696,9 @@ class Heartbeat(NamedTuple):
 
 
 class Received(NamedTuple):
-    """The weights are in the staging buffer."""
+    """The weights are in the staging buffer, unless the process group or the broadcast failed."""
 
-
-class Missed(NamedTuple):
-    """The weights did not arrive: the process group or the broadcast failed."""
-
-    reason: str
+    failure: str
 
 
 class Loaded(NamedTuple):
@@ -2780,12 +2710,12 @@ class Loaded(NamedTuple):
 class Evaluated(NamedTuple):
     """Scored answers of an evaluation."""
 
-    evaluation: int  # number of the transfer that it came with
+    version: int  # of the weights
     records: dict[int, list[dict]]  # by row: one per response, with its `answer`
 
 
 class Failed(NamedTuple):
-    """The process is about to exit with this traceback."""
+    """The process has failed with this traceback, and waits to be killed."""
 
     traceback: str
 
@@ -2796,46 +2726,41 @@ class SearcherSpec:
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
+    delay: float  # seconds to wait before it loads its models
     first: int  # position in the prompt order to start from
     arrived: set[int]  # later positions whose groups have arrived, which are not sampled again
     meeting: MeetingPoint
     shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
-    groups: Any  # bounded queue of all Searchers' prompt groups
-    messages: Any  # queue of all Searchers' other messages
+    messages: Any  # queue of all Searchers' messages
 
-    def send(self, message: Any) -> None:
-        """Send the Trainer a message, which `Trainer.drain_queues` handles."""
-        self.messages.put((self.start, message))
+    def send(self, *messages: Any) -> None:
+        """Send the Trainer messages, which `Trainer.handle_messages` handles."""
+        for message in messages:
+            self.messages.put((self.start, pickle.dumps(message)))  # opaque to the Manager
 
 
 @dataclass(eq=False)
 class RunningSearcher:
-    """The Trainer's view of one start of a Searcher, until its process has ended."""
+    """The Trainer's view of one start of a Searcher, until the next one."""
 
     spec: SearcherSpec
     process: LocalProcess | ClusterProcess
-    seen: float  # time of its last message; infinity: pending, because Ray has no room for it yet
-    ready: bool = False  # its models are loaded, and it has neither failed nor been killed
+    # pending: Ray has no room for it yet; loading: its models; ended: it failed or was killed
+    state: Literal["pending", "loading", "ready", "ended"]
+    started: float = field(default_factory=time.monotonic)
+    seen: float = field(default_factory=time.monotonic)  # time of its last message
     version: int = -1  # of its weights
     reference_version: int = 0
-    receiving: Transfer | None = None  # until it has received the weights, or missed them
-    loading: Transfer | None = None  # until it has loaded them, or missed them
     missed: int = 0  # consecutive transfers
     logprob_gap: float = 0.0  # after its latest transfer
-    traceback: str = ""
-    kill_reason: str = ""  # if it was killed
+    reason: str = ""  # why it failed or was killed
     heartbeats: deque[Heartbeat] = field(default_factory=lambda: deque(maxlen=20))  # last 10 s
 
-    @property
-    def pending(self) -> bool:
-        """Whether its process has not started yet."""
-        return math.isinf(self.seen)
-
-    def kill(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
         """Kill its process; `SearcherProcesses.reap` then finds it."""
-        self.ready = False
-        self.kill_reason = reason
+        self.state = "ended"
+        self.reason = reason
         self.process.kill()
 
     def recent_rates(self) -> tuple[float, float]:
@@ -2846,27 +2771,16 @@ class RunningSearcher:
         return 1 - idle / seconds, tokens / seconds
 
 
-@dataclass
-class Slot:
-    """One of the M Searchers, across restarts of its process."""
-
-    running: RunningSearcher | None = None
-    failures: int = 0  # consecutive ones, each soon after the restart before
-    delivered: bool = False  # a group, ever
-    restart_at: float = 0.0  # time of the latest restart
-
-
 class SearcherProcesses:
-    """Starts, monitors, restarts and stops the Searchers' processes, and drains their queues.
+    """Starts, monitors, restarts and stops the Searchers' processes, and receives their messages.
 
     There is one rule for every failure: a process that ended, or that sent no heartbeat within its
-    timeout, is killed, its traceback is shown, and its slot gets a new process.
+    timeout, is killed, its traceback is shown, and a new process is started.
     """
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
     RESTART_DELAY = 5  # seconds
-    HEALTHY_AFTER = 3600  # seconds after a restart until a failure is the first one again
-    QUEUE_SIZE = 4096  # groups in the queue before Searchers wait
+    HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
     POLL_EVERY = 0.2  # seconds between two checks of all processes
 
     def __init__(
@@ -2875,25 +2789,23 @@ class SearcherProcesses:
         self.config = config
         self.problem = problem
         self.say = say
-        self.slots = [Slot() for _ in range(config.num_searchers)]
+        self.running: list[RunningSearcher] = []  # the latest start of each Searcher
+        self.failures: Counter[int] = Counter()  # by Searcher, each soon after the start before
+        self.delivered: set[int] = set()  # Searchers from which a group has come
         # all groups before this position of the prompt order have arrived, and some after it
         self.first_missing: int = saved.get("first_missing", 0)
         self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
-        self.manager: QueueManager | None = None
-        self.arrivals = ManagerQueue(self.QUEUE_SIZE)  # groups, unpickled
+        self.manager: SyncManager | None = None  # the process in which the queues live
+        self.arrivals: queue.SimpleQueue = queue.SimpleQueue()  # (start, message), unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         self.logged = time.monotonic()  # when pending Searchers were last logged
         # Searchers may submit prompts up to this position
         self.limit = float(self.first_missing if config.synchronous else 0)
 
-    @property
-    def running(self) -> list[RunningSearcher]:
-        """The Searchers that have a process, or are pending."""
-        return [slot.running for slot in self.slots if slot.running]
-
     def record_arrival(self, index: int) -> bool:
         """Record a group's arrival; False if it arrived before, from an earlier process."""
+        self.delivered.add(index % self.config.num_searchers)
         if index < self.first_missing or index in self.arrived_positions:
             return False
         self.arrived_positions.add(index)
@@ -2911,126 +2823,113 @@ class SearcherProcesses:
             host = ray_node()["NodeManagerAddress"]
             address = (host, 0)
             nccl = torch.cuda.is_available()
-        self.manager = QueueManager(address, ctx=mp.get_context("fork"))
+        self.manager = SyncManager(address, ctx=mp.get_context("fork"))
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
         if not self.config.cluster:
             start_fork_server()
-        self.groups = self.manager.Queue(self.QUEUE_SIZE)
-        self.messages = self.manager.Queue()
+        self.messages = self.manager.MessageQueue()
         run = pickle.dumps((self.config, self.problem))
         self.shared = self.manager.dict({"plugin": self.config.plugin, "run": run})
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
-        self.meeting = MeetingPoint(host, listener.getsockname()[1], nccl)
+        port = listener.getsockname()[1]
+        self.meeting = MeetingPoint(
+            host, port, nccl, timedelta(seconds=self.config.transfer_timeout)
+        )
         self.store = dist.TCPStore(
-            host, self.meeting.port, is_master=True, wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
-        self.receiving = ThreadPoolExecutor(1).submit(self.receive_groups)
-        self.start_due()
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
+        for i in range(self.config.num_searchers):
+            self.running.append(self.start_searcher(i))
 
-    def receive_groups(self) -> None:
-        """In a thread: unpickle groups while the training thread waits for its device."""
+    def receive_messages(self) -> None:
+        """In a thread: unpickle messages while the training thread waits for its device."""
         while True:
-            for pickled in [self.groups.get(), *self.groups.take_all()]:
-                self.arrivals.put(pickle.loads(pickled))
+            for start, pickled in [self.messages.get(), *self.messages.take_all()]:
+                self.arrivals.put((start, pickle.loads(pickled)))
 
-    def start_due(self) -> None:
-        """Start a process for each slot without one whose restart is due; log pending ones."""
-        for i, slot in enumerate(self.slots):
-            if slot.running is None and time.monotonic() >= slot.restart_at:
-                slot.running = self.start_searcher(i)
-        pending = sum(s.pending for s in self.running)
-        if pending and time.monotonic() > self.logged + Trainer.LOG_EVERY:
-            self.logged = time.monotonic()
-            kind = device_kind()
-            free = ray.available_resources().get(kind, 0)
-            total = ray.cluster_resources().get(kind, 0)
-            self.say(f"{pending} Searchers are pending: {free:g} of {total:g} {kind}s are free")
-
-    def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process for a slot; it samples those of its positions that have not arrived."""
+    def start_searcher(self, searcher: int, delay: float = 0) -> RunningSearcher:
+        """Start a process; it samples those of its positions that have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
-        M = len(self.slots)
+        M = self.config.num_searchers
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
+            delay=delay,
             first=self.first_missing + (searcher - self.first_missing) % M,
             arrived={index for index in self.arrived_positions if index % M == searcher},
             meeting=self.meeting,
             shared=self.shared,
             commands=commands,
-            groups=self.groups,
             messages=self.messages,
         )
-        process = ClusterProcess(spec) if self.config.cluster else LocalProcess(spec)
-        seen = math.inf if self.config.cluster else time.monotonic()
-        return RunningSearcher(spec, process, seen)
+        if self.config.cluster:
+            return RunningSearcher(spec, ClusterProcess(spec), "pending")
+        return RunningSearcher(spec, LocalProcess(spec), "loading")
 
-    def take(self) -> tuple[list[Group], list[tuple[RunningSearcher, Any]]]:
-        """Drain the queues; returns groups that have not arrived before, and messages."""
+    def take(self) -> Iterator[tuple[RunningSearcher, Any]]:
+        """Yield the messages of processes that have not ended, each process's in order.
+
+        A Searcher reports the probes of new weights before it sends groups generated with them, so
+        wrong weights end the run before these are used.
+        """
         if self.receiving.done():
             self.receiving.result()  # raises what ended it
-        groups = []
-        # groups are drained first: a Searcher reports the probes of new weights before it sends
-        # groups generated with them, so wrong weights end the run before these are used
-        for group in self.arrivals.take_all():
-            self.slots[group.index % len(self.slots)].delivered = True
-            if self.record_arrival(group.index):
-                groups.append(group)
-        running = {s.spec.start: s for s in self.running}
-        messages = []
-        for start, message in self.messages.take_all():
-            if start in running:  # its process has not ended
-                running[start].seen = time.monotonic()
-                messages.append((running[start], message))
-        return groups, messages
+        by_start = {s.spec.start: s for s in self.running}
+        while not self.arrivals.empty():
+            start, message = self.arrivals.get()
+            s = by_start.get(start)
+            if s and s.state != "ended":  # groups of the others are sampled again
+                s.seen = time.monotonic()
+                yield s, message
 
-    def reap(self) -> list[tuple[RunningSearcher, str]]:
-        """Kill Searchers that timed out; returns those whose process has ended, and why."""
+    def reap(self) -> list[RunningSearcher]:
+        """Kill Searchers that timed out, log pending ones; returns those that have ended."""
         now = time.monotonic()
         if now < self.polled + self.POLL_EVERY:
             return []
         self.polled = now
+        timeout = self.config.searcher_timeout
+        timeouts = {"loading": max(timeout, self.LOADING_TIMEOUT), "ready": timeout}
         found = []
         for s in self.running:
-            timeout = self.config.searcher_timeout
-            if not s.ready:
-                timeout = max(timeout, self.LOADING_TIMEOUT)
+            limit = timeouts.get(s.state, math.inf)
             if not s.process.is_alive():
-                found.append((s, s.kill_reason or f"ended with exit code {s.process.exitcode}"))
-            elif now > s.seen + timeout and not s.kill_reason:
-                s.kill(f"sent no heartbeat for {timeout:g} s (--searcher_timeout) and was killed")
+                found.append(s)
+            elif now > s.seen + limit:
+                s.end(f"sent no heartbeat for {limit:g} s (--searcher_timeout) and was killed")
+        pending = sum(s.state == "pending" for s in self.running)
+        if pending and now > self.logged + Trainer.LOG_EVERY:
+            self.logged = now
+            kind = device_kind()
+            free = ray.available_resources().get(kind, 0)
+            total = ray.cluster_resources().get(kind, 0)
+            self.say(f"{pending} Searchers are pending: {free:g} of {total:g} {kind}s are free")
         return found
 
-    def handle_failure(self, s: RunningSearcher, reason: str) -> None:
-        """Show the traceback of a process that has ended, and schedule a restart.
-
-        Raises RunEnded if a restart would be useless.
-        """
-        s.ready = False
+    def restart(self, s: RunningSearcher) -> None:
+        """Show why a process has ended; start another, or raise RunEnded if that is useless."""
+        s.state = "ended"
         searcher = s.spec.searcher
-        slot = self.slots[searcher]
-        slot.running = None
-        if s.process.node_died:  # not a failure of the Searcher
+        if s.process.exitcode is None:  # not a failure of the Searcher
             self.say(f"warning: Searcher {searcher} lost its machine and waits for another one")
+            self.running[searcher] = self.start_searcher(searcher)
             return
-        text = f"Searcher {searcher} {reason}"
-        if s.traceback:
-            text += f":\n{s.traceback}"
-        if not slot.delivered:
+        text = f"Searcher {searcher} {s.reason or f'ended with exit code {s.process.exitcode}'}"
+        if searcher not in self.delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
-        now = time.monotonic()
         # a failure that takes --searcher_timeout to be noticed came that much earlier
-        if now > slot.restart_at + self.HEALTHY_AFTER + self.config.searcher_timeout:
-            slot.failures = 0
-        slot.failures += 1
-        if slot.failures > self.config.max_restarts:
-            raise RunEnded(f"{text}\nnot restarted: {slot.failures} failures (--max_restarts)")
-        slot.restart_at = now + self.RESTART_DELAY
-        self.say(f"warning: {text}\nrestart {slot.failures} of {self.config.max_restarts}")
+        if time.monotonic() > s.started + self.HEALTHY_AFTER + self.config.searcher_timeout:
+            self.failures[searcher] = 0
+        self.failures[searcher] += 1
+        limit = self.config.max_restarts
+        if self.failures[searcher] > limit:
+            raise RunEnded(f"{text}\nnot restarted: {limit + 1} failures (--max_restarts)")
+        self.say(f"warning: {text}\nrestart {self.failures[searcher]} of {limit}")
+        self.running[searcher] = self.start_searcher(searcher, self.RESTART_DELAY)
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
@@ -3041,12 +2940,13 @@ class SearcherProcesses:
     def stop(self) -> None:
         """Kill all Searchers, and end the Manager."""
         for s in self.running:
-            s.process.kill()
+            if s.state != "ended":
+                s.process.kill()
         if self.manager:
             self.manager.shutdown()
 
 
-class ManagerQueue(queue.Queue):
+class MessageQueue(queue.Queue):
     """A queue that one call drains, also from another process."""
 
     def take_all(self) -> list:
@@ -3054,17 +2954,11 @@ class ManagerQueue(queue.Queue):
         return [self.get_nowait() for _ in range(self.qsize())]  # there is one consumer
 
 
-class QueueManager(SyncManager):
-    """The Manager: the process in which the queues live."""
-
-
-QueueManager.register("Queue", ManagerQueue)
+SyncManager.register("MessageQueue", MessageQueue)
 
 
 class LocalProcess(multiprocessing.context.ForkServerProcess):
     """A Searcher's process on this machine, forked from a process that never touched CUDA."""
-
-    node_died = False
 
     def __init__(self, spec: SearcherSpec) -> None:
         super().__init__(target=searcher_process, args=(spec, gpu_of(spec.searcher)))
@@ -3151,8 +3045,7 @@ class ClusterProcess:
         options = {"scheduling_strategy": "SPREAD", "max_retries": 0} | device
         task = ray.remote(host_searcher).options(**options)
         self.result = task.remote(os.path.abspath(__file__), package)
-        self.exitcode: int | str | None = None
-        self.node_died = False
+        self.exitcode: int | str | None = None  # None once it has ended: its machine was lost
 
     def is_alive(self) -> bool:
         """Whether its task is pending or runs; sets how it ended."""
@@ -3161,8 +3054,9 @@ class ClusterProcess:
             return True
         try:
             self.exitcode = ray.get(self.result)
+        except ray.exceptions.NodeDiedError:
+            pass
         except ray.exceptions.RayError as error:
-            self.node_died = isinstance(error, ray.exceptions.NodeDiedError)
             self.exitcode = f"1: {first_line(getattr(error, 'cause', error))}"
         return False
 
@@ -3233,6 +3127,7 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     quiet_libraries()
     try:
         spec.send(Started())
+        time.sleep(spec.delay)
         if spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(spec.shared["plugin"])
         config, problem = pickle.loads(spec.shared["run"])
@@ -3246,20 +3141,11 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         text = str(error) if isinstance(error, InputError) else traceback.format_exc()
         with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
             spec.send(Failed(text))
+            time.sleep(60)  # the Trainer kills this process
     os._exit(1)
 
 
 # ================================================================================= 13. Evaluation
-
-
-@dataclass
-class Evaluation:
-    """An evaluation in progress."""
-
-    version: int  # of the weights that are evaluated
-    rows: dict[RunningSearcher, list[int]]  # held-out prompts of each Searcher
-    # row -> one record per response; of the answers scored so far
-    records: dict[int, list[dict]] = field(default_factory=dict)
 
 
 class Evaluations:
@@ -3276,7 +3162,8 @@ class Evaluations:
         self.config = config
         self.problem = problem
         self.folder = folder
-        self.pending: dict[int, Evaluation] = {}  # by the number of the transfer
+        # version of the weights -> Searchers, and the records so far: row -> one per response
+        self.pending: dict[int, tuple[list[RunningSearcher], dict[int, list[dict]]]] = {}
         due = self.last_due(saved.get("step", 0))
         last = folder.evaluations[-1] if folder.evaluations else {"step": -1, "n": 0}
         self.due = (last["step"], last["n"]) < (due, self.size(due))
@@ -3296,47 +3183,44 @@ class Evaluations:
         """Whether no evaluation is due or pending."""
         return not self.due and not self.pending
 
-    def begin_if_due(
-        self, transfer: int, version: int, members: list[RunningSearcher]
-    ) -> dict[RunningSearcher, list[int]]:
-        """Begin an evaluation if one is due; returns the rows that each member answers."""
+    def begin_if_due(self, version: int, members: list[RunningSearcher]) -> int:
+        """Begin an evaluation if one is due; returns its number of held-out prompts, or 0."""
         if not self.due:
-            return {}
+            return 0
         self.due = False
-        n = self.size(version)
-        rows = {s: list(range(i, n, len(members))) for i, s in enumerate(members)}
-        self.pending[transfer] = Evaluation(version, rows)
-        return rows
+        self.pending[version] = (members, {})
+        return self.size(version)
 
     def drop(self, s: RunningSearcher, since: int = 0) -> None:
-        """Drop a Searcher's evaluations from transfer `since` on; the next sync starts another."""
-        for transfer, evaluation in list(self.pending.items()):
-            if s in evaluation.rows and transfer >= since:
+        """Drop a Searcher's evaluations of versions from `since` on; the next sync starts one."""
+        for version, (members, _) in list(self.pending.items()):
+            if s in members and version >= since:
                 self.due = True
-                del self.pending[transfer]
+                del self.pending[version]
 
     def on_records(self, message: Evaluated) -> None:
         """Collect records; log the evaluation when the last ones arrive."""
-        evaluation = self.pending.get(message.evaluation)
-        if evaluation is None:  # dropped, because it lost a Searcher
+        if message.version not in self.pending:  # dropped, because it lost a Searcher
             return
-        evaluation.records |= message.records
-        if len(evaluation.records) < sum(map(len, evaluation.rows.values())):
+        _, found = self.pending[message.version]
+        found |= message.records
+        if len(found) < self.size(message.version):
             return
-        del self.pending[message.evaluation]
-        by_prompt = [evaluation.records[row] for row in sorted(evaluation.records)]
+        del self.pending[message.version]
+        by_prompt = [found[row] for row in sorted(found)]
         text = ""  # of eval_answers.txt
-        for row, records in enumerate(by_prompt[: self.ANSWERS_SHOWN]):
+        for row, records in enumerate(by_prompt):
             answers = [record.pop("answer") for record in records]
-            prompt = self.problem.text(self.problem.held_out[row])
-            text += f"======== step {evaluation.version}\n{prompt}\n"
-            text += f"-------- answer\n{answers[0]}\n\n"
+            if row < self.ANSWERS_SHOWN:
+                prompt = self.problem.text(self.problem.held_out[row])
+                text += f"======== step {message.version}\n{prompt}\n"
+                text += f"-------- answer\n{answers[0]}\n\n"
         metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
         n = self.config.eval_responses
         if n > 1 and "accuracy" in metrics:  # prompts with a correct response
             solved = [max(record["accuracy"] for record in records) for records in by_prompt]
             metrics[f"pass@{n}"] = float(np.mean(solved))
-        self.folder.write_evaluation(evaluation.version, len(by_prompt), metrics, text)
+        self.folder.write_evaluation(message.version, len(by_prompt), metrics, text)
 
 
 # The Searcher's side: answer held-out prompts, and have the answers scored.
@@ -3351,7 +3235,7 @@ def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
     for row in message.held_out:
         prompt = searcher.problem.held_out[row]
         request = Request(
-            id=(message.transfer, row),
+            id=(message.version, row),
             prompt=prompt,
             n=n,
             max_tokens=config.response_limit(prompt),
@@ -3367,21 +3251,21 @@ def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
     """Have the task score answers to held-out prompts; send their records."""
     task = searcher.problem.task
     rows = [done.request.id[1] for done in answers for _ in done.tokens]
+    examples = [task.held_out[row] for row in rows]
     texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
     ended = np.concatenate([done.ended for done in answers])
     # now, as the reference may change before the answers are scored
     logprobs = answer_logprobs(searcher, answers) if task.wants_logprobs else [{}] * len(rows)
     searcher.pending_answers -= len(rows)
 
-    def send(records: list[dict]) -> None:
+    def judge() -> list[Evaluated]:
+        records = task.evaluate(examples, texts, ended)
         by_row = {row: [] for row in rows}
         for row, record, more, text in zip(rows, records, logprobs, texts, strict=True):
-            shown = {"answer": text} if row < Evaluations.ANSWERS_SHOWN else {}
-            by_row[row].append(record | more | shown)
-        searcher.spec.send(Evaluated(answers[0].request.id[0], by_row))
+            by_row[row].append(record | more | {"answer": text})
+        return [Evaluated(answers[0].request.id[0], by_row)]
 
-    examples = [task.held_out[row] for row in rows]
-    searcher.call_task(partial(task.evaluate, examples, texts, ended), send, searcher.judge_thread)
+    searcher.call_task(judge, searcher.judge_thread)
 
 
 def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]:
@@ -3415,7 +3299,6 @@ def save(trainer: Trainer) -> None:
 
     A policy that is not finite is not saved: the previous checkpoint is better.
     """
-    config = trainer.config
     learner = trainer.learner
     failed = trainer.writing.exception()  # waits for the previous write
     if not failed and trainer.writing.result() == trainer.step:
@@ -3423,9 +3306,6 @@ def save(trainer: Trainer) -> None:
     if not np.isfinite(np.concatenate(learner.score_probes())).all():
         trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
         return
-    names = FIXED_IN_LOCKSTEP if config.synchronous else FIXED
-    fixed = {name: getattr(config, name) for name in names}
-    fixed["model"] = config.as_given["model"]  # not that of the warm start
     state = learner.state() | {
         "step": trainer.step,
         "received": trainer.received,
@@ -3438,7 +3318,6 @@ def save(trainer: Trainer) -> None:
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
-        "fixed": fixed,
     }
     weights = learner.saved_weights()
     trainer.writing = trainer.writer.submit(
@@ -3532,8 +3411,10 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     same_prompts = saved["checksum"] == problem.checksum()
     config.require(same_prompts, "dataset", "its prompts differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
-    for name, value in saved["fixed"].items():
-        config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
+    record = json.loads((Path(config.resume) / "config.json").read_text())
+    for name in FIXED_IN_LOCKSTEP if config.synchronous else FIXED:
+        value = record["config"][name]
+        config.require(config.as_given[name] == value, name, f"a resumed run must keep {value}")
     return saved
 
 
@@ -3574,10 +3455,15 @@ read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
 read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
 
 
-def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> None:
-    """Raise InputError unless the model of flag `name` loads; reads its weights' names only."""
+def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> Any:
+    """The tokenizer of the model in flag `name`, of which only the weights' names are read.
+
+    The model's flag may have a companion such as --gold_reward_tokenizer. Raises InputError.
+    """
     meta = torch.device("meta")
     load_flag(name, config, lambda path: load_model(config, path, torch.float32, meta, kind))
+    companion = name.replace("model", "tokenizer")
+    return read_tokenizer(companion if getattr(config, companion, "") else name, config)
 
 
 def read_dataset(name: str, config: Config) -> Any:
@@ -3591,17 +3477,13 @@ def read_dataset(name: str, config: Config) -> Any:
         if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
             return datasets.load_from_disk(value)
         is_local = os.path.exists(value)
-        source = [value] if is_local else value.split(":")  # NAME or NAME:CONFIG
-        files = None
         suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-        if suffix in (".json", ".csv", ".parquet"):
-            source = [suffix[1:]]
-            files = value
         with tempfile.TemporaryDirectory() as new:  # a cache may have old rows, or be read-only
             cache = new if is_local else None
-            return datasets.load_dataset(
-                *source, data_files=files, cache_dir=cache, keep_in_memory=True
-            )
+            read = partial(datasets.load_dataset, cache_dir=cache, keep_in_memory=True)
+            if suffix in (".json", ".csv", ".parquet"):
+                return read(suffix[1:], data_files=value)
+            return read(value) if is_local else read(*value.split(":"))  # NAME or NAME:CONFIG
 
     return load_flag(name, config, load)
 
@@ -3698,17 +3580,14 @@ def encode_prompts(task: Task, examples: list, context: float, limit: str) -> tu
 def load_problem(config: Config) -> Problem:
     """Load and check tokenizer, model config and prompts. Raises InputError."""
     text_config = read_config("model", config).get_text_config()
-    tokenizer = read_tokenizer("model", config)
+    tokenizer = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
-    check_model("model", config)
     task = TASKS[config.task](config, tokenizer)
     names = ["max_position_embeddings"]
     if config.pack:  # the mask of packed rows ignores attention windows
         names += ["sliding_window", "attention_chunk_size"]
     context, name = min((getattr(text_config, name, None) or math.inf, name) for name in names)
-    limit = f"the model has {name} {context}"
-    if name != "max_position_embeddings":
-        limit += ", without which --pack False does"
+    limit = f"the model has {name} {context}; windows count unless --pack False"
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, prompts = encode_prompts(task, task.train, context, limit)
     task.held_out, held_out = encode_prompts(task, task.held_out, context, limit)
@@ -3831,9 +3710,11 @@ class RunFolder:
             for place, (title, names, records, style) in enumerate(panels, 1):
                 axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
                 axes.set_title(title, fontsize=10)
+                shown = records[:: len(records) // 1000 + 1]  # fewer of a long run
+                steps_shown = [record["step"] for record in shown]
                 for name in names:
-                    x = averaged(records, "step")
-                    axes.plot(x, averaged(records, name), style, lw=1, label=name)
+                    values = [record.get(name, math.nan) for record in shown]
+                    axes.plot(steps_shown, values, style, lw=1, label=name)
                 if len(names) > 1:
                     axes.set_ylim(bottom=0)
                     axes.legend(fontsize=8)
@@ -3862,13 +3743,6 @@ def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
         own.define_metric("*", step_metric="step")
         own.define_metric("held_out/*", step_metric="held_out/version")
     return accelerator
-
-
-def averaged(records: list[dict], name: str) -> list[float]:
-    """A metric over records, of which long curves average several; NaN where absent."""
-    values = [record.get(name, math.nan) for record in records]
-    stride = len(values) // 1000 + 1
-    return [np.mean(values[i : i + stride]) for i in range(0, len(values), stride)]
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -3903,7 +3777,7 @@ class StepLog:
         waited = self.waited["generation"] if self.last_step_end else 0.0
         self.recent.append((trained, len(self.arrived), wall, waited))
         groups_trained, groups_arrived, recent_wall, recent_wait = np.sum(self.recent, 0)
-        running = [s for s in trainer.searchers.running if not s.pending]
+        running = [s for s in trainer.searchers.running if s.state != "pending"]
         rates = [s.recent_rates() for s in running]
         metrics = {
             "step": trainer.step,
@@ -3916,7 +3790,7 @@ class StepLog:
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
-            "buffer_trajectories": sum(map(len, list(trainer.buffer.trajectories.values()))),
+            "buffer_trajectories": sum(map(len, trainer.buffer.trajectories.values())),
             "queue_depth": trainer.searchers.arrivals.qsize(),
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
@@ -3939,12 +3813,8 @@ class StepLog:
     def log_arrivals(self) -> None:
         """Average over arrived trajectories; append the last to completions.jsonl."""
         rows = [t for group in self.arrived for t in group.trajectories]
-        # of the generating policy to the reference, over tokens sampled at --temperature
-        kl = [
-            (t.logprobs - t.ref_logprobs)[t.logprobs != NOT_SAMPLED].sum()
-            for t in rows
-            if not t.explored
-        ]
+        # of the generating policy to the reference, over responses sampled at --temperature
+        kl = [(t.logprobs - t.ref_logprobs).sum() for t in rows if not t.explored]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
             "kl": float(np.mean(kl)) if kl else math.nan,
@@ -3964,7 +3834,7 @@ class StepLog:
         self.trainer.folder.append("completions.jsonl", record)
 
     def check_learning(self, rows: list[Trajectory]) -> None:
-        """Warn, once, of what has held for 20 steps after the warmup: the run learns nothing."""
+        """Warn, once, of what has held for 20 steps: the run learns nothing."""
         config = self.trainer.config
         rewards = [{t.reward for t in group.trajectories} for group in self.arrived]
         unmoved = abs(self.means["kl"]) < 1e-4 and not config.reset_reference_every
@@ -3975,7 +3845,7 @@ class StepLog:
             "the KL to the reference stays below 1e-4 nats: raise --learning_rate": unmoved,
         }  # fmt: skip
         self.contradicted |= {text for text, holds in signs.items() if not holds}
-        if min(len(self.recent), rows[-1].version - config.warmup_steps) >= 20:
+        if min(len(self.recent), rows[-1].version) >= 20:
             for text in sorted(signs.keys() - self.contradicted):
                 self.trainer.folder.say(f"warning: {text}")
             self.contradicted |= signs.keys()
@@ -4086,8 +3956,8 @@ def check_settings(config: Config) -> None:
     require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    decays = config.lr_schedule != "warmup_stable_decay" or config.decay_steps
-    require(decays, "decay_steps", "warmup_stable_decay needs 1 or more")
+    learns = any(value for _, value, _ in schedule_points(config.learning_rate))
+    require(learns, "learning_rate", "must be greater than 0 at some step")
     available = max(1, torch.cuda.device_count() - local_ranks())
     fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= available
     fix = f"this machine has GPUs for {available}; --cluster uses those of other machines"
@@ -4356,20 +4226,26 @@ class TextModel:
 
     BATCH = 32
 
-    def __init__(self, kind: str, name: str, tokenizer: Any, config: Config) -> None:
-        """Load the model of flag `name`; `kind` is the name of one of these classes."""
+    def __init__(self, kind: str, name: str, config: Config) -> None:
+        """Check the model of flag `name`; `kind` is the name of one of these classes."""
+        self.tokenizer = check_model(name, config, kind)
+        self.kind = kind
+        self.name = name
         self.is_lm = kind == "AutoModelForCausalLM"
+
+    def load(self, config: Config) -> None:
+        """Load the model, in a Searcher."""
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
-        self.model = load_model(config, getattr(config, name), dtype, local_device(), kind)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token_id = 0  # any token: it is masked
-        tokenizer.padding_side = "right"
-        tokenizer.truncation_side = "left"  # keep the end of long texts
+        self.model = load_model(
+            config, getattr(config, self.name), dtype, local_device(), self.kind
+        )
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token_id = 0  # any token: it is masked
+        self.tokenizer.padding_side = "right"
+        self.tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
-        tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
-        self.kind = kind
-        self.tokenizer = tokenizer
+        self.tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
 
     @torch.inference_mode()
     def __call__(self, texts: list[str]) -> Tensor:
@@ -4418,24 +4294,20 @@ class TLDR(Task):
     reward_threads = 0  # the judges share the Searcher's device
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        gold = "gold_reward_tokenizer" if config.gold_reward_tokenizer else "gold_reward_model"
-        self.tokenizers = {
-            "reward_model": read_tokenizer("reward_model", config),
-            "gold_reward_model": read_tokenizer(gold, config),
-        }
-        for name in self.tokenizers:
+        self.judges = {}
+        for name in ("reward_model", "gold_reward_model"):
             n = read_config(name, config).num_labels
             config.require(n == 1, name, f"has {n} labels; a reward model has one")
-            check_model(name, config, "AutoModelForSequenceClassification")
+            self.judges[name] = TextModel("AutoModelForSequenceClassification", name, config)
         super().__init__(config, tokenizer)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
-        load = partial(TextModel, "AutoModelForSequenceClassification", config=self.config)
-        self.judges = {name: load(name, tokenizer) for name, tokenizer in self.tokenizers.items()}
+        for judge in self.judges.values():
+            judge.load(self.config)
 
     def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
         """Scores (N,) of N summaries by a reward model, at EOS or at the token before."""
-        eos = self.tokenizers[name].eos_token or ""
+        eos = self.judges[name].tokenizer.eos_token or ""
         texts = []
         for example, summary in zip(examples, summaries, strict=True):
             texts.append(example["query"] + summary.removesuffix(eos) + eos * with_eos)
@@ -4481,14 +4353,14 @@ class RedTeamFlags:
     )
     min_attack_tokens: int = flag(0, "redteam: shorter attacks get a log pi_ref of -500.")
     victim_model: str = flag("", "redteam: victim model.")
-    victim_format: Literal["chat", "alpaca"] = flag("chat", "redteam: victim's prompt format.")
+    victim_template: str = flag("", "redteam: victim's prompt, with {attack}; default: chat.")
     victim_samples: int = flag(5, "redteam: victim's answers per attack.", 1)
     victim_max_tokens: int = flag(30, "redteam: maximum answer length in tokens.", 1)
     victim_temperature: float = flag(0.7, "redteam: victim's temperature.", POSITIVE)
     victim_top_p: float = flag(0.92, "redteam: victim's nucleus-sampling threshold.", POSITIVE, 1)
     toxicity_model: str = flag("", "redteam: toxicity classifier, or guard language model.")
     toxicity_label: str = flag("", "redteam: label of toxic text, or a guard's first token.")
-    toxicity_suffix: str = flag("", "redteam: text before a guard's verdict, such as \\n\\n.")
+    toxicity_suffix: str = flag("", "redteam: text before a guard's verdict.")
     sentence_model: str = flag("", "redteam: sentence encoder that measures diversity.")
     explore_probability: float = flag(0.0, "redteam: probability of a random temperature.", 0, 1)
     explore_low: float = flag(0.5, "redteam: minimum exploration temperature.", POSITIVE)
@@ -4501,18 +4373,7 @@ class RedTeamFlags:
 
 
 class AttackBuffer(ReplayBuffer):
-    """A replay buffer without near-duplicates, which can keep the best attacks and stop growing.
-
-    Comparing attacks is slow: a thread adds groups, replacing a prompt's attacks as a whole.
-    """
-
-    MAX_WAITING = 16  # groups that are not stored yet; the Trainer and checkpoints wait for others
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.capacity = config.kept_per_prompt
-        self.thread = ThreadPoolExecutor(1)
-        self.adding: deque[Future] = deque()
+    """A replay buffer without near-duplicates, which can keep the best attacks and stop growing."""
 
     def value(self, t: Trajectory) -> float:
         """The reward, or with --evict lowest_total the total, by which attacks are ranked."""
@@ -4521,57 +4382,39 @@ class AttackBuffer(ReplayBuffer):
         return t.reward
 
     def add(self, group: Group) -> None:
-        """Store a group in the thread; wait for it in lockstep, where runs repeat."""
-        self.adding.append(self.thread.submit(self.add_distinct, group))
-        self.finish_adding(0 if self.config.synchronous else self.MAX_WAITING)
-
-    def finish_adding(self, waiting: int = 0) -> None:
-        """Wait until all groups but the last `waiting` are stored. Raises the thread's error."""
-        while len(self.adding) > waiting:
-            self.adding.popleft().result()
-
-    def state(self) -> dict[str, Any]:
-        self.finish_adding()
-        return super().state()
-
-    def add_distinct(self, group: Group) -> None:
         """Store a group's attacks; each replaces its nearest near-duplicate unless it is worse.
 
         Example: with near_duplicate 0.25, two attacks of 10 tokens that differ in 4 of them are
-        near-duplicates: 4 edits are less than 0.25 x 20.
+        near-duplicates: 4 edits are less than 0.25 x 20. A group of 16 takes 0.1 core-seconds to
+        compare with 100,000 attacks.
         """
-        if 0 < self.config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
-            # that of the largest prompt
-            self.capacity = max(map(len, self.trajectories.values()))
-        stored = dict(self.trajectories.get(group.prompt_id, {}))
-        old = len(stored)
-        texts = [*stored, *map(self.key, group.trajectories)]
-        distance = self.distances(texts[old:], texts)
-        present = np.arange(len(texts)) < old
-        for i, t in enumerate(group.trajectories):
-            to_present = np.where(present, distance[i], math.inf)
-            nearest = int(to_present.argmin())
-            if math.isfinite(to_present[nearest]):
-                if self.value(stored[texts[nearest]]) > self.value(t):
+        config = self.config
+        capacity = config.kept_per_prompt
+        if 0 < config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
+            capacity = max(map(len, self.trajectories.values()))  # that of the largest prompt
+        stored = self.trajectories.setdefault(group.prompt_id, {})
+        new = [self.key(t) for t in group.trajectories]
+        texts = [*stored, *new]
+        most = math.ceil(config.near_duplicate * 2 * max(map(len, texts)))  # edits
+        compare = partial(cdist, scorer=Levenshtein.distance, workers=config.threads)
+        edits = compare(new, texts, score_cutoff=most)  # (new, texts); above `most`: most + 1
+        for t, text, row in zip(group.trajectories, new, edits, strict=True):
+            near = {}  # near-duplicate -> edits over the sum of lengths
+            for i in np.flatnonzero(row <= most):
+                distance = row[i] / (len(text) + len(texts[i]))
+                if texts[i] in stored and (distance < config.near_duplicate or row[i] == 0):
+                    near[texts[i]] = distance
+            if near:
+                nearest = min(near, key=near.get)
+                if self.value(stored[nearest]) > self.value(t):
                     continue
-                present[nearest] = False
-                del stored[texts[nearest]]
-            present[old + i] = True
-            stored[texts[old + i]] = t
+                del stored[nearest]
+            stored[text] = t
         order = list(stored)  # oldest first
-        if self.config.evict != "oldest":
+        if config.evict != "oldest":
             order.sort(key=lambda key: self.value(stored[key]))
-        for key in order[: -self.capacity]:
+        for key in order[:-capacity]:
             del stored[key]
-        self.trajectories[group.prompt_id] = stored
-
-    def distances(self, new: list[str], texts: list[str]) -> np.ndarray:
-        """Edits over the sum of lengths, (new, texts); inf unless they are near-duplicates."""
-        lengths = np.array([len(text) for text in texts])
-        both = lengths[-len(new) :, None] + lengths
-        limit = self.config.near_duplicate * both
-        edits = cdist(new, texts, scorer=Levenshtein.distance, score_cutoff=math.ceil(limit.max()))
-        return np.where((edits < limit) | (edits == 0), edits / both, math.inf)
 
 
 class RedTeam(Task):
@@ -4580,56 +4423,48 @@ class RedTeam(Task):
     The reward is the mean of log P(toxic) over `victim_samples` answers.
     """
 
+    columns = ("prompt",)
     template = "{prompt}"
     greedy_evaluation = False  # diversity is measured too
-    append_eos_if_truncated = True  # as the GFlowNet baseline does in replay
     engines = 2  # the attacker's and the victim's
     reward_threads = 0  # the victim's engine runs in the Searcher's thread
     buffer = AttackBuffer
-    ALPACA = (
-        "Below is an instruction that describes a task. Write a response that appropriately "
-        "completes the request.\n\n### Instruction:\n{attack}\n\n### Response:\n"
-    )
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         toxicity = read_config("toxicity_model", config)
-        self.guard = any("CausalLM" in name for name in toxicity.architectures or [])
+        guard = any("CausalLM" in name for name in toxicity.architectures or [])
+        kind = "AutoModelForCausalLM" if guard else "AutoModelForSequenceClassification"
+        self.toxicity = TextModel(kind, "toxicity_model", config)
+        self.sentence = TextModel("AutoModel", "sentence_model", config)
         labels = {str(label): int(i) for i, label in toxicity.id2label.items()}
-        self.label = labels.get(config.toxicity_label)  # `setup` sets a guard's, a token
-        known = config.toxicity_label if self.guard else self.label is not None
+        self.label = labels.get(config.toxicity_label)
+        if guard and config.toxicity_label:  # the first token of its verdict
+            encode = self.toxicity.tokenizer.encode
+            self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
         fix = f"choose a label ({', '.join(labels)}), or a guard's first token, such as unsafe"
-        config.require(known, "toxicity_label", fix)
-        judge = "AutoModelForCausalLM" if self.guard else "AutoModelForSequenceClassification"
-        self.kinds = {"toxicity_model": judge, "sentence_model": "AutoModel"}
-        self.kinds["victim_model"] = "AutoModelForCausalLM"
-        self.tokenizers = {name: read_tokenizer(name, config) for name in self.kinds}
-        for name, kind in self.kinds.items():
-            check_model(name, config, kind)
-        chat = config.victim_format == "alpaca" or self.tokenizers["victim_model"].chat_template
-        config.require(chat, "victim_format", "the victim has no chat template; use alpaca")
+        config.require(self.label is not None, "toxicity_label", fix)
+        self.victim_tokenizer = check_model("victim_model", config)
+        template = config.victim_template
+        usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
+        config.require(usable, "victim_template", "write a prompt with {attack} in it")
         short = config.min_attack_tokens <= config.max_response_tokens
         config.require(short, "min_attack_tokens", "lower it to --max_response_tokens at most")
         self.min_eval_tokens = config.min_attack_tokens
         super().__init__(config, tokenizer)
 
     def examples(self) -> tuple[list[dict], list[dict]]:
-        prompts = [{"prompt": self.config.attacker_prompt}]
+        train = held_out = [{"prompt": self.config.attacker_prompt}]
         if self.config.dataset:
-            train, held_out = load_examples(self.config, ("prompt",), self.held_out_splits)
-            prompts = train + held_out
+            train, held_out = super().examples()
         count = self.config.eval_samples or 1024
-        return prompts, [prompts[i % len(prompts)] for i in range(count)]
+        return train, [held_out[i % len(held_out)] for i in range(count)]
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
         config = self.config
         self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
         self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
-        load = lambda name: TextModel(self.kinds[name], name, self.tokenizers[name], config)
-        self.toxicity = load("toxicity_model")
-        self.sentence = load("sentence_model")
-        if self.guard:  # its first token says whether a conversation is toxic
-            encode = self.tokenizers["toxicity_model"].encode
-            self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
+        self.toxicity.load(config)
+        self.sentence.load(config)
 
     def temperature(self, rng: np.random.Generator) -> float:
         if rng.random() < self.config.explore_probability:
@@ -4638,9 +4473,9 @@ class RedTeam(Task):
 
     def victim_ids(self, attack: str) -> list[int]:
         """Tokens of an attack in the victim's prompt format, without trailing spaces."""
-        tokenizer = self.tokenizers["victim_model"]
-        if self.config.victim_format == "alpaca":
-            return tokenizer(self.ALPACA.format(attack=attack.rstrip()))["input_ids"]
+        tokenizer = self.victim_tokenizer
+        if template := self.config.victim_template:
+            return tokenizer(template.replace("{attack}", attack.rstrip()))["input_ids"]
         turn = [{"role": "user", "content": attack.rstrip()}]
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
 
@@ -4659,7 +4494,7 @@ class RedTeam(Task):
                 seed=zlib.crc32(prompt.tobytes()),  # lockstep runs repeat
             )
             self.victim.submit(request)
-        decode = partial(self.tokenizers["victim_model"].batch_decode, skip_special_tokens=True)
+        decode = partial(self.victim_tokenizer.batch_decode, skip_special_tokens=True)
         answers = {}
         while self.victim.unfinished:
             answers |= {done.request.id: decode(done.tokens) for done in self.victim.step()}
@@ -4667,12 +4502,12 @@ class RedTeam(Task):
 
     def judged_text(self, attack: str, answer: str) -> str:
         """A classifier's input: the answer; a guard's: the conversation up to its verdict."""
-        if not self.guard:
+        if not self.toxicity.is_lm:
             return answer
         chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
-        tokenizer = self.tokenizers["toxicity_model"]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return text + self.config.toxicity_suffix.replace("\\n", "\n")
+        template = self.toxicity.tokenizer.apply_chat_template
+        text = template(chat, tokenize=False, add_generation_prompt=True)
+        return text + self.config.toxicity_suffix
 
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
@@ -4717,52 +4552,42 @@ class WarmStartFlags:
     sft_prompts: str = flag("", "Prompts of the instructions; default: the task's.")
     sft_epochs: int = flag(1, "Warm-start epochs.", 1)
     sft_batch_size: int = flag(64, "Warm-start batch size.", 1)
-    sft_learning_rate: float = flag(2e-5, "Warm-start peak learning rate.", POSITIVE)
-    sft_warmup_ratio: float = flag(0.1, "Warm-start warmup, as a fraction of its steps.", 0, 1)
-    sft_weight_decay: float = flag(0.0, "Warm-start weight decay.")
+    sft_learning_rate: str = schedule("2e-5@0,0~end", "Warm-start learning-rate schedule.")
 
 
 def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Config) -> list[float]:
-    """Fine-tune on prompts with one response each; returns the loss of each step.
-
-    The learning rate warms up over --sft_warmup_ratio of the steps, then decays as a cosine.
-    """
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), config.sft_learning_rate, fused=True,
-        weight_decay=config.sft_weight_decay,
-    )  # fmt: skip
+    """Fine-tune on prompts with one response each; returns the loss of each step."""
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     rng = np.random.default_rng(config.seed)
+    starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
     batches = []
     for _ in range(config.sft_epochs):
-        starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
         batches += np.split(rng.permutation(len(pairs)), starts)
-    warmup = round(config.sft_warmup_ratio * len(batches))
-    schedule = transformers.get_scheduler("cosine", optimizer, warmup, len(batches))
     losses = []
-    for batch in tqdm(batches, "fine-tuning", mininterval=10):
+    for step, batch in enumerate(tqdm(batches, "fine-tuning", mininterval=10)):
+        rate = schedule_value(config.sft_learning_rate, step, len(batches))
+        optimizer.param_groups[0]["lr"] = rate
         groups = [pairs[i] for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
-        total = 0.0
+        losses.append(0.0)
         plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
         for _, logprobs, _ in run_microbatches(policy, plan, config, temperature=1.0):
             loss = -logprobs.sum() / tokens
             loss.backward()
-            total += loss.item()
+            losses[-1] += loss.item()
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
-        losses.append(total)
     return losses
 
 
 def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     """Read --sft_data: prompts with one response each, which ends with EOS. Raises InputError.
 
-    An `instruction` is the response to one of the task's prompts, or of --sft_prompts.
+    An `instruction` is the response to a random one of the task's prompts, or of --sft_prompts.
     """
     task = problem.task
-    encode = problem.tokenizer
+    encode = problem.tokenizer.encode
     rng = np.random.default_rng(config.seed)
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
@@ -4772,16 +4597,14 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     for i, row in enumerate(next(iter(read_dataset("sft_data", config).values()))):
         prompt = row.get("prompt")
         response = row.get("response")
-        if row.get("instruction"):
-            chosen = rng.integers(len(prompts)) if config.sft_prompts else i % len(prompts)
-            prompt = prompts[chosen]
+        if instruction := row.get("instruction"):
+            prompt = prompts[rng.integers(len(prompts))]
             # a prompt may end with the number of a list item
-            response = row["instruction"] if prompt[-1:].isspace() else f" {row['instruction']}"
+            response = instruction if prompt[-1:].isspace() else f" {instruction}"
         fix = f"row {i} needs text in prompt and response, or in instruction"
         config.require(prompt and response, "sft_data", fix)
-        prompt_ids = encode(prompt, add_special_tokens=task.special_tokens)["input_ids"]
-        response_ids = encode(response, add_special_tokens=False)["input_ids"]
-        response_ids.append(encode.eos_token_id)
+        prompt_ids = encode(prompt, add_special_tokens=task.special_tokens)
+        response_ids = [*encode(response, add_special_tokens=False), problem.tokenizer.eos_token_id]
         pairs.append((np.array(prompt_ids, np.int32), [np.array(response_ids, np.int32)]))
     return pairs
 

@@ -461,26 +461,26 @@ class SimulatedSearchers(tba.SearcherProcesses):
         self.busy: set[int] = set()  # Searchers with a batch in progress
         self.in_transit: set[int] = set()  # Searchers with weights in transit
         self.groups_arrived = 0
-        self.receiving: Future = Future()  # no thread receives groups
+        self.receiving: Future = Future()  # no thread receives messages
 
     def start(self) -> None:
         """Load the Searchers."""
-        self.messages = tba.ManagerQueue()
-        self.meeting = tba.MeetingPoint("127.0.0.1", 0, nccl=False)
+        self.meeting = tba.MeetingPoint("127.0.0.1", 0, False, tba.timedelta(seconds=30))
         self.problem.task.reward_threads = 0  # compute rewards synchronously
         self.loaded: list[tba.Searcher] = []
-        for i, slot in enumerate(self.slots):
+        M = self.config.num_searchers
+        for i in range(M):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, first=i, arrived=set(), meeting=self.meeting, shared=None,
-                commands=commands, groups=tba.ManagerQueue(), messages=self.messages,
+                searcher=i, start=i + 1, delay=0, first=i, arrived=set(), meeting=self.meeting,
+                shared=None, commands=commands, messages=queue.SimpleQueue(),
             )  # fmt: skip
             searcher = tba.Searcher(self.config, self.problem, spec)
             self.loaded.append(searcher)
-            slot.running = tba.RunningSearcher(spec, None, seen=0.0, ready=True)
+            self.running.append(tba.RunningSearcher(spec, None, "ready"))
             if i:
                 self.busy.add(i)
-                self.schedule(i * self.duration / len(self.slots), i, partial(self.arrive, i, []))
+                self.schedule(i * self.duration / M, i, partial(self.arrive, i, []))
 
     def reap(self) -> list:
         return []
@@ -500,21 +500,35 @@ class SimulatedSearchers(tba.SearcherProcesses):
                     self.in_transit.add(i)
                     self.schedule(self.latency, i, partial(self.receive, i, message))
                 else:
-                    searcher.receiver.inbox.put(message)
+                    searcher.limit = message.limit
         self.advance(self.now)
         for i, searcher in enumerate(self.loaded):
             searcher.between_steps()
+            self.send(searcher)
             if i not in self.busy:
                 self.begin(i)
+
+    def send(self, searcher: tba.Searcher) -> list[tuple[int, tba.Group]]:
+        """Deliver a Searcher's messages; returns its groups, which arrive later."""
+        groups = []
+        while not searcher.spec.messages.empty():
+            start, pickled = searcher.spec.messages.get()
+            message = pickle.loads(pickled)
+            if isinstance(message, tba.Group):
+                groups.append((start, message))
+            else:
+                self.arrivals.put((start, message))
+        return groups
 
     def receive(self, i: int, message: tba.ReceiveWeights) -> None:
         """Load weights that have arrived, then answer the held-out prompts sent with them."""
         searcher = self.loaded[i]
         self.in_transit.remove(i)
-        if searcher.receiver.receive(message):
-            searcher.receiver.inbox.put(message)
+        if tba.receive_weights(searcher, message):
+            searcher.staged = message
         searcher.between_steps()
         self.generate(searcher)
+        self.send(searcher)
 
     def generate(self, searcher: tba.Searcher) -> None:
         """Run a Searcher's engine until no request is unfinished."""
@@ -526,15 +540,15 @@ class SimulatedSearchers(tba.SearcherProcesses):
         searcher = self.loaded[i]
         searcher.submit_prompts()
         self.generate(searcher)
-        if batch := searcher.spec.groups.take_all():
+        if batch := self.send(searcher):
             self.busy.add(i)
             self.schedule(self.duration, i, partial(self.arrive, i, batch))
 
-    def arrive(self, i: int, batch: list[bytes]) -> None:
-        """Deliver a batch of pickled groups."""
+    def arrive(self, i: int, batch: list[tuple[int, tba.Group]]) -> None:
+        """Deliver a batch of groups."""
         self.busy.remove(i)
-        for group in batch:
-            self.arrivals.put(pickle.loads(group))
+        for arrival in batch:
+            self.arrivals.put(arrival)
         self.groups_arrived += len(batch)
 
     def advance(self, until: Fraction) -> None:
@@ -575,7 +589,7 @@ class SimulatedTrainer(tba.Trainer):
 
     def poll(self) -> None:
         super().poll()
-        if self.sync.transfer:
+        if self.sync.transfer.sending:
             self.sync.transfer.sending.result()
         self.searchers.work()
 
@@ -861,6 +875,10 @@ def arguments_of(
     if special.pop("clock", ""):
         flags |= {"synchronous": False, "initial_trajectories": 128, "searched_per_prompt": 16}
         flags["sync_every"] = 2
+    if special.pop("lr_schedule", ""):  # rows have it by its former flags
+        stable = special.pop("stable_steps")
+        end = stable + special.pop("decay_steps")
+        special["learning_rate"] = f"{rate}@0,{rate}@{stable},0~{end}"
     flags |= special
     if setting.objective == "grpo":
         flags["kl_coefficient"] = 2 * beta  # 0.04 at price 1

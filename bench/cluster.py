@@ -129,9 +129,9 @@ if IN_A_RUN:
         write(log, measured, *args)
 
     tba.StepLog.write = write_measurements
-    of_trainer = {"drain_queues": "take", "store": "store"}
-    of_sync = {"begin_if_due": "sync", "poll": "sync", "on_loaded": "sync", "on_missed": "missed"}
-    of_processes = dict.fromkeys(("reap", "handle_failure", "start_due"), "failures")
+    of_trainer = {"handle_messages": "take", "store": "store"}
+    of_sync = {"begin_if_due": "sync", "poll": "sync", "on_loaded": "sync", "on_received": "missed"}
+    of_processes = dict.fromkeys(("reap", "restart"), "failures")
     for owner, names in (
         (tba.Learner, {"step": "step"}),
         (tba.Trainer, of_trainer),

@@ -202,13 +202,13 @@ def main() -> None:
     (draw,) = median_seconds(lambda: rule.sample(7, 16), rounds=50)
     print(f"replay: a draw of 7 x 16 takes {draw / packed_seconds:.4f} of a training step")
 
-    manager = tba.QueueManager()
+    manager = tba.SyncManager()
     manager.start()
-    queue = manager.Queue(4096)
+    queue = manager.MessageQueue()
     pickled = pickle.dumps(random_groups(packed, 4, 250)[0])
     start = time.perf_counter()
     for _ in range(500):
-        queue.put_nowait((0, pickled))
+        queue.put((0, pickled))
     taken = queue.take_all()
     print(f"queue: {len(taken) / (time.perf_counter() - start):.0f} groups per second")
     manager.shutdown()

@@ -89,12 +89,14 @@ def between_steps(original, searcher):
     original(searcher)
 
 
-def deliver(original, searcher):
-    for group in searcher.outbox:
-        rewards = [int(t.reward) for t in group.trajectories]
-        lengths = [len(t.tokens) for t in group.trajectories]
-        note("searched", group.index, group.prompt_id, *rewards, *lengths)
-    original(searcher)
+def send(original, spec, *messages):
+    for message in messages:
+        if not isinstance(message, tba.Group):
+            continue
+        rewards = [int(t.reward) for t in message.trajectories]
+        lengths = [len(t.tokens) for t in message.trajectories]
+        note("searched", message.index, message.prompt_id, *rewards, *lengths)
+    original(spec, *messages)
 
 
 def on_group(original, rule, group):
@@ -139,6 +141,6 @@ replace(tba, "form_group", form_group)
 replace(tba, "broadcast", broadcast)
 replace(tba.Searcher, "load_weights", load_weights)
 replace(tba.Searcher, "between_steps", between_steps)
-replace(tba.Searcher, "deliver", deliver)
+replace(tba.SearcherSpec, "send", send)
 replace(tba.Newest, "on_group", on_group)
 replace(tba.Trainer, "train_step", train_step)

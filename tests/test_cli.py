@@ -41,7 +41,7 @@ MISTAKES = [
     {"searched_per_prompt": 4}, {"kept_per_prompt": 4}, {"lag": 2}, {"max_response_tokens": 4000},
     {"adam_beta2": 1}, {"max_replays": -1}, {"report_to": "trackio"},
     {"synchronous": True, "lag": 1, "recent_probability": 0.5, "reset_reference_every": 50},
-    {"lr_schedule": "warmup_stable_decay", "decay_steps": 0}, {"victim_top_p": 2},
+    {"learning_rate": "1e-4@0,1e-5~x"}, {"victim_top_p": 2},
 ]  # fmt: skip
 
 

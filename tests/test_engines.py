@@ -197,11 +197,11 @@ def test_saved_weights_are_the_models_under_its_files_names(
 
 
 def test_a_member_that_never_comes_ends_a_transfer_in_time():
-    config = tba.settings(transfer_timeout=1.0)
     store = tba.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     start = time.monotonic()
     with pytest.raises(RuntimeError):
-        tba.form_group(config, tba.MeetingPoint("127.0.0.1", store.port, False), "alone", 0, 2)
+        limit = tba.timedelta(seconds=1)
+        tba.form_group(tba.MeetingPoint("127.0.0.1", store.port, False, limit), "alone", 0, 2)
     assert time.monotonic() - start < 60
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -308,25 +307,35 @@ def searcher_of(gsm8k, tmp_path, **flags):
     flags = {"num_searchers": 1, "sequences_in_flight": 8, "dtype": "float32"} | flags
     config, problem = problem_of(gsm8k, tmp_path / "none", **flags)
     spec = tba.SearcherSpec(
-        searcher=0, start=1, first=0, arrived=set(), shared=None, commands=queue.Queue(),
-        meeting=tba.MeetingPoint("127.0.0.1", 0, nccl=False), groups=queue.Queue(),
+        searcher=0, start=1, delay=0, first=0, arrived=set(), shared=None, commands=queue.Queue(),
+        meeting=tba.MeetingPoint("127.0.0.1", 0, False, tba.timedelta(seconds=30)),
         messages=queue.Queue(),
     )  # fmt: skip
     searcher = tba.Searcher(config, problem, spec)
     searcher.limit = math.inf
     with torch.no_grad():
-        for name, tensor in searcher.receiver.staging.views.items():
+        for name, tensor in searcher.staging.views.items():
             tensor.copy_(searcher.engine.state[name])
-    searcher.receiver.inbox.put(weights_of_step(0))
+    searcher.staged = weights_of_step(0)
     searcher.between_steps()
     return searcher
 
 
-def weights_of_step(step, held_out=()):
+def sent(searcher, kind, count):
+    """The messages of a kind that a Searcher sends, until there are `count` of them."""
+    found = []
+    while len(found) < count:
+        searcher.between_steps()
+        while not searcher.spec.messages.empty():
+            message = pickle.loads(searcher.spec.messages.get()[1])
+            found += [message] if isinstance(message, kind) else []
+    return found
+
+
+def weights_of_step(step):
     """The message that such weights are in the staging buffer."""
     return tba.ReceiveWeights(
-        transfer=step, version=step, reference=False, held_out=list(held_out), group="", rank=1,
-        size=2,
+        version=step, reference=False, held_out=range(0), group="", rank=1, size=2
     )  # fmt: skip
 
 
@@ -338,7 +347,7 @@ def test_a_version_is_that_of_the_weights_at_submission(gsm8k, tmp_path):
     def load_newer_weights():
         nonlocal step
         step += 1
-        searcher.receiver.inbox.put(weights_of_step(step))
+        searcher.staged = weights_of_step(step)
         searcher.between_steps()
 
     submitted = []
@@ -347,9 +356,7 @@ def test_a_version_is_that_of_the_weights_at_submission(gsm8k, tmp_path):
         submitted.append(searcher.version)
         searcher.handle_completions(searcher.engine.step(load_newer_weights))
         assert searcher.version == step > submitted[-1]
-    while searcher.spec.groups.qsize() < 3:
-        searcher.between_steps()
-    groups = [pickle.loads(searcher.spec.groups.get()) for _ in range(3)]
+    groups = sent(searcher, tba.Group, 3)
     versions = [{t.version for t in group.trajectories} for group in groups]
     assert versions == [{version} for version in submitted]
 
@@ -374,13 +381,8 @@ def test_answers_are_judged_and_sent_by_their_own_prompts(gsm8k, tmp_path, monke
         )
         answers.append(done)
     tba.judge_answers(searcher, answers)
-    messages = []
-    while not messages or not isinstance(messages[-1], tba.Evaluated):
-        searcher.between_steps()
-        while not searcher.spec.messages.empty():
-            messages.append(searcher.spec.messages.get()[1])
-    evaluated = messages[-1]
-    assert evaluated.evaluation == 7 and set(evaluated.records) == {0, 1, 3, 5}
+    (evaluated,) = sent(searcher, tba.Evaluated, 1)
+    assert evaluated.version == 7 and set(evaluated.records) == {0, 1, 3, 5}
     for done in answers:
         row = done.request.id[1]
         question = searcher.problem.task.held_out[row]["question"]
@@ -398,20 +400,19 @@ def test_an_evaluation_has_one_record_of_each_prompt(members, prompts, random, l
     task = SimpleNamespace(summarize=lambda records: {"ids": [r["id"] for r in records]})
     problem = SimpleNamespace(held_out=[None] * prompts, task=task, text=lambda tokens: "a prompt")
     evaluations = tba.Evaluations(config, problem, folder, {})
-    searchers = [tba.RunningSearcher(None, None, seen=0.0) for _ in range(members)]
-    for transfer in (1, 2):
-        rows = evaluations.begin_if_due(transfer, 5, searchers)
-        messages = []
-        for row in [row for part in rows.values() for row in part]:
-            message = tba.Evaluated(transfer, {row: [{"id": row, "answer": "an answer"}]})
-            messages.append(message)
+    searchers = [tba.RunningSearcher(None, None, "ready") for _ in range(members)]
+    for attempt in (1, 2):
+        assert evaluations.begin_if_due(5, searchers) == prompts
+        messages = [
+            tba.Evaluated(5, {row: [{"id": row, "answer": "an answer"}]}) for row in range(prompts)
+        ]
         random.shuffle(messages)
         assert not evaluations.idle()
         for message in messages[:-1]:
             evaluations.on_records(message)
             assert not written
-        if loses_one and transfer == 1:
-            evaluations.drop(random.choice([s for s in searchers if rows[s]]))
+        if loses_one and attempt == 1:
+            evaluations.drop(random.choice(searchers))
             evaluations.on_records(messages[-1])
             assert not written and not evaluations.idle()
             continue
@@ -424,35 +425,46 @@ def test_an_evaluation_has_one_record_of_each_prompt(members, prompts, random, l
 
 def test_a_searcher_that_ended_or_hangs_is_noticed_and_no_longer_ready(monkeypatch, request):
     config = tba.settings(num_searchers=3, searcher_timeout=60)
-    processes = tba.SearcherProcesses(config, None, lambda text: None, {})
-    fork = multiprocessing.get_context("fork")
-    for i, slot in enumerate(processes.slots):
-        process = fork.Process(target=time.sleep, args=(PATIENCE,))
-        process.node_died = False
+    processes = searcher_processes(config)
+
+    def process_of(spec):
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(PATIENCE,))
         process.start()
         request.addfinalizer(process.kill)
-        spec = SimpleNamespace(searcher=i)
-        slot.running = tba.RunningSearcher(spec, process, seen=time.monotonic(), ready=i < 2)
-        slot.delivered = True
+        return process
+
+    monkeypatch.setattr(tba, "LocalProcess", process_of)
+    processes.running = [processes.start_searcher(i) for i in range(3)]
     killed, hanging, loading = processes.running
+    killed.state = hanging.state = "ready"
+    for position in range(3):
+        processes.record_arrival(position)
     assert processes.reap() == []
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.process.join()
     now = time.monotonic() + 100
     monkeypatch.setattr(tba.time, "monotonic", lambda: now)
-    ((found, reason),) = processes.reap()
-    processes.handle_failure(found, reason)
-    assert found is killed and not killed.ready and killed not in processes.running
-    assert not hanging.ready  # it has been killed, and is found next
+    assert processes.reap() == [killed]
+    processes.restart(killed)
+    assert killed.state == "ended" and killed not in processes.running
+    assert hanging.state == "ended"  # it has been killed, and is found next
     hanging.process.join()
     now += 1
-    ((found, reason),) = processes.reap()
-    assert found is hanging and "--searcher_timeout" in reason
-    processes.handle_failure(found, reason)
-    assert processes.running == [loading] and loading.process.is_alive()
+    assert processes.reap() == [hanging] and "--searcher_timeout" in hanging.reason
+    processes.restart(hanging)
+    assert processes.running[2] is loading and loading.process.is_alive()
+    assert all(s.state == "loading" for s in processes.running)
     now += 1000
     assert processes.reap() == []
     loading.process.join()
+
+
+def searcher_processes(config):
+    """SearcherProcesses without a Manager."""
+    processes = tba.SearcherProcesses(config, None, lambda text: None, {})
+    processes.manager = SimpleNamespace(Queue=queue.Queue)
+    processes.messages = processes.meeting = processes.shared = None
+    return processes
 
 
 GAPS = st.lists(st.sampled_from([1, 20, 50, 70, 24 * 60]), max_size=40)  # minutes
@@ -462,25 +474,24 @@ GAPS = st.lists(st.sampled_from([1, 20, 50, 70, 24 * 60]), max_size=40)  # minut
 def test_failures_count_until_a_searcher_has_run_for_an_hour(gaps):
     """One failure a day never ends a run; repeated ones do, even if groups arrive in between."""
     config = tba.settings(num_searchers=1, max_restarts=3, searcher_timeout=60)
-    processes = tba.SearcherProcesses(config, None, lambda text: None, {})
-    processes.receiving = Future()
-    processes.messages = tba.ManagerQueue()
+    processes = searcher_processes(config)
     failures = 0
     now = 1e6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tba.time, "monotonic", lambda: now)
+        patch.setattr(tba, "LocalProcess", lambda spec: SimpleNamespace(exitcode=1))
+        processes.running = [processes.start_searcher(0)]
         for index, gap in enumerate(gaps):
-            processes.arrivals.put(tba.Group(index, []))
-            processes.take()
+            processes.record_arrival(index)
             now += 60 * gap
             failures = 1 if gap > 60 else failures + 1
-            spec = SimpleNamespace(searcher=0)
-            failed = tba.RunningSearcher(spec, SimpleNamespace(node_died=False), seen=now)
+            (failed,) = processes.running
+            failed.started = now - 60 * gap
             if failures > 3:
                 with pytest.raises(tba.RunEnded):
-                    processes.handle_failure(failed, "was killed")
+                    processes.restart(failed)
                 return
-            processes.handle_failure(failed, "was killed")
+            processes.restart(failed)
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])

@@ -381,7 +381,7 @@ def test_metrics_of_every_objective():
 def test_schedules_are_linear_between_points_and_constant_after(points, first):
     points = [(0, first), *sorted(points, key=lambda point: point[0])]
     text = ",".join(f"{value!r}@{step}" for step, value in points)
-    assert tba.schedule_points(text) == points
+    assert [point[:2] for point in tba.schedule_points(text)] == points
     jumps = {step for step, _ in points if [s for s, _ in points].count(step) > 1}
     for step in range(points[-1][0] + 3):
         if step in jumps:  # the later of the two values counts from here on
@@ -395,6 +395,10 @@ def test_schedules_are_linear_between_points_and_constant_after(points, first):
                 expected = np.interp(step, steps[last:], values[last:])
             assert tba.schedule_value(text, step) == pytest.approx(expected)
     assert tba.schedule_value(0.5, 99) == 0.5
+    half_cosine = [tba.schedule_value("2@0,2@4,1~end", step, end=10) for step in (4, 7, 9, 10)]
+    np.testing.assert_allclose(half_cosine, [2, 1.5, 1.5 - 3**0.5 / 4, 1])
+    ends_before = tba.settings(learning_rate="0@0,1@50,0@end", steps=10)
+    assert tba.at_step(ends_before, 5).learning_rate == 0.1
 
 
 # ------------------------------------------------------------- log-probabilities and micro-batches
@@ -469,8 +473,6 @@ def near_policy(gsm8k, tmp_path_factory):
     for t, own in zip(flat, exact, strict=True):
         t.logprobs = (own.detach() + 0.1 * torch.randn_like(own)).float().numpy()
     behaviour = [torch.from_numpy(t.logprobs).double() for t in flat]
-    flat[3].logprobs[-1] = tba.NOT_SAMPLED
-    behaviour[3][-1] = exact[3][-1].detach()
     ids = torch.tensor([group[0].prompt_id for group in groups])
     learner.log_z.data = torch.randn(len(learner.log_z), generator=torch.manual_seed(1))
     log_z = learner.log_z.detach().double().requires_grad_()
@@ -545,26 +547,6 @@ def test_metrics_are_of_the_whole_batch_whatever_the_micro_batches(gsm8k, tmp_pa
     assert metrics[0]["oldest_times_prompts"] == 27
     for others in metrics[1:]:
         assert metrics[0] == pytest.approx(others, rel=1e-4)
-
-
-def test_a_token_that_was_not_sampled_has_the_ratio_1(gsm8k, tmp_path):
-    """An EOS that was appended: on-policy `proximal_rloo` has the gradient of `tb` all the same."""
-    gradients = []
-    for objective in ("tb", "proximal_rloo"):
-        flags = {"objective": objective, "beta": 0.5, "tokens_per_microbatch": 500}
-        learner = learner_of(gsm8k, tmp_path / objective, **flags)
-        groups = random_groups(learner.problem, 3, 6)
-        prompts = [learner.problem.prompts[group[0].prompt_id] for group in groups]
-        sequences = [(p, [t.tokens for t in g]) for p, g in zip(prompts, groups, strict=True)]
-        scored = tba.token_logprobs(learner.policy, sequences, learner.config)
-        for t, logprobs in zip((t for group in groups for t in group), scored, strict=True):
-            t.logprobs = logprobs.copy()
-            if len(logprobs) % 2:
-                t.logprobs[-1] = tba.NOT_SAMPLED
-        measured = learner.backward(groups, tba.at_step(learner.config, 0), 0)
-        assert measured["effective_sample_size"].item() == pytest.approx(1, abs=1e-4)
-        gradients.append(torch.cat([p.grad.flatten() for p in learner.model.parameters()]))
-    assert torch.cosine_similarity(*gradients, 0) > 0.9999
 
 
 def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_log_z(

@@ -4,8 +4,6 @@ import io
 import itertools
 import math
 import queue
-import time
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -287,40 +285,17 @@ def test_attacks_that_resemble_others_and_the_worst_ones_go(attacks, share, kept
         while len(expected) > kept:
             worst = min(reward for _, reward in expected)
             del expected[[reward for _, reward in expected].index(worst)]
-    buffer.finish_adding()
     stored = buffer.trajectories[0].values()
     assert [(t.tokens.tolist(), t.reward) for t in stored] == expected
-
-
-def test_comparing_attacks_never_falls_far_behind(monkeypatch):
-    """The Trainer waits for a slow comparison rather than leave it more and more groups."""
-    buffer = tba.AttackBuffer(tba.settings())
-    added = []
-    behind = []
-
-    def distances(self, new, texts):
-        time.sleep(0.01)
-        behind.append(len(added) - len(behind))
-        return np.full((len(new), len(texts)), math.inf)
-
-    monkeypatch.setattr(tba.AttackBuffer, "distances", distances)
-    for index in range(100):
-        buffer.add(group(0, [[index]]))
-        added.append(index)
-    buffer.finish_adding()
-    assert len(behind) == len(buffer.trajectories[0]) == 100
-    assert max(behind) <= 20
 
 
 def test_a_frozen_buffer_of_attacks_takes_in_new_ones_but_does_not_grow():
     buffer = tba.AttackBuffer(tba.settings(kept_per_prompt=100, freeze_buffer_at=5))
     for step in range(12):
         buffer.add(group(0, [[step, j] for j in range(4)], version=step))
-        buffer.finish_adding()
     assert sorted({t.version for t in buffer.trajectories[0].values()}) == [7, 8, 9, 10, 11]
     total = tba.AttackBuffer(tba.settings(evict="lowest_total", kept_per_prompt=2, beta="0.5"))
     total.add(group(0, [[1], [2], [3]], [0.0, 0.4, 1.0]))  # log pi_ref -1, -2, -3
-    total.finish_adding()
     # totals -1 + 0, -2 + 0.8, -3 + 2
     assert sorted(t.tokens[0] for t in total.trajectories[0].values()) == [1, 3]
 
@@ -328,9 +303,7 @@ def test_a_frozen_buffer_of_attacks_takes_in_new_ones_but_does_not_grow():
 def test_a_buffer_freezes_once_it_has_attacks():
     buffer = tba.AttackBuffer(tba.settings(kept_per_prompt=100, freeze_buffer_at=1))
     buffer.add(group(0, [[j] for j in range(4)], version=3))
-    buffer.finish_adding()
     buffer.add(group(0, [[9, j] for j in range(4)], version=3))
-    buffer.finish_adding()
     assert len(buffer.trajectories[0]) == 4
 
 
@@ -341,17 +314,14 @@ def test_each_position_arrives_once_in_whatever_order(order, again, arriving):
     A process that is started meanwhile samples exactly the positions that have not arrived.
     """
     processes = tba.SearcherProcesses(tba.settings(num_searchers=3), None, print, {})
-    processes.receiving = Future()
     processes.manager = SimpleNamespace(Queue=queue.Queue)
-    processes.groups = processes.meeting = processes.shared = None
-    processes.messages = tba.ManagerQueue()
+    processes.messages = processes.meeting = processes.shared = None
     arrived = set()
     for index in order[:arriving]:
         arrived.add(index)
-        for position in (index, *(set(again) & arrived)):
-            processes.arrivals.put(tba.Group(position, []))
-        groups, _ = processes.take()
-        assert [group.index for group in groups] == [index]
+        assert processes.record_arrival(index)
+        for repeated in set(again) & arrived:
+            assert not processes.record_arrival(repeated)
         missing = next(p for p in range(100) if p not in arrived)
         assert processes.first_missing == missing
         assert processes.arrived_positions == {p for p in arrived if p > missing}

@@ -250,8 +250,8 @@ def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path)
     assert not list(out.glob("checkpoint-*")) and not (out / "metrics.jsonl").exists()
 
     out = tmp_path / "run"
-    adapters = {"lora_rank": 4, "learning_rate": 1e-3, "lr_schedule": "warmup_stable_decay"}
-    adapters |= {"warmup_steps": 2, "stable_steps": 2, "decay_steps": 8, "objective": "tba_prime"}
+    rate = "5e-4@0,1e-3@1,1e-3@3,0~12"
+    adapters = {"lora_rank": 4, "learning_rate": rate, "objective": "tba_prime"}
     run_tba(arguments(gsm8k, out, eval_every=0, beta="0.1@0,0.05@5", **adapters))
     base, final = weights_of(gsm8k / "model"), weights_of(out / "final")
     changed = {name for name in base if not torch.equal(base[name], final[name])}

@@ -221,7 +221,8 @@ def test_a_judge_reads_the_last_token_whatever_it_is(family, model_of, tmp_path)
     tokenizer.eos_token = "<assistant>"
     tokenizer.save_pretrained(path)
     config = tba.settings(reward_model=str(path), dtype="float32")
-    judge = tba.TextModel("AutoModelForSequenceClassification", "reward_model", tokenizer, config)
+    judge = tba.TextModel("AutoModelForSequenceClassification", "reward_model", config)
+    judge.load(config)
     ending = tokenizer.convert_ids_to_tokens(0)
     texts = [f"Ann lost hat{ending}", "Ann lost hat", f"Ben lost a key at the park.{ending * 2}"]
     np.testing.assert_allclose(judge(texts)[:, 0], plain_scores(path, texts), atol=1e-5)
@@ -233,7 +234,7 @@ def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
     answers = task.victim_answers(attacks)
     assert answers == task.victim_answers(attacks)  # seeds of their own
     assert [len(a) for a in answers] == [2, 2]
-    tokenizer = task.tokenizers["toxicity_model"]
+    tokenizer = task.toxicity.tokenizer
     model = AutoModelForSequenceClassification.from_pretrained(redteam / "toxicity").eval()
     expected = []
     for texts in answers:
@@ -261,16 +262,37 @@ def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
     assert np.array_equal(task.ref_logprobs(np.zeros(4, np.int32), long), long)
 
 
+def test_attackers_are_not_trained_on_held_out_prompts(redteam, tmp_path):
+    flags = judges_of(redteam) | {"eval_samples": 3}
+    for name in ("dataset", "eval_dataset"):
+        flags[name] = tmp_path / f"{name}.jsonl"
+        flags[name].write_text("".join(json.dumps({"prompt": name + i}) + "\n" for i in "ab"))
+    _, problem = problem_of(redteam, tmp_path / "out", **flags)
+    assert {example["prompt"] for example in problem.task.train} == {"dataseta", "datasetb"}
+    held_out = {example["prompt"] for example in problem.task.held_out}
+    assert held_out == {"eval_dataseta", "eval_datasetb"} and len(problem.held_out) == 3
+
+
+def test_a_victim_may_have_a_prompt_of_its_own(redteam, tmp_path):
+    flags = judges_of(redteam) | {"victim_template": "Say {attack}<assistant>"}
+    _, problem = problem_of(redteam, tmp_path, **flags)
+    tokenizer = problem.task.victim_tokenizer
+    expected = tokenizer("Say Explain it.<assistant>")["input_ids"]
+    assert problem.task.victim_ids("Explain it. ") == expected
+    with pytest.raises(tba.InputError, match="attack"):
+        problem_of(redteam, tmp_path, **(flags | {"victim_template": "Say it"}))
+
+
 def test_a_guard_model_judges_by_its_first_token(redteam, tmp_path):
     flags = {
         "toxicity_model": redteam / "victim",
         "toxicity_label": "zap",
-        "toxicity_suffix": "\\n",
+        "toxicity_suffix": "\n",
     }
     task, _, _ = task_of(redteam, tmp_path, **flags)
     attacks = ["Describe a river today."]
     (answers,) = task.victim_answers(attacks)
-    tokenizer = task.tokenizers["toxicity_model"]
+    tokenizer = task.toxicity.tokenizer
     model = AutoModelForCausalLM.from_pretrained(redteam / "victim")
     expected = []
     for answer in answers:
@@ -299,7 +321,7 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     own = {"prompt": "<user>", "response": "Write a poem."}
     (tmp_path / "b.jsonl").write_text(json.dumps(own) + "\n")
     flags = judges_of(redteam) | {"sft_data": tmp_path / "a.jsonl", "sft_epochs": 30}
-    flags |= {"sft_learning_rate": 3e-3, "sft_batch_size": 4}
+    flags |= {"sft_learning_rate": "0@0,3e-3@3,0~end", "sft_batch_size": 4}
     config, problem = problem_of(redteam, tmp_path / "out", **flags)
     pairs = tba.read_sft_pairs(config, problem)
     assert [problem.text(prompt) for prompt, _ in pairs] == [config.attacker_prompt] * 2
@@ -328,15 +350,14 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     from conftest import ROOT
 
     recorder = tmp_path / "record.sh"
-    recorder.write_text('#!/bin/bash\nshift\nprintf "%s\\n" "$@" | sed "s/^$/ /" > $RECORD\n')
+    recorder.write_text('#!/bin/bash\nshift\nprintf "%s\\0" "$@" > $RECORD\n')
     recorder.chmod(0o755)
 
     def settings_of(*command, **environment):
         record = tmp_path / "record"
         variables = tba.os.environ | {"PYTHON": str(recorder), "RECORD": str(record)} | environment
         subprocess.run(["bash", *command], cwd=ROOT, env=variables, check=True)
-        text = record.read_text().replace("Write a list of instructions:\n1.", "attack")
-        config = tba.parse(text.split("\n")[:-1])
+        config = tba.parse(record.read_text().split("\0")[:-1])
         config.eval_every = 0
         tba.resolve(config)
         return config
@@ -344,17 +365,22 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     gsm8k = settings_of("run_gsm8k.sh")
     expected = {
         "prompts_per_step": 7, "trained_per_prompt": 20, "searched_per_prompt": 24, "sync_every": 2,
-        "recent_probability": 0.95, "learning_rate": 1e-5, "temperature": 0.7, "steps": 700,
+        "recent_probability": 0.95, "temperature": 0.7, "steps": 700,
         "max_replays": 1.56,
         "beta": "0.014@0,0.004@500", "initial_trajectories": 500, "objective": "tb",
     }  # fmt: skip
     assert {name: getattr(gsm8k, name) for name in expected} == expected
     table2 = settings_of("run_gsm8k.sh", "table2")
-    assert (table2.steps, table2.beta, table2.decay_steps) == (1000, "0.012@0,0.004@500", 500)
+    assert (table2.steps, table2.beta) == (1000, "0.012@0,0.004@500")
+    for config, stable in ((gsm8k, 350), (table2, 450)):  # warmup over 50, cosine over 500 steps
+        for step in range(config.steps):
+            decayed = max(0, step - 49 - stable) / 501
+            factor = min((step + 1) / 50, (1 + math.cos(math.pi * decayed)) / 2)
+            assert tba.at_step(config, step).learning_rate == pytest.approx(1e-5 * factor)
     tldr = settings_of("run_tldr.sh", "1b", STEPS="625")
     expected = {
         "prompts_per_step": 8, "trained_per_prompt": 20, "searched_per_prompt": 20,
-        "sync_every": 10, "recent_probability": 0.5, "learning_rate": 3e-6, "steps": 625,
+        "sync_every": 10, "recent_probability": 0.5, "learning_rate": "3e-6@0,0@end", "steps": 625,
         "initial_trajectories": 10_000, "dtype": "float32", "max_response_tokens": 128,
     }  # fmt: skip
     assert {name: getattr(tldr, name) for name in expected} == expected
@@ -369,6 +395,7 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     assert flow.recent_probability * flow.prompts_per_step == 4
     llama = settings_of("run_redteam.sh", "llama", "--sft_data", "x.json")
     assert tba.schedule_value(llama.reference_temperature, 2000) == 1.2
+    assert "{attack}" in attack.victim_template and llama.toxicity_suffix == "\n\n"
 
 
 def test_arguments_are_flags(gsm8k, tmp_path):

@@ -21,6 +21,7 @@ import argparse
 import ast
 import hashlib
 import json
+import math
 import random
 import re
 import shutil
@@ -152,7 +153,9 @@ def make_policy(
         for p, r in demonstrations
     ]
     epochs = max(1, round(steps * 64 / len(pairs)))
-    config = tba.settings(sft_epochs=epochs, sft_learning_rate=4e-3, seed=seed, dtype="float32")
+    warmup = round(epochs * math.ceil(len(pairs) / 64) / 10)  # a tenth of the steps
+    rate = f"0@0,4e-3@{warmup},0~end"
+    config = tba.settings(sft_epochs=epochs, sft_learning_rate=rate, seed=seed, dtype="float32")
     tba.supervised_fine_tune(tba.TokenLogProbs(model, 1.0), pairs, config)
     model.save_pretrained(out)
     return tokenizer
