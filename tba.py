@@ -3072,11 +3072,22 @@ def run_cluster_searcher() -> NoReturn:
     searcher_process(pickle.loads(package), None)
 
 
+def obey_sigterm() -> None:
+    """In a process forked by a user's rewards: pools end their workers by SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # it may be pending
+
+
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends; ignore STOP_SIGNALS."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     for number in STOP_SIGNALS:  # unlike SIG_IGN, a handler is not inherited by programs
         signal.signal(number, lambda *_: None)
+    os.register_at_fork(
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
+        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
+        after_in_child=obey_sigterm,
+    )
     server = forkserver._forkserver
     if server._forkserver_alive_fd:  # the fork server ends once nobody has it open
         os.close(server._forkserver_alive_fd)
