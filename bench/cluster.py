@@ -122,7 +122,8 @@ if IN_A_RUN:
         """Add the measurements to the step's metrics."""
         measured |= spent
         measured["thread_cpu"] = time.thread_time()
-        measured["groups"] = log.trainer.received / RESPONSES
+        searchers = log.trainer.searchers
+        measured["groups"] = searchers.first_missing + len(searchers.arrived_positions)
         measured["starts"] = log.trainer.searchers.starts
         measured["with_weights"] = sum(s.version >= 0 for s in log.trainer.searchers.running)
         measured["time"] = time.time()  # the first sync ends before the first step begins

@@ -1,24 +1,85 @@
-"""Two objectives of 2026 that were compared with TB (docs/results.md), as a plug-in for any run.
+"""Objectives that TB was compared with (docs/results.md), as a plug-in for any run.
 
+    python tba.py --plugin bench/objectives.py --objective dr_grpo ...
 python tba.py --plugin bench/objectives.py --objective ftb --divergence forward_kl ...
 python tba.py --plugin bench/objectives.py --objective oapl --behaviour_beta 0.1 ...
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn import functional
 
 import tba
 
 
 @dataclass
 class ObjectiveFlags:
-    """The settings of ftb and oapl."""
+    """The settings of objectives in bench/objectives.py."""
 
+    kl_coefficient: float = tba.flag(0.0, "grpo, dr_grpo: weight of a KL term.")
     divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = tba.flag(
         "reverse_kl", "ftb: divergence."
     )
     behaviour_beta: float = tba.flag(0.1, "oapl: KL coefficient to the behaviour policy.", 1e-9)
+
+
+def grpo(batch: tba.Batch, config: tba.Config) -> tba.Loss:
+    """Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300, equation 3).
+
+    A_j = (r_j - mean r) / std r; a response's loss is the mean over its tokens.
+
+    Example: rewards [[1, 0]] have the standard deviation 0.71 and give A = [[0.71, -0.71]].
+    """
+    centred = batch.rewards - batch.rewards.mean(1, keepdim=True)
+    advantage = centred / (batch.rewards.std(1, keepdim=True) + 1e-4)  # 0 if all are equal
+    return token_ratio_loss(batch, config, advantage, 1 / batch.lengths.view_as(advantage))
+
+
+def dr_grpo(batch: tba.Batch, config: tba.Config) -> tba.Loss:
+    """GRPO done right (Liu et al. 2025, arXiv 2503.20783): no division by std or by length.
+
+    A_j = r_j - mean r; a response's loss is the sum over its tokens / --max_response_tokens.
+    """
+    advantage = batch.rewards - batch.rewards.mean(1, keepdim=True)
+    return token_ratio_loss(batch, config, advantage, 1 / config.max_response_tokens)
+
+
+def token_ratio_loss(
+    batch: tba.Batch, config: tba.Config, advantage: Tensor, weight: Any
+) -> tba.Loss:
+    """PPO's clipped surrogate per token, minus --kl_coefficient times the KL to the reference.
+
+    `advantage` (B, K) and `weight` (B, K), or a number, apply to each token of a response.
+    """
+    ratio = (batch.logprobs - batch.behaviour).exp()  # (N,)
+    token_advantage = advantage.flatten()[batch.response_index()]  # (N,)
+    surrogate, clipped = tba.clipped_surrogate(ratio, token_advantage, config)
+    if config.kl_coefficient:
+        difference = batch.ref_logprobs - batch.logprobs
+        kl = difference.exp() - difference - 1  # an estimator that is never negative
+        surrogate = surrogate - config.kl_coefficient * kl  # (N,)
+    loss = -(batch.sums(surrogate) * weight).mean()
+    return tba.Loss(loss, {"clip_fraction": clipped.float().mean()})
+
+
+def online_dpo(batch: tba.Batch, config: tba.Config) -> tba.Loss:
+    """Online DPO (Guo et al. 2024, arXiv 2402.04792): best against worst of K responses.
+
+    loss = - mean log sigmoid(beta (d_best - d_worst)), d = log pi_theta(y) - log pi_ref(y); a
+    prompt whose rewards are all equal contributes 0.
+
+    Example: d = 0 gives log 2, whose derivatives by d_best and d_worst are -beta/2 and beta/2.
+    """
+    d = batch.sums(batch.logprobs - batch.ref_logprobs)  # (B, K)
+    best = batch.rewards.argmax(1, keepdim=True)
+    worst = batch.rewards.argmin(1, keepdim=True)
+    margin = config.beta * (d.gather(1, best) - d.gather(1, worst))[:, 0]  # (B,)
+    differ = batch.rewards.amax(1) > batch.rewards.amin(1)
+    loss = -(functional.logsigmoid(margin) * differ).mean()
+    return tba.Loss(loss, {"preferred": (margin > 0).float().mean()})
 
 
 def ftb(batch: tba.Batch, config: tba.Config) -> tba.Loss:
@@ -57,5 +118,6 @@ def oapl(batch: tba.Batch, config: tba.Config) -> tba.Loss:
 
 
 tba.FLAGS.append(ObjectiveFlags)
-tba.OBJECTIVES |= {"ftb": ftb, "oapl": oapl}
-tba.SEPARABLE |= {ftb, oapl}
+for objective in (grpo, dr_grpo, online_dpo, ftb, oapl):
+    tba.OBJECTIVES[objective.__name__] = objective
+    tba.SEPARABLE.add(objective)

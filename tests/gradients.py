@@ -4,10 +4,15 @@ As a plug-in, writes those of each step's groups into the run's folder as gradie
 objective -> a list of vectors that should all be equal.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+
+import objectives  # noqa: F401 - registers grpo, online_dpo, ...
 
 import tba
 
