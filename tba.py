@@ -1027,6 +1027,7 @@ class Trainer:
             self.mark_due()
             self.sync.due = True
             self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
+            self.poll()  # stops here after a signal
             if config.save_every and self.step % config.save_every == 0:
                 save(self)
 
@@ -3273,9 +3274,8 @@ def save(trainer: Trainer) -> None:
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
     }
-    weights = learner.saved_weights()
     trainer.writing = trainer.writer.submit(
-        write_checkpoint, trainer, learner.model, weights, state
+        write_checkpoint, trainer, learner.model, learner.saved_weights(), state
     )
 
 
