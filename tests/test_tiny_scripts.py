@@ -36,12 +36,12 @@ def test_gsm8k_and_a_longer_run_by_the_same_script(engine, tmp_path):
     stdout, _ = run_script("run_gsm8k.sh", "--engine", engine, "--output_dir", out)
     before, after = evaluations(out)
     assert before["accuracy"] < 0.15 and after["accuracy"] > 0.9 and after["n"] == 200
-    assert f"{after['accuracy']:.4g} after 80 steps" in stdout and "curves.png" in stdout
+    assert f"step 80: accuracy {after['accuracy']:.4g}" in stdout and "curves.png" in stdout
     if engine == "vllm":
         return
     # flags before --resume are the script's and do not count, those after it are wishes
     stdout, _ = run_script("run_gsm8k.sh", "--resume", out, "--steps", 84, "--eval_every", 0)
-    assert "after 84 steps" in stdout
+    assert "step 84: accuracy" in stdout
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, 85))
     config = json.loads((out / "config.json").read_text())["config"]
     assert (config["steps"], config["eval_every"], config["engine"]) == (84, 0, engine)
