@@ -2746,7 +2746,8 @@ class SearcherProcesses:
         self.first_missing: int = saved.get("first_missing", 0)
         self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
         self.manager: SyncManager | None = None  # the process in which the queues live
-        self.arrivals: queue.SimpleQueue = queue.SimpleQueue()  # (start, message), unpickled
+        # (start, message), unpickled; twice as long as `messages`, so that `stop` can empty it
+        self.arrivals = MessageQueue(8192)
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         self.logged = time.monotonic()  # when pending Searchers were last logged
@@ -2777,7 +2778,7 @@ class SearcherProcesses:
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
         if not self.config.cluster:
             start_fork_server()
-        self.messages = self.manager.MessageQueue()
+        self.messages = self.manager.MessageQueue(4096)  # Searchers wait while it is full
         run = pickle.dumps((self.config, self.problem))
         self.shared = self.manager.dict({"plugin": self.config.plugin, "run": run})
         # without a socket of its own, TCPStore would listen on all addresses
@@ -2894,6 +2895,7 @@ class SearcherProcesses:
                 s.process.kill()
         if self.manager:
             self.manager.shutdown()
+        self.arrivals.take_all()  # its thread, which may wait for room, finds the Manager gone
 
 
 class MessageQueue(queue.Queue):
@@ -3589,9 +3591,9 @@ class RunFolder:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 self.truncate(name, saved["step"])
         self.evaluations = read_lines(self.path / "eval.jsonl")
-        lines = {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}  # one every 30 seconds
-        options = {} if sys.stderr.isatty() else lines
-        self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **options)
+        # without a terminal, a line every 30 seconds
+        lines = {} if sys.stderr.isatty() else {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
+        self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **lines)
 
     def truncate(self, name: str, last: int) -> None:
         """Remove a .jsonl file's records after step `last`."""
