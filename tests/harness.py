@@ -296,6 +296,8 @@ def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
         "dataset": gsm8k and gsm8k / "data",
         "output_dir": out,
         "engine": "transformers",
+        "dtype": "float32",
+        "num_searchers": 1,
         "steps": 4,
         "prompts_per_step": 4,
         "trained_per_prompt": 8,
