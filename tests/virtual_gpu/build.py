@@ -51,8 +51,10 @@ def build() -> Path:
     key = hashlib.sha256(importlib.metadata.version("torch").encode())
     for path in SOURCES:
         key.update(path.read_bytes())
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(cache) / "tba" / f"virtual-gpu-{key.hexdigest()[:16]}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if not os.access(cache if cache.exists() else cache.parent, os.W_OK):
+        cache = Path(tempfile.gettempdir())
+    folder = cache / "tba" / f"virtual-gpu-{key.hexdigest()[:16]}"
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
