@@ -31,11 +31,10 @@ import tba
 
 MODELS = ROOT / "tests" / "models"
 GB = 1e9
-VOCABULARY = 32_000
-SIZES = {  # hidden size, intermediate size, layers
-    "1.1 B": (2048, 5632, 22),  # RhoMath-1B
-    "0.3 B": (1024, 2816, 20),
-    "0.02 B": (256, 704, 4),
+SIZES = {  # hidden size, intermediate size, layers, vocabulary
+    "1.1 B": (2048, 5632, 22, 32_000),  # RhoMath-1B
+    "0.3 B": (1024, 2816, 20, 32_000),
+    "tiny": (64, 192, 2, 428),  # where kernels do not compute
 }
 TOKENS = 16_384  # per micro-batch
 SHARE = 0.25  # vLLM's fraction of a GPU that it shares with the Trainer
@@ -52,7 +51,8 @@ class Checks:
         self.used = [0] * self.gpus  # by GPU, peak of the latest command in bytes
         computes, memory = self.part("environment")
         self.memory = int(memory)
-        can_run = tba.vllm_can_run() and computes == "True"
+        self.computes = computes == "True"
+        can_run = tba.vllm_can_run() and self.computes
         self.engine = "vllm" if can_run else "transformers"
 
     def execute(self, name: str, seconds: float, *words: object, **variables: object) -> str:
@@ -66,13 +66,17 @@ class Checks:
                 env=environment,
             )  # fmt: skip
         self.used = [0] * self.gpus
-        while process.poll() is None:
-            if time.monotonic() > end:
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                for i in range(self.gpus):
+                    self.used[i] = max(self.used[i], torch.cuda.device_memory_used(i))
+                time.sleep(0.2)
+            if process.poll() is None:
+                raise RuntimeError("stopped at its time limit")
+        finally:
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                raise RuntimeError("stopped at its time limit")
-            self.used = [max(u, torch.cuda.device_memory_used(i)) for i, u in enumerate(self.used)]
-            time.sleep(0.2)
         text = log.read_text(errors="replace").replace("\r", "\n").strip()
         if process.returncode:
             lines = re.findall(r".*[Ee]rror:.*", text) or text.split("\n")
@@ -134,8 +138,8 @@ class Checks:
             yield name, text, expected, passed
 
     def races(self) -> Iterator[Row]:
-        _, (hidden, intermediate, _) = self.size_that_fits()
-        self.part("model", self.logs / "model", hidden, intermediate, 4)
+        _, (hidden, intermediate, _, vocabulary) = self.size_that_fits()
+        self.part("model", self.logs / "model", hidden, intermediate, 4, vocabulary)
         sums = self.logs / "sums.txt"
         sums.unlink(missing_ok=True)
         metrics, _ = self.run(
@@ -195,27 +199,27 @@ class Checks:
         self.execute("redteam", 200, "bash", script, "--tiny", *flags, PYTHON=sys.executable)
         yield f"red-teaming, {self.engine}", "ended after its 6 steps", "", True
 
-    def size_that_fits(self) -> tuple[str, tuple[int, int, int]]:
+    def size_that_fits(self) -> tuple[str, tuple[int, int, int, int]]:
         """Name and shape of the largest model that fits."""
-        sizes = list(SIZES.items())
+        *sizes, tiny = SIZES.items()
         for name, shape in sizes:
             need = estimate(shape)
             if self.gpus == 1:  # beside vLLM, the reference and the staging buffer
                 need += SHARE * self.memory + 4 * parameters(shape) + 2 * GB
-            if need < 0.95 * self.memory:
+            if self.computes and need < 0.95 * self.memory:
                 return name, shape
-        return sizes[-1]
+        return tiny
 
 
-def parameters(shape: tuple[int, int, int]) -> float:
+def parameters(shape: tuple[int, int, int, int]) -> float:
     """Number of parameters of the model that `model` makes."""
-    hidden, intermediate, layers = shape
-    return 2 * VOCABULARY * hidden + layers * hidden * (2.25 * hidden + 3 * intermediate)
+    hidden, intermediate, layers, vocabulary = shape
+    return 2 * vocabulary * hidden + layers * hidden * (2.25 * hidden + 3 * intermediate)
 
 
-def estimate(shape: tuple[int, int, int]) -> float:
+def estimate(shape: tuple[int, int, int, int]) -> float:
     """The Trainer's peak memory in bytes, as in docs/operations.md, and some for logits."""
-    hidden, intermediate, layers = shape
+    hidden, intermediate, layers, _ = shape
     activations = (36 * hidden + 8 * intermediate) * layers * TOKENS
     return 20 * parameters(shape) + activations + 2 * GB
 
@@ -252,11 +256,11 @@ def model(folder: str, *shape: str) -> None:
     """Save a random Llama with the tiny model's tokenizer."""
     import transformers
 
-    hidden, intermediate, layers = map(int, shape)
+    hidden, intermediate, layers, vocabulary = map(int, shape)
     config = transformers.LlamaConfig(
         hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=hidden // 64, num_key_value_heads=max(1, hidden // 512),
-        vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+        num_attention_heads=max(1, hidden // 64), num_key_value_heads=max(1, hidden // 512),
+        vocab_size=vocabulary, bos_token_id=None, eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
     with torch.device("cuda"):
         transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
@@ -329,6 +333,7 @@ def main() -> int:
         return 0
     if unknown := set(flags.checks) - set(names):
         parser.error(f"no check {min(unknown)}: choose from {', '.join(names)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current command, too
     try:
         import pynvml
 
