@@ -10,6 +10,7 @@ from harness import (
     ROOT,
     Run,
     arguments,
+    local_cluster,
     processes_of,
     run_tba,
     virtual_gpus,
@@ -150,3 +151,17 @@ def test_ranks_without_a_gpu_each_are_an_error(gsm8k, tmp_path):
     )
     assert done.returncode and not (tmp_path / "run").exists()
     assert done.stderr.count("tba.py: error: WORLD_SIZE 2") == 1
+
+
+@pytest.mark.cluster
+def test_searchers_of_a_cluster_have_the_gpus_that_the_trainer_leaves(gsm8k, tmp_path, monkeypatch):
+    for name, value in virtual_gpus(3).items():
+        monkeypatch.setenv(name, value)  # Ray's processes inherit them
+    out = tmp_path / "run"
+    flags = {"eval_every": 0, "eval_samples": 8, "num_searchers": None, "dtype": "auto"}
+    with local_cluster(0, gpus=3) as cluster:
+        args = arguments(gsm8k, out, cluster=cluster.address, **flags)
+        run_tba(args, environment={})
+    metrics = read_lines(out / "metrics.jsonl")
+    assert len(metrics) == 4 and metrics[-1]["searchers_alive"] == 2
+    assert metrics[-1]["gpu_memory_gib"] > 0
