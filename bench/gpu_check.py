@@ -156,7 +156,7 @@ class Checks:
         store.unlink(missing_ok=True)
         speed = float(self.part("nccl", self.gpus, store)[0])
         expected = "PCIe 10 to 25, NVLink 100 or more"
-        yield f"broadcast to {self.gpus - 1} GPUs", f"{speed:.1f} GB/s", expected, speed > 8
+        yield f"broadcast to {self.gpus - 1} GPU(s)", f"{speed:.1f} GB/s", expected, speed > 8
 
     def size(self) -> Iterator[Row]:
         name, shape = self.size_that_fits()

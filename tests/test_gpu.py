@@ -1,6 +1,7 @@
 """Runs on GPUs: real ones, or the virtual ones of tests/virtual_gpu."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -165,3 +166,13 @@ def test_searchers_of_a_cluster_have_the_gpus_that_the_trainer_leaves(gsm8k, tmp
     metrics = read_lines(out / "metrics.jsonl")
     assert len(metrics) == 4 and metrics[-1]["searchers_alive"] == 2
     assert metrics[-1]["gpu_memory_gib"] > 0
+
+
+def test_gpu_check_prints_a_table_or_that_there_is_no_gpu(tmp_path):
+    command = [sys.executable, ROOT / "bench" / "gpu_check.py", "nccl", "--logs", tmp_path]
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE}
+    environment = os.environ | virtual_gpus(2)
+    done = subprocess.run(command, env=environment, **options)
+    assert re.search(r"^\| broadcast to 1 GPU\(s\) \| [\d.]+ GB/s", done.stdout, re.MULTILINE)
+    done = subprocess.run(command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, **options)
+    assert done.returncode == 3
