@@ -2992,7 +2992,7 @@ class ClusterProcess:
         package = pickle.dumps((key, pickle.dumps(spec)))
         device = {f"num_{device_kind().lower()}s": 1}
         # no retries: Ray would start the task again with an outdated spec
-        options = {"scheduling_strategy": "SPREAD", "max_retries": 0} | device
+        options = {"scheduling_strategy": "SPREAD", "max_retries": 0, "num_cpus": 0} | device
         task = ray.remote(host_searcher).options(**options)
         self.result = task.remote(os.path.abspath(__file__), package)
         self.exitcode: int | str | None = None  # None once it has ended: its machine was lost

@@ -160,6 +160,7 @@ def test_searchers_of_a_cluster_have_the_gpus_that_the_trainer_leaves(gsm8k, tmp
         monkeypatch.setenv(name, value)  # Ray's processes inherit them
     out = tmp_path / "run"
     flags = {"eval_every": 0, "eval_samples": 8, "num_searchers": None, "dtype": "auto"}
+    flags["synchronous"] = True  # waits for all Searchers, also on this node with a single CPU
     with local_cluster(0, gpus=3) as cluster:
         args = arguments(gsm8k, out, cluster=cluster.address, **flags)
         run_tba(args, environment={})
