@@ -225,7 +225,10 @@ def environment() -> None:
         peers = [j for j in gpus if j != i and torch.cuda.can_device_access_peer(i, j)]
         print(f"GPU {i}: {device.name}, {device.total_memory / GB:.1f} GB, direct access: {peers}")
     cell = torch.zeros(1, dtype=torch.int32, device="cuda")
-    triton.jit(write_seven)[(1,)](cell)
+    try:
+        triton.jit(write_seven)[(1,)](cell)
+    except Exception as error:  # the compiler's, of many types
+        print(f"Triton's kernels do not compile: {error!r}")
     computes = cell.item() == 7
     if not computes:
         print("kernels compute nothing here (a virtual GPU?): vLLM fails, and other checks run")
