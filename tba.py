@@ -1906,10 +1906,10 @@ class Ranks:
         if "WORLD_SIZE" not in os.environ:
             return cls()
         backend = "gloo"
-        if torch.cuda.is_available():
-            backend = "cpu:gloo,cuda:nccl"
-            torch.cuda.set_device(local_device())
         try:
+            if torch.cuda.is_available():
+                backend = "cpu:gloo,cuda:nccl"
+                torch.cuda.set_device(local_device())  # fails if there are more ranks than GPUs
             store, rank, size = next(dist.rendezvous("env://", timeout=cls.JOIN_TIMEOUT))
             # others wait for rank 0 indefinitely; the launcher ends them
             forever = timedelta(days=1)
@@ -2981,9 +2981,7 @@ def host_searcher(program: str, package: bytes) -> int:
     """A Ray task, on any machine: run a Searcher's process; returns its exit code."""
     if not os.path.exists(program):
         raise FileNotFoundError(f"{program} does not exist on {socket.gethostname()}")
-    process = subprocess.Popen([sys.executable, program, SEARCHER_FLAG], stdin=subprocess.PIPE)
-    process.communicate(package)
-    return process.returncode
+    return subprocess.run([sys.executable, program, SEARCHER_FLAG], input=package).returncode
 
 
 class ClusterProcess:
@@ -2994,7 +2992,7 @@ class ClusterProcess:
         package = pickle.dumps((key, pickle.dumps(spec)))
         device = {f"num_{device_kind().lower()}s": 1}
         # no retries: Ray would start the task again with an outdated spec
-        options = {"scheduling_strategy": "SPREAD", "max_retries": 0} | device
+        options = {"scheduling_strategy": "SPREAD", "max_retries": 0, "num_cpus": 0} | device
         task = ray.remote(host_searcher).options(**options)
         self.result = task.remote(os.path.abspath(__file__), package)
         self.exitcode: int | str | None = None  # None once it has ended: its machine was lost
@@ -4029,7 +4027,8 @@ def main(argv: list[str]) -> int:
 def run(trainer: Trainer) -> int:
     """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
-    folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s)")
+    here = f"{torch.cuda.device_count()} GPU(s) on this machine"
+    folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s); {here}")
     code = 1
     with stop_at_signals(trainer), contextlib.closing(trainer):
         lost = ""  # why the last step cannot be saved

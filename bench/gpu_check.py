@@ -1,17 +1,25 @@
-"""Check the GPU code paths with real tiny runs on this machine's GPUs.
+"""The first hour on real GPUs: checks, in 15 minutes, what no test without a GPU can show.
 
-    python bench/gpu_check.py [--files FOLDER]      # a folder like tests/models/gsm8k
+    python bench/gpu_check.py [--logs FOLDER] [CHECK ...]
 
-Each check is a run of tba.py: transformers and vLLM, float32 and bfloat16, one shared GPU or NCCL
-between several, LoRA adapters, lockstep. Exits with 0 if all pass, with 1 if any fails, and with 3
-if there is no GPU.
+In this order: driver and versions; kernels (vLLM's log-probabilities against the Trainer's, in runs
+that must learn); races (checksums of 500 weight syncs); nccl; size (memory and times of a random
+model like RhoMath-1B, or of a smaller one); redteam (two vLLM engines in a process). Prints a table
+for docs/results.md. Exits with 0 if no check failed, with 1 if any did, with 3 without a GPU.
 """
 
 import argparse
+import os
+import re
+import shutil
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -21,66 +29,335 @@ sys.path.insert(0, str(ROOT))
 
 import tba
 
+MODELS = ROOT / "tests" / "models"
+GB = 1e9
+SIZES = {  # hidden size, intermediate size, layers, vocabulary
+    "1.1 B": (2048, 5632, 22, 32_000),  # RhoMath-1B
+    "0.3 B": (1024, 2816, 20, 32_000),
+    "tiny": (64, 192, 2, 428),  # where kernels do not compute
+}
+TOKENS = 16_384  # per micro-batch
+SHARE = 0.25  # vLLM's fraction of a GPU that it shares with the Trainer
+Row = tuple[str, str, str, bool | None]  # what, measured, expected, passed
 
-def run(name: str, files: Path, folder: Path, **flags: object) -> bool:
-    """Run tba.py, and print the outcome; returns whether the model learned."""
-    out = folder / name.replace(" ", "-")
-    settings = {
-        "model": files / "model", "dataset": files / "data", "output_dir": out, "steps": 60,
-        "prompts_per_step": 8, "trained_per_prompt": 16, "searched_per_prompt": 16, "beta": 0.05,
-        "learning_rate": 1e-4, "max_grad_norm": 1, "temperature": 1.0, "max_response_tokens": 32,
-        "sequences_in_flight": 128, "eval_every": 30, "num_searchers": 1,
-        "gpu_memory_utilization": 0.2,
-    } | flags  # fmt: skip
-    command = [sys.executable, str(ROOT / "tba.py")]
-    command += [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
-    start = time.monotonic()
-    process = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    if process.returncode:
-        print(f"FAILED {name}: exit code {process.returncode}\n{process.stderr[-3000:]}")
-        return False
-    metrics = tba.read_lines(out / "metrics.jsonl")
-    accuracies = [record["accuracy"] for record in tba.read_lines(out / "eval.jsonl")]
-    late = metrics[len(metrics) // 2 :]
-    mean = {key: sum(m[key] for m in late) / len(late) for key in late[0] if key != "kl"}
-    learned = accuracies[-1] > accuracies[0] + 0.3
-    print(
-        f"{'ok    ' if learned else 'FAILED'} {name}: accuracy {accuracies[0]:.2f} -> "
-        f"{accuracies[-1]:.2f}, logprob_gap {max(m['logprob_gap'] for m in metrics):.2g}, "
-        f"busy {mean['trainer_busy']:.2f} / {mean['searcher_busy']:.2f}, "
-        f"sync {1000 * mean['sync_seconds']:.0f} ms a step, {time.monotonic() - start:.0f} s"
-    )
-    return learned
+
+class Checks:
+    """Each method that yields rows of the table is a check."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self.deadline = time.monotonic() + 15 * 60
+        self.gpus = torch.cuda.device_count()
+        computes, memory = self.part("environment")
+        self.memory = int(memory)
+        self.computes = computes == "True"
+        can_run = tba.vllm_can_run() and self.computes
+        self.engine = "vllm" if can_run else "transformers"
+
+    def execute(self, name: str, seconds: float, *words: object, **variables: object) -> str:
+        """Run a command; returns its output. Raises RuntimeError if it fails."""
+        log = self.logs / f"{name}.log"
+        environment = os.environ | {key: str(value) for key, value in variables.items()}
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [*map(str, words)], stdout=file, stderr=file, start_new_session=True,
+                env=environment,
+            )  # fmt: skip
+        try:
+            process.wait(max(0, min(seconds, self.deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            raise RuntimeError("stopped at its time limit") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        text = log.read_text(errors="replace").replace("\r", "\n").strip()
+        if process.returncode:
+            lines = re.findall(r".*[Ee]rror:.*", text) or text.split("\n")
+            raise RuntimeError(f"exit code {process.returncode}: {lines[-1][:150]}")
+        return text
+
+    def part(self, name: str, *arguments: object) -> list[str]:
+        """Run a function of this file in its own process; returns the words of its result."""
+        text = self.execute(name, 120, sys.executable, __file__, "--part", name, *arguments)
+        lines, _, result = text.partition("result:")
+        if name == "environment":
+            print(lines, end="", flush=True)
+        return result.split("\n")[0].split()
+
+    def run(self, name: str, seconds: float, variables: dict, **flags: object) -> tuple:
+        """Run tba.py; returns its metrics and evaluations."""
+        out = Path(tempfile.mkdtemp(dir=self.logs))
+        settings = {
+            "task": "gsm8k", "model": MODELS / "gsm8k/model", "dataset": MODELS / "gsm8k/data",
+            "output_dir": out, "engine": self.engine, "prompts_per_step": 8,
+            "trained_per_prompt": 16, "searched_per_prompt": 16, "initial_trajectories": 128,
+            "beta": 0.05, "learning_rate": 1e-4, "max_grad_norm": 1, "temperature": 1.0,
+            "max_response_tokens": 32, "sequences_in_flight": 128, "eval_every": 0,
+            "gpu_memory_utilization": SHARE if self.gpus == 1 else 0.5,
+        } | flags  # fmt: skip
+        words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+        try:
+            self.execute(name, seconds, sys.executable, ROOT / "tba.py", *words, **variables)
+            return tba.read_lines(out / "metrics.jsonl"), tba.read_lines(out / "eval.jsonl")
+        finally:
+            shutil.rmtree(out)  # its checkpoints are large
+
+    def kernels(self) -> Iterator[Row]:
+        first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        one_gpu = {"CUDA_VISIBLE_DEVICES": first_gpu}
+        adapters = {"synchronous": True, "lora_rank": 8, "learning_rate": 2e-3}
+        cases = [
+            ("vllm", "float32", "one GPU", one_gpu, {"gpu_memory_utilization": SHARE}),
+            ("vllm", "bfloat16", "all GPUs", {}, {}),
+            ("transformers", "bfloat16", "all GPUs", {}, {}),
+            ("transformers", "float32", "lockstep with adapters", {}, adapters),
+        ]
+        for engine, dtype, text, variables, more in cases:
+            gap_limit, kl_limit = (1e-3, 0.01) if dtype == "float32" else (1.0, 0.5)
+            expected = f"gap < {gap_limit:g}, KL < {kl_limit:g}, learns"
+            name = f"{engine}, {dtype}, {text}"
+            flags = {"engine": engine, "dtype": dtype, "steps": 40, "eval_every": 20} | more
+            try:
+                metrics, evaluations = self.run(name.replace(", ", "-"), 150, variables, **flags)
+            except RuntimeError as error:
+                yield name, str(error), expected, False
+                continue
+            gap = max(m["logprob_gap"] for m in metrics)
+            kl = abs(metrics[0]["kl"])  # of equal weights, by decoding and by packed scoring
+            first = evaluations[0]["accuracy"]
+            last = evaluations[-1]["accuracy"]
+            passed = gap < gap_limit and kl < kl_limit and last > first + 0.3
+            text = f"gap {gap:.2g}, KL {kl:.2g}, accuracy {first:.2f} -> {last:.2f}"
+            yield name, text, expected, passed
+
+    def races(self) -> Iterator[Row]:
+        _, (hidden, intermediate, _, vocabulary) = self.size_that_fits()
+        self.part("model", self.logs / "model", hidden, intermediate, 4, vocabulary)
+        sums = self.logs / "sums.txt"
+        sums.unlink(missing_ok=True)
+        metrics, _ = self.run(
+            "races", 270, {"GPU_CHECK_SUMS": sums}, plugin=__file__, model=self.logs / "model",
+            steps=10**6, sync_every=1, max_replays=10**6, learning_rate=1e-5,
+            prompts_per_step=2, trained_per_prompt=8, searched_per_prompt=8,
+        )  # fmt: skip
+        lines = [line.split() for line in sums.read_text().splitlines()]
+        sent = {version: total for who, version, total in lines if who == "sent"}
+        same = [sent[version] == total for who, version, total in lines if who != "sent"]
+        gap = max(m["logprob_gap"] for m in metrics)
+        text = f"{len(sent)} syncs: {same.count(False)} of {len(same)} sums differ, gap {gap:.2g}"
+        yield "races", text, "none differs", all(same) and len(same) > 20
+
+    def nccl(self) -> Iterator[Row]:
+        if self.gpus < 2:
+            yield "broadcast", "needs two GPUs", "", None
+            return
+        store = self.logs / "store"
+        store.unlink(missing_ok=True)
+        speed = float(self.part("nccl", self.gpus, store)[0])
+        expected = "PCIe 10 to 25, NVLink 100 or more"
+        yield f"broadcast to {self.gpus - 1} GPU(s)", f"{speed:.1f} GB/s", expected, speed > 8
+
+    def size(self) -> Iterator[Row]:
+        name, shape = self.size_that_fits()
+        self.part("model", self.logs / "model", *shape)
+        metrics, _ = self.run(
+            "size", 330, {}, model=self.logs / "model", steps=30, prompts_per_step=7,
+            trained_per_prompt=20, searched_per_prompt=24, sync_every=2, max_response_tokens=150,
+            sequences_in_flight=256, learning_rate=1e-6, tokens_per_microbatch=TOKENS,
+        )  # fmt: skip
+        late = metrics[5:]
+        median = lambda value: statistics.median(map(value, late))
+        step = median(lambda m: m["forward_backward_seconds"] + m["optimizer_seconds"])
+        busy = median(lambda m: m["trainer_busy"])
+        decoding = median(lambda m: m["generated_tokens_per_second"] / m["searchers_alive"])
+        sync = sum(m["sync_seconds"] for m in late) / len({m["version"] for m in late})
+        peak = 2**30 * max(m["gpu_memory_gib"] for m in metrics)
+        most = estimate(shape)
+        # the estimates are for GPUs that are not shared
+        compare = lambda good: good if name == "1.1 B" and self.gpus > 1 else None
+        good = compare(step < 3)
+        yield f"Trainer's memory, {name}", f"{peak / GB:.1f} GB", f"{most / GB:.1f}", peak < most
+        yield "step", f"{step:.2f} s, busy {busy:.2f}", "1.1 B: H100 0.7 s, A100 1.5 s", good
+        good = compare(decoding > 7500)
+        yield "decoding", f"{decoding:,.0f} tokens/s", "1.1 B, H100: 15,000 to 20,000", good
+        good = compare(sync < 0.3)
+        yield "sync, training thread", f"{1000 * sync:.0f} ms", "1.1 B, H100: 120 ms", good
+
+    def redteam(self) -> Iterator[Row]:
+        flags = ["--engine", self.engine, "--steps", 6, "--eval_every", 6]
+        flags += ["--output_dir", self.logs / "redteam"]
+        script = ROOT / "run_redteam.sh"
+        self.execute("redteam", 200, "bash", script, "--tiny", *flags, PYTHON=sys.executable)
+        yield f"red-teaming, {self.engine}", "ended after its 6 steps", "", True
+
+    def size_that_fits(self) -> tuple[str, tuple[int, int, int, int]]:
+        """Name and shape of the largest model that fits."""
+        *sizes, tiny = SIZES.items()
+        room = (0.6 if self.gpus == 1 else 0.95) * self.memory  # a Searcher may need the rest
+        for name, shape in sizes:
+            if self.computes and estimate(shape) < room:
+                return name, shape
+        return tiny
+
+
+def estimate(shape: tuple[int, int, int, int]) -> float:
+    """The Trainer's peak memory in bytes, as in docs/operations.md, and some for logits."""
+    hidden, intermediate, layers, vocabulary = shape
+    layer = 2.25 * hidden**2 + 3 * hidden * intermediate
+    parameters = 2 * vocabulary * hidden + layers * layer
+    activations = (36 * hidden + 8 * intermediate) * layers * TOKENS
+    return 20 * parameters + activations + 2 * GB
+
+
+def environment() -> None:
+    """Print versions and GPUs, whether kernels compute, and the first GPU's memory in bytes."""
+    import triton
+
+    globals()["triton"] = triton  # where the compiler looks it up
+    for name in ("torch", "vllm", "transformers", "triton", "nvidia-nccl-cu13"):
+        for found in metadata.distributions(name=name):
+            print(name, found.version, end="; ")
+    print("Python", sys.version.split()[0])
+    gpus = range(torch.cuda.device_count())
+    for i in gpus:
+        device = torch.cuda.get_device_properties(i)
+        peers = [j for j in gpus if j != i and torch.cuda.can_device_access_peer(i, j)]
+        print(f"GPU {i}: {device.name}, {device.total_memory / GB:.1f} GB, direct access: {peers}")
+    cell = torch.zeros(1, dtype=torch.int32, device="cuda")
+    try:
+        triton.jit(write_seven)[(1,)](cell)
+    except Exception as error:  # the compiler's, of many types
+        print(f"Triton's kernels do not compile: {error!r}")
+    computes = cell.item() == 7
+    if not computes:
+        print("kernels compute nothing here (a virtual GPU?): vLLM fails, and other checks run")
+        print("with transformers; times mean nothing")
+    print("result:", computes, torch.cuda.get_device_properties(0).total_memory)
+
+
+def write_seven(pointer):
+    """A kernel."""
+    triton.language.store(pointer, 7)  # noqa: F821
+
+
+def model(folder: str, *shape: str) -> None:
+    """Save a random Llama with the tiny model's tokenizer."""
+    import transformers
+
+    hidden, intermediate, layers, vocabulary = map(int, shape)
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64), num_key_value_heads=max(1, hidden // 512),
+        vocab_size=vocabulary, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for path in (MODELS / "gsm8k" / "model").glob("tokenizer*"):
+        shutil.copy(path, folder)
+
+
+def nccl(size: str, store: str) -> None:
+    """Broadcast 1 GB ten times from the first GPU; prints GB/s."""
+    torch.multiprocessing.spawn(nccl_member, (int(size), store), int(size))
+
+
+def nccl_member(rank: int, size: int, store: str) -> None:
+    """A process of `nccl`."""
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", f"file://{store}", rank=rank, world_size=size)
+    data = torch.zeros(10**9, dtype=torch.uint8, device="cuda")
+    torch.distributed.broadcast(data, 0)  # connects
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10):
+        torch.distributed.broadcast(data, 0)
+    torch.cuda.synchronize()
+    if rank == 0:
+        print("result:", 10 * len(data) / GB / (time.perf_counter() - start), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def install_checksums() -> None:
+    """In the run of `races`: log checksums of weights as sent, and once they are loaded."""
+    end = time.monotonic() + 150
+    syncs = []
+    begin_if_due = tba.WeightSync.begin_if_due
+    load_weights = tba.Searcher.load_weights
+
+    def note(who: str, version: int, weights: tba.FlatWeights) -> None:
+        bits = weights.flat.view(torch.int16 if weights.flat.itemsize == 2 else torch.int32)
+        with open(os.environ["GPU_CHECK_SUMS"], "a") as file:
+            file.write(f"{who} {version} {bits.sum(dtype=torch.int64).item()}\n")
+
+    def begin(sync: tba.WeightSync, step: int) -> bool:
+        begun = begin_if_due(sync, step)
+        if begun:
+            note("sent", step, sync.snapshot)
+            syncs.append(step)
+        if len(syncs) == 500 or time.monotonic() > end:
+            sync.config.steps = step  # the run ends
+        return begun
+
+    def load(searcher: tba.Searcher) -> None:
+        version = searcher.staged.version
+        load_weights(searcher)
+        note("loaded", version, searcher.staging)
+
+    tba.WeightSync.begin_if_due = begin
+    tba.Searcher.load_weights = load
 
 
 def main() -> int:
-    """Run all checks that this machine allows; returns the exit code."""
+    """Run the checks; returns the exit code."""
+    names = ["kernels", "races", "nccl", "size", "redteam"]
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
-    files = parser.parse_args().files
-    gpus = torch.cuda.device_count()
-    if not gpus:
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"some of {', '.join(names)}")
+    parser.add_argument("--logs", type=Path, help="folder for logs; default: a temporary one")
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.part:
+        globals()[flags.part[0]](*flags.part[1:])
+        return 0
+    if unknown := set(flags.checks) - set(names):
+        parser.error(f"no check {min(unknown)}: choose from {', '.join(names)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current command, too
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        print("driver", driver)
+        if int(driver.split(".")[0]) < 580:
+            print("older than R580: the pinned torch and vllm, built for CUDA 13, cannot use it;")
+            print("docs/operations.md, Where it runs, names other builds")
+    except Exception as error:
+        print(f"no NVIDIA driver: {error}")
+    if not torch.cuda.is_available():
         print("no GPU found: nothing was checked")
         return 3
-    engines = ["transformers"] + ["vllm"] * tba.vllm_can_run()
-    results = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for engine in engines:
-            for dtype in ("float32", "bfloat16"):
-                flags = {"engine": engine, "dtype": dtype}
-                results.append(run(f"{engine} {dtype}", files, folder, **flags))
-            flags = {"engine": engine, "dtype": "float32"}
-            results.append(run(f"{engine} lockstep", files, folder, synchronous=True, **flags))
-            adapters = {"lora_rank": 8, "learning_rate": 2e-3}
-            results.append(run(f"{engine} adapters", files, folder, **flags, **adapters))
-            if gpus > 1:
-                results.append(
-                    run(f"{engine} NCCL", files, folder, num_searchers=gpus - 1, **flags)
-                )
-    print(f"{sum(results)} of {len(results)} passed")
-    return int(not all(results))
+    logs = flags.logs or Path(tempfile.mkdtemp(prefix="gpu_check-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    print(f"logs: {logs}", flush=True)
+    checks = Checks(logs.resolve())
+    rows: list[Row] = []
+    for name in flags.checks or names:
+        start = time.monotonic()
+        try:
+            for row in getattr(checks, name)():
+                rows.append(row)
+                print(f"{time.monotonic() - start:4.0f} s  {row[0]}: {row[1]}", flush=True)
+        except Exception as error:
+            rows.append((name, tba.first_line(error), "", False))
+            print(f"{time.monotonic() - start:4.0f} s  {name} failed: {error}", flush=True)
+    print("\n| check | measured | expected | |\n|---|---|---|---|")
+    words = {True: "ok", False: "FAILED", None: "-"}
+    for what, measured, expected, passed in rows:
+        print(f"| {what} | {measured} | {expected} | {words[passed]} |")
+    return int(any(passed is False for *_, passed in rows))
 
 
 if __name__ == "__main__":
     sys.exit(main())
+elif "GPU_CHECK_SUMS" in os.environ:
+    install_checksums()

@@ -104,8 +104,11 @@ def forget_virtual_gpus() -> None:
 
 
 @contextlib.contextmanager
-def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
-    """A Ray cluster at 127.0.0.1: a head node for the Trainer, and nodes with `cpus` CPUs each."""
+def local_cluster(nodes: int, cpus: int = 1, gpus: int = 0) -> Iterator:
+    """A Ray cluster at 127.0.0.1: a head node for the Trainer, and nodes with `cpus` CPUs each.
+
+    All GPUs are the head's.
+    """
     os.environ.update(  # read when Ray is imported
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # nodes at 127.0.0.1
         RAY_health_check_period_ms="500",
@@ -115,7 +118,8 @@ def local_cluster(nodes: int, cpus: int = 1) -> Iterator:
     from ray.cluster_utils import Cluster
 
     options = {"include_dashboard": False, "object_store_memory": 10**8}
-    cluster = Cluster(initialize_head=True, head_node_args=options | {"num_cpus": 1})
+    head = options | {"num_cpus": 1, "num_gpus": gpus}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.join = lambda: cluster.add_node(**options, num_cpus=cpus)
     cluster.lose = lambda node: cluster.remove_node(node, allow_graceful=False)
     try:
