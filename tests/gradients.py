@@ -27,7 +27,7 @@ def ordered(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     """Later responses of a group count more, and the first of its best ones most."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
     best = batch.rewards.argmax(1, keepdim=True)
-    weights = torch.linspace(1, 2, logprobs.shape[1], dtype=logprobs.dtype)
+    weights = torch.linspace(1, 2, logprobs.shape[1]).to(logprobs)
     squares = (weights * (logprobs - batch.rewards).square()).mean()
     return tba.Loss(squares - 50 * logprobs.gather(1, best).mean())
 

@@ -18,7 +18,10 @@ from typing import IO, Any, ClassVar
 
 import numpy as np
 import psutil
+import pytest
+import torch
 from starter import restore_signals
+from virtual_gpu import build
 
 import tba
 
@@ -26,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HOOKS = ROOT / "tests" / "faults.py"
 # seconds until a wait counts as a hang; a busy machine is many times slower than an idle one
 PATIENCE = 600
+VIRTUAL_MACHINES: list[str] = []  # VIRTUAL_GPU_IDs given out by `virtual_gpus`
 GONE = 300  # seconds until all processes of a run that has ended must be gone
 
 
@@ -57,6 +61,46 @@ def steps_of(out: Path) -> int:
     """Number of optimizer steps that a run has logged."""
     path = out / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def on_virtual_gpus() -> bool:
+    """Whether this process itself runs on virtual GPUs."""
+    return "libvirtual_gpu.so" in os.environ.get("LD_PRELOAD", "")
+
+
+def real_gpus() -> int:
+    """Number of this machine's GPUs."""
+    return 0 if on_virtual_gpus() else torch.cuda.device_count()
+
+
+def virtual_gpus(gpus: int = 1, **settings: object) -> dict[str, str]:
+    """Environment variables under which a run finds this many GPUs.
+
+    These are real ones if this machine has a GPU, else virtual ones, which no other run shares.
+    `settings` are of the virtual GPU alone: `memory_gb=4` sets VIRTUAL_GPU_MEMORY_GB
+    (tests/virtual_gpu/README.md). The calling test is skipped where the GPUs cannot be had.
+    """
+    if real_gpus():
+        if settings:
+            pytest.skip("needs virtual GPUs, and this machine has real ones")
+        if real_gpus() < gpus:
+            pytest.skip(f"needs {gpus} GPUs")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:gpus])}
+    if reason := build.cannot_build():
+        pytest.skip(reason)
+    name = f"{os.getpid()}-{len(VIRTUAL_MACHINES)}"
+    VIRTUAL_MACHINES.append(name)
+    own = {"VIRTUAL_GPUS": str(gpus), "VIRTUAL_GPU_ID": name}
+    more = {f"VIRTUAL_GPU_{key.upper()}": str(value) for key, value in settings.items()}
+    return build.environment() | own | more
+
+
+def forget_virtual_gpus() -> None:
+    """Delete what virtual GPUs have left in shared memory."""
+    for name in VIRTUAL_MACHINES:
+        for path in Path("/dev/shm").glob(f"virtual_gpu-{name}*"):
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -140,15 +184,21 @@ class ForkedRun:
 
 
 def start(
-    args: list[str], stdout: IO, stderr: IO, interpreter: bool
-) -> ForkedRun | subprocess.Popen:
-    """Start tba.py, in a new interpreter if `interpreter` or if there is no starter."""
-    if "TBA_STARTER" in os.environ and not interpreter:
+    args: list[str], stdout: IO, stderr: IO, interpreter: bool,
+    environment: dict[str, str] | None = None,
+) -> ForkedRun | subprocess.Popen:  # fmt: skip
+    """Start tba.py, in a new interpreter if `interpreter` or if there is no starter.
+
+    A run with its own `environment`, added to this process's, always gets a new interpreter: the
+    starter has already imported what may depend on it.
+    """
+    if "TBA_STARTER" in os.environ and not interpreter and environment is None:
         return ForkedRun(args, stdout, stderr)
     return subprocess.Popen(
         [sys.executable, str(ROOT / "tba.py"), *args],
         stdout=stdout,
         stderr=stderr,
+        env={**os.environ, **(environment or {})},
         start_new_session=True,
         preexec_fn=restore_signals,
     )
@@ -169,7 +219,7 @@ class Run:
 
     def __init__(
         self, out: Path, args: list[str], hooks: bool = True, notes: Path | None = None,
-        interpreter: bool = False,
+        interpreter: bool = False, environment: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         notes = notes or out.parent
         self.out, self.faults = out, notes / f"{out.name}-faults"
@@ -177,7 +227,7 @@ class Run:
         os.environ["TBA_FAULTS"] = str(self.faults)
         more = ["--plugin", str(HOOKS)] if hooks else []
         self.log = open(notes / f"{out.name}.log", "a+")  # noqa: SIM115
-        self.process = start([*args, *more], self.log, self.log, interpreter)
+        self.process = start([*args, *more], self.log, self.log, interpreter, environment)
         self.under_way.append(self)
 
     def text(self) -> str:
@@ -246,6 +296,8 @@ def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
         "dataset": gsm8k and gsm8k / "data",
         "output_dir": out,
         "engine": "transformers",
+        "dtype": "float32",
+        "num_searchers": 1,
         "steps": 4,
         "prompts_per_step": 4,
         "trained_per_prompt": 8,
@@ -289,11 +341,12 @@ def judges_of(path):
 
 
 def run_tba(
-    args: list[str], code: int = 0, timeout: float = 900, interpreter: bool = False
-) -> tuple[str, str]:
+    args: list[str], code: int = 0, timeout: float = 900, interpreter: bool = False,
+    environment: dict[str, str] | None = None,
+) -> tuple[str, str]:  # fmt: skip
     """Run tba.py to its end; returns (stdout, stderr) after checking the exit code."""
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        process = start(args, stdout, stderr, interpreter)
+        process = start(args, stdout, stderr, interpreter, environment)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
         stdout.seek(0)

@@ -53,7 +53,7 @@ def endless(gsm8k, out, address, **flags):
     """Flags of a run on a cluster that continues until it is stopped."""
     settings = {
         "steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0, "sync_every": 1,
-        "transfer_timeout": 5, "searcher_timeout": 20, "cluster": address,
+        "transfer_timeout": 5, "searcher_timeout": 20, "cluster": address, "num_searchers": None,
     }  # fmt: skip
     return arguments(gsm8k, out, **(settings | flags))
 

@@ -190,7 +190,7 @@ def test_saved_weights_are_the_models_under_its_files_names(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     ids = torch.from_numpy(learner.problem.prompts[0]).long()[None]
     with torch.no_grad():
-        expected = learner.model.eval()(ids).logits
+        expected = learner.model.eval()(ids.to(learner.model.device)).logits.cpu()
         torch.testing.assert_close(loaded(ids).logits, expected, atol=1e-4, rtol=1e-4)
         old = AutoModelForCausalLM.from_pretrained(path)(ids).logits
         assert (old - expected).abs().max() > 0.1

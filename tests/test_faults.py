@@ -41,6 +41,7 @@ def endless(gsm8k, out, **flags):
     return arguments(gsm8k, out, **(settings | flags))
 
 
+@pytest.mark.devices(4)
 def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     """Killed, hanging and raising Searchers, in each phase of a weight transfer too."""
     out = tmp_path / "run"
@@ -80,6 +81,7 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
 
 
+@pytest.mark.devices(3)
 def test_an_evaluation_whose_weights_do_not_arrive_is_repeated(gsm8k, tmp_path):
     out = tmp_path / "run"
     run = Run(out, arguments(gsm8k, out, synchronous=True, num_searchers=2, steps=2, eval_every=0))
@@ -89,6 +91,7 @@ def test_an_evaluation_whose_weights_do_not_arrive_is_repeated(gsm8k, tmp_path):
     assert [record["step"] for record in read_lines(out / "eval.jsonl")] == [0, 2]
 
 
+@pytest.mark.devices(4)
 def test_a_killed_trainer_leaves_nothing_and_a_second_signal_ends_at_once(gsm8k, tmp_path):
     out = tmp_path / "killed"
     run = Run(out, endless(gsm8k, out, num_searchers=2), interpreter=True)
@@ -121,6 +124,7 @@ def test_a_signal_saves_a_checkpoint(gsm8k, tmp_path, number):
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
 
 
+@pytest.mark.devices(4)
 def test_faults_that_end_a_run(gsm8k, tmp_path):
     """A failure before the first group ever, too many failures, wrong weights: one exit code."""
     out = tmp_path / "first"
@@ -495,6 +499,7 @@ def test_failures_count_until_a_searcher_has_run_for_an_hour(gaps):
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.devices(3)
 def test_every_port_of_a_run_listens_on_loopback(gsm8k, tmp_path, engine):
     out = tmp_path / "run"
     run = Run(out, endless(gsm8k, out, num_searchers=2, engine=engine))

@@ -21,7 +21,7 @@ sys.path.append(str(ROOT / "bench"))
 
 import objectives
 
-CPU = torch.device("cpu")
+DEVICE = tba.local_device()
 
 
 def brute_force(logprobs, ref_logprobs, rewards, beta, tau):
@@ -406,7 +406,7 @@ def test_schedules_are_linear_between_points_and_constant_after(points, first):
 
 def plain_logprobs(model, prompt, response, temperature):
     """Log-probabilities (T,) and entropies (T,) of a response, by the full softmax alone."""
-    ids = torch.from_numpy(np.concatenate([prompt, response])).long()
+    ids = torch.from_numpy(np.concatenate([prompt, response])).long().to(model.device)
     logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / temperature
     logprobs = logits.log_softmax(-1)
     entropies = -(logprobs.exp() * logprobs).sum(-1)
@@ -427,7 +427,7 @@ def test_gradient_and_metrics_equal_brute_force(gsm8k, tmp_path, budget, variant
     groups = random_groups(learner.problem, 3, 6)
     measured = learner.backward(groups, tba.at_step(learner.config, 0), 5)
 
-    exact = tba.load_model(learner.config, learner.config.model, torch.float64, CPU)
+    exact = tba.load_model(learner.config, learner.config.model, torch.float64, DEVICE)
     logprobs, ref_logprobs, rewards, entropy = [], [], [], 0.0
     for t in (t for group in groups for t in group):
         prompt = learner.problem.prompts[t.prompt_id]
@@ -436,7 +436,7 @@ def test_gradient_and_metrics_equal_brute_force(gsm8k, tmp_path, budget, variant
         entropy += float(entropies.sum().detach())
         ref_logprobs.append(float(t.ref_logprobs.sum()) / (1.2 if recomputed else 1))
         rewards.append(t.reward)
-    tensor = lambda x: torch.tensor(x, dtype=torch.float64).view(3, 6)
+    tensor = lambda x: torch.tensor(x, dtype=torch.float64, device=DEVICE).view(3, 6)
     expected, log_zs = brute_force(
         torch.stack(logprobs).view(3, 6), tensor(ref_logprobs), tensor(rewards), 0.5, 1.0
     )
@@ -463,7 +463,7 @@ def near_policy(gsm8k, tmp_path_factory):
     flags = {"beta": 0.5, "kl_coefficient": 0.1, "reference_temperature": 1.2}
     learner = learner_of(gsm8k, folder, **flags)
     learner.policy.CHUNK = 37
-    model = tba.load_model(learner.config, learner.config.model, torch.float64, CPU)
+    model = tba.load_model(learner.config, learner.config.model, torch.float64, DEVICE)
     groups = random_groups(learner.problem, 3, 6)
     flat = [t for group in groups for t in group]
     exact = [
@@ -471,18 +471,19 @@ def near_policy(gsm8k, tmp_path_factory):
     ]
     torch.manual_seed(0)
     for t, own in zip(flat, exact, strict=True):
-        t.logprobs = (own.detach() + 0.1 * torch.randn_like(own)).float().numpy()
-    behaviour = [torch.from_numpy(t.logprobs).double() for t in flat]
+        t.logprobs = (own.detach() + 0.1 * torch.randn_like(own)).float().cpu().numpy()
+    joined = lambda arrays: torch.from_numpy(np.concatenate(arrays)).double().to(DEVICE)
     ids = torch.tensor([group[0].prompt_id for group in groups])
-    learner.log_z.data = torch.randn(len(learner.log_z), generator=torch.manual_seed(1))
+    log_z = torch.randn(len(learner.log_z), generator=torch.manual_seed(1))
+    learner.log_z.data = log_z.to(DEVICE)
     log_z = learner.log_z.detach().double().requires_grad_()
     batch = tba.Batch(
         logprobs=torch.cat(exact),
-        behaviour=torch.cat(behaviour),
-        ref_logprobs=torch.cat([torch.from_numpy(t.ref_logprobs) for t in flat]).double() / 1.2,
-        lengths=torch.tensor([len(t.tokens) for t in flat]),
-        rewards=torch.tensor([t.reward for t in flat]).double().view(3, 6),
-        versions=torch.tensor([t.version for t in flat]),
+        behaviour=joined([t.logprobs for t in flat]),
+        ref_logprobs=joined([t.ref_logprobs for t in flat]) / 1.2,
+        lengths=torch.tensor([len(t.tokens) for t in flat], device=DEVICE),
+        rewards=joined([[t.reward] for t in flat]).view(3, 6),
+        versions=torch.tensor([t.version for t in flat], device=DEVICE),
         step=0,
         learned_log_z=log_z[ids],
     )
@@ -581,10 +582,10 @@ def test_logits_of_a_bfloat16_policy_are_in_float32(gsm8k, model_of, tmp_path, n
     of 85, which bfloat16 would round by up to 0.25.
     """
     config, problem = problem_of(gsm8k, tmp_path, model=model_of(name), dtype="bfloat16")
-    model = tba.load_model(config, config.model, weights, CPU)
-    ids = torch.from_numpy(problem.prompts[0][:24]).long()[None]
+    model = tba.load_model(config, config.model, weights, DEVICE)
+    ids = torch.from_numpy(problem.prompts[0][:24]).long()[None].to(DEVICE)
     head = model.get_output_embeddings()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         scale = 85 / model(ids).logits.abs().max()
         for parameter in head.parameters():
             parameter.mul_(scale)
@@ -594,9 +595,10 @@ def test_logits_of_a_bfloat16_policy_are_in_float32(gsm8k, model_of, tmp_path, n
     targets = ids[0, 1:, None]
     exact = logits.log_softmax(-1).gather(1, targets)[:, 0]
     assert (rounded.log_softmax(-1).gather(1, targets)[:, 0] - exact).abs().max() > 0.05
-    groups = [(ids[0, :1].numpy(), [ids[0, 1:].numpy()])]
+    prompt = problem.prompts[0]
+    groups = [(prompt[:1], [prompt[1:24]])]
     (scored,) = tba.token_logprobs(tba.TokenLogProbs(model, 1.0), groups, config)
-    np.testing.assert_allclose(scored, exact.detach().numpy(), atol=2e-3, rtol=0)
+    np.testing.assert_allclose(scored, exact.detach().cpu().numpy(), atol=2e-3, rtol=0)
 
 
 def test_plan_microbatches_covers_all_within_budget():
@@ -656,7 +658,7 @@ def test_plan_rows_covers_all_evenly_within_budget():
 def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, rows):
     """Rows of several responses and of one, padded, and what `token_logprobs` makes of them."""
     config, _ = problem_of(gsm8k, tmp_path, model=model_of(name))
-    model = tba.load_model(config, config.model, torch.float32, CPU)
+    model = tba.load_model(config, config.model, torch.float32, DEVICE)
     policy = tba.TokenLogProbs(model, 0.7)
     policy.CHUNK = 5
     rng = np.random.default_rng(0)
@@ -666,7 +668,7 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
     ]
     pairs = [(prompt, response) for prompt, responses in groups for response in responses]
     packed = [tba.Row(pairs[row[0]][0], [pairs[i][1] for i in row], []) for row in rows]
-    logprobs, entropies = policy(**tba.pack(packed, CPU))
+    logprobs, entropies = policy(**tba.pack(packed, DEVICE))
     assert logprobs.requires_grad and not entropies.requires_grad
     plain = [plain_logprobs(model, prompt, response, 0.7) for prompt, response in pairs]
     order = [i for row in rows for i in row]
@@ -679,14 +681,14 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
         config.tokens_per_microbatch = budget
         for row_tokens in (0, 30, 1000):
             policy.row_tokens = row_tokens
-            scored = torch.from_numpy(np.concatenate(tba.token_logprobs(policy, groups, config)))
-            torch.testing.assert_close(scored, expected, atol=1e-4, rtol=1e-4)
+            scored = np.concatenate(tba.token_logprobs(policy, groups, config))
+            np.testing.assert_allclose(scored, expected.detach().cpu(), atol=1e-4, rtol=1e-4)
 
 
 def test_an_idle_rank_has_gradients_of_zero(gsm8k, tmp_path):
     """FSDP's collective operations need every parameter's gradient on every rank."""
     learner = learner_of(gsm8k, tmp_path)
-    logprobs, entropies = learner.policy(**tba.pack([tba.IDLE], CPU))
+    logprobs, entropies = learner.policy(**tba.pack([tba.IDLE], DEVICE))
     assert logprobs.shape == entropies.shape == (0,)
     logprobs.sum().backward()
     for parameter in learner.model.parameters():

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from tba import read_lines
 
+pytestmark = pytest.mark.devices(3)  # two ranks and a Searcher
 TORCHRUN = "torch.distributed.run --nproc_per_node 2 --master_port 0 --standalone"
 # of a user who shards other programs' models with it
 ACCELERATE_CONFIG = """

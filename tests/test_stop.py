@@ -116,6 +116,7 @@ def test_a_run_whose_terminal_closes_saves(gsm8k, tmp_path, started):
     check_saved(out, process, out / "metrics.jsonl")
 
 
+@pytest.mark.devices(3)
 def test_timeout_signals_all_processes_and_the_run_saves(gsm8k, tmp_path, started):
     """`timeout` sends its signal to its child, and then to the whole group: twice."""
     out = tmp_path / "run"
@@ -130,6 +131,7 @@ def test_timeout_signals_all_processes_and_the_run_saves(gsm8k, tmp_path, starte
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.devices(3)
 def test_a_signal_to_the_group_of_a_lockstep_run_saves(gsm8k, tmp_path, number):
     """Its Searchers outlive the signal, as the batches that they have begun must be completed."""
     out = tmp_path / "run"
