@@ -40,11 +40,11 @@ class Finder:
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         run = spec.loader.exec_module
 
         def exec_module(module):
+            sys.meta_path.remove(self)
             run(module)
             after_torch(module)
 
