@@ -1386,7 +1386,7 @@ class Searcher:
         self.calls: list[TaskCall] = []  # in progress
         self.pending_answers = 0  # to held-out prompts, not generated yet
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
-        self.group = WeightGroup(spec.meeting, "", rank=0, size=1)  # in which it receives weights
+        self.group = WeightGroup(spec.meeting)  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
@@ -1407,8 +1407,7 @@ class Searcher:
 
     def follow(self) -> None:
         """In a thread: do what the Trainer says; received weights load between two decode steps."""
-        for use in ("form", "watch"):  # before a transfer waits for it
-            connect_store(self.spec.meeting, use)
+        connect_store(self.spec.meeting, "form")  # before a transfer waits for it
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -2174,13 +2173,11 @@ class VLLMEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process
         import vllm  # imported late: it is slow, and reads the environment
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
-        from vllm.v1.worker import workspace
 
         if not dist.is_initialized():  # vLLM's own group would open a port
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        # an engine that starts would delete the CUDA graphs of all engines listed here
-        CUDAGraphWrapper._all_instances.clear()
+        CUDAGraphWrapper._all_instances.clear()  # a new engine deletes the graphs of those listed
         self.llm = vllm.LLM(
             model=getattr(config, name),
             dtype=config.dtype,
@@ -2197,9 +2194,6 @@ class VLLMEngine:
             seed=seed,  # vLLM seeds PyTorch
             use_tqdm_on_load=False,
         )
-        if workspace.is_workspace_manager_initialized():
-            # its graphs use this memory, which vLLM would free when another engine starts
-            self.workspace = workspace.current_workspace_manager()
         self.config = config
         self.ids = map(str, itertools.count())  # of requests
         self.loads = 0  # of weights; salts the prefix cache
@@ -2302,9 +2296,8 @@ def vllm_can_run() -> bool:
 #                             an evaluation is due, the weights came with its prompts
 #   WeightSync.on_loaded      compares the probes; when the last member has loaded, the sync is over
 #
-# If a step fails, the group is abandoned, and the next sync, due at once, forms a new one. Members
-# that did not reply in time are killed and restarted. If all replied, nobody knows which of them
-# hung: those that missed the weights get the next ones one by one.
+# If a step fails, the group is abandoned, and the next sync, due at once, forms a new one. Only
+# members that did not reply in time, or that repeatedly miss weights on their own, are killed.
 
 
 @torch.no_grad()
@@ -2356,57 +2349,67 @@ class MeetingPoint:
 
 @lru_cache
 def connect_store(meeting: MeetingPoint, use: Literal["form", "watch"]) -> dist.TCPStore:
-    """This process's connection to the Trainer's TCPStore, for one use: a wait blocks it.
+    """This process's connection to the Trainer's TCPStore; those who wait block all its users.
 
     It is kept because connecting performs a reverse DNS lookup, which can take seconds.
     """
-    return dist.TCPStore(
-        meeting.host, meeting.port, timeout=meeting.timeout, wait_for_workers=False
-    )
-
-
-def form_group(
-    meeting: MeetingPoint, name: str, rank: int, size: int
-) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-    """Form a process group besides the default one. Raises RuntimeError.
-
-    Waits for all members: Gloo for at most the meeting's timeout, NCCL indefinitely.
-    """
-    store = dist.PrefixStore(name, connect_store(meeting, "form"))
-    if meeting.nccl:
-        group = dist.ProcessGroupNCCL(store, rank, size, meeting.timeout)
-        group.eager_connect_single_device(meeting.device)
-        return group
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((meeting.host, meeting.port))  # UDP: sends nothing, chooses a route
-        address = probe.getsockname()[0]  # this machine's, on the Trainer's network
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = meeting.timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return dist.TCPStore(meeting.host, meeting.port, timeout=meeting.timeout)
 
 
 @dataclass
 class WeightGroup:
-    """A member's process group, in which rank 0 broadcasts weights."""
+    """A process group besides the default one, in which rank 0 broadcasts weights."""
 
     meeting: MeetingPoint
-    name: str
-    rank: int
-    size: int
+    name: str = ""
+    rank: int = 0
+    size: int = 1
     formed: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
     abandoned: bool = False
 
+    def form(self) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+        """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
+        meeting = self.meeting
+        store = dist.PrefixStore(self.name, connect_store(meeting, "form"))
+        if meeting.nccl:
+            group = dist.ProcessGroupNCCL(store, self.rank, self.size, meeting.timeout)
+            group.eager_connect_single_device(meeting.device)
+            return group
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((meeting.host, meeting.port))  # UDP: sends nothing, chooses a route
+            address = probe.getsockname()[0]  # this machine's, on the Trainer's network
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = meeting.timeout
+        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
+
     def broadcast(self, weights: FlatWeights) -> None:
-        """In a thread: form the group, unless it is formed, and broadcast rank 0's weights."""
+        """Broadcast rank 0's weights; the first broadcast forms the group.
+
+        Raises RuntimeError after the timeout, if the connection to a member is lost, or if the
+        Trainer says that a member has ended, for which others would wait.
+        """
+        deadline = time.monotonic() + self.meeting.timeout.total_seconds()
+        running = ThreadPoolExecutor(1).submit(self.run, weights)  # may never return
+        while wait([running], timeout=0.1).not_done:
+            if time.monotonic() > deadline:
+                raise RuntimeError("timeout (--transfer_timeout)")
+            if connect_store(self.meeting, "watch").check([self.name]):
+                raise RuntimeError("another member ended")
+        running.result()
+
+    def run(self, weights: FlatWeights) -> None:
+        """In a thread: form the group unless it is formed, broadcast, and wait for the end."""
         if self.formed is None:
-            self.formed = form_group(self.meeting, self.name, self.rank, self.size)
+            self.formed = self.form()
         if self.abandoned:  # formed too late: another group may be using `weights`
             self.abandon()
             return
         buckets = weights.flat.split(weights.BUCKET)
         for work in [self.formed.broadcast(bucket, 0) for bucket in buckets]:
-            while not (self.abandoned or work.is_completed()):
+            while not work.is_completed():
+                if self.abandoned:
+                    return
                 time.sleep(0.0005)
             work.wait()  # returns immediately, or raises the broadcast's error
 
@@ -2415,23 +2418,7 @@ class WeightGroup:
         self.abandoned = True
         if self.formed is not None:
             threading.Thread(target=self.formed.abort, daemon=True).start()
-
-
-def broadcast(group: WeightGroup, weights: FlatWeights) -> None:
-    """Broadcast rank 0's weights in a group, which this forms at first.
-
-    Raises RuntimeError after the timeout, if the connection to a member is lost, or once the
-    Trainer says that one has ended, which will never come or pass the weights on.
-    """
-    timeout = group.meeting.timeout
-    deadline = time.monotonic() + timeout.total_seconds()
-    broadcasting = ThreadPoolExecutor(1).submit(group.broadcast, weights)  # may never return
-    while wait([broadcasting], timeout=0.1).not_done:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"a broadcast took over {timeout} (--transfer_timeout)")
-        if connect_store(group.meeting, "watch").check([group.name]):
-            raise RuntimeError("another member ended")
-    broadcasting.result()
+            self.formed = None
 
 
 @dataclass
@@ -2446,8 +2433,7 @@ class Transfer:
     deadline: float  # for sending, and for the members' replies
     group: WeightGroup
     sending: Future | None = None  # None: it is sent, and every member has replied
-    missed: dict[RunningSearcher, str] = field(default_factory=dict)  # why a member missed it
-    member_ended: bool = False  # a member's process ended: the others stop waiting for weights
+    missed: dict[RunningSearcher, str] = field(default_factory=dict)  # member -> why
 
 
 class WeightSync:
@@ -2466,8 +2452,7 @@ class WeightSync:
         self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.meeting.device)
         learner.snapshot = self.snapshot
         # the latest; this first one is over
-        alone = WeightGroup(searchers.meeting, "", rank=0, size=1)
-        self.transfer = Transfer(-1, False, [], set(), set(), deadline=0.0, group=alone)
+        self.transfer = Transfer(-1, False, [], set(), set(), 0.0, WeightGroup(searchers.meeting))
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
@@ -2490,43 +2475,33 @@ class WeightSync:
         if transfer.sending is None:
             return
         silent = [s for s in transfer.receiving if s.state == "ready"]
-        ended = [s for s in transfer.receiving if s.state != "ready"]
-        if ended and not transfer.member_ended:
-            transfer.member_ended = True
+        if len(silent) < len(transfer.receiving):  # a member ended: the others stop waiting
             self.searchers.store.set(transfer.group.name, "ended")
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
-        error = transfer.sending.exception() if complete else "timeout (--transfer_timeout)"
+        error = transfer.sending.exception() if complete else None
         transfer.sending = None
-        suspects = silent or ended or list(transfer.missed)
-        failure = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects)
-        if silent:
-            failure += " did not reply"
-            for s in silent:
-                s.end("did not reply to a weight transfer, and was killed")
-        elif ended:
-            failure += " ended"
-        elif suspects:
-            failure += f": {transfer.missed[suspects[0]]}"
-            for s in suspects:
-                s.missed += 1
-                if s.missed >= self.MAX_MISSED:
-                    s.end(f"missed {s.missed} weight transfers, and was killed")
-        elif error:
-            failure = first_line(error)
-        if failure:
-            text = f"sending the weights of step {transfer.version} failed: {failure}"
-            self.searchers.say(f"warning: {text}")
+        suspects = transfer.missed
+        if transfer.receiving:
+            suspects = dict.fromkeys(transfer.receiving, "it ended or did not reply")
+        for s, reason in suspects.items():
+            s.missed += 1
+            if s in silent or s.missed >= self.MAX_MISSED:
+                s.end(f"missed a weight transfer ({reason}), and was killed")
+        if suspects or error:
+            names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
+            reason = first_line(next(iter(suspects.values()), error))
+            text = f"sending the weights of step {transfer.version} failed: {reason}"
+            self.searchers.say(f"warning: {text}; suspected: {names}")
             transfer.group.abandon()
             self.due = True
 
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
-        A changed reference is sent first, on its own. Members wait for each other, so if one hangs,
-        many miss the weights: each of these is then sent the next ones alone, which shows who it
-        was. Returns whether the policy is being sent.
+        A changed reference is sent first, on its own. If one member hangs, all miss the weights:
+        each is sent the next ones alone. Returns whether the policy is being sent.
         """
         ready = [s for s in self.searchers.running if s.state == "ready"]
         self.due |= self.evaluations.due or any(s.version < 0 for s in ready)
@@ -2551,12 +2526,10 @@ class WeightSync:
             self.due = members != ready
         if self.snapshot.flat.is_cuda:
             torch.cuda.synchronize()  # the thread uses another stream
-        last = self.transfer
-        group = last.group
-        if last.members != members or group.abandoned:
+        group = self.transfer.group
+        if self.transfer.members != members or group.abandoned:
             group.abandon()
-            name = f"weights {time.monotonic_ns()}"
-            group = WeightGroup(self.searchers.meeting, name, rank=0, size=len(members) + 1)
+            group = WeightGroup(group.meeting, secrets.token_hex(8), size=len(members) + 1)
         transfer = Transfer(
             version=self.reference_version if reference else step,
             reference=reference,
@@ -2575,18 +2548,15 @@ class WeightSync:
 
     def send(self, transfer: Transfer, held_out: int) -> None:
         """In a thread: send all members the snapshot and held-out prompts. Raises RuntimeError."""
-        group = transfer.group
         for i, s in enumerate(transfer.members):
             message = ReceiveWeights(
                 version=transfer.version,
                 reference=transfer.reference,
                 held_out=range(i, held_out, len(transfer.members)),
-                group=group.name,
-                rank=i + 1,
-                size=group.size,
+                group=dataclasses.replace(transfer.group, rank=i + 1, formed=None),
             )
             s.spec.commands.put(message)
-        broadcast(group, self.snapshot)
+        transfer.group.broadcast(self.snapshot)
 
     def on_received(self, s: RunningSearcher, failure: str) -> None:
         """A member received the weights; or it did not, and keeps its current ones."""
@@ -2631,13 +2601,12 @@ class WeightSync:
 
 def receive_weights(searcher: Searcher, message: ReceiveWeights) -> bool:
     """In a Searcher's thread: receive weights, and reply; returns whether they arrived."""
-    if message.group != searcher.group.name:
+    if message.group.name != searcher.group.name:
         searcher.group.abandon()
-        meeting = searcher.spec.meeting
-        searcher.group = WeightGroup(meeting, message.group, message.rank, message.size)
+        searcher.group = message.group
     failure = ""
     try:
-        broadcast(searcher.group, searcher.staging)
+        searcher.group.broadcast(searcher.staging)
     except RuntimeError as error:  # perhaps another member's fault
         failure = first_line(error)
         searcher.group.abandon()
@@ -2666,9 +2635,7 @@ class ReceiveWeights(NamedTuple):
     version: int  # optimizer step of these weights
     reference: bool  # they are the reference's, not the policy's
     held_out: range  # held-out prompts to answer, if an evaluation starts with these weights
-    group: str  # name of the process group; a Searcher that is not in it yet joins it
-    rank: int  # in the group
-    size: int
+    group: WeightGroup  # not formed yet; ignored by a Searcher that is in it
 
 
 # From a Searcher to the Trainer, besides Groups.
@@ -2717,7 +2684,6 @@ class SearcherSpec:
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
-    delay: float  # seconds to wait before it loads its models
     first: int  # position in the prompt order to start from
     arrived: set[int]  # later positions whose groups have arrived, which are not sampled again
     meeting: MeetingPoint
@@ -2770,7 +2736,6 @@ class SearcherProcesses:
     """
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
-    RESTART_DELAY = 5  # seconds
     HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
     POLL_EVERY = 0.2  # seconds between two checks of all processes
 
@@ -2828,9 +2793,7 @@ class SearcherProcesses:
         self.meeting = MeetingPoint(
             host, port, nccl, timedelta(seconds=self.config.transfer_timeout)
         )
-        self.store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self.store = dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach())
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
         if nccl or not torch.cuda.is_available():
             self.start_all()
@@ -2848,7 +2811,7 @@ class SearcherProcesses:
             for start, pickled in [self.messages.get(), *self.messages.take_all()]:
                 self.arrivals.put((start, pickle.loads(pickled)))
 
-    def start_searcher(self, searcher: int, delay: float = 0) -> RunningSearcher:
+    def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process; it samples those of its positions that have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
@@ -2857,7 +2820,6 @@ class SearcherProcesses:
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
-            delay=delay,
             first=self.first_missing + (searcher - self.first_missing) % M,
             arrived={index for index in self.arrived_positions if index % M == searcher},
             meeting=self.meeting,
@@ -2928,7 +2890,7 @@ class SearcherProcesses:
         if self.failures[searcher] > limit:
             raise RunEnded(f"{text}\nnot restarted: {limit + 1} failures (--max_restarts)")
         self.say(f"warning: {text}\nrestart {self.failures[searcher]} of {limit}")
-        self.running[searcher] = self.start_searcher(searcher, self.RESTART_DELAY)
+        self.running[searcher] = self.start_searcher(searcher)
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
@@ -3133,7 +3095,6 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     quiet_libraries()
     try:
         spec.send(Started())
-        time.sleep(spec.delay)
         if spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(spec.shared["plugin"])
         config, problem = pickle.loads(spec.shared["run"])

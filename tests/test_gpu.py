@@ -2,12 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from harness import PATIENCE, ROOT, arguments, real_gpus, run_tba, virtual_gpus
+from harness import PATIENCE, ROOT, Run, arguments, real_gpus, run_tba, steps_of, virtual_gpus
 from safetensors.torch import load_file
 
 from tba import read_lines
@@ -104,3 +105,85 @@ def test_vllm_on_one_gpu(gsm8k, tmp_path, dtype):
         assert max(m["logprob_gap"] for m in metrics) < (1e-3 if dtype == "float32" else 0.5)
         before, after = accuracies(out)
         assert after > before + 0.3
+
+
+# ------------------------------------------------------------------------- faults of transfers
+
+HANGING = '''"""The second Searcher hangs while it joins a group, or while it receives weights."""
+import os, time
+from pathlib import Path
+import tba
+
+FOLDER = Path(os.environ["TBA_FAULTS"])
+receive = tba.receive_weights
+
+def receive_weights(searcher, message):
+    global number
+    number = searcher.spec.searcher
+    return receive(searcher, message)
+
+send = tba.SearcherSpec.send
+
+def send_and_note(spec, *messages):
+    send(spec, *messages)
+    if any(isinstance(message, tba.Group) for message in messages):
+        (FOLDER / f"pid-{spec.searcher}").write_text(str(os.getpid()))
+
+def hanging(method):
+    def wrapped(group, *args):
+        fault = FOLDER / f"hang-{method.__name__}"
+        while group.rank and number == 1 and fault.exists():
+            (FOLDER / "hangs").touch()
+            time.sleep(0.01)
+        return method(group, *args)
+    return wrapped
+
+tba.receive_weights = receive_weights
+tba.SearcherSpec.send = send_and_note
+tba.WeightGroup.form = hanging(tba.WeightGroup.form)
+tba.WeightGroup.run = hanging(tba.WeightGroup.run)
+'''
+
+
+@pytest.mark.parametrize("library", ["nccl", "gloo"])
+def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, library):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(HANGING)
+    environment = virtual_gpus(4) if library == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
+    out = tmp_path / "run"
+    flags = {"num_searchers": 3, "sync_every": 1, "transfer_timeout": 10, "steps": 10**6}
+    flags |= {"plugin": plugin, "save_every": 0}
+    args = learning(gsm8k, out, **flags)
+    run = Run(out, args, hooks=False, environment=environment)
+
+    def kill(searcher):
+        os.kill(int((run.faults / f"pid-{searcher}").read_text()), signal.SIGKILL)
+
+    def next_versions():
+        """Wait until every Searcher has newer weights."""
+        last = steps_of(out)
+        there = lambda: read_lines(out / "metrics.jsonl")[-1]
+        run.until(
+            lambda: there()["version"] > last and there()["searchers_alive"] == 3, "new weights"
+        )
+
+    # without a group of its own, a Searcher that fails ends the run
+    sent = lambda: all((run.faults / f"pid-{i}").exists() for i in range(3))
+    run.until(sent, "groups of all")
+    run.reaches(steps_of(out) + 2)
+    # the first Searcher waits for the second while a group forms, and is told of its death
+    (run.faults / "hang-form").touch()
+    kill(2)
+    run.until((run.faults / "hangs").exists, "a group that waits for a member")
+    kill(1)
+    (run.faults / "hang-form").unlink()
+    next_versions()
+    assert run.failed() == [2, 1]
+    # all miss the weights; then each gets them alone
+    (run.faults / "hang-run").touch()
+    run.says("warning: Searcher 1 missed")
+    (run.faults / "hang-run").unlink()
+    next_versions()
+    assert run.failed() == [2, 1, 1], run.text()
+    run.process.send_signal(signal.SIGINT)
+    run.ends(130)
