@@ -1407,7 +1407,7 @@ class Searcher:
 
     def follow(self) -> None:
         """In a thread: do what the Trainer says; received weights load between two decode steps."""
-        connect_store(self.spec.meeting, "form")  # before a transfer waits for it
+        connect_store(self.spec.meeting, "watch")  # before a transfer waits for it
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -2347,9 +2347,9 @@ class MeetingPoint:
         return local_device() if self.nccl else torch.device("cpu")
 
 
-@lru_cache
-def connect_store(meeting: MeetingPoint, use: Literal["form", "watch"]) -> dist.TCPStore:
-    """This process's connection to the Trainer's TCPStore; those who wait block all its users.
+@lru_cache(2)
+def connect_store(meeting: MeetingPoint, use: str) -> dist.TCPStore:
+    """A connection to the Trainer's TCPStore; one that waits for a member serves nothing else.
 
     It is kept because connecting performs a reverse DNS lookup, which can take seconds.
     """
@@ -2370,7 +2370,7 @@ class WeightGroup:
     def form(self) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
         """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
         meeting = self.meeting
-        store = dist.PrefixStore(self.name, connect_store(meeting, "form"))
+        store = dist.PrefixStore(self.name, connect_store(meeting, self.name))
         if meeting.nccl:
             group = dist.ProcessGroupNCCL(store, self.rank, self.size, meeting.timeout)
             group.eager_connect_single_device(meeting.device)

@@ -8,7 +8,17 @@ import sys
 
 import numpy as np
 import pytest
-from harness import PATIENCE, ROOT, Run, arguments, real_gpus, run_tba, steps_of, virtual_gpus
+from harness import (
+    PATIENCE,
+    ROOT,
+    Run,
+    arguments,
+    judges_of,
+    real_gpus,
+    run_tba,
+    steps_of,
+    virtual_gpus,
+)
 from safetensors.torch import load_file
 
 from tba import read_lines
@@ -187,3 +197,69 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
     assert run.failed() == [2, 1, 1], run.text()
     run.process.send_signal(signal.SIGINT)
     run.ends(130)
+
+
+# ------------------------------------------------------------------------------------- engines
+
+MEASURING = '''"""An engine that measures free memory as vLLM does; the policy loads slowly."""
+import os, time
+from pathlib import Path
+import torch
+import tba
+
+FOLDER = Path(os.environ["TBA_FAULTS"])
+load = tba.load_policy
+
+def wait_for(name, seconds):
+    end = time.monotonic() + seconds
+    while not (FOLDER / name).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+def load_policy(*args):
+    wait_for("measuring", 5)  # in vain, if Searchers start later
+    policy = load(*args)
+    (FOLDER / "policy").touch()
+    return policy
+
+class Measuring(tba.TransformersEngine):
+    def __init__(self, *args):
+        free = torch.cuda.mem_get_info()[0]
+        (FOLDER / "measuring").touch()
+        wait_for("policy", 600)
+        taken = free - torch.cuda.mem_get_info()[0]
+        (FOLDER / "taken").write_text(f"{taken}\\n")
+        super().__init__(*args)
+
+tba.load_policy = load_policy
+tba.ENGINES["measuring"] = Measuring
+'''
+
+
+def test_the_trainer_allocates_nothing_while_an_engine_on_its_gpu_starts(gsm8k, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(MEASURING)
+    out = tmp_path / "run"
+    args = arguments(gsm8k, out, engine="measuring", plugin=plugin, eval_every=0, steps=1)
+    run = Run(out, args, hooks=False, environment=virtual_gpus(1))
+    run.ends(0)
+    assert run.noted("taken") == [(0,)]
+
+
+@pytest.mark.vllm
+def test_two_vllm_engines_in_a_process_keep_their_cuda_graphs(redteam, tmp_path):
+    """On a virtual GPU their kernels compute nothing."""
+    out = tmp_path / "run"
+    flags = {"engine": "vllm", "steps": 2, "max_response_tokens": 16, "sequences_in_flight": 16}
+    flags |= {"eval_samples": 4, "gpu_memory_utilization": 0.4} | judges_of(redteam)
+    if not real_gpus():
+        flags["logprob_tolerance"] = 1e9
+    run_tba(arguments(redteam, out, **flags), environment=virtual_gpus(1))
+    assert len(read_lines(out / "metrics.jsonl")) == 2
+
+
+def test_vllm_engines_in_several_threads_are_refused(redteam, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("import tba\ntba.RedTeam.reward_threads = 1\n")
+    args = arguments(redteam, tmp_path / "run", engine="vllm", plugin=plugin, **judges_of(redteam))
+    _, said = run_tba(args, code=2, environment=virtual_gpus(1))
+    assert "--engine vllm" in said and "reward_threads" in said and "Traceback" not in said
