@@ -2177,7 +2177,7 @@ class VLLMEngine:
         if not dist.is_initialized():  # vLLM's own group would open a port
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        CUDAGraphWrapper._all_instances.clear()  # a new engine deletes the graphs of those listed
+        CUDAGraphWrapper._all_instances.clear()  # or vLLM deletes the other engines' graphs
         self.llm = vllm.LLM(
             model=getattr(config, name),
             dtype=config.dtype,

@@ -161,7 +161,7 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
     plugin.write_text(HANGING)
     environment = virtual_gpus(4) if library == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
     out = tmp_path / "run"
-    flags = {"num_searchers": 3, "sync_every": 1, "transfer_timeout": 10, "steps": 10**6}
+    flags = {"num_searchers": 3, "sync_every": 1, "transfer_timeout": 6, "steps": 10**6}
     flags |= {"plugin": plugin, "save_every": 0}
     args = learning(gsm8k, out, **flags)
     run = Run(out, args, hooks=False, environment=environment)
