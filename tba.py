@@ -2480,7 +2480,7 @@ class WeightSync:
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
-        error = transfer.sending.exception() if complete else None
+        error = transfer.sending.exception() if complete else "timeout (--transfer_timeout)"
         transfer.sending = None
         suspects = transfer.missed
         if transfer.receiving:
