@@ -18,6 +18,13 @@ import claims
 SETTING = claims.Setting("staleness", "tb", 2)
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """The experiments are on CPUs, where a machine has room for all Searchers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
 def row_of(setting, role, rate, seed, path, exit_code=0):
     """A row of a run with this path of (KL, reward)."""
     points = [

@@ -90,11 +90,30 @@ def test_two_ranks_and_a_resume_on_one_gpu(gsm8k, tmp_path):
     assert all(np.isfinite(end[name]).all() for name in start)
 
 
-def test_memory_that_does_not_suffice(gsm8k, tmp_path):
-    """PyTorch's message is the last one, at the start and in a step; nothing is left running."""
-    environment = virtual_gpus(1, memory_gb=0.02)
-    _, said = run_tba(arguments(gsm8k, tmp_path / "start"), code=1, environment=environment)
-    assert "CUDA out of memory" in said.strip().splitlines()[-1], said
+def test_a_step_that_runs_out_of_memory(gsm8k, tmp_path):
+    """PyTorch's message says what failed; a resumed run starts at the step before."""
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        '''"""TB that allocates 2 TB at step 2."""
+import torch
+import tba
+
+def large(batch, config):
+    if batch.step == 2:
+        torch.empty(2 * 10**12, dtype=torch.uint8, device=batch.logprobs.device)
+    return tba.tb(batch, config)
+
+tba.OBJECTIVES["large"] = large
+'''
+    )
+    out = tmp_path / "run"
+    environment = virtual_gpus(1)
+    args = arguments(gsm8k, out, plugin=plugin, objective="large", eval_every=0)
+    _, said = run_tba(args, code=1, environment=environment)
+    assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 1862" in said
+    assert (out / "checkpoint-2").exists()
+    run_tba(["--resume", str(out), "--objective", "tb"], environment=environment)
+    assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.vllm

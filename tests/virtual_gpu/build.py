@@ -28,6 +28,72 @@ REPLACED = (
     "nvshmem_host"
 ).split()
 
+# functions that do what another one does, which gets the same arguments
+SAME = {
+    "cudaDeviceGetDefaultMemPool": "virtual_gpu_stub_handle",
+    "cudaEventCreate": "cudaEventCreateWithFlags",
+    "cudaEventRecordWithFlags": "cudaEventRecord",
+    "cudaFreeHost": "cudaFreeAsync",
+    "cudaGetKernel": "cudaGetFuncBySymbol",
+    "cudaGraphInstantiateWithFlags": "cudaGraphInstantiate",
+    "cudaHostUnregister": "cudaFreeAsync",
+    "cudaMallocAsync": "cudaMalloc",
+    "cudaMallocFromPoolAsync": "cudaMalloc",
+    "cudaMallocHost": "cudaHostAlloc",
+    "cudaMallocManaged": "cudaMalloc",
+    "cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags": (
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor"
+    ),
+    "cudaRuntimeGetVersion": "cudaDriverGetVersion",
+    "cudaStreamCreate": "cudaStreamCreateWithFlags",
+    "__cudaGetKernel": "cudaGetFuncBySymbol",
+    "__cudaLaunchKernel": "cudaLaunchKernel",
+    "cuCtxGetDevice": "cudaGetDevice",
+    "cuCtxSynchronize": "cudaDeviceSynchronize",
+    "cuDeviceCanAccessPeer": "cudaDeviceCanAccessPeer",
+    "cuDeviceGetAttribute": "cudaDeviceGetAttribute",
+    "cuDeviceGetCount": "cudaGetDeviceCount",
+    "cuDriverGetVersion": "cudaDriverGetVersion",
+    "cuEventCreate": "cudaEventCreateWithFlags",
+    "cuEventElapsedTime": "cudaEventElapsedTime",
+    "cuEventQuery": "cudaEventQuery",
+    "cuEventRecord": "cudaEventRecord",
+    "cuEventSynchronize": "cudaEventSynchronize",
+    "cuKernelGetAttribute": "cuFuncGetAttribute",
+    "cuMemAlloc": "cudaMalloc",
+    "cuMemFree": "cudaFree",
+    "cuMemGetInfo": "cudaMemGetInfo",
+    "cuMemcpy": "cudaMemcpy",
+    "cuMemcpyAsync": "virtual_gpu_copy",
+    "cuMemcpyDtoHAsync": "virtual_gpu_copy",
+    "cuMemcpyDtoH": "cudaMemcpy",
+    "cuMemcpyHtoDAsync": "virtual_gpu_copy",
+    "cuMemcpyHtoD": "cudaMemcpy",
+    "cuMemsetD8": "cudaMemset",
+    "cuMemsetD8Async": "cudaMemsetAsync",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": "cudaOccupancyMaxActiveBlocksPerMultiprocessor",
+    "cuStreamCreate": "cudaStreamCreateWithFlags",
+    "cuStreamIsCapturing": "cudaStreamIsCapturing",
+    "cuStreamQuery": "cudaStreamQuery",
+    "cuStreamSynchronize": "cudaStreamSynchronize",
+    "cuStreamWaitEvent": "cudaStreamWaitEvent",
+    "ncclCommFinalize": "virtual_gpu_stub",
+    "ncclCommInitRankConfig": "ncclCommInitRank",
+    "ncclGroupEnd": "virtual_gpu_stub",
+    "ncclGroupStart": "virtual_gpu_stub",
+    "nvmlDeviceGetCount": "nvmlDeviceGetCount_v2",
+    "nvmlDeviceGetHandleByIndex": "nvmlDeviceGetHandleByIndex_v2",
+    "nvmlDeviceGetMinorNumber": "nvmlDeviceGetIndex",
+    "nvmlInitWithFlags": "virtual_gpu_stub",
+    "nvmlInit": "virtual_gpu_stub",
+    "nvmlShutdown": "virtual_gpu_stub",
+    "nvmlSystemGetCudaDriverVersion": "cudaDriverGetVersion",
+}
+# other functions whose first argument is where a new handle goes
+CREATES = re.compile(r"(?!cufft).*(Create|cu\w+(LoadData|GetFunction|GetKernel|GetModule)(Ex)?$)")
+# other functions that return a text
+TEXTS = re.compile(r".*(Get(Last)?|_)([Ee]rror|[Ss]tatus)_?([Ss]tring|[Nn]ame|error)?$")
+
 
 def site_packages() -> Path:
     """The folder in which this interpreter finds torch."""
@@ -88,7 +154,8 @@ def build_all(out: Path) -> None:
         (path,) = site.glob(f"nvidia/*/lib/lib{name}.so.*[0-9]")
         found = [s for s in symbols(path) if re.match(r"_*(cu|nv|p?nccl)", s[0]) and s[2] in "TWi"]
         versions = sorted({version for _, version, _ in found if version})
-        stub(core, path.name, {symbol for symbol, _, _ in found} - done, versions)
+        otherwise = "virtual_gpu_stub_unsupported" if name == "nccl" else "virtual_gpu_stub"
+        stub(core, path.name, {symbol for symbol, _, _ in found} - done, versions, otherwise)
     header = (toolkit / "include/cuda.h").read_text()
     names = set(re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\(", header))
     names |= set(
@@ -96,8 +163,10 @@ def build_all(out: Path) -> None:
     )
     stub(core, "libcuda.so.1", names - done)
     names = set(re.findall(r'_nvmlGetFunctionPointer\("(\w+)"\)', (site / "pynvml.py").read_text()))
-    stub(core, "libnvidia-ml.so.1", names - done, otherwise="virtual_gpu_unsupported")
     torch = site / "torch"
+    text = (torch / "lib/libc10_cuda.so").read_bytes().decode("latin-1")
+    names |= set(re.findall(r"nvml[A-Z]\w+", text))
+    stub(core, "libnvidia-ml.so.1", names - done, otherwise="virtual_gpu_stub_unsupported")
     run(
         *compiler, "-std=c++20", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include",
         *include, HERE / "operators.cpp", "-o", out / "operators.so", f"-L{torch}/lib",
@@ -125,16 +194,17 @@ def symbols(path: Path) -> list[tuple[str, str, str]]:
 
 def stub(
     core: Path, soname: str, names: set[str], versions: list[str] | None = None,
-    otherwise: str = "virtual_gpu_unimplemented",
+    otherwise: str = "virtual_gpu_stub",
 ) -> None:  # fmt: skip
-    """Build a library whose functions pass their name on to the function `otherwise`."""
+    """Build a library whose functions jump to those of libvirtual_gpu.so."""
     lines = [".text"]
     for i, name in enumerate(sorted(names)):
-        lines += [
-            f".globl {name}", f".type {name},@function", f"{name}:", f"  leaq .L{i}(%rip), %rsi",
-            f"  jmp {otherwise}@PLT", ".pushsection .rodata", f'.L{i}: .asciz "{name}"',
-            ".popsection",
-        ]  # fmt: skip
+        target = target_of(name, otherwise)
+        lines += [f".globl {name}", f".type {name},@function", f"{name}:"]
+        if target.startswith("virtual_gpu_stub"):  # their second argument: the name
+            lines += [f"  leaq .L{i}(%rip), %rsi", ".pushsection .rodata"]
+            lines += [f'.L{i}: .asciz "{name}"', ".popsection"]
+        lines.append(f"  jmp {target}@PLT")
     lines.append('.section .note.GNU-stack,"",@progbits')
     with tempfile.TemporaryDirectory() as name:
         assembly, script = Path(name) / "stub.s", Path(name) / "stub.map"
@@ -147,6 +217,17 @@ def stub(
             script.write_text("\n".join(nodes) + "\n")
             words.append(f"-Wl,--version-script={script}")
         run(*words)
+
+
+def target_of(name: str, otherwise: str) -> str:
+    """The function of libvirtual_gpu.so that takes the place of one that it does not define."""
+    base = re.sub(r"_(v\d|ptsz)$", "", name)
+    if base in SAME:
+        return SAME[base]
+    if TEXTS.match(name):
+        return "virtual_gpu_text"
+    creates = otherwise == "virtual_gpu_stub" and CREATES.match(base)
+    return "virtual_gpu_stub_handle" if creates else otherwise
 
 
 def environment() -> dict[str, str]:

@@ -1,67 +1,77 @@
-// State shared by the virtual CUDA runtime, driver, NVML and NCCL (one process).
+// What the replaced libraries share: the state of the virtual GPUs in one process.
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 namespace gpu {
 
 constexpr int MAX_GPUS = 16;
+constexpr const char* NAME = "NVIDIA H100 80GB HBM3";
+constexpr int MAJOR = 9, MINOR = 0;  // compute capability
+constexpr int CUDA_VERSION_NUMBER = 13000;
 
 struct Settings {
-  int gpus;         // VIRTUAL_GPUS: GPUs of this machine
-  int major, minor; // VIRTUAL_GPU_CAPABILITY=9.0: compute capability
-  size_t memory;    // VIRTUAL_GPU_MEMORY_GB=6: per GPU
-  bool trace;       // VIRTUAL_GPU_LOG=FILE: log calls of stubs, and NCCL groups, there
-  bool nccl_error;  // VIRTUAL_GPU_NCCL_DEAD=error: a dead peer is an NCCL error, not a hang
-  std::string id;   // VIRTUAL_GPU_ID: which virtual machine (its table in /dev/shm)
+  int gpus;        // VIRTUAL_GPUS
+  size_t memory;   // VIRTUAL_GPU_MEMORY_GB, in bytes per GPU
+  bool logs;       // whether there is a VIRTUAL_GPU_LOG
+  std::string id;  // VIRTUAL_GPU_ID
 };
 const Settings& settings();
-void log(const char* format, ...);
+void log(const char* format, ...);  // to VIRTUAL_GPU_LOG, or to stderr: errors are always logged
 
-// Initializes CUDA for this process: 0, or 3 (cudaErrorInitializationError) in a forked child of a
+// Initializes CUDA in this process. Returns 0, or 3 (cudaErrorInitializationError) in a fork of a
 // process that had initialized it, or 100 (cudaErrorNoDevice).
 int init();
-int visible_count();       // after CUDA_VISIBLE_DEVICES; 0 also if `init` fails
-int physical(int device);  // index among all GPUs of the machine
+int visible_count();       // after CUDA_VISIBLE_DEVICES
+int physical(int device);  // its index among all GPUs of the machine
 int& current();            // this thread's device
 
-// Memory
-struct Block { size_t size; int device; bool host, registered; };
-void* allocate(size_t size, int device, bool host);  // null: out of memory
-bool release(void* p);
-bool find(const void* p, Block* block, void** base);
-void* reserve(size_t size, int device);
-bool count(long bytes, int device);
-void register_host(void* p, size_t size);
-void free_and_total(int device, size_t* free, size_t* total);
-void usage(int physical_device, size_t* used);
-
-// Streams: only NCCL operations are asynchronous. Everything else has finished when it returns.
-struct Stream {
-  int device = 0, priority = 0;
-  std::atomic<uint64_t> queued{0}, done{0};
-  bool capturing = false;
-  uint64_t capture_id = 0;
-  void* graph = nullptr;
+// Memory. Every block is host memory; that of devices is counted over all processes.
+struct Block {
+  size_t size;
+  int device;
+  bool host;   // pinned
+  bool owned;  // to be unmapped when it is released
 };
-struct Event { Stream* stream = nullptr; uint64_t target = 0; double seconds = 0; bool recorded = false; };
+void* allocate(size_t size, int device, bool host);  // null: out of memory
+void* reserve(size_t size, int device);              // addresses that `count` does not know
+void add_block(void* p, Block block);
+bool release(void* p);
+bool count(long bytes, int device);  // take or give back memory; false: out of memory
+bool find(const void* p, Block* block, void** base);
+size_t used_memory(int physical_device);
+size_t free_memory(int device);
+
+// Streams. Only NCCL's operations are asynchronous; everything else is done when it returns.
+struct Capture {  // and its graph, which holds no work
+  uint64_t id;
+  bool active;
+};
+struct Stream {
+  int device, priority;
+  std::atomic<uint64_t> queued{0}, done{0};
+  Capture* capture = nullptr;
+  bool capturing() { return capture && capture->active; }
+};
+struct Event {
+  Stream* stream = nullptr;
+  uint64_t target = 0;
+  double seconds = 0;
+};
 Stream* stream_of(void* handle);
 Stream* new_stream(int device, int priority);
-bool ready(Stream* s);
-bool ready(Event* e);
-void wait(Stream* s);
-void wait(Event* e);
+bool ready(Event* event);
+void wait(Stream* stream);
+void wait(Event* event);
 void wait_device(int device);
-double now();
-extern std::atomic<int> captures;  // streams that are capturing
-extern thread_local bool capturing_thread;
 
 }  // namespace gpu

@@ -1,107 +1,100 @@
-// A virtual NCCL that moves data between processes through a file in /dev/shm. Operations are
-// asynchronous: a thread of the communicator executes them, and streams and events wait for it. As
-// with the real one, a peer that ended leaves the others waiting until their abort
-// (VIRTUAL_GPU_NCCL_DEAD=error: they also get an asynchronous error).
+// NCCL: data moves between processes through a file in /dev/shm. Operations are asynchronous: a
+// thread of the communicator executes them, and streams and events wait for it. A member that ends
+// leaves the others waiting until they abort.
 #include "core.h"
-#include <nccl.h>
-#include <cerrno>
-#include <cmath>
+#include <algorithm>
 #include <condition_variable>
-#include <csignal>
 #include <deque>
 #include <fcntl.h>
+#include <functional>
+#include <nccl.h>
 #include <sys/mman.h>
 #include <thread>
 #include <unistd.h>
 
 using namespace gpu;
-#define EXPORT extern "C" __attribute__((visibility("default")))
-constexpr size_t CHUNK = 1 << 20;
-constexpr int MAX_RANKS = 64;
+constexpr size_t CHUNK = 1 << 20;  // bytes of each rank in the file
 
 struct Shared {
-  std::atomic<int> joined;
-  std::atomic<int> arrived;
+  std::atomic<int> joined, arrived;
   std::atomic<unsigned> generation;
-  std::atomic<int> pids[MAX_RANKS];
 };
 
 struct Aborted {};
 
-// The file VIRTUAL_GPU_STALL, with e.g. "op 2" or "init 2", holds rank 2 in its operations, or before it
-// joins a group, while it exists.
+// Whether the file VIRTUAL_GPU_STALL says that this rank is to hang here.
 static bool stalled(const char* where, int rank) {
   static const char* path = getenv("VIRTUAL_GPU_STALL");
-  char text[32] = "";
-  int f = path ? open(path, O_RDONLY) : -1;
-  if (f < 0) return false;
-  (void)!read(f, text, sizeof text - 1);
-  close(f);
-  char own[32];
-  snprintf(own, sizeof own, "%s %d", where, rank);
-  text[strcspn(text, "\n")] = 0;
-  return !strcmp(text, own);
+  FILE* file = path ? fopen(path, "r") : nullptr;
+  if (!file) return false;
+  char word[16] = "";
+  int number = -1;
+  (void)!fscanf(file, "%15s %d", word, &number);
+  fclose(file);
+  return !strcmp(word, where) && number == rank;
 }
 
 struct ncclComm {
   int rank, size, device;
   Shared* shared;
-  char* slots;
-  std::string path;
-  std::atomic<bool> aborted{false}, ended{false};
-  std::atomic<int> error{ncclSuccess};
+  char* chunks;
+  std::atomic<bool> aborted{false};
+  bool ended = false;
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::pair<Stream*, std::function<void()>>> work;
   std::thread thread;
 
-  char* slot(int r) { return slots + r * CHUNK; }
-  bool lost() {
-    for (int r = 0; r < size; r++) {
-      int pid = shared->pids[r];
-      if (pid && kill(pid, 0) && errno == ESRCH) return true;
-    }
-    return false;
-  }
+  char* chunk(int r) { return chunks + r * CHUNK; }
   void pause(int& turns) {
     if (aborted) throw Aborted();
     if (++turns > 100) usleep(turns > 2000 ? 2000 : 50);
-    if (turns % 200 == 199 && settings().nccl_error && lost()) error = ncclRemoteError;
   }
   void barrier() {
-    unsigned g = shared->generation;
+    unsigned generation = shared->generation;
     if (++shared->arrived == size) {
       shared->arrived = 0;
       shared->generation++;
       return;
     }
-    for (int turns = 0; shared->generation == g;) pause(turns);
+    for (int turns = 0; shared->generation == generation;) pause(turns);
   }
-  void run() {
-    while (true) {
-      std::pair<Stream*, std::function<void()>> item;
-      {
-        std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [this] { return ended || !work.empty(); });
-        if (work.empty()) return;
-        item = work.front();
-        work.pop_front();
-      }
-      try {
-        for (int turns = 101; stalled("op", rank);) pause(turns);
-        if (!aborted) item.second();
-      } catch (Aborted&) {
-      }
-      item.first->done++;
+  // n bytes, a part at a time: every rank puts its own into its chunk, then takes from all chunks.
+  template <class Put, class Take>
+  void exchange(size_t n, Put put, Take take) {
+    for (size_t i = 0; i < n; i += CHUNK) {
+      size_t part = std::min(CHUNK, n - i);
+      put(i, part);
+      barrier();
+      take(i, part);
+      barrier();
     }
   }
-  void enqueue(void* stream, std::function<void()> f) {
-    Stream* s = stream_of(stream);
-    s->queued++;
-    if (s->capturing) { s->done++; return; }
+  void run() {
+    current() = device;
+    while (true) {
+      std::unique_lock<std::mutex> lock(mutex);
+      changed.wait(lock, [this] { return ended || !work.empty(); });
+      if (work.empty()) return;
+      auto [stream, operation] = work.front();
+      work.pop_front();
+      lock.unlock();
+      try {
+        for (int turns = 101; stalled("op", rank);) pause(turns);
+        if (!aborted) operation();
+      } catch (Aborted&) {
+      }
+      stream->done++;
+    }
+  }
+  ncclResult_t enqueue(void* handle, std::function<void()> operation) {
+    Stream* stream = stream_of(handle);
+    if (stream->capturing()) return ncclSuccess;
+    stream->queued++;
     std::lock_guard<std::mutex> lock(mutex);
-    work.emplace_back(s, f);
+    work.emplace_back(stream, operation);
     changed.notify_all();
+    return ncclSuccess;
   }
   void end() {
     {
@@ -113,201 +106,191 @@ struct ncclComm {
   }
 };
 
-static size_t size_of(ncclDataType_t t) {
-  switch (int(t)) {
-    case ncclInt8: case ncclUint8: case 10: case 11: return 1;
+// ---------------------------------------------------------------- groups
+
+EXPORT ncclResult_t ncclGetVersion(int* version) {
+  *version = NCCL_VERSION_CODE;
+  return ncclSuccess;
+}
+EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  memset(id, 0, sizeof *id);
+  int file = open("/dev/urandom", O_RDONLY);
+  (void)!read(file, id->internal, 16);
+  close(file);
+  return ncclSuccess;
+}
+EXPORT ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int rank) {
+  if (init()) return ncclUnhandledCudaError;
+  std::string path = "/dev/shm/virtual_gpu-" + settings().id + "-nccl-";
+  for (int i = 0; i < 16; i++) path += "0123456789abcdef"[id.internal[i] & 15];
+  size_t bytes = 4096 + CHUNK * size;
+  int file = open(path.c_str(), O_RDWR | O_CREAT, 0600);
+  if (file < 0 || ftruncate(file, bytes)) return ncclSystemError;
+  char* p = (char*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  auto* c = new ncclComm{rank, size, current(), (Shared*)p, p + 4096};
+  while (stalled("init", rank)) usleep(1000);
+  c->shared->joined++;
+  if (settings().logs)
+    log("NCCL rank %d of %d on GPU %d waits for the others", rank, size, physical(c->device));
+  while (c->shared->joined < size) usleep(200);  // like the real one, it waits forever
+  if (rank == 0) unlink(path.c_str());
+  if (settings().logs) log("NCCL rank %d of %d has joined", rank, size);
+  c->thread = std::thread([c] { c->run(); });
+  *comm = c;
+  return ncclSuccess;
+}
+EXPORT ncclResult_t ncclCommInitRankScalable(
+    ncclComm_t* comm, int size, int rank, int, ncclUniqueId* id, ncclConfig_t*) {
+  return ncclCommInitRank(comm, size, *id, rank);
+}
+EXPORT ncclResult_t ncclCommDestroy(ncclComm_t c) {
+  c->end();
+  return ncclSuccess;
+}
+EXPORT ncclResult_t ncclCommAbort(ncclComm_t c) {
+  if (settings().logs) log("ncclCommAbort of rank %d of %d", c->rank, c->size);
+  c->aborted = true;
+  return ncclCommDestroy(c);
+}
+EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
+  *error = ncclSuccess;
+  return ncclSuccess;
+}
+EXPORT ncclResult_t ncclCommCount(const ncclComm_t c, int* n) {
+  *n = c->size;
+  return ncclSuccess;
+}
+EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t c, int* rank) {
+  *rank = c->rank;
+  return ncclSuccess;
+}
+
+// ---------------------------------------------------------------- collectives
+
+struct BFloat16 {
+  uint16_t bits;
+  BFloat16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    bits = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  }
+  operator float() const {
+    uint32_t u = uint32_t(bits) << 16;
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+  }
+};
+
+template <class T>
+static void reduce(ncclComm* c, char* out, size_t n, int op) {
+  using Wide = std::conditional_t<sizeof(T) == 2, float, T>;
+  for (size_t i = 0; i < n / sizeof(T); i++) {
+    auto at = [&](int r) { return Wide(reinterpret_cast<T*>(c->chunk(r))[i]); };
+    Wide value = at(0);
+    for (int r = 1; r < c->size; r++) {
+      if (op == ncclSum || op == ncclAvg) value += at(r);
+      if (op == ncclProd) value *= at(r);
+      if (op == ncclMax) value = std::max(value, at(r));
+      if (op == ncclMin) value = std::min(value, at(r));
+    }
+    if (op == ncclAvg) value /= c->size;
+    reinterpret_cast<T*>(out)[i] = T(value);
+  }
+}
+static void reduce(ncclComm* c, char* out, size_t n, ncclDataType_t type, int op) {
+  switch (type) {
+    case ncclInt8: return reduce<int8_t>(c, out, n, op);
+    case ncclUint8: return reduce<uint8_t>(c, out, n, op);
+    case ncclInt32: return reduce<int32_t>(c, out, n, op);
+    case ncclInt64: return reduce<int64_t>(c, out, n, op);
+    case ncclFloat16: return reduce<_Float16>(c, out, n, op);
+    case ncclBfloat16: return reduce<BFloat16>(c, out, n, op);
+    case ncclFloat32: return reduce<float>(c, out, n, op);
+    case ncclFloat64: return reduce<double>(c, out, n, op);
+    default: log("NCCL reduces no data of type %d on a virtual GPU", type); abort();
+  }
+}
+static size_t size_of(ncclDataType_t type) {
+  switch (type) {
+    case ncclInt8: case ncclUint8: case ncclFloat8e4m3: case ncclFloat8e5m2: return 1;
     case ncclFloat16: case ncclBfloat16: return 2;
     case ncclInt32: case ncclUint32: case ncclFloat32: return 4;
     default: return 8;
   }
 }
-static float from_half(uint16_t h) { _Float16 f; memcpy(&f, &h, 2); return float(f); }
-static uint16_t to_half(float x) { _Float16 f = _Float16(x); uint16_t h; memcpy(&h, &f, 2); return h; }
-static float from_brain(uint16_t h) { uint32_t u = uint32_t(h) << 16; float f; memcpy(&f, &u, 4); return f; }
-static uint16_t to_brain(float f) { uint32_t u; memcpy(&u, &f, 4); return (u + 0x7fff + ((u >> 16) & 1)) >> 16; }
 
-template <class T, class Get, class Put>
-static void reduce(char* out, ncclComm* c, size_t bytes, size_t offset, int op, Get get, Put put) {
-  for (size_t i = 0; i < bytes / sizeof(T); i++) {
-    auto at = [&](int r) { return get(reinterpret_cast<T*>(c->slot(r) + offset)[i]); };
-    auto v = at(0);
-    for (int r = 1; r < c->size; r++) {
-      auto w = at(r);
-      v = op == ncclProd ? v * w : op == ncclMax ? std::max(v, w) : op == ncclMin ? std::min(v, w) : v + w;
-    }
-    if (op == ncclAvg) v = v / c->size;
-    reinterpret_cast<T*>(out)[i] = put(v);
-  }
-}
-static void reduce_all(char* out, ncclComm* c, size_t bytes, size_t offset, int type, int op) {
-  auto same = [](auto x) { return x; };
-  switch (type) {
-    case ncclInt8: reduce<int8_t>(out, c, bytes, offset, op, same, same); break;
-    case ncclUint8: reduce<uint8_t>(out, c, bytes, offset, op, same, same); break;
-    case ncclInt32: reduce<int32_t>(out, c, bytes, offset, op, same, same); break;
-    case ncclUint32: reduce<uint32_t>(out, c, bytes, offset, op, same, same); break;
-    case ncclInt64: reduce<int64_t>(out, c, bytes, offset, op, same, same); break;
-    case ncclUint64: reduce<uint64_t>(out, c, bytes, offset, op, same, same); break;
-    case ncclFloat32: reduce<float>(out, c, bytes, offset, op, same, same); break;
-    case ncclFloat64: reduce<double>(out, c, bytes, offset, op, same, same); break;
-    case ncclFloat16: reduce<uint16_t>(out, c, bytes, offset, op, [](uint16_t h) { return from_half(h); }, [](float f) { return to_half(f); }); break;
-    case ncclBfloat16: reduce<uint16_t>(out, c, bytes, offset, op, [](uint16_t h) { return from_brain(h); }, [](float f) { return to_brain(f); }); break;
-  }
-}
-
-static std::string path_of(const ncclUniqueId& id) {
-  std::string s = "/dev/shm/virtual_gpu-" + settings().id + "-nccl-";
-  for (int i = 0; i < 16; i++) { char b[3]; snprintf(b, 3, "%02x", (unsigned char)id.internal[i]); s += b; }
-  return s;
-}
-
-EXPORT ncclResult_t ncclGetVersion(int* v) { *v = NCCL_VERSION_CODE; return ncclSuccess; }
-EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-  memset(id, 0, sizeof *id);
-  int f = open("/dev/urandom", O_RDONLY);
-  (void)!read(f, id->internal, 16);
-  close(f);
-  return ncclSuccess;
-}
-EXPORT const char* ncclGetErrorString(ncclResult_t r) { return r == ncclSuccess ? "no error" : r == ncclRemoteError ? "remote process exited or there was a network error" : "virtual GPU error"; }
-EXPORT const char* ncclGetLastError(ncclComm_t) { return ""; }
-
-static ncclResult_t join(ncclComm_t* out, int size, const std::string& path, int rank) {
-  if (int e = init()) { log("ncclCommInitRank: CUDA error %d", e); return ncclUnhandledCudaError; }
-  size_t bytes = 4096 + CHUNK * size;
-  int f = open(path.c_str(), O_RDWR | O_CREAT, 0600);
-  if (f < 0 || ftruncate(f, bytes)) return ncclSystemError;
-  char* p = (char*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, f, 0);
-  close(f);
-  auto* c = new ncclComm;
-  c->rank = rank;
-  c->size = size;
-  c->device = current();
-  c->path = path;
-  c->shared = (Shared*)p;
-  c->slots = p + 4096;
-  while (stalled("init", rank)) usleep(1000);
-  c->shared->pids[rank] = getpid();
-  c->shared->joined++;
-  if (settings().trace) log("NCCL rank %d of %d on GPU %d waits for the others", rank, size, physical(c->device));
-  for (int turns = 0; c->shared->joined < size;) {  // like the real one, it waits forever
-    usleep(200);
-    if (++turns % 200 == 0 && settings().nccl_error && c->lost()) { log("NCCL: a peer ended"); return ncclRemoteError; }
-  }
-  if (rank == 0) unlink(path.c_str());
-  if (settings().trace) log("NCCL rank %d of %d has joined", rank, size);
-  c->thread = std::thread([c] { current() = c->device; c->run(); });
-  *out = c;
-  return ncclSuccess;
-}
-EXPORT ncclResult_t ncclCommInitRank(ncclComm_t* c, int n, ncclUniqueId id, int rank) { return join(c, n, path_of(id), rank); }
-EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int n, ncclUniqueId id, int rank, ncclConfig_t*) { return join(c, n, path_of(id), rank); }
-EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t* c, int n, int rank, int, ncclUniqueId* id, ncclConfig_t*) { return join(c, n, path_of(id[0]), rank); }
-EXPORT ncclResult_t ncclCommSplit(ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*) { log("ncclCommSplit: not in the virtual GPU"); return ncclInvalidUsage; }
-EXPORT ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
-EXPORT ncclResult_t ncclCommDestroy(ncclComm_t c) { c->end(); return ncclSuccess; }
-EXPORT ncclResult_t ncclCommAbort(ncclComm_t c) {
-  if (settings().trace) log("ncclCommAbort of rank %d of %d", c->rank, c->size);
-  c->aborted = true;
-  c->end();
-  return ncclSuccess;
-}
-EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* e) { *e = ncclResult_t(int(c->error)); return ncclSuccess; }
-EXPORT ncclResult_t ncclCommCount(const ncclComm_t c, int* n) { *n = c->size; return ncclSuccess; }
-EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t c, int* r) { *r = c->rank; return ncclSuccess; }
-EXPORT ncclResult_t ncclCommCuDevice(const ncclComm_t c, int* d) { *d = c->device; return ncclSuccess; }
-EXPORT ncclResult_t ncclGroupStart() { return ncclSuccess; }
-EXPORT ncclResult_t ncclGroupEnd() { return ncclSuccess; }
-EXPORT ncclResult_t ncclMemAlloc(void** p, size_t n) { *p = allocate(n, current(), false); return *p ? ncclSuccess : ncclSystemError; }
-EXPORT ncclResult_t ncclMemFree(void* p) { release(p); return ncclSuccess; }
-
-// Checks that a buffer is memory of the communicator's device.
-static ncclResult_t check(ncclComm_t c, const void* p, size_t n, const char* name) {
-  if (!n) return ncclSuccess;
-  Block b;
+// A buffer has to be memory of the communicator's device.
+static bool on_device(ncclComm_t c, const void* p, size_t n) {
+  Block block;
   void* base;
-  if (find(p, &b, &base) && !b.host && b.device == c->device && (const char*)p + n <= (char*)base + b.size) return ncclSuccess;
-  log("%s: buffer %p is not memory of GPU %d", name, p, c->device);
-  return ncclInvalidArgument;
+  bool found = find(p, &block, &base) && !block.host && block.device == c->device;
+  if (!n || (found && (char*)p + n <= (char*)base + block.size)) return true;
+  log("NCCL: buffer %p is not memory of GPU %d", p, c->device);
+  return false;
 }
-#define CHECK(p, n) do { if (check(c, p, n, __func__)) return ncclInvalidArgument; } while (0)
+#define CHECK(p, n) do { if (!on_device(c, p, n)) return ncclInvalidArgument; } while (0)
 
-EXPORT ncclResult_t ncclBroadcast(const void* in, void* out, size_t count, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t s) {
-  size_t n = count * size_of(t);
+EXPORT ncclResult_t ncclBroadcast(
+    const void* in, void* out, size_t count, ncclDataType_t type, int root, ncclComm_t c,
+    cudaStream_t stream) {
+  size_t n = count * size_of(type);
   if (c->rank == root) CHECK(in, n);
   CHECK(out, n);
-  c->enqueue(s, [=] {
-    for (size_t i = 0; i < n; i += CHUNK) {
-      size_t m = std::min(CHUNK, n - i);
-      if (c->rank == root) memcpy(c->slot(root), (char*)in + i, m);
-      c->barrier();
-      if (c->rank != root || in != out) memcpy((char*)out + i, c->slot(root), m);
-      c->barrier();
-    }
+  return c->enqueue(stream, [=] {
+    auto put = [=](size_t i, size_t part) {
+      if (c->rank == root) memcpy(c->chunk(root), (char*)in + i, part);
+    };
+    auto take = [=](size_t i, size_t part) { memcpy((char*)out + i, c->chunk(root), part); };
+    c->exchange(n, put, take);
   });
-  return ncclSuccess;
 }
-EXPORT ncclResult_t ncclBcast(void* p, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t s) { return ncclBroadcast(p, p, n, t, root, c, s); }
-EXPORT ncclResult_t ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t s) {
-  size_t n = count * size_of(t);
+EXPORT ncclResult_t ncclBcast(
+    void* p, size_t count, ncclDataType_t type, int root, ncclComm_t c, cudaStream_t stream) {
+  return ncclBroadcast(p, p, count, type, root, c, stream);
+}
+EXPORT ncclResult_t ncclAllReduce(
+    const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t c,
+    cudaStream_t stream) {
+  size_t n = count * size_of(type);
   CHECK(in, n);
   CHECK(out, n);
-  c->enqueue(s, [=] {
-    for (size_t i = 0; i < n; i += CHUNK) {
-      size_t m = std::min(CHUNK, n - i);
-      memcpy(c->slot(c->rank), (char*)in + i, m);
-      c->barrier();
-      reduce_all((char*)out + i, c, m, 0, t, op);
-      c->barrier();
-    }
+  return c->enqueue(stream, [=] {
+    auto put = [=](size_t i, size_t part) { memcpy(c->chunk(c->rank), (char*)in + i, part); };
+    auto take = [=](size_t i, size_t part) { reduce(c, (char*)out + i, part, type, op); };
+    c->exchange(n, put, take);
   });
-  return ncclSuccess;
 }
-EXPORT ncclResult_t ncclReduce(const void* in, void* out, size_t count, ncclDataType_t t, ncclRedOp_t op, int root, ncclComm_t c, cudaStream_t s) {
-  size_t n = count * size_of(t);
-  CHECK(in, n);
-  c->enqueue(s, [=] {
-    for (size_t i = 0; i < n; i += CHUNK) {
-      size_t m = std::min(CHUNK, n - i);
-      memcpy(c->slot(c->rank), (char*)in + i, m);
-      c->barrier();
-      if (c->rank == root) reduce_all((char*)out + i, c, m, 0, t, op);
-      c->barrier();
-    }
-  });
-  return ncclSuccess;
-}
-EXPORT ncclResult_t ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t t, ncclComm_t c, cudaStream_t s) {
-  size_t n = count * size_of(t);
+EXPORT ncclResult_t ncclAllGather(
+    const void* in, void* out, size_t count, ncclDataType_t type, ncclComm_t c,
+    cudaStream_t stream) {
+  size_t n = count * size_of(type);
   CHECK(in, n);
   CHECK(out, n * c->size);
-  c->enqueue(s, [=] {
-    for (size_t i = 0; i < n; i += CHUNK) {
-      size_t m = std::min(CHUNK, n - i);
-      memcpy(c->slot(c->rank), (char*)in + i, m);
-      c->barrier();
-      for (int r = 0; r < c->size; r++) memcpy((char*)out + r * n + i, c->slot(r), m);
-      c->barrier();
-    }
+  return c->enqueue(stream, [=] {
+    auto put = [=](size_t i, size_t part) { memcpy(c->chunk(c->rank), (char*)in + i, part); };
+    auto take = [=](size_t i, size_t part) {
+      for (int r = 0; r < c->size; r++) memcpy((char*)out + r * n + i, c->chunk(r), part);
+    };
+    c->exchange(n, put, take);
   });
-  return ncclSuccess;
 }
-EXPORT ncclResult_t ncclReduceScatter(const void* in, void* out, size_t count, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t s) {
-  size_t n = count * size_of(t);
+EXPORT ncclResult_t ncclReduceScatter(
+    const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t c,
+    cudaStream_t stream) {
+  size_t n = count * size_of(type);
   CHECK(in, n * c->size);
   CHECK(out, n);
-  c->enqueue(s, [=] {
-    for (int r = 0; r < c->size; r++)
-      for (size_t i = 0; i < n; i += CHUNK) {
-        size_t m = std::min(CHUNK, n - i);
-        memcpy(c->slot(c->rank), (char*)in + r * n + i, m);
-        c->barrier();
-        if (c->rank == r) reduce_all((char*)out + i, c, m, 0, t, op);
-        c->barrier();
-      }
+  return c->enqueue(stream, [=] {
+    for (int r = 0; r < c->size; r++) {
+      auto put = [=](size_t i, size_t part) {
+        memcpy(c->chunk(c->rank), (char*)in + r * n + i, part);
+      };
+      auto take = [=](size_t i, size_t part) {
+        if (c->rank == r) reduce(c, (char*)out + i, part, type, op);
+      };
+      c->exchange(n, put, take);
+    }
   });
-  return ncclSuccess;
 }
-EXPORT ncclResult_t ncclSend(const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) { log("ncclSend: not in the virtual GPU"); return ncclInvalidUsage; }
-EXPORT ncclResult_t ncclRecv(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) { log("ncclRecv: not in the virtual GPU"); return ncclInvalidUsage; }
-EXPORT ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t*, void*, ncclDataType_t, ncclScalarResidence_t, ncclComm_t) { log("ncclRedOpCreatePreMulSum: not in the virtual GPU"); return ncclInvalidUsage; }
