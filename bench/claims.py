@@ -472,7 +472,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         for i in range(M):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, delay=0, first=i, arrived=set(), meeting=self.meeting,
+                searcher=i, start=i + 1, first=i, arrived=set(), meeting=self.meeting,
                 shared=None, commands=commands, messages=queue.SimpleQueue(),
             )  # fmt: skip
             searcher = tba.Searcher(self.config, self.problem, spec)
@@ -581,10 +581,10 @@ class SimulatedTrainer(tba.Trainer):
         self.waited = Fraction(0)
 
     def run(self) -> None:
-        def broadcast(_: object, weights: tba.FlatWeights, *__: object) -> None:
+        def broadcast(_: object, weights: tba.FlatWeights) -> None:
             weights.flat.copy_(self.sync.snapshot.flat)  # a no-op on the Trainer's own call
 
-        with mock.patch.multiple(tba, form_group=lambda *_: None, broadcast=broadcast):
+        with mock.patch.object(tba.WeightGroup, "broadcast", broadcast):
             super().run()
 
     def poll(self) -> None:

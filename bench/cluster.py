@@ -136,11 +136,11 @@ if IN_A_RUN:
     for owner, names in (
         (tba.Learner, {"step": "step"}),
         (tba.Trainer, of_trainer),
-        (tba.WeightSync, of_sync | {"send": "send"}),  # `send` and `form_group` run in a thread
+        (tba.WeightSync, of_sync | {"send": "send"}),  # `send` and `form` run in a thread
         (tba.SearcherProcesses, of_processes),
         (tba.StepLog, {"write": "log"}),
         (tba.Newest, {"sample": "draw"}),
-        (tba, {"form_group": "form"}),
+        (tba.WeightGroup, {"form": "form"}),
     ):
         for method, name in names.items():
             measure(owner, method, name)

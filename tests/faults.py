@@ -59,14 +59,14 @@ def replace(owner, name: str, function) -> None:
     setattr(owner, name, wrapped)
 
 
-def form_group(original, *args):
+def form(original, group):
     strike("joining")
-    return original(*args)
+    return original(group)
 
 
-def broadcast(original, group, weights, *args):
+def broadcast(original, group, weights):
     strike("receiving")
-    original(group, weights, *args)
+    original(group, weights)
     if IN_A_SEARCHER and claim("corrupt"):
         weights.flat[7] += 3.0
     if IN_A_SEARCHER and claim("miss"):
@@ -137,8 +137,8 @@ def judged_alone(problem, t):
     return problem.task.rewards([example], text, np.array([t.ended]))[0]
 
 
-replace(tba, "form_group", form_group)
-replace(tba, "broadcast", broadcast)
+replace(tba.WeightGroup, "form", form)
+replace(tba.WeightGroup, "broadcast", broadcast)
 replace(tba.Searcher, "load_weights", load_weights)
 replace(tba.Searcher, "between_steps", between_steps)
 replace(tba.SearcherSpec, "send", send)

@@ -201,7 +201,8 @@ def test_a_member_that_never_comes_ends_a_transfer_in_time():
     start = time.monotonic()
     with pytest.raises(RuntimeError):
         limit = tba.timedelta(seconds=1)
-        tba.form_group(tba.MeetingPoint("127.0.0.1", store.port, False, limit), "alone", 0, 2)
+        meeting = tba.MeetingPoint("127.0.0.1", store.port, False, limit)
+        tba.WeightGroup(meeting, "alone", rank=0, size=2).form()
     assert time.monotonic() - start < 60
 
 

@@ -248,7 +248,7 @@ class Blocking(tba.GSM8K):
         wait_for("verdicts")
         return [{"accuracy": float(x)} for x in super().rewards(examples, responses, ended)]
 
-broadcast = tba.broadcast
+broadcast = tba.WeightGroup.broadcast
 
 def missed(*args):
     broadcast(*args)
@@ -263,7 +263,7 @@ def counted(searcher, completions):
         file.write(f"{len(completions)}\\n" * len(completions))
     return make_groups(searcher, completions)
 
-tba.broadcast = missed
+tba.WeightGroup.broadcast = missed
 tba.Searcher.make_groups = counted
 tba.TASKS["blocking"] = Blocking
 '''
@@ -311,7 +311,7 @@ def searcher_of(gsm8k, tmp_path, **flags):
     flags = {"num_searchers": 1, "sequences_in_flight": 8, "dtype": "float32"} | flags
     config, problem = problem_of(gsm8k, tmp_path / "none", **flags)
     spec = tba.SearcherSpec(
-        searcher=0, start=1, delay=0, first=0, arrived=set(), shared=None, commands=queue.Queue(),
+        searcher=0, start=1, first=0, arrived=set(), shared=None, commands=queue.Queue(),
         meeting=tba.MeetingPoint("127.0.0.1", 0, False, tba.timedelta(seconds=30)),
         messages=queue.Queue(),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -12,10 +13,12 @@ from harness import (
     ROOT,
     Run,
     arguments,
+    judges_of,
     local_cluster,
     processes_of,
     real_gpus,
     run_tba,
+    steps_of,
     virtual_gpus,
     wait_until,
 )
@@ -252,3 +255,151 @@ def test_gpu_check_prints_a_table_or_that_there_is_no_gpu(tmp_path):
     assert re.search(r"^\| broadcast to 1 GPU\(s\) \| [\d.]+ GB/s", done.stdout, re.MULTILINE)
     done = subprocess.run(command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, **options)
     assert done.returncode == 3
+
+
+# ------------------------------------------------------------------------- faults of transfers
+
+HANGING = '''"""The second Searcher hangs while it joins a group, or while it receives weights."""
+import os, time
+from pathlib import Path
+import tba
+
+FOLDER = Path(os.environ["TBA_FAULTS"])
+receive = tba.receive_weights
+
+def receive_weights(searcher, message):
+    global number
+    number = searcher.spec.searcher
+    return receive(searcher, message)
+
+send = tba.SearcherSpec.send
+
+def send_and_note(spec, *messages):
+    send(spec, *messages)
+    if any(isinstance(message, tba.Group) for message in messages):
+        (FOLDER / f"pid-{spec.searcher}").write_text(str(os.getpid()))
+
+def hanging(method):
+    def wrapped(group, *args):
+        fault = FOLDER / f"hang-{method.__name__}"
+        while group.rank and number == 1 and fault.exists():
+            (FOLDER / "hangs").touch()
+            time.sleep(0.01)
+        return method(group, *args)
+    return wrapped
+
+tba.receive_weights = receive_weights
+tba.SearcherSpec.send = send_and_note
+tba.WeightGroup.form = hanging(tba.WeightGroup.form)
+tba.WeightGroup.run = hanging(tba.WeightGroup.run)
+'''
+
+
+@pytest.mark.parametrize("library", ["nccl", "gloo"])
+def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, library):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(HANGING)
+    environment = virtual_gpus(4) if library == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
+    out = tmp_path / "run"
+    flags = {"num_searchers": 3, "sync_every": 1, "transfer_timeout": 15, "steps": 10**6}
+    flags |= {"plugin": plugin, "save_every": 0}
+    args = learning(gsm8k, out, **flags)
+    run = Run(out, args, hooks=False, environment=environment)
+
+    def kill(searcher):
+        os.kill(int((run.faults / f"pid-{searcher}").read_text()), signal.SIGKILL)
+
+    def next_versions():
+        """Wait until every Searcher has newer weights."""
+        last = steps_of(out)
+        there = lambda: read_lines(out / "metrics.jsonl")[-1]
+        run.until(
+            lambda: there()["version"] > last and there()["searchers_alive"] == 3, "new weights"
+        )
+
+    # without a group of its own, a Searcher that fails ends the run
+    sent = lambda: all((run.faults / f"pid-{i}").exists() for i in range(3))
+    run.until(sent, "groups of all")
+    run.reaches(steps_of(out) + 2)
+    # the first Searcher waits for the second while a group forms, and is told of its death
+    (run.faults / "hang-form").touch()
+    kill(2)
+    run.until((run.faults / "hangs").exists, "a group that waits for a member")
+    kill(1)
+    (run.faults / "hang-form").unlink()
+    next_versions()
+    assert run.failed() == [2, 1]
+    # all miss the weights; then each gets them alone
+    (run.faults / "hang-run").touch()
+    run.says("warning: Searcher 1 missed")
+    (run.faults / "hang-run").unlink()
+    next_versions()
+    assert run.failed() == [2, 1, 1], run.text()
+    run.process.send_signal(signal.SIGINT)
+    run.ends(130)
+
+
+# ------------------------------------------------------------------------------------- engines
+
+MEASURING = '''"""An engine that measures free memory as vLLM does; the policy loads slowly."""
+import os, time
+from pathlib import Path
+import torch
+import tba
+
+FOLDER = Path(os.environ["TBA_FAULTS"])
+load = tba.load_policy
+
+def wait_for(name, seconds):
+    end = time.monotonic() + seconds
+    while not (FOLDER / name).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+def load_policy(*args):
+    wait_for("measuring", 5)  # in vain, if Searchers start later
+    policy = load(*args)
+    (FOLDER / "policy").touch()
+    return policy
+
+class Measuring(tba.TransformersEngine):
+    def __init__(self, *args):
+        free = torch.cuda.mem_get_info()[0]
+        (FOLDER / "measuring").touch()
+        wait_for("policy", 600)
+        taken = free - torch.cuda.mem_get_info()[0]
+        (FOLDER / "taken").write_text(f"{taken}\\n")
+        super().__init__(*args)
+
+tba.load_policy = load_policy
+tba.ENGINES["measuring"] = Measuring
+'''
+
+
+def test_the_trainer_allocates_nothing_while_an_engine_on_its_gpu_starts(gsm8k, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(MEASURING)
+    out = tmp_path / "run"
+    args = arguments(gsm8k, out, engine="measuring", plugin=plugin, eval_every=0, steps=1)
+    run = Run(out, args, hooks=False, environment=virtual_gpus(1))
+    run.ends(0)
+    assert run.noted("taken") == [(0,)]
+
+
+@pytest.mark.vllm
+def test_two_vllm_engines_in_a_process_keep_their_cuda_graphs(redteam, tmp_path):
+    """On a virtual GPU their kernels compute nothing."""
+    out = tmp_path / "run"
+    flags = {"engine": "vllm", "steps": 2, "max_response_tokens": 16, "sequences_in_flight": 16}
+    flags |= {"eval_samples": 4, "gpu_memory_utilization": 0.4} | judges_of(redteam)
+    if not real_gpus():
+        flags["logprob_tolerance"] = 1e9
+    run_tba(arguments(redteam, out, **flags), environment=virtual_gpus(1))
+    assert len(read_lines(out / "metrics.jsonl")) == 2
+
+
+def test_vllm_engines_in_several_threads_are_refused(redteam, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("import tba\ntba.RedTeam.reward_threads = 1\n")
+    args = arguments(redteam, tmp_path / "run", engine="vllm", plugin=plugin, **judges_of(redteam))
+    _, said = run_tba(args, code=2, environment=virtual_gpus(1))
+    assert "--engine vllm" in said and "reward_threads" in said and "Traceback" not in said
