@@ -15,7 +15,7 @@ on a Ray cluster. Measured results: docs/results.md.
       while step < steps:                              while True:
         poll()           receives groups                 submit_prompts()     S responses per prompt
         store()          into the ReplayBuffer           engine.step()        one decode step
-        rule.sample()    B prompts x K trajectories      start_scoring()      rewards, log pi_ref
+        rule.sample()    B prompts x K trajectories      score()              rewards, log pi_ref
         Learner.step()   Trajectory Balance loss,        collect_results()    groups, to poll()
                          its gradient, AdamW             between two decode steps:
         every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
@@ -1337,12 +1337,21 @@ class Learner:
 # ==================================================================================== 7. Searcher
 
 
+class Source(NamedTuple):
+    """Where a request comes from; the id of the request."""
+
+    held_out: bool  # it belongs to an evaluation
+    index: int  # of a group, in the prompt order; of a held-out prompt: 0
+    prompt_id: int
+    version: int  # of the policy
+
+
 @dataclass(eq=False)
 class TaskCall:
-    """A call of the task: rewards of some groups, or records of held-out answers."""
+    """A call of the task in a thread."""
 
     future: Future  # gives a list of messages to the Trainer
-    groups: int  # number of groups that get their rewards
+    unscored: int  # responses that wait for their rewards
     queued: float  # when it was last seen waiting for a thread
 
 
@@ -1355,7 +1364,6 @@ class Searcher:
     whole, with the next sync.
     """
 
-    EVAL_CHUNK = 8  # held-out answers that are scored between polls
     MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
@@ -1379,10 +1387,8 @@ class Searcher:
         self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
         self.judge_thread = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
-        self.in_flight: dict[int, int] = {}  # position in the prompt order -> version
-        self.unscored: list[Group] = []  # complete, waiting for a reward thread
+        self.in_flight: dict[Source, int] = {}  # -> number of responses
         self.calls: list[TaskCall] = []  # in progress
-        self.pending_answers = 0  # to held-out prompts, not generated yet
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
         self.group: Any = None  # in which it receives weights
         self.group_name = ""
@@ -1417,7 +1423,6 @@ class Searcher:
 
     def between_steps(self) -> None:
         """Work between decode steps. Raises what the task raised."""
-        self.start_scoring()
         self.collect_results()
         now = time.perf_counter()
         if now - self.last_heartbeat > 0.5:
@@ -1434,7 +1439,7 @@ class Searcher:
         """
         to_submit = self.index < self.limit and self.version >= 0
         unfinished = self.config.synchronous and (to_submit or self.in_flight)
-        return not (unfinished or self.pending_answers)
+        return not (unfinished or any(source.held_out for source in self.in_flight))
 
     def load_weights(self) -> None:
         """Load received weights, report the engine's probe scores, and start an evaluation."""
@@ -1454,8 +1459,7 @@ class Searcher:
         if self.staging.flat.is_cuda:
             torch.cuda.synchronize()  # the next weights may overwrite the staging buffer
         self.spec.send(Loaded(probes))
-        if message.held_out:
-            begin_evaluation(self, message)
+        self.submit_held_out(message.held_out)
         self.idle += time.perf_counter() - start
 
     def score_probes(self) -> list[np.ndarray]:
@@ -1471,22 +1475,23 @@ class Searcher:
         """
         config = self.config
         S = config.searched_per_prompt
-        unscored = S * (len(self.unscored) + sum(call.groups for call in self.calls))
-        max_unscored = self.MAX_UNSCORED * max(S, config.sequences_in_flight)
-        if self.version < 0 or unscored > max_unscored:
+        unscored = sum(call.unscored for call in self.calls)
+        if self.version < 0 or unscored > self.MAX_UNSCORED * max(S, config.sequences_in_flight):
             return
+        capacity = config.sequences_in_flight * self.engine.LOOKAHEAD
         while self.index < self.limit:
-            in_flight = S * len(self.in_flight) + self.pending_answers
-            if in_flight and in_flight + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
+            in_flight = sum(self.in_flight.values())
+            if in_flight and in_flight + S > capacity:
                 return
             index = self.index
             self.index += config.num_searchers
             if index in self.spec.arrived:
                 continue
-            prompt = self.problem.prompts[prompt_at(config.seed, index, len(self.problem.prompts))]
+            prompt_id = prompt_at(config.seed, index, len(self.problem.prompts))
+            prompt = self.problem.prompts[prompt_id]
             rng = np.random.default_rng([config.seed, index])
             request = Request(
-                id=index,
+                id=Source(False, index, prompt_id, self.version),
                 prompt=prompt,
                 n=S,
                 max_tokens=config.response_limit(prompt),
@@ -1494,40 +1499,61 @@ class Searcher:
                 seed=int(rng.integers(2**31)),
             )
             self.engine.submit(request)
-            self.in_flight[index] = self.version
+            self.in_flight[request.id] = request.n
+
+    def submit_held_out(self, rows: range) -> None:
+        """Submit held-out prompts, which are answered before newer weights load."""
+        config = self.config
+        task = self.problem.task
+        n = config.eval_responses
+        for row in rows:
+            prompt = self.problem.held_out[row]
+            request = Request(
+                id=Source(True, 0, row, self.version),
+                prompt=prompt,
+                n=n,
+                max_tokens=config.response_limit(prompt),
+                temperature=config.temperature,
+                min_tokens=task.min_eval_tokens,
+                greedy=task.greedy_evaluation and n == 1,
+                seed=config.seed + row,
+            )
+            self.engine.submit(request)
+            self.in_flight[request.id] = request.n
 
     def handle_completions(self, completions: list[Completion]) -> None:
-        """Turn responses into groups to score, and have held-out answers judged."""
-        sampled = [done for done in completions if isinstance(done.request.id, int)]
-        answers = [done for done in completions if not isinstance(done.request.id, int)]
-        if sampled:
-            self.unscored += self.make_groups(sampled)
-            self.between_steps()
-        for i in range(0, len(answers), self.EVAL_CHUNK):
-            judge_answers(self, answers[i : i + self.EVAL_CHUNK])
-            self.between_steps()
+        """Have the task score responses, in calls of limited size."""
+        config = self.config
+        threads = max(1, self.problem.task.reward_threads)
+        size = max(1, config.sequences_in_flight // (threads * config.searched_per_prompt))
+        for held_out in (False, True):
+            found = [done for done in completions if done.request.id.held_out == held_out]
+            for i in range(0, len(found), size):
+                self.score(self.make_groups(found[i : i + size]), held_out)
+                self.between_steps()
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
         config = self.config
-        task = self.problem.task
+        # both policies have the temperature of the engine's log-probabilities
+        temperature = 1.0 if completions[0].request.greedy else config.temperature
         sequences = [(done.request.prompt, done.tokens) for done in completions]
-        ref_logprobs = iter(token_logprobs(self.reference, sequences, config))
+        ref_logprobs = iter(token_logprobs(self.reference, sequences, config, temperature))
         groups = []
         for done in completions:
-            group = Group(done.request.id, [])
-            version = self.in_flight.pop(group.index)
-            prompt_id = prompt_at(config.seed, group.index, len(self.problem.prompts))
+            source = done.request.id
+            del self.in_flight[source]
+            group = Group(source.index, [])
             for tokens, logprobs, ended in zip(done.tokens, done.logprobs, done.ended, strict=True):
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
-                    ref_logprobs=task.ref_logprobs(tokens, next(ref_logprobs)),
+                    ref_logprobs=self.problem.task.ref_logprobs(tokens, next(ref_logprobs)),
                     ended=bool(ended),
                     explored=done.request.temperature != config.temperature,
                     reward=math.nan,
-                    prompt_id=prompt_id,
-                    version=version,
+                    prompt_id=source.prompt_id,
+                    version=source.version,
                     reference_version=self.reference_version,
                 )
                 group.trajectories.append(trajectory)
@@ -1535,40 +1561,45 @@ class Searcher:
             groups.append(group)
         return groups
 
-    def start_scoring(self) -> None:
-        """Compute the rewards of the oldest complete groups, once a thread is free.
+    def score(self, groups: list[Group], held_out: bool) -> None:
+        """Have the task compute rewards, or evaluate held-out answers; the results are sent.
 
-        The threads together take at most --sequences_in_flight responses at a time. In lockstep,
-        calls do not depend on when a thread is free, so that runs repeat exactly.
+        In lockstep, runs repeat exactly: calls do not depend on when a thread is free.
         """
-        config = self.config
         task = self.problem.task
-        threads = max(1, task.reward_threads)
-        busy = sum(call.groups > 0 for call in self.calls) >= threads
-        if not self.unscored or (busy and not config.synchronous):
-            return
-        size = max(1, config.sequences_in_flight // (threads * config.searched_per_prompt))
-        groups = self.unscored[:size]
-        del self.unscored[:size]
         rows = [t for group in groups for t in group.trajectories]
-        examples = [task.train[t.prompt_id] for t in rows]
+        examples = [(task.held_out if held_out else task.train)[t.prompt_id] for t in rows]
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
 
-        def score() -> list[Group]:
-            rewards = task.checked_rewards(examples, texts, ended)
-            for t, reward in zip(rows, rewards, strict=True):
+        def rewards() -> list[Group]:
+            for t, reward in zip(rows, task.checked_rewards(examples, texts, ended), strict=True):
                 t.reward = reward
             return groups
 
-        self.call_task(score, self.reward_threads, len(groups))
+        def records() -> list[Evaluated]:
+            by_prompt = defaultdict(list)
+            found = task.evaluate(examples, texts, ended)
+            for t, text, record in zip(rows, texts, found, strict=True):
+                record = record | {"answer": text}
+                if task.wants_logprobs:
+                    ref_logprob = float(t.ref_logprobs.sum())
+                    record |= {
+                        "ref_logprob": ref_logprob,
+                        "kl": float(t.logprobs.sum()) - ref_logprob,
+                        "tokens": len(t.tokens),
+                        "prompt_tokens": len(self.problem.held_out[t.prompt_id]),
+                    }
+                by_prompt[t.prompt_id].append(record)
+            return [Evaluated(rows[0].version, by_prompt)]
 
-    def call_task(self, call: Callable, threads: ThreadPoolExecutor, groups: int = 0) -> None:
-        """Call the task in one of `threads`, or directly if the task has no reward threads."""
-        if self.problem.task.reward_threads:
-            self.calls.append(TaskCall(threads.submit(call), groups, time.perf_counter()))
-        else:
+        call = records if held_out else rewards
+        if not task.reward_threads:
             self.spec.send(*call())
+            return
+        threads = self.judge_thread if held_out else self.reward_threads
+        unscored = 0 if held_out else len(rows)
+        self.calls.append(TaskCall(threads.submit(call), unscored, time.perf_counter()))
 
     def collect_results(self) -> None:
         """Send what calls have returned. Raises what they raised, or TimeoutError."""
@@ -3179,69 +3210,6 @@ class Evaluations:
             solved = [max(record["accuracy"] for record in records) for records in by_prompt]
             metrics[f"pass@{n}"] = float(np.mean(solved))
         self.folder.write_evaluation(message.version, len(by_prompt), metrics, text)
-
-
-# The Searcher's side: answer held-out prompts, and have the answers scored.
-
-
-def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
-    """Submit the held-out prompts that came with the weights just loaded."""
-    config = searcher.config
-    task = searcher.problem.task
-    n = config.eval_responses
-    searcher.pending_answers = n * len(message.held_out)
-    for row in message.held_out:
-        prompt = searcher.problem.held_out[row]
-        request = Request(
-            id=(message.version, row),
-            prompt=prompt,
-            n=n,
-            max_tokens=config.response_limit(prompt),
-            temperature=config.temperature,
-            min_tokens=task.min_eval_tokens,
-            greedy=task.greedy_evaluation and n == 1,
-            seed=config.seed + row,
-        )
-        searcher.engine.submit(request)
-
-
-def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
-    """Have the task score answers to held-out prompts; send their records."""
-    task = searcher.problem.task
-    rows = [done.request.id[1] for done in answers for _ in done.tokens]
-    examples = [task.held_out[row] for row in rows]
-    texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
-    ended = np.concatenate([done.ended for done in answers])
-    # now, as the reference may change before the answers are scored
-    logprobs = answer_logprobs(searcher, answers) if task.wants_logprobs else [{}] * len(rows)
-    searcher.pending_answers -= len(rows)
-
-    def judge() -> list[Evaluated]:
-        records = task.evaluate(examples, texts, ended)
-        by_row = {row: [] for row in rows}
-        for row, record, more, text in zip(rows, records, logprobs, texts, strict=True):
-            by_row[row].append(record | more | {"answer": text})
-        return [Evaluated(answers[0].request.id[0], by_row)]
-
-    searcher.call_task(judge, searcher.judge_thread)
-
-
-def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]:
-    """For each answer log pi_ref, the KL of policy to reference, and lengths in tokens.
-
-    Both policies have the temperature of the engine's log-probabilities: 1 if greedy.
-    """
-    groups = [(done.request.prompt, done.tokens) for done in answers]
-    temperature = 1.0 if answers[0].request.greedy else searcher.config.temperature
-    by_reference = iter(token_logprobs(searcher.reference, groups, searcher.config, temperature))
-    found = []
-    for done in answers:
-        for logprobs in done.logprobs:
-            ref_logprob = float(next(by_reference).sum())
-            kl = float(logprobs.sum()) - ref_logprob
-            lengths = {"tokens": len(logprobs), "prompt_tokens": len(done.request.prompt)}
-            found.append({"ref_logprob": ref_logprob, "kl": kl} | lengths)
-    return found
 
 
 # ================================================================================ 14. Checkpoints
