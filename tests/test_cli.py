@@ -152,9 +152,7 @@ def test_two_runs_of_the_same_second_get_two_folders(monkeypatch):
     folders = []
     for process in (1, 2):
         monkeypatch.setattr(tba.os, "getpid", lambda process=process: process)
-        config = tba.settings(steps=1)
-        tba.resolve(config)
-        folders.append(config.output_dir)
+        folders.append(tba.parse([]).output_dir)
     assert folders[0] != folders[1]
 
 
@@ -181,7 +179,7 @@ def test_commands_that_are_shown_can_be_pasted(gsm8k, tmp_path, capsys):
     assert f"--resume {shlex.quote(str(out))}" in refused(arguments(gsm8k, out), capsys)
 
 
-def test_a_file_system_without_locks_costs_one_warning(gsm8k, tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks(gsm8k, tmp_path, monkeypatch):
     config, _ = problem_of(gsm8k, tmp_path / "run")
 
     def missing(*_):
@@ -189,8 +187,6 @@ def test_a_file_system_without_locks_costs_one_warning(gsm8k, tmp_path, monkeypa
 
     monkeypatch.setattr(tba.fcntl, "flock", missing)
     tba.claim_folder(config)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and str(tmp_path / "run") in said
     assert (tmp_path / "run").is_dir()
 
 

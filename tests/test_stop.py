@@ -155,7 +155,6 @@ def test_a_run_that_cannot_write_its_output_trains_and_saves(gsm8k, tmp_path, st
 
 def test_records_that_do_not_fit_on_a_full_disk_are_written_later(gsm8k, tmp_path, capsys):
     config = tba.settings(output_dir=str(tmp_path))
-    config.as_given = {}
     folder = tba.RunFolder(config, {})
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
