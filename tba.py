@@ -127,6 +127,18 @@ SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
+@contextlib.contextmanager
+def stop_signal_handler(handler: Any) -> Iterator[None]:
+    """Handle STOP_SIGNALS by a function; under `nohup`, SIGHUP stays ignored."""
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 def start_fork_server() -> None:
     """Start the process that local Searchers are forked from, unless it runs already.
 
@@ -134,10 +146,8 @@ def start_fork_server() -> None:
     send to all processes of a run: the Trainer handles them, and ends the others.
     """
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-    forkserver.ensure_running()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with stop_signal_handler(signal.SIG_IGN):
+        forkserver.ensure_running()
 
 
 if __name__ == "__main__":
@@ -932,7 +942,6 @@ class Trainer:
         if saved:
             self.buffer.restore(saved["buffer"])
             self.rule.memory = saved["memory"]
-        self.writer = ThreadPoolExecutor(1)  # writes checkpoints in the background
         self.writing = Future()  # gives the step of the latest checkpoint
         self.writing.set_result(saved.get("step"))
         self.learner: Learner | None = None  # loads while the Searchers load
@@ -961,8 +970,6 @@ class Trainer:
             self.run_asynchronous()
         self.searchers.search_up_to(0)
         self.wait_for("an evaluation", self.evaluations.idle)
-        if self.step:
-            save(self)
 
     def run_asynchronous(self) -> None:
         """Train on batches drawn by the replay rule, while the Searchers keep generating."""
@@ -1105,7 +1112,6 @@ class Trainer:
     def close(self) -> None:
         """End the processes, threads and connections of the run."""
         self.searchers.stop()
-        self.writer.shutdown()
         if self.sync:
             abandon(self.sync.transfer.group)
         self.folder.accelerator.end_training()
@@ -2777,8 +2783,7 @@ class SearcherProcesses:
         self.first_missing: int = saved.get("first_missing", 0)
         self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
         self.manager: SyncManager | None = None  # the process in which the queues live
-        # (start, message), unpickled; twice as long as `messages`, so that `stop` can empty it
-        self.arrivals = MessageQueue(8192)
+        self.arrivals: queue.Queue = queue.Queue(4096)  # (start, message), unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         self.logged = time.monotonic()  # when pending Searchers were last logged
@@ -2809,7 +2814,7 @@ class SearcherProcesses:
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
         if not self.config.cluster:
             start_fork_server()
-        self.messages = self.manager.MessageQueue(4096)  # Searchers wait while it is full
+        self.messages = self.manager.Queue(4096)  # Searchers wait while it is full
         run = pickle.dumps((self.config, self.problem))
         self.shared = self.manager.dict({"plugin": self.config.plugin, "run": run})
         # without a socket of its own, TCPStore would listen on all addresses
@@ -2828,8 +2833,8 @@ class SearcherProcesses:
     def receive_messages(self) -> None:
         """In a thread: unpickle messages while the training thread waits for its device."""
         while True:
-            for start, pickled in [self.messages.get(), *self.messages.take_all()]:
-                self.arrivals.put((start, pickle.loads(pickled)))
+            start, pickled = self.messages.get()
+            self.arrivals.put((start, pickle.loads(pickled)))
 
     def start_searcher(self, searcher: int, delay: float = 0) -> RunningSearcher:
         """Start a process; it samples those of its positions that have not arrived."""
@@ -2923,18 +2928,8 @@ class SearcherProcesses:
                 s.process.kill()
         if self.manager:
             self.manager.shutdown()
-        self.arrivals.take_all()  # its thread, which may wait for room, finds the Manager gone
-
-
-class MessageQueue(queue.Queue):
-    """A queue that one call drains, also from another process."""
-
-    def take_all(self) -> list:
-        """Remove and return all items."""
-        return [self.get_nowait() for _ in range(self.qsize())]  # there is one consumer
-
-
-SyncManager.register("MessageQueue", MessageQueue)
+        while not self.arrivals.empty():  # its thread, which may wait for room, finds that
+            self.arrivals.get()
 
 
 class LocalProcess(multiprocessing.context.ForkServerProcess):
@@ -3119,10 +3114,9 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         config, problem = pickle.loads(spec.shared["run"])
         torch.set_num_threads(config.threads)
         Searcher(config, problem, spec).run()
-    except BaseException as error:
-        text = str(error) if isinstance(error, InputError) else traceback.format_exc()
+    except BaseException:
         with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
-            spec.send(Failed(text))
+            spec.send(Failed(traceback.format_exc()))
             time.sleep(60)  # the Trainer kills this process
     os._exit(1)
 
@@ -3208,11 +3202,9 @@ class Evaluations:
 # ================================================================================ 14. Checkpoints
 
 # settings that a resumed run cannot change: its stored groups were sampled and scored with them
-FIXED = (
-    "model", "temperature", "searched_per_prompt", "synchronous", "lora_rank",
-    "reset_reference_every",
-)  # fmt: skip
-FIXED_IN_LOCKSTEP = ("prompts_per_step", "trained_per_prompt", "recent_probability", *FIXED)
+FIXED = ("synchronous", "model", "temperature", "lora_rank", "reset_reference_every")
+ASYNCHRONOUS = (*FIXED, "searched_per_prompt")
+LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
 def save(trainer: Trainer) -> None:
@@ -3239,9 +3231,9 @@ def save(trainer: Trainer) -> None:
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
     }
-    trainer.writing = trainer.writer.submit(
-        write_checkpoint, trainer, learner.model, learner.saved_weights(), state
-    )
+    weights = learner.saved_weights()
+    write = partial(write_checkpoint, trainer, learner.model, weights, state)
+    trainer.writing = ThreadPoolExecutor(1).submit(write)
 
 
 def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> int:
@@ -3252,11 +3244,8 @@ def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: d
         save_model(model, weights, trainer.problem, new)
         torch.save(state, new / "trainer.pt")
     folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
-    for old in checkpoints(folder.path)[2:]:
-        try:
-            shutil.rmtree(old)
-        except OSError as error:  # on NFS, while a file of the checkpoint is open
-            folder.say(f"warning: {old} could not be deleted: {error}")
+    for old in checkpoints(folder.path)[2:]:  # NFS keeps open files, until a later attempt
+        shutil.rmtree(old, ignore_errors=True)
     folder.draw_curves()
     return state["step"]
 
@@ -3331,7 +3320,7 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     config.require(same_prompts, "dataset", "its prompts differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
-    for name in FIXED_IN_LOCKSTEP if config.synchronous else FIXED:
+    for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
         value = record["resolved"][name]
         same = getattr(config, name) == value
         config.require(same, name, f"a resumed run must keep {value}")
@@ -3553,7 +3542,6 @@ class RunFolder:
         self.config = config
         self.path = Path(config.output_dir)
         self.accelerator = make_accelerator(config, saved)
-        self.unwritten: dict[str, bytes] = defaultdict(bytes)  # by file, while its disk is full
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         if saved:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
@@ -3575,30 +3563,21 @@ class RunFolder:
         write = self.bar.write if sys.stderr.isatty() else print
         write(text, file=sys.stderr)
 
-    def append_text(self, name: str, text: str) -> None:
-        """Append to a file. If that fails, warn, and keep the text until the next call."""
-        failed_before = self.unwritten[name]
-        self.unwritten[name] += text.encode(errors="replace")
-        try:
-            with open(self.path / name, "ab", buffering=0) as file:
-                written = file.write(self.unwritten[name])  # a full disk may take a part
-                self.unwritten[name] = self.unwritten[name][written:]
-        except OSError as error:
-            if not failed_before:
-                self.say(f"warning: {name} cannot be written, which is tried again: {error}")
-
     def append(self, name: str, record: dict) -> None:
         """Append a record to a .jsonl file."""
-        self.append_text(name, json.dumps(record) + "\n")
+        with open(self.path / name, "a") as file:
+            file.write(json.dumps(record) + "\n")
 
-    def write_metrics(self, metrics: dict, hint: str) -> None:
+    def write_metrics(self, metrics: dict) -> None:
         """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
         self.append("metrics.jsonl", metrics)
+        self.track(metrics, metrics["step"])
         status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
-        status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
+        status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
+        if metrics["wait_seconds"] >= 1:
+            status += f", waited {metrics['wait_seconds']:.0f} s for generation"
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update(metrics["step"] - self.bar.n)
-        self.track(metrics, metrics["step"])
 
     def track(self, values: dict, step: int) -> None:
         """Send metrics to the tracker; an evaluation's step may be earlier than the last one."""
@@ -3606,25 +3585,19 @@ class RunFolder:
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
-        self.append_text("eval_answers.txt", answers)
+        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
+            file.write(answers)
         record = {"step": step, "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
-        tracked = metrics | {"version": step}
-        tracked = {f"held_out/{name}": value for name, value in tracked.items()}
-        self.track(tracked, step)
-        self.say(self.describe(record))
+        tracked = {"version": step} | metrics
+        self.track({f"held_out/{name}": value for name, value in tracked.items()}, step)
+        self.say(self.describe(**record))
 
-    def held_out(self) -> list[str]:
-        """Names of the evaluations' metrics."""
-        return [name for e in self.evaluations[:1] for name in e if name not in ("step", "n")]
-
-    def describe(self, evaluation: dict) -> str:
+    def describe(self, step: int, n: int, **metrics: float) -> str:
         """One line about an evaluation."""
-        values = [f"{name} {evaluation.get(name, math.nan):.4g}" for name in self.held_out()]
-        return (
-            f"step {evaluation['step']}: {', '.join(values)} ({evaluation['n']} held-out prompts)"
-        )
+        values = [f"{name} {value:.4g}" for name, value in metrics.items()]
+        return f"step {step}: {', '.join(values)} ({n} held-out prompts)"
 
     def draw_curves(self) -> None:
         """Draw curves.png: metrics over optimizer steps; if that fails, warn."""
@@ -3634,7 +3607,9 @@ class RunFolder:
             steps = read_lines(self.path / "metrics.jsonl")
             evaluations = self.evaluations[:]  # a copy, as another thread may append
             panels = [(title, names, steps, "-") for title, names in self.PANELS.items()]
-            panels += [(f"held out: {name}", [name], evaluations, "o-") for name in self.held_out()]
+            held_out = dict.fromkeys(itertools.chain(*evaluations[:1]))
+            held_out = [name for name in held_out if name not in ("step", "n")]
+            panels += [(f"held out: {name}", [name], evaluations, "o-") for name in held_out]
             width = math.ceil(len(panels) / 2)
             figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
             for place, (title, names, records, style) in enumerate(panels, 1):
@@ -3692,31 +3667,28 @@ class StepLog:
         self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = 0.0
-        # per step: groups trained on, groups arrived, seconds, seconds of waiting
-        self.recent: deque[tuple[int, int, float, float]] = deque(maxlen=50)
+        # per step: groups trained on, groups arrived
+        self.recent: deque[tuple[int, int]] = deque(maxlen=50)
 
     def write(self, measured: dict[str, float], trained: int, tokens: int) -> None:
         """Log a step that trained on this number of groups and response tokens."""
         trainer = self.trainer
-        config = trainer.config
         if self.arrived:
             self.log_arrivals()
         seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
-        waited = self.waited["generation"] if self.last_step_end else 0.0
-        self.recent.append((trained, len(self.arrived), wall, waited))
-        groups_trained, groups_arrived, recent_wall, recent_wait = np.sum(self.recent, 0)
+        self.recent.append((trained, len(self.arrived)))
+        groups_trained, groups_arrived = np.sum(self.recent, 0).tolist()
         running = [s for s in trainer.searchers.running if s.state != "pending"]
         rates = [s.recent_rates() for s in running]
         metrics = {
             "step": trainer.step,
-            "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
             "seconds": now - trainer.folder.start,
             **self.means,
             **measured,
             "replay_ratio": groups_trained / max(1, groups_arrived),
-            "wait_seconds": waited,
+            "wait_seconds": self.waited["generation"] if self.last_step_end else 0.0,
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
@@ -3731,9 +3703,7 @@ class StepLog:
             "searchers_alive": len(running),
             "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
-        hint = ", waiting for generation: more Searchers or a larger --max_replays help"
-        waits = recent_wait > 0.5 * recent_wall and not config.synchronous
-        trainer.folder.write_metrics(metrics, hint if waits else "")
+        trainer.folder.write_metrics(metrics)
         self.last_step_end = now
         self.arrived = []
         self.waited.clear()
@@ -3837,9 +3807,10 @@ def parse(argv: list[str]) -> Config:
     # with the process ID, two runs started in the same second get two folders
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
-    for name in path_flags(config):
-        if os.path.exists(getattr(config, name)):
-            setattr(config, name, os.path.abspath(getattr(config, name)))
+    paths = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
+    for name, value in vars(config).items():
+        if name.endswith(paths) and isinstance(value, str) and os.path.exists(value):
+            setattr(config, name, os.path.abspath(value))
     return config
 
 
@@ -3865,12 +3836,6 @@ def resolve(given: Config) -> Config:
         config.searched_per_prompt = config.trained_per_prompt
     check_settings(config)
     return config
-
-
-def path_flags(config: Config) -> list[str]:
-    """The flags whose value may be the path of a file or folder to read."""
-    ends = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
-    return [k for k, v in vars(config).items() if k.endswith(ends) and v and isinstance(v, str)]
 
 
 def check_settings(config: Config) -> None:
@@ -3924,8 +3889,7 @@ def quiet_libraries() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-@contextlib.contextmanager
-def stop_at_signals(trainer: Trainer) -> Iterator[None]:
+def stop_at_signals(trainer: Trainer) -> contextlib.AbstractContextManager:
     """Have signals stop the run at its next safe point; one repeated after a second kills it.
 
     Shells, `timeout` and torchrun send a signal to a process and to its group: twice at once.
@@ -3942,15 +3906,7 @@ def stop_at_signals(trainer: Trainer) -> Iterator[None]:
         with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
 
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        for number, handler in handlers.items():
-            if handler != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
-                signal.signal(number, stop)
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    return stop_signal_handler(stop)
 
 
 @lenient_output()
@@ -4010,7 +3966,7 @@ def run(trainer: Trainer) -> int:
         try:
             if lost and trainer.step:
                 folder.say(f"step {trainer.step} is not saved: {lost}")
-            elif code and trainer.learner and trainer.step:
+            elif trainer.learner and trainer.step:
                 save(trainer)
             trainer.writing.result()
         except Exception as error:  # from torch, safetensors or the file system
@@ -4045,8 +4001,8 @@ def finish(trainer: Trainer) -> None:
     folder = trainer.folder
     trainer.ranks.from_rank_zero(None)  # ends the others
     folder.draw_curves()
-    evaluations = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
-    print(" -> ".join(map(folder.describe, evaluations)))
+    ends = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
+    print(" -> ".join(folder.describe(**evaluation) for evaluation in ends))
     print(f"curves: {folder.path / 'curves.png'}")
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():

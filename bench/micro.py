@@ -203,12 +203,12 @@ def main() -> None:
 
     manager = tba.SyncManager()
     manager.start()
-    queue = manager.MessageQueue()
+    queue = manager.Queue()
     pickled = pickle.dumps(random_groups(packed, 4, 250)[0])
     start = time.perf_counter()
     for _ in range(500):
         queue.put((0, pickled))
-    taken = queue.take_all()
+    taken = [queue.get() for _ in range(500)]
     print(f"queue: {len(taken) / (time.perf_counter() - start):.0f} groups per second")
     manager.shutdown()
     folder.cleanup()

@@ -21,7 +21,7 @@ import tba
 from tba import read_lines
 
 METRICS = set(
-    "step episode seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
+    "step seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
     "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
     "recent_fraction buffer_prompts buffer_trajectories queue_depth version trainer_busy "
