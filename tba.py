@@ -53,7 +53,6 @@ import copy
 import ctypes
 import dataclasses
 import errno
-import fcntl
 import gc
 import importlib.util
 import itertools
@@ -123,6 +122,19 @@ complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.ke
 if not complete or os.environ["WORLD_SIZE"] == "1":
     unset_variables(*LAUNCHER)
 
+os.environ.update(
+    # hide progress bars and warnings of libraries; errors still show
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    HF_HUB_VERBOSITY="error",
+    TRANSFORMERS_VERBOSITY="error",
+    # section 11 handles lost members of a weight group; NCCL's watchdog would kill the process
+    TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
+    TORCH_NCCL_ENABLE_MONITORING="0",
+    TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",  # how long a failed group lingers
+    TORCH_FR_BUFFER_SIZE="0",  # disables a flight recorder that is not thread-safe
+)
+
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -156,19 +168,8 @@ if __name__ == "__main__":
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     if os.environ.get("RANK", "0") == "0" and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv):
         start_fork_server()
-        if sys.stderr.isatty():  # "\r": the next line overwrites it
-            print("importing libraries", end="\r", file=sys.stderr, flush=True)
     # run as a module, so that classes have the same name here and in Searchers
     importlib.import_module(Path(__file__).stem).run_command_line()
-
-# section 11 handles lost members of a weight group; NCCL's watchdog would kill the process
-os.environ.update(
-    TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
-    TORCH_NCCL_ENABLE_MONITORING="0",
-    TORCH_NCCL_DUMP_ON_TIMEOUT="0",
-    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",  # how long a failed group lingers
-    TORCH_FR_BUFFER_SIZE="0",  # disables a flight recorder that is not thread-safe
-)
 
 import numpy as np
 import psutil
@@ -960,7 +961,6 @@ class Trainer:
         """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
         self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
-        self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
             self.config, self.learner, self.searchers, self.evaluations, self.saved
         )
@@ -992,9 +992,9 @@ class Trainer:
         B = self.config.prompts_per_step
         fresh = self.log.recent or self.log.arrived  # a resumed run waits for new groups
         enough = len(self.buffer.trajectories) >= min(B, len(self.problem.prompts))
-        arrived = self.searchers.first_missing + len(self.searchers.arrived_positions)  # groups
-        received = arrived * self.config.searched_per_prompt
-        if not (fresh and enough and received >= self.config.initial_trajectories):
+        groups = self.searchers.first_missing + len(self.searchers.arrived_positions)
+        arrived = groups * self.config.searched_per_prompt
+        if not (fresh and enough and arrived >= self.config.initial_trajectories):
             return None
         return self.rule.sample(B, self.config.trained_per_prompt)
 
@@ -1120,23 +1120,14 @@ class Trainer:
         """Take one optimizer step on B groups of K trajectories, and log it."""
         now = at_step(self.config, self.step)
         metrics = self.learner.step(groups, now, self.step)
-        tokens = sum(len(t.tokens) for group in groups for t in group)
-        staleness = [self.step - t.version for group in groups for t in group]
-        metrics |= {
-            "staleness_mean": float(np.mean(staleness)),
-            "staleness_max": max(staleness),
-            "recent_fraction": recent_fraction,
-        }
         self.step += 1
-        self.log.write(metrics, len(groups), tokens)
+        self.log.write(metrics | {"recent_fraction": recent_fraction}, groups)
         self.skipped = 0 if is_finite(metrics) else self.skipped + 1
         if self.skipped:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
         if self.skipped >= self.MAX_SKIPPED:
-            raise RunEnded(
-                f"loss or gradient not finite in {self.skipped} consecutive steps: lower "
-                "--learning_rate, raise --beta, or set --max_grad_norm"
-            )
+            fix = "lower --learning_rate, raise --beta, or set --max_grad_norm"
+            raise RunEnded(f"loss or gradient not finite in {self.skipped} steps in a row: {fix}")
 
 
 def is_finite(metrics: dict[str, float]) -> bool:
@@ -1181,12 +1172,11 @@ class Learner:
         # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        groups = [
-            {"params": self.trained.values()},
-            {"params": [self.log_z], "weight_decay": 0.0},
-        ]
         self.optimizer = torch.optim.AdamW(
-            groups, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay, fused=True
+            [{"params": self.trained.values()}, {"params": [self.log_z], "weight_decay": 0.0}],
+            betas=(0.9, config.adam_beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         self.trained["log_z"] = self.log_z
         self.weights = checkpoint_state(self.model)
@@ -1480,6 +1470,7 @@ class Searcher:
         Searcher i of M submits the positions i, i + M, i + 2M, ... of the prompt order.
         """
         config = self.config
+        prompts = self.problem.prompts
         S = config.searched_per_prompt
         unscored = sum(call.unscored for call in self.calls)
         if self.version < 0 or unscored > self.MAX_UNSCORED * max(S, config.sequences_in_flight):
@@ -1493,14 +1484,14 @@ class Searcher:
             self.index += config.num_searchers
             if index in self.spec.arrived:
                 continue
-            prompt_id = prompt_at(config.seed, index, len(self.problem.prompts))
-            prompt = self.problem.prompts[prompt_id]
+            epoch, position = divmod(index, len(prompts))
+            prompt_id = int(epoch_order(config.seed, epoch, len(prompts))[position])
             rng = np.random.default_rng([config.seed, index])
             request = Request(
                 id=Source(False, index, prompt_id, self.version),
-                prompt=prompt,
+                prompt=prompts[prompt_id],
                 n=S,
-                max_tokens=config.response_limit(prompt),
+                max_tokens=config.response_limit(prompts[prompt_id]),
                 temperature=self.problem.task.temperature(rng),
                 seed=int(rng.integers(2**31)),
             )
@@ -1617,20 +1608,13 @@ class Searcher:
             elif not call.future.running():
                 call.queued = now
             elif now - call.queued > self.config.searcher_timeout:
-                raise TimeoutError(
-                    "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
-                )
-
-
-def prompt_at(seed: int, index: int, prompts: int) -> int:
-    """The prompt at a position of the prompt order, which is one shuffled epoch after another."""
-    epoch, position = divmod(index, prompts)
-    return int(epoch_order(seed, epoch, prompts)[position])
+                fix = "raise --searcher_timeout, or lower --sequences_in_flight"
+                raise TimeoutError(f"slow rewards: {fix}")
 
 
 @lru_cache(2)
 def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
-    """The shuffled prompts of an epoch."""
+    """The shuffled prompts of an epoch; the prompt order is one epoch after another."""
     return np.random.default_rng([seed, epoch]).permutation(prompts)
 
 
@@ -2644,7 +2628,7 @@ def receive_weights(searcher: Searcher, message: ReceiveWeights) -> bool:
 # ===================================================================== 12. Messages and processes
 
 
-# From the Trainer to a Searcher.
+# The Trainer sends SearchUpTo and ReceiveWeights; Searchers send the others, and Groups.
 
 
 class SearchUpTo(NamedTuple):
@@ -2665,9 +2649,6 @@ class ReceiveWeights(NamedTuple):
     group: str  # name of the process group; a Searcher that is not in it yet joins it
     rank: int  # in the group
     size: int
-
-
-# From a Searcher to the Trainer, besides Groups.
 
 
 class Started(NamedTuple):
@@ -2713,7 +2694,6 @@ class SearcherSpec:
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
-    delay: float  # seconds to wait before it loads its models
     first: int  # position in the prompt order to start from
     arrived: set[int]  # later positions whose groups have arrived, which are not sampled again
     meeting: MeetingPoint
@@ -2766,7 +2746,6 @@ class SearcherProcesses:
     """
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
-    RESTART_DELAY = 5  # seconds
     HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
     POLL_EVERY = 0.2  # seconds between two checks of all processes
 
@@ -2778,7 +2757,6 @@ class SearcherProcesses:
         self.say = say
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
         self.failures: Counter[int] = Counter()  # by Searcher, each soon after the start before
-        self.delivered: set[int] = set()  # Searchers from which a group has come
         # all groups before this position of the prompt order have arrived, and some after it
         self.first_missing: int = saved.get("first_missing", 0)
         self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
@@ -2786,13 +2764,11 @@ class SearcherProcesses:
         self.arrivals: queue.Queue = queue.Queue(4096)  # (start, message), unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
-        self.logged = time.monotonic()  # when pending Searchers were last logged
         # Searchers may submit prompts up to this position
         self.limit = float(self.first_missing if config.synchronous else 0)
 
     def record_arrival(self, index: int) -> bool:
         """Record a group's arrival; False if it arrived before, from an earlier process."""
-        self.delivered.add(index % self.config.num_searchers)
         if index < self.first_missing or index in self.arrived_positions:
             return False
         self.arrived_positions.add(index)
@@ -2820,9 +2796,8 @@ class SearcherProcesses:
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        self.meeting = MeetingPoint(
-            host, port, nccl, timedelta(seconds=self.config.transfer_timeout)
-        )
+        timeout = timedelta(seconds=self.config.transfer_timeout)
+        self.meeting = MeetingPoint(host, port, nccl, timeout)
         self.store = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -2836,7 +2811,7 @@ class SearcherProcesses:
             start, pickled = self.messages.get()
             self.arrivals.put((start, pickle.loads(pickled)))
 
-    def start_searcher(self, searcher: int, delay: float = 0) -> RunningSearcher:
+    def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process; it samples those of its positions that have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
@@ -2845,7 +2820,6 @@ class SearcherProcesses:
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
-            delay=delay,
             first=self.first_missing + (searcher - self.first_missing) % M,
             arrived={index for index in self.arrived_positions if index % M == searcher},
             meeting=self.meeting,
@@ -2874,7 +2848,7 @@ class SearcherProcesses:
                 yield s, message
 
     def reap(self) -> list[RunningSearcher]:
-        """Kill Searchers that timed out, log pending ones; returns those that have ended."""
+        """Kill Searchers that timed out; returns those that have ended."""
         now = time.monotonic()
         if now < self.polled + self.POLL_EVERY:
             return []
@@ -2888,10 +2862,6 @@ class SearcherProcesses:
                 found.append(s)
             elif now > s.seen + limit:
                 s.end(f"sent no heartbeat for {limit:g} s (--searcher_timeout) and was killed")
-        pending = sum(s.state == "pending" for s in self.running)
-        if pending and now > self.logged + Trainer.LOG_EVERY:
-            self.logged = now
-            self.say(f"{pending} Searchers are pending: the cluster has no free {device_kind()}")
         return found
 
     def restart(self, s: RunningSearcher) -> None:
@@ -2903,7 +2873,8 @@ class SearcherProcesses:
             self.running[searcher] = self.start_searcher(searcher)
             return
         text = f"Searcher {searcher} {s.reason or f'ended with exit code {s.process.exitcode}'}"
-        if searcher not in self.delivered:
+        delivered = {index % self.config.num_searchers for index in self.arrived_positions}
+        if searcher >= self.first_missing and searcher not in delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
         # a failure that takes --searcher_timeout to be noticed came that much earlier
         if time.monotonic() > s.started + self.HEALTHY_AFTER + self.config.searcher_timeout:
@@ -2913,7 +2884,7 @@ class SearcherProcesses:
         if self.failures[searcher] > limit:
             raise RunEnded(f"{text}\nnot restarted: {limit + 1} failures (--max_restarts)")
         self.say(f"warning: {text}\nrestart {self.failures[searcher]} of {limit}")
-        self.running[searcher] = self.start_searcher(searcher, self.RESTART_DELAY)
+        self.running[searcher] = self.start_searcher(searcher)
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
@@ -2936,7 +2907,11 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
     """A Searcher's process on this machine, forked from a process that never touched CUDA."""
 
     def __init__(self, spec: SearcherSpec) -> None:
-        super().__init__(target=searcher_process, args=(spec, gpu_of(spec.searcher)))
+        gpu = None  # one of those after the Trainer's
+        if gpus := torch.cuda.device_count():
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+            gpu = visible.split(",")[min(local_ranks() + spec.searcher, gpus - 1)]
+        super().__init__(target=searcher_process, args=(spec, gpu))
         main = sys.modules["__main__"]
         # the new process would otherwise run the script that this one runs
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -2949,15 +2924,6 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
             for child in psutil.Process(self.pid).children(recursive=True):
                 child.kill()
         super().kill()
-
-
-def gpu_of(searcher: int) -> str | None:
-    """The GPU that a local Searcher sees, after those of the Trainer's ranks; None: the CPU."""
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    return visible.split(",")[min(local_ranks() + searcher, gpus - 1)]
 
 
 # With --cluster, Ray decides when and on which machine a Searcher's process starts. Everything else
@@ -3040,13 +3006,6 @@ class ClusterProcess:
         ray.cancel(self.result, force=True)
 
 
-def run_cluster_searcher() -> NoReturn:
-    """`tba.py --searcher`: run the Searcher whose spec is on standard input."""
-    key, package = pickle.load(sys.stdin.buffer)
-    multiprocessing.current_process().authkey = key  # before the queues' proxies are unpickled
-    searcher_process(pickle.loads(package), None)
-
-
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends; ignore STOP_SIGNALS."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -3056,10 +3015,6 @@ def end_with_parent() -> None:
     if server._forkserver_alive_fd:  # the fork server ends once nobody has it open
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
-    parent = mp.parent_process()
-    orphaned = not parent.is_alive() if parent else os.getppid() == 1
-    if orphaned:  # the parent ended before `prctl`; in a container its process id may be 1
-        os._exit(1)
 
 
 class LenientStream:
@@ -3105,10 +3060,8 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
-    quiet_libraries()
     try:
         spec.send(Started())
-        time.sleep(spec.delay)
         if spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(spec.shared["plugin"])
         config, problem = pickle.loads(spec.shared["run"])
@@ -3208,16 +3161,10 @@ LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probabilit
 
 
 def save(trainer: Trainer) -> None:
-    """Copy the run's state, unless this step is already saved; a thread writes checkpoint-STEP.
-
-    A policy that is not finite is not saved: the previous checkpoint is better.
-    """
+    """Copy the run's state, unless this step is already saved; a thread writes checkpoint-STEP."""
     learner = trainer.learner
-    failed = trainer.writing.exception()  # waits for the previous write
-    if not failed and trainer.writing.result() == trainer.step:
-        return
-    if not np.isfinite(np.concatenate(learner.score_probes())).all():
-        trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
+    previous = trainer.writing
+    if not previous.exception() and previous.result() == trainer.step:  # waits for it
         return
     state = learner.state() | {
         "step": trainer.step,
@@ -3232,22 +3179,21 @@ def save(trainer: Trainer) -> None:
         "checksum": trainer.problem.checksum(),
     }
     weights = learner.saved_weights()
-    write = partial(write_checkpoint, trainer, learner.model, weights, state)
-    trainer.writing = ThreadPoolExecutor(1).submit(write)
-
-
-def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> int:
-    """In a thread: write checkpoint-STEP and delete old ones; returns the step."""
     folder = trainer.folder
-    path = folder.path / f"checkpoint-{state['step']}"
-    with atomic_folder(path) as new:
-        save_model(model, weights, trainer.problem, new)
-        torch.save(state, new / "trainer.pt")
-    folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
-    for old in checkpoints(folder.path)[2:]:  # NFS keeps open files, until a later attempt
-        shutil.rmtree(old, ignore_errors=True)
-    folder.draw_curves()
-    return state["step"]
+
+    def write() -> int:
+        """In a thread: write the checkpoint and delete old ones; returns the step."""
+        path = folder.path / f"checkpoint-{state['step']}"
+        with atomic_folder(path) as new:
+            save_model(learner.model, weights, trainer.problem, new)
+            torch.save(state, new / "trainer.pt")
+        folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
+        for old in checkpoints(folder.path)[2:]:  # NFS keeps open files, until a later attempt
+            shutil.rmtree(old, ignore_errors=True)
+        folder.draw_curves()
+        return state["step"]
+
+    trainer.writing = ThreadPoolExecutor(1).submit(write)
 
 
 def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) -> None:
@@ -3322,8 +3268,7 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
         value = record["resolved"][name]
-        same = getattr(config, name) == value
-        config.require(same, name, f"a resumed run must keep {value}")
+        config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
     return saved
 
 
@@ -3545,18 +3490,13 @@ class RunFolder:
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
         if saved:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
-                self.truncate(name, saved["step"])
+                rows = [row for row in read_lines(self.path / name) if row["step"] <= saved["step"]]
+                text = "".join(json.dumps(row) + "\n" for row in rows)
+                (self.path / name).write_text(text)
         self.evaluations = read_lines(self.path / "eval.jsonl")
         # without a terminal, a line every 30 seconds
         lines = {} if sys.stderr.isatty() else {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
         self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **lines)
-
-    def truncate(self, name: str, last: int) -> None:
-        """Remove a .jsonl file's records after step `last`."""
-        kept = [record for record in read_lines(self.path / name) if record["step"] <= last]
-        new = self.path / f".{name}"
-        new.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        new.rename(self.path / name)
 
     def say(self, text: str) -> None:
         """Print a line to stderr; on a terminal, above the progress bar."""
@@ -3567,17 +3507,6 @@ class RunFolder:
         """Append a record to a .jsonl file."""
         with open(self.path / name, "a") as file:
             file.write(json.dumps(record) + "\n")
-
-    def write_metrics(self, metrics: dict) -> None:
-        """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
-        self.append("metrics.jsonl", metrics)
-        self.track(metrics, metrics["step"])
-        status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
-        status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
-        if metrics["wait_seconds"] >= 1:
-            status += f", waited {metrics['wait_seconds']:.0f} s for generation"
-        self.bar.set_postfix_str(status, refresh=False)
-        self.bar.update(metrics["step"] - self.bar.n)
 
     def track(self, values: dict, step: int) -> None:
         """Send metrics to the tracker; an evaluation's step may be earlier than the last one."""
@@ -3607,22 +3536,18 @@ class RunFolder:
             steps = read_lines(self.path / "metrics.jsonl")
             evaluations = self.evaluations[:]  # a copy, as another thread may append
             panels = [(title, names, steps, "-") for title, names in self.PANELS.items()]
-            held_out = dict.fromkeys(itertools.chain(*evaluations[:1]))
-            held_out = [name for name in held_out if name not in ("step", "n")]
+            held_out = [name for e in evaluations[:1] for name in e if name not in ("step", "n")]
             panels += [(f"held out: {name}", [name], evaluations, "o-") for name in held_out]
             width = math.ceil(len(panels) / 2)
             figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
             for place, (title, names, records, style) in enumerate(panels, 1):
                 axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
                 axes.set_title(title, fontsize=10)
-                shown = records[:: len(records) // 1000 + 1]  # fewer of a long run
-                steps_shown = [record["step"] for record in shown]
                 for name in names:
-                    values = [record.get(name, math.nan) for record in shown]
-                    axes.plot(steps_shown, values, style, lw=1, label=name)
+                    values = [record.get(name, math.nan) for record in records]
+                    axes.plot([record["step"] for record in records], values, style, lw=1)
                 if len(names) > 1:
-                    axes.set_ylim(bottom=0)
-                    axes.legend(fontsize=8)
+                    axes.legend(names, loc="upper left", fontsize=8)
                 axes.grid(alpha=0.3)
             figure.savefig(self.path / "curves.png", dpi=110)
         except Exception as error:  # from matplotlib or the file system
@@ -3663,22 +3588,23 @@ class StepLog:
         self.trainer = trainer
         self.contradicted: set[str] = set()  # warnings of `check_learning` that need not come
         self.arrived: list[Group] = []  # since the last step
-        # means over the trajectories that arrived last
-        self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
+        self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = 0.0
         # per step: groups trained on, groups arrived
         self.recent: deque[tuple[int, int]] = deque(maxlen=50)
 
-    def write(self, measured: dict[str, float], trained: int, tokens: int) -> None:
-        """Log a step that trained on this number of groups and response tokens."""
+    def write(self, measured: dict[str, float], groups: list[list[Trajectory]]) -> None:
+        """Log a step that trained on these groups."""
         trainer = self.trainer
         if self.arrived:
             self.log_arrivals()
         seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
-        self.recent.append((trained, len(self.arrived)))
+        tokens = sum(len(t.tokens) for group in groups for t in group)
+        staleness = [trainer.step - 1 - t.version for group in groups for t in group]
+        self.recent.append((len(groups), len(self.arrived)))
         groups_trained, groups_arrived = np.sum(self.recent, 0).tolist()
         running = [s for s in trainer.searchers.running if s.state != "pending"]
         rates = [s.recent_rates() for s in running]
@@ -3687,6 +3613,8 @@ class StepLog:
             "seconds": now - trainer.folder.start,
             **self.means,
             **measured,
+            "staleness_mean": float(np.mean(staleness)),
+            "staleness_max": max(staleness),
             "replay_ratio": groups_trained / max(1, groups_arrived),
             "wait_seconds": self.waited["generation"] if self.last_step_end else 0.0,
             "trainer_busy": seconds / wall,
@@ -3703,7 +3631,15 @@ class StepLog:
             "searchers_alive": len(running),
             "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
-        trainer.folder.write_metrics(metrics)
+        folder = trainer.folder
+        folder.append("metrics.jsonl", metrics)
+        folder.track(metrics, trainer.step)
+        status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
+        status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
+        if metrics["wait_seconds"] > 1:
+            status += f", waited {metrics['wait_seconds']:.0f} s for generation"
+        folder.bar.set_postfix_str(status, refresh=False)
+        folder.bar.update()
         self.last_step_end = now
         self.arrived = []
         self.waited.clear()
@@ -3862,31 +3798,16 @@ def check_settings(config: Config) -> None:
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
-def claim_folder(config: Config) -> int:
-    """Make the run's folder; returns a descriptor that locks it while open. Raises InputError."""
-    name = "resume" if config.resume else "output_dir"
+def claim_folder(config: Config) -> None:
+    """Make the run's folder. Raises InputError if it has a run that is not resumed."""
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        config.require(False, name, f"{error.strerror}; choose another folder")
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # some file systems have no locks
-        locked = isinstance(error, BlockingIOError)
-        config.require(not locked, name, "another run is using it")
+        config.require(False, "output_dir", f"{error.strerror}; choose another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
     again = shlex.quote(config.output_dir)
     config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
-    return descriptor
-
-
-def quiet_libraries() -> None:
-    """Hide progress bars and warnings of libraries; errors still show."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def stop_at_signals(trainer: Trainer) -> contextlib.AbstractContextManager:
@@ -3915,7 +3836,6 @@ def main(argv: list[str]) -> int:
     given = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    quiet_libraries()
     ranks = Ranks.connect()
     if ranks.rank > 0:
         for number in STOP_SIGNALS:  # rank 0 handles them
@@ -3929,17 +3849,15 @@ def main(argv: list[str]) -> int:
         problem = load_problem(config)
         saved = read_checkpoint(config, problem) if config.resume else {}
         pairs = read_sft_pairs(config, problem) if config.sft_data and not config.resume else []
-        lock = claim_folder(config)
+        claim_folder(config)
     except InputError as error:
         exit_with_error(str(error))
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, lock)
-        write_settings(given, config)
-        folder = RunFolder(config, saved)
-        folder.say(f"output: {folder.path}")
-        warm_start(config, problem, pairs, folder.say)
-        ranks.from_rank_zero((config, problem, saved.get("model", "")))
-        return run(Trainer(config, problem, folder, ranks, saved))
+    write_settings(given, config)
+    folder = RunFolder(config, saved)
+    folder.say(f"output: {folder.path}")
+    warm_start(config, problem, pairs, folder.say)
+    ranks.from_rank_zero((config, problem, saved.get("model", "")))
+    return run(Trainer(config, problem, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:
@@ -3979,8 +3897,10 @@ def run(trainer: Trainer) -> int:
 
 def run_command_line() -> NoReturn:
     """`python tba.py ...`: run `main`, and end this process."""
-    if sys.argv[1:] == [SEARCHER_FLAG]:
-        run_cluster_searcher()
+    if sys.argv[1:] == [SEARCHER_FLAG]:  # of a Ray task, with the spec on standard input
+        key, package = pickle.load(sys.stdin.buffer)
+        multiprocessing.current_process().authkey = key  # before the queues' proxies are unpickled
+        searcher_process(pickle.loads(package), None)
     exit_code = 1
     with lenient_output():
         try:
@@ -3997,19 +3917,17 @@ def run_command_line() -> NoReturn:
 
 
 def finish(trainer: Trainer) -> None:
-    """At the end: copy the model to final/, draw the curves, print a summary."""
+    """At the end: print a summary, and copy the model to final/."""
     folder = trainer.folder
     trainer.ranks.from_rank_zero(None)  # ends the others
-    folder.draw_curves()
     ends = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
     print(" -> ".join(folder.describe(**evaluation) for evaluation in ends))
-    print(f"curves: {folder.path / 'curves.png'}")
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():
         with atomic_folder(folder.path / "final") as new:
             ignore = shutil.ignore_patterns("*.pt")
             shutil.copytree(checkpoint, new, ignore=ignore, dirs_exist_ok=True)
-        print(f"model: {folder.path / 'final'}")
+        print(f"model: {folder.path / 'final'}; curves: {folder.path / 'curves.png'}")
 
 
 ####################################################################################################

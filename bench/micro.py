@@ -138,7 +138,6 @@ def main() -> None:
     parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     files = parser.parse_args().files
     torch.set_num_threads(1)
-    tba.quiet_libraries()
     folder = tempfile.TemporaryDirectory()
     model = wide_model(files, Path(folder.name))
     packed = load_learner(model, files, pack=True)

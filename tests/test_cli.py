@@ -1,7 +1,6 @@
 """The command line: mistakes end in one line that names the flag, with exit code 2."""
 
 import dataclasses
-import errno
 import http.server
 import json
 import os
@@ -15,7 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import PATIENCE, ROOT, Run, arguments, judges_of, problem_of, run_tba
+from harness import PATIENCE, ROOT, Run, arguments, judges_of, run_tba
 from safetensors.torch import load_file, save_file
 
 import tba
@@ -96,12 +95,10 @@ def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, redteam, 
     assert not out.exists()
 
 
-def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path, capsys):
+def test_a_folder_that_holds_a_run(gsm8k, tmp_path, capsys):
     out = tmp_path / "run"
     run = Run(out, arguments(gsm8k, out, steps=10_000, eval_every=0, eval_samples=8, save_every=1))
     run.until(lambda: list(out.glob("checkpoint-*")), "a checkpoint")
-    assert "--output_dir" in refused(arguments(gsm8k, out), capsys)
-    assert "--resume" in refused(["--resume", out], capsys)
     run.process.kill()
     run.process.wait()
     run.gone()
@@ -177,17 +174,6 @@ def test_commands_that_are_shown_can_be_pasted(gsm8k, tmp_path, capsys):
     out.mkdir()
     (out / "metrics.jsonl").write_text("")
     assert f"--resume {shlex.quote(str(out))}" in refused(arguments(gsm8k, out), capsys)
-
-
-def test_a_file_system_without_locks(gsm8k, tmp_path, monkeypatch):
-    config, _ = problem_of(gsm8k, tmp_path / "run")
-
-    def missing(*_):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(tba.fcntl, "flock", missing)
-    tba.claim_folder(config)
-    assert (tmp_path / "run").is_dir()
 
 
 def test_help_has_every_flag_once_in_a_section(capsys, monkeypatch):
