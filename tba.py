@@ -952,8 +952,7 @@ class Trainer:
             for index, tensors in saved.get("inbox", {}).items()
         ]
         self.log = StepLog(self)
-        self.stop_signal = 0  # the latest
-        self.requested: dict[int, float] = {}  # signal -> when it first came
+        self.stop_signal = 0
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
@@ -1060,10 +1059,12 @@ class Trainer:
             self.poll()
             time.sleep(0.01)
             if time.monotonic() > next_log:
-                text = f"step {self.step}: waiting for {what} for {next_log - start:.0f} s"
-                next_log += self.LOG_EVERY
                 running = sum(s.state != "pending" for s in self.searchers.running)
-                self.folder.say(f"{text}; {running}/{self.config.num_searchers} Searchers running")
+                self.folder.say(
+                    f"step {self.step}: waiting for {what} for {next_log - start:.0f} s; "
+                    f"{running}/{self.config.num_searchers} Searchers running"
+                )
+                next_log += self.LOG_EVERY
         self.log.waited[what] += time.monotonic() - start
         return result
 
@@ -1082,18 +1083,11 @@ class Trainer:
             self.rule.on_sync(self.step)
 
     def on_signal(self, number: int, _: Any) -> None:
-        """Stop at the next safe point; the same signal, a second later, ends the run at once.
-
-        Shells, `timeout` and torchrun send a signal to a process and to its group: twice at once.
-        """
-        now = time.monotonic()
-        if now > self.requested.setdefault(number, now) + 1:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        """Stop at the next safe point."""
         self.stop_signal = number
-        text = f"\n{signal.Signals(number).name}: stopping at the next safe point; repeat to kill\n"
+        name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, text.encode())
+            os.write(2, f"\n{name}: stopping at the next safe point; SIGQUIT kills\n".encode())
 
     def handle_messages(self) -> None:
         """Handle what the Searchers have sent."""
@@ -1143,7 +1137,7 @@ def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
 
 
 def on_every_rank(method: Callable) -> Callable:
-    """Decorator for Learner methods: when rank 0 calls one, it runs on all ranks (section 9)."""
+    """Decorator of Learner methods that all ranks run when rank 0 calls them (section 9)."""
 
     @wraps(method)
     def together(learner: Learner, *args: Any) -> Any:
@@ -1185,7 +1179,7 @@ class Learner:
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
         self.snapshot: FlatWeights | None = None  # on rank 0: the weights that a sync sends
-        self.skipped = 0  # consecutive steps, because their loss or gradient was not finite
+        self.skipped = 0  # consecutive steps whose loss or gradient was not finite
         if saved:
             self.restore(saved)
 
@@ -1322,8 +1316,9 @@ class Learner:
         """Copies in rank 0's host memory of everything `restore` needs besides the model."""
         extra = {name: p for name, p in self.trained.items() if ".lora_" in name or name == "log_z"}
         optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
-        state = {"extra": extra, "optimizer": optimizer}
-        return tree_map(partial(host_copy, ranks=self.ranks), state)
+        return tree_map(
+            partial(host_copy, ranks=self.ranks), {"extra": extra, "optimizer": optimizer}
+        )
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore `state`, but not the learning rate, which the flags may have changed."""
@@ -1411,7 +1406,7 @@ class Searcher:
         following.result()  # raises what ended it
 
     def follow(self) -> None:
-        """In a thread: do what the Trainer says; received weights load between two decode steps."""
+        """In a thread: handle the Trainer's messages."""
         connect_store(self.spec.meeting)  # before a transfer waits for it
         while True:
             match self.spec.commands.get():
@@ -3129,7 +3124,7 @@ class Evaluations:
                 del self.pending[version]
 
     def on_records(self, message: Evaluated) -> None:
-        """Collect records; log the evaluation when the last ones arrive."""
+        """Collect records; log the evaluation when it is complete."""
         if message.version not in self.pending:  # dropped, because it lost a Searcher
             return
         _, found = self.pending[message.version]
@@ -3495,9 +3490,13 @@ class RunFolder:
                 text = "".join(json.dumps(row) + "\n" for row in rows)
                 (self.path / name).write_text(text)
         self.evaluations = read_lines(self.path / "eval.jsonl")
-        # without a terminal, a line every 30 seconds
-        lines = {} if sys.stderr.isatty() else {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
-        self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **lines)
+        terminal = sys.stderr.isatty()
+        self.bar = tqdm(
+            total=config.steps,
+            initial=saved.get("step", 0),
+            mininterval=0.1 if terminal else 30,  # seconds
+            bar_format=None if terminal else "{l_bar}{r_bar}\n",
+        )
 
     def say(self, text: str) -> None:
         """Print a line to stderr; on a terminal, above the progress bar."""
@@ -3544,9 +3543,10 @@ class RunFolder:
             for place, (title, names, records, style) in enumerate(panels, 1):
                 axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
                 axes.set_title(title, fontsize=10)
+                shown = records[:: len(records) // 1000 + 1]  # fewer of a long run
                 for name in names:
-                    values = [record.get(name, math.nan) for record in records]
-                    axes.plot([record["step"] for record in records], values, style, lw=1)
+                    values = [record.get(name, math.nan) for record in shown]
+                    axes.plot([record["step"] for record in shown], values, style, lw=1)
                 if len(names) > 1:
                     axes.legend(names, loc="upper left", fontsize=8)
                 axes.grid(alpha=0.3)
@@ -3556,7 +3556,7 @@ class RunFolder:
 
 
 def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
-    """Accelerate's state of this process, with --report_to's run, which a resumed run continues."""
+    """Accelerate, with the tracker of --report_to."""
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         log_with=None if config.report_to == "none" else config.report_to,
@@ -3564,7 +3564,7 @@ def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
     )
     run = {"name": Path(config.output_dir).name, "config": vars(config)}
     options = {
-        "tensorboard": {"purge_step": saved.get("step", 0) + 1},  # later steps will be repeated
+        "tensorboard": {"purge_step": saved.get("step", 0) + 1},  # later ones are repeated
         "trackio": run,
         "wandb": run | {"id": vars(config).get("run_id"), "resume": "allow"},
     }
@@ -3671,14 +3671,13 @@ class StepLog:
 
     def check_learning(self, rows: list[Trajectory]) -> None:
         """Warn, once, of what has held for 20 steps: the run learns nothing."""
-        config = self.trainer.config
         rewards = [{t.reward for t in group.trajectories} for group in self.arrived]
-        unmoved = abs(self.means["kl"]) < 1e-4 and not config.reset_reference_every
         signs = {
             "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
             "no prompt has two different rewards: check --dataset, or raise --searched_per_prompt":
             max(map(len, rewards)) == 1,
-            "the KL to the reference stays below 1e-4 nats: raise --learning_rate": unmoved,
+            "the KL to the reference stays below 1e-4 nats: raise --learning_rate":
+            abs(self.means["kl"]) < 1e-4,
         }  # fmt: skip
         self.contradicted |= {text for text, holds in signs.items() if not holds}
         if min(len(self.recent), rows[-1].version) >= 20:
@@ -3778,7 +3777,12 @@ def resolve(given: Config) -> Config:
 def check_settings(config: Config) -> None:
     """Raise InputError if a resolved setting is invalid."""
     require = config.require
-    names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
+    names = {
+        "task": TASKS,
+        "objective": OBJECTIVES,
+        "engine": ENGINES,
+        "replay_rule": REPLAY_RULES,
+    }
     for name, table in names.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     K = config.trained_per_prompt
