@@ -197,6 +197,10 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 #                                       Part I: the paper                                          #
 ####################################################################################################
 
+# Used here, defined in Part II: a `Problem` is the task's tokenized prompts. Its `probes` are fixed
+# sequences, scored by Trainer and engine to compare their weights. `Ranks` share one policy. A
+# `SearcherSpec` is what a Searcher is started with, `RunFolder` a run's files.
+
 # ====================================================================================== 1. Config
 
 POSITIVE = sys.float_info.min  # minimum of a flag that must be greater than 0
@@ -424,7 +428,7 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, when each token was sampled
+    logprobs: np.ndarray  # (T,) float32, when sampled, at the temperature of its request
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     explored: bool  # sampled at another temperature than --temperature
@@ -438,7 +442,7 @@ class Trajectory:
 class Group:
     """What a Searcher sends to the Trainer: the S trajectories of one prompt."""
 
-    index: int  # position in the prompt order: Searcher i has i, i + M, ... (section 7)
+    index: int  # position in the prompt order; Searcher i of M has i, i + M, i + 2M, ...
     trajectories: list[Trajectory]
 
     @property
@@ -456,7 +460,7 @@ class Batch:
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
     versions: Tensor  # (B*K,) int64, Trajectory.version
-    step: int  # optimizer steps taken so far
+    step: int  # optimizer steps so far, skipped ones included
     learned_log_z: Tensor  # (B,) one parameter per prompt; carries the gradient
 
     def response_index(self) -> Tensor:
@@ -498,7 +502,7 @@ def trajectory_balance_loss(
 
 
 def tb(batch: Batch, config: Config) -> Loss:
-    """Trajectory Balance on a replay batch (paper equations 4 and 5)."""
+    """Trajectory Balance on a replay batch (equations 4 and 5); `config` is `at_step`'s."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
     ref = batch.sums(batch.ref_logprobs)
     loss, log_z = trajectory_balance_loss(logprobs, ref, batch.rewards, config.beta, config.tau)
@@ -674,7 +678,7 @@ class ReplayRule:
         self.buffer = buffer
         self.config = config
         self.memory: dict[str, Any] = {"epoch": []}  # prompts left in this epoch of replay
-        self.recent_fraction = math.nan  # fraction of the latest batch that was recent
+        self.recent_fraction = math.nan  # of the latest batch: see `Newest.sample`
 
     def on_group(self, group: Group) -> None:
         """A group has just been stored."""
@@ -721,11 +725,10 @@ class RecentGroup:
 class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    A group is recent if it arrived since the latest sync, or during the step before it. Two choices
-    are ours. A group is drawn as recent at most --max_replays times, or slow generation would mean
-    training on the same groups over and over (the authors' blocking sync implies a bound). If too
-    few groups since the sync have draws left, older ones are used, newest first; then the Trainer
-    waits.
+    In the paper, groups are recent if they arrived since the latest sync. Here they come first, and
+    two choices are ours. A group is drawn as recent at most --max_replays times, or slow generation
+    would mean training on the same groups over and over (the authors' blocking sync implies a
+    bound). If too few have draws left, older ones follow, newest first; then the Trainer waits.
     """
 
     MAX_RECENT = 1024  # groups; with fast generation, older ones are never drawn
@@ -922,7 +925,6 @@ class Trainer:
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
-    MAX_SKIPPED = 10  # consecutive steps
     MAX_INBOX = 1024  # groups not stored yet, with which Searchers submit no more prompts
 
     def __init__(
@@ -945,7 +947,7 @@ class Trainer:
         self.writing.set_result(saved.get("step"))
         self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
-        self.step: int = saved.get("step", 0)  # optimizer steps taken
+        self.step: int = saved.get("step", 0)  # optimizer steps, skipped ones included
         # groups not yet stored or, in lockstep, trained on
         self.inbox = [
             Group(index, trajectories_from_tensors(tensors))
@@ -1096,19 +1098,12 @@ class Trainer:
                 case Group() if self.searchers.record_arrival(message.index):
                     self.inbox.append(message)
                     self.log.arrived.append(message)
-                case Started():
-                    s.state = "loading"
-                case Heartbeat():
-                    s.heartbeats.append(message)
-                    s.state = "ready"
                 case Received(failure):
                     self.sync.on_received(s, failure)
                 case Loaded(probes):
                     self.sync.on_loaded(s, probes)
                 case Evaluated():
                     self.evaluations.on_records(message)
-                case Failed(text):
-                    s.end(f"failed:\n{text.strip()}")
 
     def close(self) -> None:
         """End the processes, threads and connections of the run."""
@@ -1126,7 +1121,7 @@ class Trainer:
         skipped = self.learner.skipped
         if skipped:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
-        if skipped >= self.MAX_SKIPPED:
+        if skipped >= 10:
             fix = "lower --learning_rate, raise --beta, or set --max_grad_norm"
             raise RunEnded(f"loss or gradient not finite in {skipped} steps in a row: {fix}")
 
@@ -1464,10 +1459,7 @@ class Searcher:
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
-        """Keep the engine full, unless too many responses await rewards.
-
-        Searcher i of M submits the positions i, i + M, i + 2M, ... of the prompt order.
-        """
+        """Keep the engine full, unless too many responses await rewards."""
         config = self.config
         prompts = self.problem.prompts
         S = config.searched_per_prompt
@@ -2708,11 +2700,19 @@ class SearcherSpec:
 
 @dataclass(eq=False)
 class RunningSearcher:
-    """The Trainer's view of one start of a Searcher, until the next one."""
+    """The Trainer's view of one start of a Searcher, until the next one.
+
+    state    means                           ends with
+    pending  Ray has no room for it yet      Started
+    loading  it loads its models             the first Heartbeat
+    ready    it searches
+    ended    it failed, or was killed        `restart`: another start, or the end of the run
+
+    `end` kills it in any state: after Failed, no heartbeat for too long, or a transfer that failed.
+    """
 
     spec: SearcherSpec
     process: LocalProcess | ClusterProcess
-    # pending: Ray has no room for it yet; loading: its models; ended: it failed or was killed
     state: Literal["pending", "loading", "ready", "ended"]
     started: float = field(default_factory=time.monotonic)
     seen: float = field(default_factory=time.monotonic)  # time of its last message
@@ -2738,11 +2738,7 @@ class RunningSearcher:
 
 
 class SearcherProcesses:
-    """Starts, monitors, restarts and stops the Searchers' processes, and receives their messages.
-
-    There is one rule for every failure: a process that ended, or that sent no heartbeat within its
-    timeout, is killed, its traceback is shown, and a new process is started.
-    """
+    """Starts, monitors, restarts and stops the Searchers' processes, and receives their messages."""
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
     HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
@@ -2830,7 +2826,7 @@ class SearcherProcesses:
         return RunningSearcher(spec, LocalProcess(spec), "loading")
 
     def take(self) -> Iterator[tuple[RunningSearcher, Any]]:
-        """Yield the messages of processes that have not ended, each process's in order.
+        """Yield what processes that have not ended say to others, each process's in order.
 
         A Searcher reports the probes of new weights before it sends groups generated with them, so
         wrong weights end the run before these are used.
@@ -2841,9 +2837,19 @@ class SearcherProcesses:
         while not self.arrivals.empty():
             start, message = self.arrivals.get()
             s = by_start.get(start)
-            if s and s.state != "ended":  # groups of the others are sampled again
-                s.seen = time.monotonic()
-                yield s, message
+            if not s or s.state == "ended":  # groups of the others are sampled again
+                continue
+            s.seen = time.monotonic()
+            match message:
+                case Started():
+                    s.state = "loading"
+                case Heartbeat():
+                    s.state = "ready"
+                    s.heartbeats.append(message)
+                case Failed(text):
+                    s.end(f"failed:\n{text.strip()}")
+                case _:
+                    yield s, message
 
     def reap(self) -> list[RunningSearcher]:
         """Kill Searchers that timed out; returns those that have ended."""
@@ -2924,10 +2930,6 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
         super().kill()
 
 
-# With --cluster, Ray decides when and on which machine a Searcher's process starts. Everything else
-# works as on one machine. A device is a GPU, or a CPU core if the Trainer has no GPU.
-
-
 def join_cluster(config: Config) -> int:
     """Connect to --cluster, and reserve the Trainer's devices, which Ray takes to be idle.
 
@@ -2954,7 +2956,7 @@ def join_cluster(config: Config) -> int:
 
 
 def device_kind() -> str:
-    """Ray's name for the kind of device that Searchers get."""
+    """Ray's name for a Searcher's device: a GPU, or a CPU core if the Trainer has no GPU."""
     return "GPU" if torch.cuda.is_available() else "CPU"
 
 
@@ -3833,7 +3835,6 @@ def main(argv: list[str]) -> int:
         exit_with_error(str(error))
     write_settings(given, config)
     folder = RunFolder(config, saved)
-    folder.say(f"output: {folder.path}")
     warm_start(config, problem, pairs, folder.say)
     ranks.from_rank_zero((config, problem, saved.get("model", "")))
     return run(Trainer(config, problem, folder, ranks, saved))
@@ -3842,7 +3843,7 @@ def main(argv: list[str]) -> int:
 def run(trainer: Trainer) -> int:
     """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
-    folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s)")
+    folder.say(f"{folder.path}: loading the policy and {trainer.config.num_searchers} Searchers")
     code = 1
     with stop_signal_handler(trainer.on_signal), contextlib.closing(trainer):
         lost = ""  # why the last step cannot be saved

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -452,11 +453,61 @@ def test_a_searcher_that_ended_or_hangs_is_noticed_and_no_longer_ready(monkeypat
     loading.process.join()
 
 
+@given(
+    st.booleans(), st.lists(st.sampled_from(["started", "heartbeat", "failed", "dies", "silence"]))
+)
+def test_no_state_of_a_searcher_is_without_an_exit(on_a_cluster, events):
+    """Whatever happens, the table in RunningSearcher's docstring says what comes next."""
+    address = "auto" if on_a_cluster else ""
+    config = tba.settings(num_searchers=1, cluster=address, searcher_timeout=60, max_restarts=1000)
+    processes = searcher_processes(config)
+    now = 1e6
+
+    def process_of(spec):
+        process = SimpleNamespace(alive=True, exitcode=1)
+        process.is_alive = lambda: process.alive
+        process.kill = lambda: setattr(process, "alive", False)
+        return process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba.time, "monotonic", lambda: now)
+        patch.setattr(tba, "LocalProcess", process_of)
+        patch.setattr(tba, "ClusterProcess", process_of)
+        processes.record_arrival(0)
+        first = "pending" if on_a_cluster else "loading"
+        processes.running = [processes.start_searcher(0)]
+        assert processes.running[0].state == first
+        processes.running[0].seen = now
+        for event in events:
+            (s,) = processes.running
+            message = {
+                "started": tba.Started(),
+                "heartbeat": tba.Heartbeat(now, 0.0, 0),
+                "failed": tba.Failed("a traceback"),
+            }.get(event)
+            if message is not None:
+                processes.arrivals.put((s.spec.start, message))
+            if event == "dies":
+                s.process.alive = False
+            expected = {"started": "loading", "heartbeat": "ready"}.get(event, first)
+            for seconds in (0, 2000 if event == "silence" else 1, 1):
+                now += seconds
+                assert list(processes.take()) == []
+                for ended in processes.reap():
+                    processes.restart(ended)
+                    processes.running[0].seen = now
+            (after,) = processes.running
+            assert after.state == expected
+            waits = event == "silence" and s.state == "pending"  # for free resources
+            assert (after is s) == (event in ("started", "heartbeat") or waits)
+
+
 def searcher_processes(config):
     """SearcherProcesses without a Manager."""
     processes = tba.SearcherProcesses(config, None, lambda text: None, {})
     processes.manager = SimpleNamespace(Queue=queue.Queue)
     processes.messages = processes.meeting = processes.shared = None
+    processes.receiving = Future()
     return processes
 
 
