@@ -2790,8 +2790,9 @@ class SearcherProcesses:
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        timeout = timedelta(seconds=self.config.transfer_timeout)
-        self.meeting = MeetingPoint(host, port, nccl, timeout)
+        self.meeting = MeetingPoint(
+            host, port, nccl, timedelta(seconds=self.config.transfer_timeout)
+        )
         self.store = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -3585,7 +3586,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 class StepLog:
-    """Collects events between optimizer steps, and logs them with a step's metrics."""
+    """Collects events between steps, and logs them with a step's metrics."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
