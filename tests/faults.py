@@ -120,7 +120,7 @@ def train_step(original, trainer, groups, recent):
             note("judged", int(t.reward), int(judged_alone(trainer.problem, t)))
     if (FOLDER / "slow-trainer").exists():
         time.sleep(float((FOLDER / "slow-trainer").read_text()))
-    while pauses_at(trainer.step) and not trainer.stop_signal:
+    while pauses_at(trainer.step) and not trainer.signals:
         time.sleep(0.02)
     original(trainer, groups, recent)
 

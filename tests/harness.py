@@ -365,9 +365,7 @@ def run_tba(
 
 def problem_of(files: Path, out: Path, **flags: object) -> tuple[tba.Config, tba.Problem]:
     """The resolved settings of a very small run, and its data."""
-    config = tba.parse(arguments(files, out, **flags))
-    tba.resolve(config)
-    tba.check_settings(config)
+    config = tba.resolve(tba.parse(arguments(files, out, **flags)))
     return config, tba.load_problem(config)
 
 

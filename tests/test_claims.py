@@ -136,9 +136,7 @@ def simulate(folder, monkeypatch, max_replays, clock="3", searchers=1):
     flags = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
     flags |= {name: str(flags[name]) for name in ("model", "dataset", "output_dir")}
     flags |= {"plugin": "", "eval_responses": 1, "max_response_tokens": 16}
-    config = tba.settings(**flags | {"num_searchers": searchers})
-    tba.resolve(config)
-    tba.check_settings(config)
+    config = tba.resolve(tba.settings(**flags | {"num_searchers": searchers}))
     tba.claim_folder(config)
     problem = tba.load_problem(config)
     run = tba.RunFolder(config, {})

@@ -1,7 +1,6 @@
 """The command line: mistakes end in one line that names the flag, with exit code 2."""
 
 import dataclasses
-import errno
 import http.server
 import json
 import os
@@ -15,7 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import PATIENCE, ROOT, Run, arguments, judges_of, problem_of, run_tba
+from harness import PATIENCE, ROOT, Run, arguments, judges_of, run_tba
 from safetensors.torch import load_file, save_file
 
 import tba
@@ -35,7 +34,7 @@ MISTAKES = [
     {"task": "chess"}, {"objective": "ppo"}, {"engine": "llamacpp"}, {"replay_rule": "oldest"},
     {"model": "/nowhere/model"}, {"dataset": "/nowhere/data"}, {"dataset": "missing.jsonl"},
     {"eval_dataset": "missing.csv"}, {"plugin": "missing.py"}, {"resume": "/nowhere/run"},
-    {"steps": -1}, {"prompts_per_step": 0}, {"trained_per_prompt": 1}, {"learning_rate": 0},
+    {"steps": -1}, {"prompts_per_step": 0}, {"trained_per_prompt": 1}, {"learning_rate": -1},
     {"recent_probability": 1.5}, {"temperature": "nan"}, {"seed": 2**32}, {"beta": "0"},
     {"beta": "1@5"}, {"beta": "1@0,x@3"}, {"tau": "-1"}, {"dtype": "float16"}, {"steps": "many"},
     {"searched_per_prompt": 4}, {"kept_per_prompt": 4}, {"lag": 2}, {"max_response_tokens": 4000},
@@ -96,12 +95,10 @@ def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, redteam, 
     assert not out.exists()
 
 
-def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path, capsys):
+def test_a_folder_that_holds_a_run(gsm8k, tmp_path, capsys):
     out = tmp_path / "run"
     run = Run(out, arguments(gsm8k, out, steps=10_000, eval_every=0, eval_samples=8, save_every=1))
     run.until(lambda: list(out.glob("checkpoint-*")), "a checkpoint")
-    assert "--output_dir" in refused(arguments(gsm8k, out), capsys)
-    assert "--resume" in refused(["--resume", out], capsys)
     run.process.kill()
     run.process.wait()
     run.gone()
@@ -152,9 +149,7 @@ def test_two_runs_of_the_same_second_get_two_folders(monkeypatch):
     folders = []
     for process in (1, 2):
         monkeypatch.setattr(tba.os, "getpid", lambda process=process: process)
-        config = tba.settings(steps=1)
-        tba.resolve(config)
-        folders.append(config.output_dir)
+        folders.append(tba.parse([]).output_dir)
     assert folders[0] != folders[1]
 
 
@@ -179,19 +174,6 @@ def test_commands_that_are_shown_can_be_pasted(gsm8k, tmp_path, capsys):
     out.mkdir()
     (out / "metrics.jsonl").write_text("")
     assert f"--resume {shlex.quote(str(out))}" in refused(arguments(gsm8k, out), capsys)
-
-
-def test_a_file_system_without_locks_costs_one_warning(gsm8k, tmp_path, monkeypatch, capsys):
-    config, _ = problem_of(gsm8k, tmp_path / "run")
-
-    def missing(*_):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(tba.fcntl, "flock", missing)
-    tba.claim_folder(config)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and str(tmp_path / "run") in said
-    assert (tmp_path / "run").is_dir()
 
 
 def test_help_has_every_flag_once_in_a_section(capsys, monkeypatch):

@@ -79,7 +79,6 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
         run = Run(out, endless(gsm8k, out, cluster.address, **flags), hooks=False)
         run.reaches(5)
         assert alive(run) == 2
-        run.says("1 Searchers are pending: 0 of 3 CPUs are free")
 
         run.want("hang-receiving")  # a Searcher stops within a transfer; then its node is lost
         run.suffered("hang-receiving")
@@ -99,8 +98,7 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
         continues(run)
 
         cluster.lose(nodes[1])
-        run.says("waiting for generation")
-        run.says("3 Searchers are pending")
+        run.says("0/3 Searchers running")
         cluster.join()
         continues(run)
         os.kill(run.process.pid, signal.SIGINT)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -259,8 +260,9 @@ def missed(*args):
 make_groups = tba.Searcher.make_groups
 
 def counted(searcher, completions):
-    with open(FOLDER / "decoded", "a") as file:
-        file.write(f"{len(completions)}\\n" * len(completions))
+    if not completions[0].request.id.held_out:
+        with open(FOLDER / "decoded", "a") as file:
+            file.write(f"{len(completions)}\\n" * len(completions))
     return make_groups(searcher, completions)
 
 tba.WeightGroup.broadcast = missed
@@ -374,24 +376,26 @@ def test_answers_are_judged_and_sent_by_their_own_prompts(gsm8k, tmp_path, monke
             for example, response, one in zip(examples, responses, ended, strict=True)
         ],
     )  # fmt: skip
+    submitted = []
+    monkeypatch.setattr(searcher.engine, "submit", submitted.append)
+    searcher.version = 7
+    searcher.submit_held_out([3, 0, 5, 1])
     answers = []
-    for row in (3, 0, 5, 1):
-        prompt = searcher.problem.held_out[row]
-        done = tba.Completion(
-            request=tba.Request((7, row), prompt, n=2, max_tokens=8, temperature=1.0),
-            tokens=[prompt[-row - 2 :], prompt[-row - 3 :]],
-            logprobs=[],
-            ended=np.array([True, False]),
-        )
-        answers.append(done)
-    tba.judge_answers(searcher, answers)
-    (evaluated,) = sent(searcher, tba.Evaluated, 1)
-    assert evaluated.version == 7 and set(evaluated.records) == {0, 1, 3, 5}
+    for request, row in zip(submitted, (3, 0, 5, 1), strict=True):
+        tokens = [request.prompt[-row - 2 :], request.prompt[-row - 3 :]]
+        logprobs = [np.zeros(len(answer), np.float32) for answer in tokens]
+        answers.append(tba.Completion(request, tokens, logprobs, np.array([True, False])))
+    searcher.handle_completions(answers)
+    records = {}
+    for evaluated in sent(searcher, tba.Evaluated, 4):
+        assert evaluated.version == 7
+        records |= evaluated.records
+    assert list(records) == [3, 0, 5, 1]
     for done in answers:
-        row = done.request.id[1]
+        row = done.request.id.prompt_id
         question = searcher.problem.task.held_out[row]["question"]
         texts = searcher.problem.response_texts(done.tokens)
-        seen = [record["seen"] for record in evaluated.records[row]]
+        seen = [record["seen"] for record in records[row]]
         assert seen == [(question, texts[0], True), (question, texts[1], False)]
 
 
@@ -463,11 +467,61 @@ def test_a_searcher_that_ended_or_hangs_is_noticed_and_no_longer_ready(monkeypat
     loading.process.join()
 
 
+@given(
+    st.booleans(), st.lists(st.sampled_from(["started", "heartbeat", "failed", "dies", "silence"]))
+)
+def test_no_state_of_a_searcher_is_without_an_exit(on_a_cluster, events):
+    """Whatever happens, the table in RunningSearcher's docstring says what comes next."""
+    address = "auto" if on_a_cluster else ""
+    config = tba.settings(num_searchers=1, cluster=address, searcher_timeout=60, max_restarts=1000)
+    processes = searcher_processes(config)
+    now = 1e6
+
+    def process_of(spec):
+        process = SimpleNamespace(alive=True, exitcode=1)
+        process.is_alive = lambda: process.alive
+        process.kill = lambda: setattr(process, "alive", False)
+        return process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba.time, "monotonic", lambda: now)
+        patch.setattr(tba, "LocalProcess", process_of)
+        patch.setattr(tba, "ClusterProcess", process_of)
+        processes.record_arrival(0)
+        first = "pending" if on_a_cluster else "loading"
+        processes.running = [processes.start_searcher(0)]
+        assert processes.running[0].state == first
+        processes.running[0].seen = now
+        for event in events:
+            (s,) = processes.running
+            message = {
+                "started": tba.Started(),
+                "heartbeat": tba.Heartbeat(now, 0.0, 0),
+                "failed": tba.Failed("a traceback"),
+            }.get(event)
+            if message is not None:
+                processes.arrivals.put((s.spec.start, message))
+            if event == "dies":
+                s.process.alive = False
+            expected = {"started": "loading", "heartbeat": "ready"}.get(event, first)
+            for seconds in (0, 2000 if event == "silence" else 1, 1):
+                now += seconds
+                assert list(processes.take()) == []
+                for ended in processes.reap():
+                    processes.restart(ended)
+                    processes.running[0].seen = now
+            (after,) = processes.running
+            assert after.state == expected
+            waits = event == "silence" and s.state == "pending"  # for free resources
+            assert (after is s) == (event in ("started", "heartbeat") or waits)
+
+
 def searcher_processes(config):
     """SearcherProcesses without a Manager."""
     processes = tba.SearcherProcesses(config, None, lambda text: None, {})
     processes.manager = SimpleNamespace(Queue=queue.Queue)
     processes.messages = processes.meeting = processes.shared = None
+    processes.receiving = Future()
     return processes
 
 

@@ -21,7 +21,7 @@ import tba
 from tba import read_lines
 
 METRICS = set(
-    "step episode seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
+    "step seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
     "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
     "recent_fraction buffer_prompts buffer_trajectories queue_depth version trainer_busy "
@@ -375,7 +375,6 @@ def test_evaluations_take_a_fixed_random_sample(gsm8k, tmp_path):
 
 def test_curves_of_a_run_with_many_steps_are_drawn(tmp_path):
     config = tba.settings(output_dir=str(tmp_path))
-    config.as_given = {}
     rows = [dict.fromkeys(METRICS, 0.5) | {"step": step} for step in range(1, 20_001)]
     del rows[5]["reward"]  # of a version that did not log it
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -383,7 +383,6 @@ MAKERS = {"gsm8k": make_gsm8k, "math": make_math, "tldr": make_tldr, "redteam": 
 
 def make(task: str, out: Path) -> None:
     """Make a task's files in `out`."""
-    tba.quiet_libraries()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # nearly as fast, and sums do not depend on the number of cores
     MAKERS[task](out)
