@@ -3450,10 +3450,10 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
             if os.path.isdir(value):
                 shutil.copytree(value, links, copy_function=os.symlink, dirs_exist_ok=True)
             else:
-                suffixes = Path(value.lower()).suffixes[-2:]  # such as .jsonl.gz
-                os.symlink(value, "".join([links, "/train", *suffixes]))
+                suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", value.lower())[0]
+                os.symlink(value, f"{links}/train{suffix}")  # other names would be other splits
             # the usual cache may have old rows, or be read-only
-            return datasets.load_dataset(links, cache_dir=f"{links}/.cache", keep_in_memory=True)
+            return datasets.load_dataset(links, cache_dir=f"{links}/.rows", keep_in_memory=True)
 
     forms = "; local data are JSON, JSONL, CSV, TSV or Parquet, also .gz, folders, save_to_disk's"
     return load_flag(name, config, load, forms)
