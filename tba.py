@@ -1466,8 +1466,9 @@ class Searcher:
     def score_probes(self) -> list[np.ndarray]:
         """The engine's log-probabilities (T,) of the probes' responses, at temperature 1."""
         pairs = [(prompt, y) for prompt, responses in self.problem.probes() for y in responses]
-        scored = self.engine.prompt_logprobs([np.concatenate(pair) for pair in pairs])
-        return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
+        # what follows a response has no influence, unless the model is not causal
+        scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
+        return [row[len(x) - 1 :][: len(y)] for row, (x, y) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
         """Keep the engine full, unless too many responses await rewards.
@@ -1634,10 +1635,10 @@ def load_model(
     if adapter or hasattr(model_config, "quantization_config"):
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
     text_config = model_config.get_text_config()
-    # BERT's descendants, whose decoders number padded positions
-    is_encoder = {"is_decoder", "add_cross_attention"} <= vars(text_config).keys()
-    if kind == "AutoModelForCausalLM" and (is_encoder or model_config.is_encoder_decoder):
-        raise ValueError(f"is a {model_config.model_type}; choose a model that is only a decoder")
+    # true of BERT, BART and their descendants, and of no family that was made to be a decoder
+    has_encoder = hasattr(text_config, "is_decoder") and "gpt_neox" not in text_config.model_type
+    if kind == "AutoModelForCausalLM" and (has_encoder or model_config.is_encoder_decoder):
+        raise ValueError(f"{model_config.model_type} has an encoder; choose a model without one")
     if config.dtype == "bfloat16":
         # TF32 for float32 matmuls, which vLLM disables: nearly as fast as bfloat16, more precise
         torch.set_float32_matmul_precision("high")
@@ -1652,6 +1653,8 @@ def load_model(
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that they are reported
     )
+    if kind == "AutoModelForCausalLM" and model.base_model is model:
+        raise ValueError(f"{type(model).__name__} is not supported: it has no separate body")
     is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
     wrong = [name for name in loaded["missing_keys"] if not (is_body and "pooler" in name)]
     wrong += [name for name in loaded["unexpected_keys"] if not (is_body or "pooler" in name)]
@@ -2215,7 +2218,7 @@ class VLLMEngine:
             skip_tokenizer_init=True,
             enforce_eager=local_device().type == "cpu",
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
-            max_model_len=max(longest, 17) + 1,  # the probes have 17 tokens
+            max_model_len=max(longest, 25) + 1,  # the probes have 25 tokens
             max_num_seqs=config.sequences_in_flight,
             enable_prefix_caching=True,  # a prompt is computed once for its S responses
             logprobs_mode="processed_logprobs",  # of the tempered policy
