@@ -190,6 +190,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in, if this file is renamed
 torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
@@ -268,7 +269,6 @@ class Config:
     max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
     lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
     tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
-    pack: bool = flag(True, "Compute a prompt once for all its responses in a packed row.")
     gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
 
     engine: str = flag("auto", "vllm, transformers, auto (vllm if it runs here), or from --plugin.")
@@ -1174,10 +1174,14 @@ class Learner:
         self.device = local_device()
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
         path = config.model if config.lora_rank else saved.get("model", config.model)
-        self.policy = load_policy(config, path, ranks, config.lora_rank)
+        self.policy = load_policy(config, path, ranks, config.lora_rank, problem.packs)
         self.model = self.policy.model
         if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in self.model.modules():
+                if isinstance(
+                    layer, GradientCheckpointingLayer
+                ):  # by itself, in training mode only
+                    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -1387,8 +1391,8 @@ class Searcher:
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
         self.engine = engine_of("model", longest_prompt + config.max_response_tokens)
         reference = load_model(config, config.model, config.torch_dtype, local_device())
-        reference.eval().requires_grad_(False)
-        self.reference = TokenLogProbs(reference, config.temperature, config.pack)
+        reference.requires_grad_(False)
+        self.reference = TokenLogProbs(reference, config.temperature, problem.packs)
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
         problem.task.setup(engine_of)
@@ -1460,6 +1464,8 @@ class Searcher:
                 self.reference_weights[name].copy_(tensor)
             self.reference_version = message.version
         else:
+            if not isinstance(self.engine, TransformersEngine):  # others know checkpoint names
+                weights = revert_weight_conversion(self.reference.model, weights)
             self.engine.load_weights(weights.items())
             self.version = message.version
             probes = self.score_probes()
@@ -1472,8 +1478,9 @@ class Searcher:
     def score_probes(self) -> list[np.ndarray]:
         """The engine's log-probabilities (T,) of the probes' responses, at temperature 1."""
         pairs = [(prompt, y) for prompt, responses in self.problem.probes() for y in responses]
-        scored = self.engine.prompt_logprobs([np.concatenate(pair) for pair in pairs])
-        return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
+        # what follows a response has no influence, unless the model is not causal
+        scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
+        return [row[len(x) - 1 :][: len(y)] for row, (x, y) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
         """Keep the engine full, unless too many responses await rewards."""
@@ -1648,40 +1655,54 @@ def load_model(
     config: Config, path: str, dtype: torch.dtype, device: torch.device,
     kind: str = "AutoModelForCausalLM",
 ) -> nn.Module:  # fmt: skip
-    """Load a model from a folder or hub name, with dropout disabled; `kind`: its auto class.
+    """Load a model from a folder or hub name; `kind`: its auto class. It stays in evaluation mode.
 
-    Raises ValueError if it lacks weights or has others, has an adapter, or is quantized.
+    Raises ValueError if it lacks weights or has others, has an adapter, is quantized, or cannot
+    generate from left to right.
     """
     model_config = transformers.AutoConfig.from_pretrained(path)
     adapter = transformers.utils.find_adapter_config_file(path)
     if adapter or hasattr(model_config, "quantization_config"):
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
-    dropout = {k: v for k, v in vars(model_config).items() if "drop" in k and isinstance(v, float)}
-    model_config.update(dict.fromkeys(dropout, 0.0))
+    text_config = model_config.get_text_config()
     if config.dtype == "bfloat16":
         # TF32 for float32 matmuls, which vLLM disables: nearly as fast as bfloat16, more precise
         torch.set_float32_matmul_precision("high")
     # SDPA ignores the soft cap of attention scores (Gemma 2)
-    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    is_capped = getattr(text_config, "attn_logit_softcapping", None)
     model, loaded = getattr(transformers, kind).from_pretrained(
         path,
         config=model_config,
         dtype=dtype,
         device_map={"": device},
-        attn_implementation="eager" if capped else None,
+        attn_implementation="eager" if is_capped else None,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that they are reported
     )
+    # BERT, BART and their descendants have this field, and no decoder but GPT-NeoX
+    has_encoder = hasattr(text_config, "is_decoder") and "gpt_neox" not in text_config.model_type
+    if kind == "AutoModelForCausalLM" and (has_encoder or model.base_model is model):
+        raise ValueError(f"a {type(model).__name__} is not supported; choose another decoder")
     is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
     wrong = [name for name in loaded["missing_keys"] if not (is_body and "pooler" in name)]
     wrong += [name for name in loaded["unexpected_keys"] if not (is_body or "pooler" in name)]
     wrong += [name for name, *_ in loaded["mismatched_keys"]]
     if wrong:
-        text = f"{len(wrong)} weights are missing, unexpected or of another shape"
-        raise ValueError(f"{text} for a {type(model).__name__}, such as {min(wrong)}")
-    model.config = copy.copy(model.config)  # layers keep theirs; saved models keep their dropout
-    model.config.update(dropout)
+        raise ValueError(f"{len(wrong)} weights are missing or unexpected, such as {min(wrong)}")
     return model
+
+
+def can_pack(model: nn.Module, longest: int) -> bool:
+    """Whether a model respects packed rows' mask and position ids up to `longest`, in tokens."""
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return (
+        config._attn_implementation == "sdpa"  # others add a boolean mask to the scores
+        and not getattr(config, "alibi", False)
+        and layers <= {"full_attention", "sliding_attention", "chunked_attention"}
+        and all(longest <= window for window in windows if window)  # the mask replaces theirs
+    )
 
 
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -1691,20 +1712,27 @@ def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
+def with_forward(module: nn.Module, forward: Callable) -> nn.Module:
+    """A shallow copy of a module with another `forward`."""
+    twin = copy.copy(module)
+    twin.forward = forward
+    return twin
+
+
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
     """Float32 logits (N, V) of hidden states (N, H), with the family's soft caps and scales.
 
     The model's own `forward` runs on a shallow copy, whose body returns `output` and these states.
     """
+    output = dataclasses.replace(output, last_hidden_state=hidden[None])
+    body = with_forward(model.base_model, lambda *_, **__: output)
+    if "decoder" in body._modules:  # OPT calls it, not the body
+        body._modules = body._modules | {"decoder": with_forward(body.decoder, body.forward)}
     twin = copy.copy(model)
-    twin._modules = dict(model._modules)
-    body_output = dataclasses.replace(output, last_hidden_state=hidden[None])
-    twin._modules[model.base_model_prefix] = lambda *_, **__: body_output
+    twin._modules = model._modules | {model.base_model_prefix: body}
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):  # false for a head with an adapter
-        float_head = copy.copy(head)
-        float_head.forward = partial(float_logits, head)
-        twin.set_output_embeddings(float_head)
+        twin.set_output_embeddings(with_forward(head, partial(float_logits, head)))
     # an instance's `forward` may be wrapped, and bound to the original
     return type(twin).forward(twin, use_cache=False).logits[0].float()
 
@@ -1802,10 +1830,7 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to a device; asynchronously on a GPU."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def padded_tokens(rows: list[Row]) -> int:
@@ -1987,20 +2012,22 @@ def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
     return full.to("cpu", copy=True) if ranks.rank == 0 else None
 
 
-def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
+def load_policy(
+    config: Config, path: str, ranks: Ranks, lora_rank: int = 0, packs: bool = True
+) -> TokenLogProbs:
     """Load the policy to be trained, in float32; with several ranks, sharded by FSDP2.
 
     It is unsharded only in host memory. FSDP gathers layers in --dtype, without autocast.
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
-    model = load_model(config, path, torch.float32, device).train()
+    model = load_model(config, path, torch.float32, device)
     if lora_rank:
         import peft  # imported late: it takes seconds, and only adapters need it
 
         model.requires_grad_(False)
         adapters = peft.LoraConfig(r=lora_rank, lora_alpha=16)
         model = peft.inject_adapter_in_model(adapters, model)
-    policy = TokenLogProbs(model, config.temperature, config.pack)
+    policy = TokenLogProbs(model, config.temperature, packs)
     if ranks.size == 1:
         return policy
     policy.ranks = ranks
@@ -2078,6 +2105,7 @@ class TransformersEngine:
         self.model = load_model(config, getattr(config, name), config.torch_dtype, self.device)
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's
         self.state = checkpoint_state(self.model)
+        self.shares_prompts = can_pack(self.model, longest)
         self.waiting: deque[Request] = deque()
 
     @property
@@ -2114,7 +2142,7 @@ class TransformersEngine:
         prompt_ids = pad(prompts).to(self.device)  # (B, P), with the longest prompt's P
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (B, P)
         cache = None
-        if self.config.pack and len(rows) > len(batch) and mask.shape[1] > 1:
+        if self.shares_prompts and len(rows) > len(batch) and mask.shape[1] > 1:
             # run all but the last prompt token once per prompt; `generate` continues from there
             cache = self.model.base_model(
                 prompt_ids[:, :-1],
@@ -2212,7 +2240,7 @@ class VLLMEngine:
             skip_tokenizer_init=True,
             enforce_eager=local_device().type == "cpu",
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
-            max_model_len=max(longest, 17) + 1,  # the probes have 17 tokens
+            max_model_len=max(longest, 25) + 1,  # the probes have 25 tokens
             max_num_seqs=config.sequences_in_flight,
             enable_prefix_caching=True,  # a prompt is computed once for its S responses
             logprobs_mode="processed_logprobs",  # of the tempered policy
@@ -2328,21 +2356,14 @@ def vllm_can_run() -> bool:
 # members that did not reply in time, or that repeatedly miss weights on their own, are killed.
 
 
-@torch.no_grad()
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors (not copies) by checkpoint name; tied tensors appear once.
-
-    Raises ValueError for models whose checkpoints split or merge tensors (Mixtral, Qwen3-MoE).
-    """
+    """The model's tensors (not copies) by its own names; tied tensors appear once."""
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    # without non-persistent buffers and adapters
-    names = [name for name in model.state_dict() if name in tensors and ".lora_" not in name]
-    state = {name.replace(".base_layer", ""): tensors[name] for name in names}
-    # transformers renames some parameters when it loads a checkpoint
-    found = revert_weight_conversion(model, state)
-    if {*map(id, found.values())} != {*map(id, state.values())}:
-        raise ValueError(f"{type(model).__name__}: its checkpoint splits or merges weights")
-    return found
+    return {
+        name.replace(".base_layer", ""): tensors[name]
+        for name in model.state_dict()  # without non-persistent buffers
+        if name in tensors and ".lora_" not in name
+    }
 
 
 class FlatWeights:
@@ -2614,9 +2635,8 @@ class WeightSync:
         if not s.logprob_gap <= self.config.logprob_tolerance:  # NaN is not, either
             raise RunEnded(
                 f"step {s.version}: log-probabilities of Trainer and engine differ by up to "
-                f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try --pack False or "
-                "another --engine; later, training may have diverged: lower --learning_rate, "
-                "raise --beta"
+                f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try another --engine; "
+                "later, training may have diverged: lower --learning_rate, raise --beta"
             )
 
     def reset_reference(self, step: int) -> None:
@@ -3224,6 +3244,8 @@ def save(trainer: Trainer) -> None:
 
 def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) -> None:
     """Write weights and tokenizer so that `from_pretrained` can load them."""
+    # checkpoints rename, split and merge weights
+    weights = revert_weight_conversion(model, weights)
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
@@ -3336,15 +3358,16 @@ read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
 read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
 
 
-def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> Any:
-    """The tokenizer of the model in flag `name`, of which only the weights' names are read.
+def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> tuple:
+    """Tokenizer and model of flag `name`, of which only the weights' names are read.
 
     The model's flag may have a companion such as --gold_reward_tokenizer. Raises InputError.
     """
     meta = torch.device("meta")
-    load_flag(name, config, lambda path: load_model(config, path, torch.float32, meta, kind))
+    load = partial(load_model, config, dtype=torch.float32, device=meta, kind=kind)
+    model = load_flag(name, config, load)
     companion = name.replace("model", "tokenizer")
-    return read_tokenizer(companion if getattr(config, companion, "") else name, config)
+    return read_tokenizer(companion if getattr(config, companion, "") else name, config), model
 
 
 def read_dataset(name: str, config: Config) -> dict[str, Any]:
@@ -3442,6 +3465,7 @@ class Problem:
     tokenizer: Any
     prompts: list[np.ndarray]  # training prompts, each (P,) int32
     held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
+    packs: bool = True  # whether responses share rows, in which their prompt is computed once
     context: float = math.inf  # the model's maximum number of tokens
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
@@ -3471,8 +3495,9 @@ class Problem:
 
 def end_tokens(name: str, config: Config) -> list[int]:
     """The tokens that end a response (EOS and others) of the model in flag `name`."""
-    ends = np.ravel(read_config(name, config).eos_token_id).tolist()
-    return sorted({*ends, read_tokenizer(name, config).eos_token_id} - {None})
+    tokenizer, model = check_model(name, config)
+    sources = (model.config.get_text_config(), model.generation_config, tokenizer)
+    return sorted({end for s in sources for end in np.ravel(s.eos_token_id).tolist()} - {None})
 
 
 def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
@@ -3505,15 +3530,18 @@ def encode_prompts(task: Task, kind: str, examples: list, context: float) -> tup
 
 def load_problem(config: Config) -> Problem:
     """Load and check tokenizer, model config and prompts. Raises InputError."""
-    text_config = read_config("model", config).get_text_config()
-    tokenizer = check_model("model", config)
+    tokenizer, model = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
+    text_config = model.config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or math.inf
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, prompts = encode_prompts(task, "training", task.train, context)
     task.held_out, held_out = encode_prompts(task, "evaluation", task.held_out, context)
-    return Problem(task, tokenizer, prompts, held_out, context=context)
+    packs = can_pack(model, max(map(len, prompts + held_out)) + config.max_response_tokens)
+    if not packs:
+        print(f"one response per row: a {type(model).__name__} cannot pack them", file=sys.stderr)
+    return Problem(task, tokenizer, prompts, held_out, packs, context)
 
 
 # =========================================================================== 16. The run's folder
@@ -4080,7 +4108,7 @@ class TextModel:
 
     def __init__(self, kind: str, name: str, config: Config) -> None:
         """Check the model of flag `name`; `kind` is the name of one of these classes."""
-        self.tokenizer = check_model(name, config, kind)
+        self.tokenizer, _ = check_model(name, config, kind)
         self.kind = kind
         self.name = name
         self.is_lm = kind == "AutoModelForCausalLM"
@@ -4298,7 +4326,7 @@ class RedTeam(Task):
             "toxicity_label",
             f"choose a label ({', '.join(labels)}), or a guard's first token, such as unsafe",
         )
-        self.victim_tokenizer = check_model("victim_model", config)
+        self.victim_tokenizer, _ = check_model("victim_model", config)
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
