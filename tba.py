@@ -4103,14 +4103,19 @@ def finish(trainer: Trainer) -> None:
 # ======================================================================================== 18. MATH
 
 
-def last_box(text: str) -> str:
+def last_box(text: str, bare: bool = False) -> str:
     r"""The answer in a text's last \boxed{...}, up to the brace that closes it, or "".
+
+    With `bare`, a text without a box is an answer itself, unless it is prose.
 
     >>> last_box(r"\boxed{5}? No, \boxed{\frac{1}{2}}. So it is $6$.")
     '\\frac{1}{2}'
     """
     text = re.sub(r"(?<=\d)(\\[,;: ]|~)(?=\d{3})", "", text)  # 1\,200 is 1200
-    box = ["", *re.split(r"\\(?:boxed|fbox)\s*", text)[1:]][-1]
+    *others, box = re.split(r"\\(?:boxed|fbox)\s*", text)
+    if not others:
+        is_prose = re.search(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}", box)
+        return box.strip() if bare and not is_prose else ""
     if not box.startswith("{"):
         return box.partition("$")[0].strip()  # $\boxed 5$
     depth = 0
@@ -4140,7 +4145,7 @@ class MATH(Task):
         for name, examples in (("dataset", self.train), (held_out, self.held_out)):
             for i, example in enumerate(examples):
                 fix = f"row {i}: no \\boxed answer in solution {example['solution']!r:.60}"
-                config.require(last_box(str(example["solution"])), name, fix)
+                config.require(last_box(str(example["solution"]), bare=True), name, fix)
 
     def prompt(self, example: dict) -> str:
         text = f"{example['problem']}\n{self.INSTRUCTION}"
@@ -4160,9 +4165,9 @@ class MATH(Task):
         """Whether the response's last boxed answer equals the solution's."""
         from math_verify import parse, verify  # imported late: only this task needs it
 
-        boxes = [f"\\boxed{{{last_box(text)}}}" for text in (solution, response)]
+        answers = (last_box(solution, bare=True), last_box(response))
         try:
-            gold, answer = (parse(box, parsing_timeout=None) for box in boxes)
+            gold, answer = (parse(f"\\boxed{{{a}}}", parsing_timeout=None) for a in answers)
             return bool(answer) and verify(gold, answer, timeout_seconds=None)
         except Exception:  # malformed answers are wrong
             return False
@@ -4203,9 +4208,8 @@ class TextModel:
         """Load the model, in a Searcher."""
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
-        self.model = load_model(
-            config, getattr(config, self.name), dtype, local_device(), self.kind
-        )
+        path = getattr(config, self.name)
+        self.model = load_model(config, path, dtype, local_device(), self.kind)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token_id = 0  # any token: it is masked
         self.tokenizer.padding_side = "right"
@@ -4224,15 +4228,17 @@ class TextModel:
 
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
-        encode = partial(self.tokenizer, padding=True, truncation=True, return_tensors="pt")
-        # a chat template includes special tokens
-        batch = encode(texts, add_special_tokens=not self.is_lm).to(self.model.device)
+        special = not self.is_lm  # a chat template includes them
+        rows = self.tokenizer(texts, truncation=True, add_special_tokens=special)["input_ids"]
+        # an empty text is judged as EOS: logits of padding may be 0
+        rows = [row or [self.tokenizer.eos_token_id] for row in rows]
+        batch = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.model.device)
         mask = batch["attention_mask"]  # (R, L)
         is_causal = hasattr(self.model, "score")  # a classifier that reads the last token
         if self.kind == "AutoModelForSequenceClassification" and not is_causal:
             return self.model(batch["input_ids"], attention_mask=mask).logits
         output = self.model.base_model(batch["input_ids"], attention_mask=mask)
-        last = output.last_hidden_state[range(len(texts)), mask.sum(1).clamp(1) - 1]  # (R, H)
+        last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
         if self.is_lm:
             return logits_of(self.model, output, last)
         if is_causal:  # its own `forward` would look for the last token that is not padding
@@ -4274,9 +4280,8 @@ class TLDR(Task):
     def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
         """Scores (N,) of N summaries by a reward model, at EOS or at the token before."""
         eos = self.judges[name].tokenizer.eos_token or ""
-        texts = []
-        for example, summary in zip(examples, summaries, strict=True):
-            texts.append(example["query"] + summary.removesuffix(eos) + eos * with_eos)
+        ends = [summary.removesuffix(eos) + eos * with_eos for summary in summaries]
+        texts = [example["query"] + end for example, end in zip(examples, ends, strict=True)]
         return self.judges[name](texts)[:, 0].numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
@@ -4448,7 +4453,8 @@ class RedTeam(Task):
         """Tokens of an attack in the victim's prompt format, without trailing spaces."""
         tokenizer = self.victim_tokenizer
         if template := self.config.victim_template:
-            return tokenizer(template.replace("{attack}", attack.rstrip()))["input_ids"]
+            ids = tokenizer(template.replace("{attack}", attack.rstrip()))["input_ids"]
+            return ids or [tokenizer.eos_token_id]
         turn = [{"role": "user", "content": attack.rstrip()}]
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
 
