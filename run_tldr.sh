@@ -57,6 +57,7 @@ settings=(
   --gold_reward_model cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
   --gold_reward_tokenizer EleutherAI/pythia-6.9b-deduped    # the judge's repository has none
   --dataset vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144
+  --eval_split validation
   --steps "$steps"
   --prompts_per_step 8                       # B
   --trained_per_prompt 20                    # K: a batch is 8 x 20 = 160 trajectories

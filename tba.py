@@ -84,6 +84,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from decimal import Decimal
 from functools import lru_cache, partial, wraps
 from importlib import metadata
 from multiprocessing import forkserver
@@ -216,6 +217,7 @@ class Config:
     task: str = flag("gsm8k", "Task: gsm8k, math, tldr, redteam, or one defined by --plugin.")
     model: str = flag("", "Initial policy and reference: a local folder or a hub name.")
     dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
+    train_split: str = flag("train", "Split of --dataset to train on.")
     steps: int = flag(700, "Number of optimizer steps; 0: only evaluate --model.")
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
@@ -273,6 +275,7 @@ class Config:
 
     eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
     eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
+    eval_split: str = flag("", "Split to evaluate on; default: test or validation.")
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
@@ -801,10 +804,10 @@ class Task:
     """
 
     columns: tuple[str, ...] = ()
-    held_out_splits: tuple[str, ...] = ("test", "validation")
     template = ""  # the prompt, formatted with the columns
     metric = "reward"  # name of the mean reward in evaluations
     special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
+    keep_special_tokens = False  # responses' texts have special tokens, such as <answer> and EOS
     greedy_evaluation = True
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
@@ -822,7 +825,10 @@ class Task:
 
     def examples(self) -> tuple[list[dict], list[dict]]:
         """Training and held-out examples."""
-        return load_examples(self.config, self.columns, self.held_out_splits)
+        return load_examples(self)
+
+    def check(self, example: dict) -> None:
+        """Raise ValueError with the reason if an example cannot be used; called on every row."""
 
     def prompt(self, example: dict) -> str:
         """The text that the policy continues."""
@@ -883,6 +889,10 @@ class GSM8K(Task):
     columns = ("question", "answer")
     template = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
     metric = "accuracy"
+
+    def check(self, example: dict) -> None:
+        if extract_number(example["answer"]) is None:
+            raise ValueError(f"no number in answer {example['answer']!r:.60}")
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         rewards = []
@@ -3274,7 +3284,7 @@ def save(trainer: Trainer) -> None:
         "buffer": trainer.buffer.state(),
         "memory": copy.deepcopy(trainer.rule.memory),
         "seconds": time.perf_counter() - trainer.folder.start,
-        "checksum": trainer.problem.checksum(),
+        "checksums": trainer.problem.checksums(),
     }
     trainer.writing = trainer.writer.submit(
         write_checkpoint, trainer, learner.model, learner.saved_weights(), state
@@ -3364,8 +3374,9 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
             print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
     else:
         config.require(False, "resume", "has no checkpoint that loads; start a new run")
-    same_prompts = saved["checksum"] == problem.checksum()
-    config.require(same_prompts, "dataset", "its prompts differ from the run's")
+    names = ("eval_dataset" if config.eval_dataset else "dataset", "dataset")
+    for name, old, new in zip(names, saved["checksums"], problem.checksums(), strict=True):
+        config.require(old == new, name, "its examples differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in FIXED_IN_LOCKSTEP if config.synchronous else FIXED:
@@ -3391,8 +3402,8 @@ def first_line(error: Any) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
-    """Load the path or hub name in flag `name`. Raises InputError if that fails."""
+def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str = "") -> Any:
+    """Load the path or hub name in flag `name`. Raises InputError, with a hint, if that fails."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
     is_local = os.path.exists(value)
@@ -3401,7 +3412,7 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any]) -> Any:
         return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
         cause = error.__cause__ or error
-        text = f"--{name} {value}: {first_line(cause)}"
+        text = f"--{name} {value}: {first_line(cause)}{hint}"
         if not is_local and getattr(cause, "errno", None) in (errno.EACCES, errno.EROFS):
             text = f"HF_HOME: {first_line(cause)}; set it to a folder that can be written"
         raise InputError(text) from None
@@ -3422,7 +3433,7 @@ def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -
     return read_tokenizer(companion if getattr(config, companion, "") else name, config)
 
 
-def read_dataset(name: str, config: Config) -> Any:
+def read_dataset(name: str, config: Config) -> dict[str, Any]:
     """The dataset in flag `name`, as a dict of splits. Raises InputError."""
     import datasets  # imported late: Searchers never need it
 
@@ -3430,51 +3441,87 @@ def read_dataset(name: str, config: Config) -> Any:
     datasets.logging.set_verbosity(logging.CRITICAL)
 
     def load(value: str) -> Any:
-        if os.path.isfile(os.path.join(value, "dataset_dict.json")):  # DatasetDict.save_to_disk
-            return datasets.load_from_disk(value)
-        is_local = os.path.exists(value)
-        suffix = Path(value.lower().removesuffix(".gz")).suffix.replace("jsonl", "json")
-        with tempfile.TemporaryDirectory() as new:  # a cache may have old rows, or be read-only
-            cache = new if is_local else None
-            read = partial(datasets.load_dataset, cache_dir=cache, keep_in_memory=True)
-            if suffix in (".json", ".csv", ".parquet"):
-                return read(suffix[1:], data_files=value)
-            return read(value) if is_local else read(*value.split(":"))  # NAME or NAME:CONFIG
+        if not os.path.exists(value):
+            return datasets.load_dataset(*value.split(":"))  # NAME or NAME:CONFIG
+        if {"state.json", "dataset_dict.json"} & {path.name for path in Path(value).glob("*")}:
+            saved = datasets.load_from_disk(value)
+            return saved if isinstance(saved, dict) else {"train": saved}
+        with tempfile.TemporaryDirectory() as links:  # to paths that datasets takes for patterns
+            if os.path.isdir(value):
+                shutil.copytree(value, links, copy_function=os.symlink, dirs_exist_ok=True)
+            else:
+                suffixes = Path(value.lower()).suffixes[-2:]  # such as .jsonl.gz
+                os.symlink(value, "".join([links, "/train", *suffixes]))
+            # the usual cache may have old rows, or be read-only
+            return datasets.load_dataset(links, cache_dir=f"{links}/.cache", keep_in_memory=True)
 
-    return load_flag(name, config, load)
-
-
-def read_rows(name: str, config: Config, split: Any, columns: tuple[str, ...]) -> list[dict]:
-    """A split's rows as dicts of these columns. Raises InputError if one is missing."""
-    missing = sorted(set(columns) - set(split.column_names))
-    config.require(
-        not missing,
-        name,
-        f"has no column {', '.join(missing)} (it has {', '.join(split.column_names)})",
+    forms = (
+        "; files are JSON, JSONL, CSV, TSV, Parquet or .gz of these; folders, or by save_to_disk"
     )
-    config.require(len(split), name, "has no rows")
-    return split.select_columns(list(columns)).to_list()
+    return load_flag(name, config, load, forms)
 
 
-def load_examples(config: Config, columns: tuple, held_out_splits: tuple) -> tuple[list, list]:
-    """Training and held-out examples, as dicts of these columns. Raises InputError.
+def read_rows(
+    name: str, config: Config, *choices: tuple, splits: Any = None, split: str = "train",
+    check: Callable[[dict], None] = lambda row: None,
+) -> list[dict[str, str]]:  # fmt: skip
+    """Rows of a split as dicts of text: of the first of `choices` of columns that it has.
 
-    Held-out examples are the first of `held_out_splits` that exists, or any split of
-    --eval_dataset, or else the last tenth of the training split.
+    `check` raises ValueError for a row that cannot be used. Raises InputError.
     """
-    splits = read_dataset("dataset", config)
-    training = splits.pop("train" if "train" in splits else next(iter(splits)))
-    train = read_rows("dataset", config, training, columns)
-    source = "eval_dataset" if config.eval_dataset else "dataset"
+    if splits is None:
+        splits = read_dataset(name, config)
+    options = ", ".join(splits)
+    config.require(split in splits, name, f"choose --train_split or --eval_split: {options}")
+    has = splits[split].column_names
+    columns = next((columns for columns in choices if set(columns) <= set(has)), ())
+    needs = ", ".join(choices[0])
+    config.require(columns, name, f"needs columns {needs} (it has {', '.join(has)})")
+    rows = splits[split].select_columns(list(columns)).to_list()
+    config.require(rows, name, f"split {split} has no rows")
+    for i, row in enumerate(rows):
+        try:
+            rows[i] = {column: cell_text(column, row[column]) for column in columns}
+            check(rows[i])
+        except ValueError as error:
+            config.require(False, name, f"split {split}, row {i} (counted from 0): {error}")
+    print(f"--{name} {getattr(config, name)}: {len(rows)} rows of split {split}", file=sys.stderr)
+    return rows
+
+
+def cell_text(column: str, cell: Any) -> str:
+    """A cell's text; numbers without exponent: 1e-05 is "0.00001". Raises ValueError."""
+    if type(cell) in (int, float) and math.isfinite(cell):
+        return f"{Decimal(str(cell)):f}"
+    if not isinstance(cell, str) or not cell.strip():
+        raise ValueError(f"column {column} must be text or a number, not {cell!r:.60}")
+    return cell
+
+
+def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
+    """Training and held-out examples, as dicts of the task's columns. Raises InputError.
+
+    Held-out examples are --eval_split, or else `test` or `validation`, of --eval_dataset or else
+    --dataset. If it has neither, they are a tenth of the training rows, drawn at random.
+    """
+    config = task.config
+    read = partial(read_rows, check=task.check)
+    name = "dataset"
+    splits = read_dataset(name, config)
+    train = read(name, config, task.columns, splits=splits, split=config.train_split)
+    del splits[config.train_split]
     if config.eval_dataset:
-        splits = read_dataset(source, config)
-        held_out_splits = (*held_out_splits, *splits)
-    for split in held_out_splits:
-        if split in splits:
-            return train, read_rows(source, config, splits[split], columns)
+        name = "eval_dataset"
+        splits = read_dataset(name, config)
+    usual = (split for split in ("test", "validation", "train") if split in splits)
+    split = config.eval_split or next(usual, "")
+    if split or config.eval_dataset:
+        return train, read(name, config, task.columns, splits=splits, split=split)
     held_out = max(1, len(train) // 10)
-    config.require(len(train) > held_out, "dataset", "needs at least two rows")
-    return train[:-held_out], train[-held_out:]
+    config.require(len(train) > held_out, name, "needs at least two rows")
+    np.random.default_rng(0).shuffle(train)
+    print(f"evaluation: on {held_out} of these rows, drawn at random", file=sys.stderr)
+    return train[held_out:], train[:held_out]
 
 
 @dataclass
@@ -3485,10 +3532,12 @@ class Problem:
     tokenizer: Any
     prompts: list[np.ndarray]  # training prompts, each (P,) int32
     held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
+    context: float = math.inf  # the model's maximum number of tokens
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
         """Decode a prompt, or other tokens at the start of a text."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        skip = not self.task.keep_special_tokens
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip)
 
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
         """Decode responses as continuations of their prompts.
@@ -3505,9 +3554,10 @@ class Problem:
         rows = np.resize(np.concatenate(self.prompts[:16]), (3, 24))  # repeated if too short
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
-    def checksum(self) -> int:
-        """A checksum of the training prompts, which checkpoints refer to by number."""
-        return zlib.crc32(np.concatenate([*self.prompts, [len(self.prompts)]]).astype(np.int64))
+    def checksums(self) -> list[int]:
+        """Of held-out and training examples; not of prompts, as chat templates have the date."""
+        held_out = sorted({repr(example) for example in self.task.held_out})  # some are repeated
+        return [zlib.crc32(repr(examples).encode()) for examples in (held_out, self.task.train)]
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
@@ -3516,11 +3566,17 @@ def end_tokens(name: str, config: Config) -> list[int]:
     return sorted({*ends, read_tokenizer(name, config).eos_token_id} - {None})
 
 
-def encode_prompts(task: Task, examples: list, context: float, limit: str) -> tuple[list, list]:
-    """Tokenize prompts; returns examples that fit, and their prompts; `limit` names `context`."""
+def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
+    """Tokenize prompts, without the EOS that some tokenizers append: it ends the response."""
+    prompts = tokenizer(texts, add_special_tokens=special)["input_ids"]
+    return [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in prompts]
+
+
+def encode_prompts(task: Task, kind: str, examples: list, context: float) -> tuple[list, list]:
+    """Tokenize prompts; returns the examples that fit, and their prompts. Raises InputError."""
     config = task.config
     texts = [task.prompt(example) for example in examples]
-    encoded = task.tokenizer(texts, add_special_tokens=task.special_tokens)["input_ids"]
+    encoded = prompt_tokens(task.tokenizer, texts, task.special_tokens)
     longest = min(
         context - config.max_response_tokens - 1,
         (config.max_total_tokens or math.inf) - 1,
@@ -3531,11 +3587,11 @@ def encode_prompts(task: Task, examples: list, context: float, limit: str) -> tu
     config.require(
         fitting,
         "max_response_tokens",
-        f"leaves {max(0, longest)} tokens for a prompt ({limit}), and every one is longer; lower "
-        "it, or raise other --max_*_tokens",
+        f"leaves {max(0, longest)} tokens for a prompt (the model's context: {context}), and every "
+        f"one for {kind} is longer; lower it, or raise other --max_*_tokens",
     )
-    if skipped := len(examples) - len(fitting):
-        print(f"warning: skipped {skipped} prompts of over {longest} tokens", file=sys.stderr)
+    counts = f"{len(fitting)} of {len(examples)} prompts have at most {longest} tokens"
+    print(f"{kind}: {counts}; others are skipped", file=sys.stderr)
     return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
 
 
@@ -3545,15 +3601,11 @@ def load_problem(config: Config) -> Problem:
     tokenizer = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    names = ["max_position_embeddings"]
-    if config.pack:  # the mask of packed rows ignores attention windows
-        names += ["sliding_window", "attention_chunk_size"]
-    context, name = min((getattr(text_config, name, None) or math.inf, name) for name in names)
-    limit = f"the model has {name} {context}; windows count unless --pack False"
+    context = getattr(text_config, "max_position_embeddings", None) or math.inf
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
-    task.train, prompts = encode_prompts(task, task.train, context, limit)
-    task.held_out, held_out = encode_prompts(task, task.held_out, context, limit)
-    return Problem(task, tokenizer, prompts, held_out)
+    task.train, prompts = encode_prompts(task, "training", task.train, context)
+    task.held_out, held_out = encode_prompts(task, "evaluation", task.held_out, context)
+    return Problem(task, tokenizer, prompts, held_out, context=context)
 
 
 # =========================================================================== 16. The run's folder
@@ -4141,11 +4193,10 @@ class MATH(Task):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.special_tokens = not tokenizer.chat_template  # a template includes them
         super().__init__(config, tokenizer)
-        held_out = "eval_dataset" if config.eval_dataset else "dataset"
-        for name, examples in (("dataset", self.train), (held_out, self.held_out)):
-            for i, example in enumerate(examples):
-                fix = f"row {i}: no \\boxed answer in solution {example['solution']!r:.60}"
-                config.require(last_box(str(example["solution"]), bare=True), name, fix)
+
+    def check(self, example: dict) -> None:
+        if not last_box(example["solution"], bare=True):
+            raise ValueError(f"no answer in solution {example['solution']!r:.60}")
 
     def prompt(self, example: dict) -> str:
         text = f"{example['problem']}\n{self.INSTRUCTION}"
@@ -4260,7 +4311,6 @@ class TLDR(Task):
     """Summarization of posts: rewards from a reward model, win rates from a gold one."""
 
     columns = ("query", "reference_response")
-    held_out_splits = ("validation", "test")
     template = "{query}"
     wants_logprobs = True
     reward_threads = 0  # the judges share the Searcher's device
@@ -4432,9 +4482,9 @@ class RedTeam(Task):
 
     def examples(self) -> tuple[list[dict], list[dict]]:
         train = held_out = [{"prompt": self.config.attacker_prompt}]
-        if self.config.dataset:
+        if self.config.dataset or self.config.eval_dataset:
             train, held_out = super().examples()
-        count = self.config.eval_samples or 1024
+        count = max(len(held_out), self.config.eval_samples or 1024)
         return train, [held_out[i % len(held_out)] for i in range(count)]
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
@@ -4453,8 +4503,8 @@ class RedTeam(Task):
         """Tokens of an attack in the victim's prompt format, without trailing spaces."""
         tokenizer = self.victim_tokenizer
         if template := self.config.victim_template:
-            ids = tokenizer(template.replace("{attack}", attack.rstrip()))["input_ids"]
-            return ids or [tokenizer.eos_token_id]
+            text = template.replace("{attack}", attack.rstrip())
+            return prompt_tokens(tokenizer, [text])[0] or [tokenizer.eos_token_id]
         turn = [{"role": "user", "content": attack.rstrip()}]
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
 
@@ -4566,25 +4616,28 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     An `instruction` is the response to a random one of the task's prompts, or of --sft_prompts.
     """
     task = problem.task
-    encode = problem.tokenizer.encode
+    tokenizer = problem.tokenizer
     rng = np.random.default_rng(config.seed)
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
-        others = next(iter(read_dataset("sft_prompts", config).values()))
-        prompts = others[others.column_names[0]]
+        others = read_rows("sft_prompts", config, ("prompt",), ("attacker_prompt",))
+        prompts = [prompt for row in others for prompt in row.values()]
+    rows = read_rows("sft_data", config, ("prompt", "response"), ("instruction",))
     pairs = []
-    for i, row in enumerate(next(iter(read_dataset("sft_data", config).values()))):
-        prompt = row.get("prompt")
-        response = row.get("response")
-        if instruction := row.get("instruction"):
-            prompt = prompts[rng.integers(len(prompts))]
-            # a prompt may end with the number of a list item
-            response = instruction if prompt[-1:].isspace() else f" {instruction}"
-        fix = f"row {i} needs text in prompt and response, or in instruction"
-        config.require(prompt and response, "sft_data", fix)
-        prompt_ids = encode(prompt, add_special_tokens=task.special_tokens)
-        response_ids = [*encode(response, add_special_tokens=False), problem.tokenizer.eos_token_id]
-        pairs.append((np.array(prompt_ids, np.int32), [np.array(response_ids, np.int32)]))
+    for row in rows:
+        prompt = row.get("prompt") or prompts[rng.integers(len(prompts))]
+        # a prompt may end with the number of a list item
+        space = "" if prompt[-1:].isspace() else " "
+        response = row.get("response") or space + row["instruction"]
+        (prompt_ids,) = prompt_tokens(tokenizer, [prompt], task.special_tokens)
+        response_ids = [
+            *tokenizer.encode(response, add_special_tokens=False),
+            tokenizer.eos_token_id,
+        ]
+        if len(prompt_ids + response_ids) <= problem.context:
+            pairs.append((np.array(prompt_ids, np.int32), [np.array(response_ids, np.int32)]))
+    fix = f"every row is longer than the model's maximum of {problem.context} tokens"
+    config.require(pairs, "sft_data", fix)
     return pairs
 
 
@@ -4598,7 +4651,10 @@ def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Calla
         losses = supervised_fine_tune(policy, pairs, config)
         with atomic_folder(path) as new:
             save_model(policy.model, checkpoint_state(policy.model), problem, new)
-        say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
+        say(
+            f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps "
+            f"on {len(pairs)} rows"
+        )
         del policy
         gc.collect()
         torch.cuda.empty_cache()  # a Searcher may share the GPU

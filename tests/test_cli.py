@@ -117,13 +117,6 @@ def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path,
     assert "--dataset" in refused(flags, capsys)
 
 
-def test_an_attention_window_that_leaves_no_prompt_is_named(gsm8k, tmp_path, capsys):
-    window = {"model_type": "mistral", "sliding_window": 32}
-    model = changed(gsm8k / "model", tmp_path / "model", **window)
-    line = refused(arguments(gsm8k, tmp_path / "run", model=model), capsys)
-    assert "sliding_window 32" in line and "--pack False" in line and "-1" not in line
-
-
 def test_flags_before_resume_are_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(tba, "executed", [], raising=False)
     for name in ("own", "other"):

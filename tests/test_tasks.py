@@ -4,7 +4,6 @@ import json
 import math
 import os
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -55,31 +54,15 @@ def test_all_of_real_gsm8k_is_read(gsm8k, tmp_path):
     assert min(task.checked_rewards(task.train, answers, np.ones(len(answers)))) == 1.0
 
 
-def test_files_of_every_kind_are_read_and_the_last_tenth_is_held_out(gsm8k, tmp_path):
-    rows = [{"question": f"What is {i}?", "answer": f"#### {i}", "more": i} for i in range(20)]
-    data = datasets.Dataset.from_list(rows)
-    data.to_json(tmp_path / "a.jsonl")
-    data.to_json(tmp_path / "b.jsonl.gz", compression="gzip")
-    data.to_csv(tmp_path / "c.csv")
-    data.to_parquet(tmp_path / "d.parquet")
-    (tmp_path / "e.json").write_text(json.dumps(rows))
-    datasets.DatasetDict(train=data.select(range(18)), test=data.select([18, 19])).save_to_disk(
-        tmp_path / "f"
-    )
-    for name in ("a.jsonl", "b.jsonl.gz", "c.csv", "d.parquet", "e.json", "f"):
-        _, problem = problem_of(gsm8k, tmp_path / "out", dataset=tmp_path / name)
-        assert [e["answer"] for e in problem.task.held_out] == ["#### 18", "#### 19"], name
-        assert len(problem.task.train) == len(problem.prompts) == 18
-    both = {"dataset": tmp_path / "a.jsonl", "eval_dataset": tmp_path / "d.parquet"}
-    _, problem = problem_of(gsm8k, tmp_path / "out", **both)
-    assert len(problem.task.train) == len(problem.task.held_out) == 20
-    # a file that is replaced by one of its size and time
+def test_a_file_that_is_replaced_by_one_of_its_size_and_time_is_read_again(gsm8k, tmp_path):
     file = tmp_path / "a.jsonl"
+    file.write_bytes((gsm8k / "data" / "test.jsonl").read_bytes())
+    problem_of(gsm8k, tmp_path / "out", dataset=file)
     times = file.stat()
-    file.write_text(file.read_text().replace("What is", "How big"))
+    file.write_text(file.read_text().replace("How many", "Now many"))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     _, problem = problem_of(gsm8k, tmp_path / "out", dataset=file)
-    assert "What is" not in problem.task.train[0]["question"]
+    assert "How many" not in problem.task.train[0]["question"]
 
 
 def test_prompts_that_are_too_long_are_left_out(gsm8k, tmp_path, capsys):
@@ -88,7 +71,8 @@ def test_prompts_that_are_too_long_are_left_out(gsm8k, tmp_path, capsys):
     limit = lengths[len(lengths) // 2]
     _, fewer = problem_of(gsm8k, tmp_path, max_prompt_tokens=limit)
     assert len(fewer.prompts) == sum(n <= limit for n in lengths) == len(fewer.task.train)
-    assert str(len(lengths) - len(fewer.prompts)) in capsys.readouterr().err
+    said = f"training: {len(fewer.prompts)} of {len(lengths)} prompts have at most {limit} tokens"
+    assert said in capsys.readouterr().err
     _, total = problem_of(gsm8k, tmp_path, max_total_tokens=limit + 1)
     assert max(map(len, total.prompts)) <= limit
     assert all(1 <= total.task.config.response_limit(p) <= 32 for p in total.prompts)
@@ -152,19 +136,6 @@ def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
 )
 def test_verdicts_of_math(gold, answer, same):
     assert tba.MATH.is_right(gold, answer) == same
-
-
-def test_a_solution_without_an_answer_is_refused_with_its_row(gsm8k, tmp_path):
-    rows = [{"problem": "1+1?", "solution": f"\\boxed{{{i}}}"} for i in range(3)]
-    rows.append({"problem": "1+2?", "solution": "Count to 3, one by one."})
-    for name in ("train", "test"):
-        data = tmp_path / name
-        data.mkdir()
-        for split in ("train", "test"):
-            lines = [json.dumps(row) for row in (rows if split == name else rows[:3])]
-            (data / f"{split}.jsonl").write_text("\n".join(lines))
-        with pytest.raises(tba.InputError, match=r"--dataset.*row 3"):
-            problem_of(gsm8k, tmp_path, task="math", dataset=data)
 
 
 def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_path):
@@ -417,10 +388,6 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
         losses.append(tba.supervised_fine_tune(policy, pairs, config))
     assert losses[0][-1] < 0.5 * losses[0][0]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)
-    (tmp_path / "c.jsonl").write_text(json.dumps({"prompt": "x"}) + "\n")
-    config.sft_data = str(tmp_path / "c.jsonl")
-    with pytest.raises(tba.InputError, match="row 0"):
-        tba.read_sft_pairs(config, problem)
 
 
 def test_the_scripts_settings_are_the_papers(tmp_path):
