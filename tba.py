@@ -255,7 +255,6 @@ class Config:
     max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
     lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
     tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
-    pack: bool = flag(True, "Compute a prompt once for all its responses in a packed row.")
     gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
 
     engine: str = flag("auto", "vllm, transformers, auto (vllm if it runs here), or from --plugin.")
@@ -1178,10 +1177,14 @@ class Learner:
         self.device = local_device()
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
         path = config.model if config.lora_rank else saved.get("model", config.model)
-        self.policy = load_policy(config, path, ranks, config.lora_rank)
+        self.policy = load_policy(config, path, ranks, config.lora_rank, problem.packs)
         self.model = self.policy.model
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in self.model.modules():
+                if getattr(layer, "gradient_checkpointing", False):
+                    layer.training = True  # it checks this; its dropout stays off
+                    vars(layer).update({name: 0.0 for name in vars(layer) if "drop" in name})
         # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -1381,8 +1384,8 @@ class Searcher:
         longest_prompt = max(map(len, problem.prompts + problem.held_out))
         self.engine = engine_of("model", longest_prompt + config.max_response_tokens)
         reference = load_model(config, config.model, config.torch_dtype, local_device())
-        reference.eval().requires_grad_(False)
-        self.reference = TokenLogProbs(reference, config.temperature, config.pack)
+        reference.requires_grad_(False)
+        self.reference = TokenLogProbs(reference, config.temperature, problem.packs)
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
         problem.task.setup(engine_of)
@@ -1458,6 +1461,8 @@ class Searcher:
                 self.reference_weights[name].copy_(tensor)
             self.reference_version = message.version
         else:
+            if not isinstance(self.engine, TransformersEngine):  # others know checkpoint names
+                weights = revert_weight_conversion(self.reference.model, weights)
             self.engine.load_weights(weights.items())
             self.version = message.version
             probes = self.score_probes()
@@ -1629,21 +1634,25 @@ def load_model(
     config: Config, path: str, dtype: torch.dtype, device: torch.device,
     kind: str = "AutoModelForCausalLM",
 ) -> nn.Module:  # fmt: skip
-    """Load a model from a folder or hub name, with dropout disabled; `kind`: its auto class.
+    """Load a model from a folder or hub name; `kind`: its auto class. It stays in evaluation mode.
 
-    Raises ValueError if it lacks weights or has others, has an adapter, or is quantized.
+    Raises ValueError if it lacks weights or has others, has an adapter, is quantized, or cannot
+    generate from left to right.
     """
     model_config = transformers.AutoConfig.from_pretrained(path)
     adapter = transformers.utils.find_adapter_config_file(path)
     if adapter or hasattr(model_config, "quantization_config"):
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
-    dropout = {k: v for k, v in vars(model_config).items() if "drop" in k and isinstance(v, float)}
-    model_config.update(dict.fromkeys(dropout, 0.0))
+    text_config = model_config.get_text_config()
+    # BERT's descendants, whose decoders number padded positions
+    is_encoder = {"is_decoder", "add_cross_attention"} <= vars(text_config).keys()
+    if kind == "AutoModelForCausalLM" and (is_encoder or model_config.is_encoder_decoder):
+        raise ValueError(f"is a {model_config.model_type}; choose a model that is only a decoder")
     if config.dtype == "bfloat16":
         # TF32 for float32 matmuls, which vLLM disables: nearly as fast as bfloat16, more precise
         torch.set_float32_matmul_precision("high")
     # SDPA ignores the soft cap of attention scores (Gemma 2)
-    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    capped = getattr(text_config, "attn_logit_softcapping", None)
     model, loaded = getattr(transformers, kind).from_pretrained(
         path,
         config=model_config,
@@ -1660,9 +1669,23 @@ def load_model(
     if wrong:
         text = f"{len(wrong)} weights are missing, unexpected or of another shape"
         raise ValueError(f"{text} for a {type(model).__name__}, such as {min(wrong)}")
-    model.config = copy.copy(model.config)  # layers keep theirs; saved models keep their dropout
-    model.config.update(dropout)
     return model
+
+
+def can_pack(model: nn.Module, longest: int) -> bool:
+    """Whether a model respects the mask and the position ids of packed rows.
+
+    `longest` is the maximum length of a prompt with one response, in tokens.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return (
+        config._attn_implementation == "sdpa"  # others add a boolean mask to the scores
+        and not getattr(config, "alibi", False)
+        and layers <= {"full_attention", "sliding_attention", "chunked_attention"}
+        and all(longest <= window for window in windows if window)  # the mask replaces theirs
+    )
 
 
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -1672,15 +1695,24 @@ def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
+def with_output(body: nn.Module, output: Any) -> nn.Module:
+    """A shallow copy of a model's body whose `forward` returns `output`."""
+    twin = copy.copy(body)
+    twin.forward = lambda *_, **__: output
+    if "decoder" in body._modules:  # OPT's head calls it instead
+        twin._modules = body._modules | {"decoder": with_output(body.decoder, output)}
+    return twin
+
+
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
     """Float32 logits (N, V) of hidden states (N, H), with the family's soft caps and scales.
 
     The model's own `forward` runs on a shallow copy, whose body returns `output` and these states.
     """
-    twin = copy.copy(model)
-    twin._modules = dict(model._modules)
     body_output = dataclasses.replace(output, last_hidden_state=hidden[None])
-    twin._modules[model.base_model_prefix] = lambda *_, **__: body_output
+    body = with_output(model.base_model, body_output)
+    twin = copy.copy(model)
+    twin._modules = model._modules | {model.base_model_prefix: body}
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):  # false for a head with an adapter
         float_head = copy.copy(head)
@@ -1968,20 +2000,22 @@ def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
     return full.to("cpu", copy=True) if ranks.rank == 0 else None
 
 
-def load_policy(config: Config, path: str, ranks: Ranks, lora_rank: int = 0) -> TokenLogProbs:
+def load_policy(
+    config: Config, path: str, ranks: Ranks, lora_rank: int = 0, packs: bool = True
+) -> TokenLogProbs:
     """Load the policy to be trained, in float32; with several ranks, sharded by FSDP2.
 
     It is unsharded only in host memory. FSDP gathers layers in --dtype, without autocast.
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
-    model = load_model(config, path, torch.float32, device).train()
+    model = load_model(config, path, torch.float32, device)
     if lora_rank:
         import peft  # imported late: it takes seconds, and only adapters need it
 
         model.requires_grad_(False)
         adapters = peft.LoraConfig(r=lora_rank, lora_alpha=16)
         model = peft.inject_adapter_in_model(adapters, model)
-    policy = TokenLogProbs(model, config.temperature, config.pack)
+    policy = TokenLogProbs(model, config.temperature, packs)
     if ranks.size == 1:
         return policy
     policy.ranks = ranks
@@ -2059,6 +2093,7 @@ class TransformersEngine:
         self.model = load_model(config, getattr(config, name), config.torch_dtype, self.device)
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's
         self.state = checkpoint_state(self.model)
+        self.shares_prompts = can_pack(self.model, longest)
         self.waiting: deque[Request] = deque()
 
     @property
@@ -2095,7 +2130,7 @@ class TransformersEngine:
         prompt_ids = pad(prompts).to(self.device)  # (B, P), with the longest prompt's P
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (B, P)
         cache = None
-        if self.config.pack and len(rows) > len(batch) and mask.shape[1] > 1:
+        if self.shares_prompts and len(rows) > len(batch) and mask.shape[1] > 1:
             # run all but the last prompt token once per prompt; `generate` continues from there
             cache = self.model.base_model(
                 prompt_ids[:, :-1],
@@ -2305,21 +2340,12 @@ def vllm_can_run() -> bool:
 # members that did not reply in time are killed and restarted.
 
 
-@torch.no_grad()
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors (not copies) by checkpoint name; tied tensors appear once.
-
-    Raises ValueError for models whose checkpoints split or merge tensors (Mixtral, Qwen3-MoE).
-    """
+    """The model's tensors (not copies) by its own names; tied tensors appear once."""
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     # without non-persistent buffers and adapters
     names = [name for name in model.state_dict() if name in tensors and ".lora_" not in name]
-    state = {name.replace(".base_layer", ""): tensors[name] for name in names}
-    # transformers renames some parameters when it loads a checkpoint
-    found = revert_weight_conversion(model, state)
-    if {*map(id, found.values())} != {*map(id, state.values())}:
-        raise ValueError(f"{type(model).__name__}: its checkpoint splits or merges weights")
-    return found
+    return {name.replace(".base_layer", ""): tensors[name] for name in names}
 
 
 class FlatWeights:
@@ -2582,7 +2608,7 @@ class WeightSync:
         if not s.logprob_gap <= self.config.logprob_tolerance:  # NaN is not, either
             raise RunEnded(
                 f"step {s.version}: log-probabilities of Trainer and engine differ by up to "
-                f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try --pack False or "
+                f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try "
                 "another --engine; later, training may have diverged: lower --learning_rate, "
                 "raise --beta"
             )
@@ -3310,6 +3336,8 @@ def write_checkpoint(trainer: Trainer, model: nn.Module, weights: dict, state: d
 
 def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) -> None:
     """Write weights and tokenizer so that `from_pretrained` can load them."""
+    # checkpoints rename, split and merge weights
+    weights = revert_weight_conversion(model, weights)
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
@@ -3422,15 +3450,16 @@ read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
 read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
 
 
-def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> Any:
-    """The tokenizer of the model in flag `name`, of which only the weights' names are read.
+def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> tuple:
+    """Tokenizer and model of flag `name`, of which only the weights' names are read.
 
     The model's flag may have a companion such as --gold_reward_tokenizer. Raises InputError.
     """
     meta = torch.device("meta")
-    load_flag(name, config, lambda path: load_model(config, path, torch.float32, meta, kind))
+    load = lambda path: load_model(config, path, torch.float32, meta, kind)
+    model = load_flag(name, config, load)
     companion = name.replace("model", "tokenizer")
-    return read_tokenizer(companion if getattr(config, companion, "") else name, config)
+    return read_tokenizer(companion if getattr(config, companion, "") else name, config), model
 
 
 def read_dataset(name: str, config: Config) -> dict[str, Any]:
@@ -3532,6 +3561,7 @@ class Problem:
     tokenizer: Any
     prompts: list[np.ndarray]  # training prompts, each (P,) int32
     held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
+    packs: bool = True  # whether responses share rows, in which their prompt is computed once
     context: float = math.inf  # the model's maximum number of tokens
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
@@ -3562,8 +3592,11 @@ class Problem:
 
 def end_tokens(name: str, config: Config) -> list[int]:
     """The tokens that end a response (EOS and others) of the model in flag `name`."""
-    ends = np.ravel(read_config(name, config).eos_token_id).tolist()
-    return sorted({*ends, read_tokenizer(name, config).eos_token_id} - {None})
+    sources = [read_config(name, config), read_tokenizer(name, config)]
+    with contextlib.suppress(OSError):  # there may be none
+        sources.append(transformers.GenerationConfig.from_pretrained(getattr(config, name)))
+    ends = [np.ravel(getattr(source, "eos_token_id", None)).tolist() for source in sources]
+    return sorted({*itertools.chain(*ends)} - {None})
 
 
 def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
@@ -3597,15 +3630,20 @@ def encode_prompts(task: Task, kind: str, examples: list, context: float) -> tup
 
 def load_problem(config: Config) -> Problem:
     """Load and check tokenizer, model config and prompts. Raises InputError."""
-    text_config = read_config("model", config).get_text_config()
-    tokenizer = check_model("model", config)
+    tokenizer, model = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
+    text_config = model.config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or math.inf
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, prompts = encode_prompts(task, "training", task.train, context)
     task.held_out, held_out = encode_prompts(task, "evaluation", task.held_out, context)
-    return Problem(task, tokenizer, prompts, held_out, context=context)
+    longest = max(map(len, prompts + held_out)) + config.max_response_tokens
+    packs = can_pack(model, longest)
+    if not packs:
+        reason = f"the layers, attention or window of a {type(model).__name__} cannot pack them"
+        print(f"one response per row: {reason}", file=sys.stderr)
+    return Problem(task, tokenizer, prompts, held_out, packs, context)
 
 
 # =========================================================================== 16. The run's folder
@@ -4250,7 +4288,7 @@ class TextModel:
 
     def __init__(self, kind: str, name: str, config: Config) -> None:
         """Check the model of flag `name`; `kind` is the name of one of these classes."""
-        self.tokenizer = check_model(name, config, kind)
+        self.tokenizer, _ = check_model(name, config, kind)
         self.kind = kind
         self.name = name
         self.is_lm = kind == "AutoModelForCausalLM"
@@ -4468,7 +4506,7 @@ class RedTeam(Task):
             "toxicity_label",
             f"choose a label ({', '.join(labels)}), or a guard's first token, such as unsafe",
         )
-        self.victim_tokenizer = check_model("victim_model", config)
+        self.victim_tokenizer, _ = check_model("victim_model", config)
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
