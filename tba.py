@@ -803,6 +803,7 @@ class Task:
     """
 
     columns: tuple[str, ...] = ()
+    other_columns: tuple[tuple[str, ...], ...] = ()  # that may take the place of `columns`
     template = ""  # the prompt, formatted with the columns
     metric = "reward"  # name of the mean reward in evaluations
     special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
@@ -894,11 +895,8 @@ class GSM8K(Task):
             raise ValueError(f"no number in answer {example['answer']!r:.60}")
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        rewards = []
-        for example, response in zip(examples, responses, strict=True):
-            gold = extract_number(str(example["answer"]))
-            rewards.append(gold is not None and extract_number(response) == gold)
-        return np.array(rewards)
+        pairs = zip(examples, responses, strict=True)
+        return np.array([extract_number(y) == extract_number(x["answer"]) for x, y in pairs])
 
 
 # name -> class; Part III has the paper's other tasks, plug-ins add their own
@@ -3535,9 +3533,10 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     """
     config = task.config
     read = partial(read_rows, check=task.check)
+    columns = (task.columns, *task.other_columns)
     name = "dataset"
     splits = read_dataset(name, config)
-    train = read(name, config, task.columns, splits=splits, split=config.train_split)
+    train = read(name, config, *columns, splits=splits, split=config.train_split)
     del splits[config.train_split]
     if config.eval_dataset:
         name = "eval_dataset"
@@ -3545,7 +3544,7 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     usual = (split for split in ("test", "validation", "train") if split in splits)
     split = config.eval_split or next(usual, "")
     if split or config.eval_dataset:
-        return train, read(name, config, task.columns, splits=splits, split=split)
+        return train, read(name, config, *columns, splits=splits, split=split)
     held_out = max(1, len(train) // 10)
     config.require(len(train) > held_out, name, "needs at least two rows")
     np.random.default_rng(0).shuffle(train)
@@ -4224,6 +4223,7 @@ class MATH(Task):
     """
 
     columns = ("problem", "solution")
+    other_columns = (("problem", "answer"),)
     metric = "accuracy"
     INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
     JUDGE_TIMEOUT = 5  # seconds per answer
@@ -4233,8 +4233,9 @@ class MATH(Task):
         super().__init__(config, tokenizer)
 
     def check(self, example: dict) -> None:
-        if not last_box(example["solution"], bare=True):
-            raise ValueError(f"no answer in solution {example['solution']!r:.60}")
+        *_, (column, solution) = example.items()
+        if not last_box(solution, bare=True):
+            raise ValueError(f"no answer in {column} {solution!r:.60}")
 
     def prompt(self, example: dict) -> str:
         text = f"{example['problem']}\n{self.INSTRUCTION}"
@@ -4262,7 +4263,7 @@ class MATH(Task):
             return False
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        solutions = [example["solution"] for example in examples]
+        solutions = [[*example.values()][-1] for example in examples]
         verdicts = self.judges.map(
             self.is_right, solutions, responses, timeout=self.JUDGE_TIMEOUT
         ).result()

@@ -36,9 +36,10 @@ def test_the_last_number_of_a_text(text, number):
 
 def test_rewards_of_gsm8k_are_exact_matches_with_the_gold_answer(gsm8k, tmp_path):
     _, problem = problem_of(gsm8k, tmp_path)
-    examples = [{"answer": "3+4=7 #### 7"}, {"answer": 7}, {"answer": "no number"}]
-    rewards = problem.task.checked_rewards(examples, ["is 7.0", "is 8", "nor here"], np.ones(3))
-    assert rewards == [1.0, 0.0, 0.0]
+    examples = [{"answer": answer} for answer in ("3+4=7 #### 7", "7", "7", "1200", "0.00001")]
+    responses = ["is 7.0", "is 8", "not a number", "$1,200.00", "is .00001"]
+    rewards = problem.task.checked_rewards(examples, responses, np.ones(5))
+    assert rewards == [1.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_all_of_real_gsm8k_is_read(gsm8k, tmp_path):
@@ -136,6 +137,22 @@ def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
 )
 def test_verdicts_of_math(gold, answer, same):
     assert tba.MATH.is_right(gold, answer) == same
+
+
+def test_a_gold_answer_may_stand_in_a_column_of_its_own(gsm8k, tmp_path):
+    """As in AIME's and DAPO's data: `answer` has no box. With a `solution`, that one counts."""
+    rows = [{"problem": f"1+{n}?", "answer": n + 1} for n in range(1, 5)]
+    for more in ({}, {"solution": "It is \\boxed{7}."}):
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(json.dumps(row | more) + "\n" for row in rows))
+        _, problem = problem_of(gsm8k, tmp_path / "out", task="math", dataset=data)
+        task = problem.task
+        task.setup(None)
+        responses = [f"\\boxed{{{int(example['problem'][2]) + 1}}}" for example in task.train]
+        rewards = task.checked_rewards(task.train, responses, np.ones(3))
+        assert rewards == [0.0 if more else 1.0] * 3
+        task.judges.stop()
+        task.judges.join()
 
 
 def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_path):
