@@ -802,8 +802,7 @@ class Task:
     Searchers call `setup`, `rewards` and `evaluate`; the Trainer calls `summarize`.
     """
 
-    columns: tuple[str, ...] = ()
-    other_columns: tuple[tuple[str, ...], ...] = ()  # that may take the place of `columns`
+    columns: tuple[str, ...] = ()  # "a|b" is column a or else b
     template = ""  # the prompt, formatted with the columns
     metric = "reward"  # name of the mean reward in evaluations
     special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
@@ -3533,7 +3532,7 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     """
     config = task.config
     read = partial(read_rows, check=task.check)
-    columns = (task.columns, *task.other_columns)
+    columns = list(itertools.product(*(name.split("|") for name in task.columns)))
     name = "dataset"
     splits = read_dataset(name, config)
     train = read(name, config, *columns, splits=splits, split=config.train_split)
@@ -4222,8 +4221,7 @@ class MATH(Task):
     as Qwen2.5-7B have too, or as plain text without one.
     """
 
-    columns = ("problem", "solution")
-    other_columns = (("problem", "answer"),)
+    columns = ("problem", "solution|answer")
     metric = "accuracy"
     INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
     JUDGE_TIMEOUT = 5  # seconds per answer
@@ -4300,9 +4298,6 @@ class TextModel:
         dtype = config.torch_dtype if self.is_lm else torch.float32
         path = getattr(config, self.name)
         self.model = load_model(config, path, dtype, local_device(), self.kind)
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token_id = 0  # any token: it is masked
-        self.tokenizer.padding_side = "right"
         self.tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
         self.tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
@@ -4321,13 +4316,14 @@ class TextModel:
         special = not self.is_lm  # a chat template includes them
         rows = self.tokenizer(texts, truncation=True, add_special_tokens=special)["input_ids"]
         # an empty text is judged as EOS: logits of padding may be 0
-        rows = [row or [self.tokenizer.eos_token_id] for row in rows]
-        batch = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.model.device)
-        mask = batch["attention_mask"]  # (R, L)
+        rows = [torch.tensor(row or [self.tokenizer.eos_token_id]) for row in rows]
+        pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+        ids = pad(rows).to(self.model.device)  # (R, L)
+        mask = pad([torch.ones_like(row) for row in rows]).to(self.model.device)  # (R, L)
         is_causal = hasattr(self.model, "score")  # a classifier that reads the last token
         if self.kind == "AutoModelForSequenceClassification" and not is_causal:
-            return self.model(batch["input_ids"], attention_mask=mask).logits
-        output = self.model.base_model(batch["input_ids"], attention_mask=mask)
+            return self.model(ids, attention_mask=mask).logits
+        output = self.model.base_model(ids, attention_mask=mask)
         last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
         if self.is_lm:
             return logits_of(self.model, output, last)
@@ -4445,8 +4441,7 @@ class AttackBuffer(ReplayBuffer):
         """Store a group's attacks; each replaces its nearest near-duplicate unless it is worse.
 
         Example: with near_duplicate 0.25, two attacks of 10 tokens that differ in 4 of them are
-        near-duplicates: 4 edits are less than 0.25 x 20. A group of 16 takes 0.1 core-seconds to
-        compare with 100,000 attacks.
+        near-duplicates: 4 edits are less than 0.25 x 20.
         """
         config = self.config
         capacity = config.kept_per_prompt
