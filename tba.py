@@ -3476,33 +3476,29 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
             if os.path.isdir(value):
                 shutil.copytree(value, links, copy_function=os.symlink, dirs_exist_ok=True)
             else:
-                suffixes = Path(value.lower()).suffixes[-2:]  # such as .jsonl.gz
-                os.symlink(value, "".join([links, "/train", *suffixes]))
+                suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", value.lower())[0]
+                os.symlink(value, f"{links}/train{suffix}")  # other names would be other splits
             # the usual cache may have old rows, or be read-only
-            return datasets.load_dataset(links, cache_dir=f"{links}/.cache", keep_in_memory=True)
+            return datasets.load_dataset(links, cache_dir=f"{links}/.rows", keep_in_memory=True)
 
-    forms = (
-        "; files are JSON, JSONL, CSV, TSV, Parquet or .gz of these; folders, or by save_to_disk"
-    )
+    forms = "; local data are JSON, JSONL, CSV, TSV or Parquet, also .gz, folders, save_to_disk's"
     return load_flag(name, config, load, forms)
 
 
 def read_rows(
-    name: str, config: Config, *choices: tuple, splits: Any = None, split: str = "train",
+    name: str, config: Config, splits: dict, split: str, *choices: tuple[str, ...],
     check: Callable[[dict], None] = lambda row: None,
 ) -> list[dict[str, str]]:  # fmt: skip
-    """Rows of a split as dicts of text: of the first of `choices` of columns that it has.
+    """The rows of a split as dicts of text: of the first of `choices` of columns that it has.
 
     `check` raises ValueError for a row that cannot be used. Raises InputError.
     """
-    if splits is None:
-        splits = read_dataset(name, config)
     options = ", ".join(splits)
     config.require(split in splits, name, f"choose --train_split or --eval_split: {options}")
     has = splits[split].column_names
     columns = next((columns for columns in choices if set(columns) <= set(has)), ())
-    needs = ", ".join(choices[0])
-    config.require(columns, name, f"needs columns {needs} (it has {', '.join(has)})")
+    fix = f"needs columns {', '.join(choices[0])} (it has {', '.join(has)})"
+    config.require(columns, name, fix)
     rows = splits[split].select_columns(list(columns)).to_list()
     config.require(rows, name, f"split {split} has no rows")
     for i, row in enumerate(rows):
@@ -3531,19 +3527,17 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     --dataset. If it has neither, they are a tenth of the training rows, drawn at random.
     """
     config = task.config
-    read = partial(read_rows, check=task.check)
     columns = list(itertools.product(*(name.split("|") for name in task.columns)))
-    name = "dataset"
-    splits = read_dataset(name, config)
-    train = read(name, config, *columns, splits=splits, split=config.train_split)
+    splits = read_dataset("dataset", config)
+    train = read_rows("dataset", config, splits, config.train_split, *columns, check=task.check)
     del splits[config.train_split]
+    name = "eval_dataset" if config.eval_dataset else "dataset"
     if config.eval_dataset:
-        name = "eval_dataset"
         splits = read_dataset(name, config)
     usual = (split for split in ("test", "validation", "train") if split in splits)
     split = config.eval_split or next(usual, "")
     if split or config.eval_dataset:
-        return train, read(name, config, *columns, splits=splits, split=split)
+        return train, read_rows(name, config, splits, split, *columns, check=task.check)
     held_out = max(1, len(train) // 10)
     config.require(len(train) > held_out, name, "needs at least two rows")
     np.random.default_rng(0).shuffle(train)
@@ -3564,8 +3558,7 @@ class Problem:
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
         """Decode a prompt, or other tokens at the start of a text."""
-        skip = not self.task.keep_special_tokens
-        return self.tokenizer.decode(tokens, skip_special_tokens=skip)
+        return self.tokenizer.decode(tokens, skip_special_tokens=not self.task.keep_special_tokens)
 
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
         """Decode responses as continuations of their prompts.
@@ -3621,8 +3614,7 @@ def encode_prompts(task: Task, kind: str, examples: list, context: float) -> tup
         f"leaves {max(0, longest)} tokens for a prompt (the model's context: {context}), and every "
         f"one for {kind} is longer; lower it, or raise other --max_*_tokens",
     )
-    counts = f"{len(fitting)} of {len(examples)} prompts have at most {longest} tokens"
-    print(f"{kind}: {counts}; others are skipped", file=sys.stderr)
+    print(f"{kind}: {len(fitting)} of {len(texts)} prompts fit {longest} tokens", file=sys.stderr)
     return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
 
 
@@ -4226,9 +4218,9 @@ class MATH(Task):
     INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
     JUDGE_TIMEOUT = 5  # seconds per answer
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.special_tokens = not tokenizer.chat_template  # a template includes them
-        super().__init__(config, tokenizer)
+    @property
+    def special_tokens(self) -> bool:
+        return not self.tokenizer.chat_template  # a template includes them
 
     def check(self, example: dict) -> None:
         *_, (column, solution) = example.items()
@@ -4654,9 +4646,12 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     rng = np.random.default_rng(config.seed)
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
-        others = read_rows("sft_prompts", config, ("prompt",), ("attacker_prompt",))
+        splits = read_dataset("sft_prompts", config)
+        columns = [("prompt",), ("attacker_prompt",)]
+        others = read_rows("sft_prompts", config, splits, "train", *columns)
         prompts = [prompt for row in others for prompt in row.values()]
-    rows = read_rows("sft_data", config, ("prompt", "response"), ("instruction",))
+    splits = read_dataset("sft_data", config)
+    rows = read_rows("sft_data", config, splits, "train", ("prompt", "response"), ("instruction",))
     pairs = []
     for row in rows:
         prompt = row.get("prompt") or prompts[rng.integers(len(prompts))]
@@ -4664,14 +4659,11 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
         space = "" if prompt[-1:].isspace() else " "
         response = row.get("response") or space + row["instruction"]
         (prompt_ids,) = prompt_tokens(tokenizer, [prompt], task.special_tokens)
-        response_ids = [
-            *tokenizer.encode(response, add_special_tokens=False),
-            tokenizer.eos_token_id,
-        ]
+        response_ids = tokenizer.encode(response, add_special_tokens=False)
+        response_ids.append(tokenizer.eos_token_id)
         if len(prompt_ids + response_ids) <= problem.context:
             pairs.append((np.array(prompt_ids, np.int32), [np.array(response_ids, np.int32)]))
-    fix = f"every row is longer than the model's maximum of {problem.context} tokens"
-    config.require(pairs, "sft_data", fix)
+    config.require(pairs, "sft_data", f"every row is longer than {problem.context} tokens")
     return pairs
 
 
@@ -4685,10 +4677,7 @@ def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Calla
         losses = supervised_fine_tune(policy, pairs, config)
         with atomic_folder(path) as new:
             save_model(policy.model, checkpoint_state(policy.model), problem, new)
-        say(
-            f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps "
-            f"on {len(pairs)} rows"
-        )
+        say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} on {len(pairs)} rows that fit")
         del policy
         gc.collect()
         torch.cuda.empty_cache()  # a Searcher may share the GPU

@@ -127,7 +127,10 @@ def test_a_path_that_exists_is_that_path(read, tmp_path):
 def test_forms_that_people_have(read, tmp_path):
     data = datasets.Dataset.from_list(ROWS)
     text = "".join(json.dumps(row) + "\n" for row in ROWS)
-    for name in ("a.jsonl", "a.ndjson", "A.JSONL", "a.v2.jsonl", "test.jsonl"):
+    for name in (
+        "a.jsonl", "a.ndjson", "A.JSONL", "a.v2.jsonl", "test.jsonl", "a.test.jsonl",
+        "validation-1.jsonl", "test [1.2].jsonl", "a copy (2).json.jsonl",
+    ):  # fmt: skip
         (tmp_path / name).write_text(text)
     (tmp_path / "bom.jsonl").write_text("\ufeff" + text)
     (tmp_path / "a.json").write_text(json.dumps(ROWS))

@@ -72,7 +72,7 @@ def test_prompts_that_are_too_long_are_left_out(gsm8k, tmp_path, capsys):
     limit = lengths[len(lengths) // 2]
     _, fewer = problem_of(gsm8k, tmp_path, max_prompt_tokens=limit)
     assert len(fewer.prompts) == sum(n <= limit for n in lengths) == len(fewer.task.train)
-    said = f"training: {len(fewer.prompts)} of {len(lengths)} prompts have at most {limit} tokens"
+    said = f"training: {len(fewer.prompts)} of {len(lengths)} prompts fit {limit} tokens"
     assert said in capsys.readouterr().err
     _, total = problem_of(gsm8k, tmp_path, max_total_tokens=limit + 1)
     assert max(map(len, total.prompts)) <= limit
