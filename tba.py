@@ -181,6 +181,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in, if this file is renamed
 torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
@@ -1177,11 +1178,11 @@ class Learner:
         self.policy = load_policy(config, path, ranks, config.lora_rank, problem.packs)
         self.model = self.policy.model
         if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in self.model.modules():
-                if getattr(layer, "gradient_checkpointing", False):
-                    layer.training = True  # it checks this; its dropout stays off
-                    vars(layer).update({name: 0.0 for name in vars(layer) if "drop" in name})
+                if isinstance(
+                    layer, GradientCheckpointingLayer
+                ):  # by itself, in training mode only
+                    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -1473,8 +1474,9 @@ class Searcher:
     def score_probes(self) -> list[np.ndarray]:
         """The engine's log-probabilities (T,) of the probes' responses, at temperature 1."""
         pairs = [(prompt, y) for prompt, responses in self.problem.probes() for y in responses]
-        scored = self.engine.prompt_logprobs([np.concatenate(pair) for pair in pairs])
-        return [row[len(prompt) - 1 :] for row, (prompt, _) in zip(scored, pairs, strict=True)]
+        # what follows a response has no influence, unless the model is not causal
+        scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
+        return [row[len(x) - 1 :][: len(y)] for row, (x, y) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
         """Keep the engine full, unless too many responses await rewards.
@@ -1641,39 +1643,35 @@ def load_model(
     if adapter or hasattr(model_config, "quantization_config"):
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
     text_config = model_config.get_text_config()
-    # BERT's descendants, whose decoders number padded positions
-    is_encoder = {"is_decoder", "add_cross_attention"} <= vars(text_config).keys()
-    if kind == "AutoModelForCausalLM" and (is_encoder or model_config.is_encoder_decoder):
-        raise ValueError(f"is a {model_config.model_type}; choose a model that is only a decoder")
     if config.dtype == "bfloat16":
         # TF32 for float32 matmuls, which vLLM disables: nearly as fast as bfloat16, more precise
         torch.set_float32_matmul_precision("high")
     # SDPA ignores the soft cap of attention scores (Gemma 2)
-    capped = getattr(text_config, "attn_logit_softcapping", None)
+    is_capped = getattr(text_config, "attn_logit_softcapping", None)
     model, loaded = getattr(transformers, kind).from_pretrained(
         path,
         config=model_config,
         dtype=dtype,
         device_map={"": device},
-        attn_implementation="eager" if capped else None,
+        attn_implementation="eager" if is_capped else None,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that they are reported
     )
+    # BERT, BART and their descendants have this field, and no decoder but GPT-NeoX
+    has_encoder = hasattr(text_config, "is_decoder") and "gpt_neox" not in text_config.model_type
+    if kind == "AutoModelForCausalLM" and (has_encoder or model.base_model is model):
+        raise ValueError(f"a {type(model).__name__} is not supported; choose another decoder")
     is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
     wrong = [name for name in loaded["missing_keys"] if not (is_body and "pooler" in name)]
     wrong += [name for name in loaded["unexpected_keys"] if not (is_body or "pooler" in name)]
     wrong += [name for name, *_ in loaded["mismatched_keys"]]
     if wrong:
-        text = f"{len(wrong)} weights are missing, unexpected or of another shape"
-        raise ValueError(f"{text} for a {type(model).__name__}, such as {min(wrong)}")
+        raise ValueError(f"{len(wrong)} weights are missing or unexpected, such as {min(wrong)}")
     return model
 
 
 def can_pack(model: nn.Module, longest: int) -> bool:
-    """Whether a model respects the mask and the position ids of packed rows.
-
-    `longest` is the maximum length of a prompt with one response, in tokens.
-    """
+    """Whether a model respects packed rows' mask and position ids up to `longest`, in tokens."""
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or [])
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
@@ -1692,12 +1690,10 @@ def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
-def with_output(body: nn.Module, output: Any) -> nn.Module:
-    """A shallow copy of a model's body whose `forward` returns `output`."""
-    twin = copy.copy(body)
-    twin.forward = lambda *_, **__: output
-    if "decoder" in body._modules:  # OPT's head calls it instead
-        twin._modules = body._modules | {"decoder": with_output(body.decoder, output)}
+def with_forward(module: nn.Module, forward: Callable) -> nn.Module:
+    """A shallow copy of a module with another `forward`."""
+    twin = copy.copy(module)
+    twin.forward = forward
     return twin
 
 
@@ -1706,15 +1702,15 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
 
     The model's own `forward` runs on a shallow copy, whose body returns `output` and these states.
     """
-    body_output = dataclasses.replace(output, last_hidden_state=hidden[None])
-    body = with_output(model.base_model, body_output)
+    output = dataclasses.replace(output, last_hidden_state=hidden[None])
+    body = with_forward(model.base_model, lambda *_, **__: output)
+    if "decoder" in body._modules:  # OPT calls it, not the body
+        body._modules = body._modules | {"decoder": with_forward(body.decoder, body.forward)}
     twin = copy.copy(model)
     twin._modules = model._modules | {model.base_model_prefix: body}
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):  # false for a head with an adapter
-        float_head = copy.copy(head)
-        float_head.forward = partial(float_logits, head)
-        twin.set_output_embeddings(float_head)
+        twin.set_output_embeddings(with_forward(head, partial(float_logits, head)))
     # an instance's `forward` may be wrapped, and bound to the original
     return type(twin).forward(twin, use_cache=False).logits[0].float()
 
@@ -1812,10 +1808,7 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to a device; asynchronously on a GPU."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def padded_tokens(rows: list[Row]) -> int:
@@ -2222,7 +2215,7 @@ class VLLMEngine:
             skip_tokenizer_init=True,
             enforce_eager=local_device().type == "cpu",
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
-            max_model_len=max(longest, 17) + 1,  # the probes have 17 tokens
+            max_model_len=max(longest, 25) + 1,  # the probes have 25 tokens
             max_num_seqs=config.sequences_in_flight,
             enable_prefix_caching=True,  # a prompt is computed once for its S responses
             logprobs_mode="processed_logprobs",  # of the tempered policy
@@ -2340,9 +2333,11 @@ def vllm_can_run() -> bool:
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors (not copies) by its own names; tied tensors appear once."""
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    # without non-persistent buffers and adapters
-    names = [name for name in model.state_dict() if name in tensors and ".lora_" not in name]
-    return {name.replace(".base_layer", ""): tensors[name] for name in names}
+    return {
+        name.replace(".base_layer", ""): tensors[name]
+        for name in model.state_dict()  # without non-persistent buffers
+        if name in tensors and ".lora_" not in name
+    }
 
 
 class FlatWeights:
@@ -2605,9 +2600,8 @@ class WeightSync:
         if not s.logprob_gap <= self.config.logprob_tolerance:  # NaN is not, either
             raise RunEnded(
                 f"step {s.version}: log-probabilities of Trainer and engine differ by up to "
-                f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try "
-                "another --engine; later, training may have diverged: lower --learning_rate, "
-                "raise --beta"
+                f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try another --engine; "
+                "later, training may have diverged: lower --learning_rate, raise --beta"
             )
 
     def reset_reference(self, step: int) -> None:
@@ -3453,7 +3447,7 @@ def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -
     The model's flag may have a companion such as --gold_reward_tokenizer. Raises InputError.
     """
     meta = torch.device("meta")
-    load = lambda path: load_model(config, path, torch.float32, meta, kind)
+    load = partial(load_model, config, dtype=torch.float32, device=meta, kind=kind)
     model = load_flag(name, config, load)
     companion = name.replace("model", "tokenizer")
     return read_tokenizer(companion if getattr(config, companion, "") else name, config), model
@@ -3583,11 +3577,9 @@ class Problem:
 
 def end_tokens(name: str, config: Config) -> list[int]:
     """The tokens that end a response (EOS and others) of the model in flag `name`."""
-    sources = [read_config(name, config), read_tokenizer(name, config)]
-    with contextlib.suppress(OSError):  # there may be none
-        sources.append(transformers.GenerationConfig.from_pretrained(getattr(config, name)))
-    ends = [np.ravel(getattr(source, "eos_token_id", None)).tolist() for source in sources]
-    return sorted({*itertools.chain(*ends)} - {None})
+    tokenizer, model = check_model(name, config)
+    sources = (model.config.get_text_config(), model.generation_config, tokenizer)
+    return sorted({end for s in sources for end in np.ravel(s.eos_token_id).tolist()} - {None})
 
 
 def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
@@ -3623,16 +3615,14 @@ def load_problem(config: Config) -> Problem:
     tokenizer, model = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    text_config = model.config.get_text_config()
-    context = getattr(text_config, "max_position_embeddings", None) or math.inf
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, prompts = encode_prompts(task, "training", task.train, context)
     task.held_out, held_out = encode_prompts(task, "evaluation", task.held_out, context)
     longest = max(map(len, prompts + held_out)) + config.max_response_tokens
     packs = can_pack(model, longest)
     if not packs:
-        reason = f"the layers, attention or window of a {type(model).__name__} cannot pack them"
-        print(f"one response per row: {reason}", file=sys.stderr)
+        print(f"one response per row: a {type(model).__name__} cannot pack them", file=sys.stderr)
     return Problem(task, tokenizer, prompts, held_out, packs, context)
 
 

@@ -7,7 +7,7 @@
 * TRL: the same step, relative to TRL's GRPOTrainer, which pads these responses in one micro-batch
   (pip install --no-deps trl==1.16.0; skipped without it);
 * generation: a batch of the transformers engine that runs the prompt once for its 16 responses,
-  relative to once per response (--pack False);
+  relative to once per response;
 * sync: the cost of a sync to the training thread (snapshot and probes), relative to a plain copy of
   the weights and the probes;
 * replay: drawing a batch from a full buffer, as a fraction of a training step;
@@ -43,11 +43,11 @@ def median_seconds(*functions, rounds: int = 7) -> list[float]:
     return [float(np.median(own)) for own in times]
 
 
-def load_learner(model: Path, files: Path, pack: bool) -> tba.Learner:
+def load_learner(model: Path, files: Path) -> tba.Learner:
     """A Learner for this model."""
     config = tba.settings(
         model=str(model), dataset=str(files / "data"), engine="transformers", dtype="float32",
-        num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95, pack=pack,
+        num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95,
         max_response_tokens=32, temperature=1.0, tokens_per_microbatch=4096,
     )  # fmt: skip
     config.as_given = {}
@@ -142,10 +142,12 @@ def main() -> None:
     tba.quiet_libraries()
     folder = tempfile.TemporaryDirectory()
     model = wide_model(files, Path(folder.name))
-    packed = load_learner(model, files, pack=True)
-    plain = load_learner(model, files, pack=False)
+    packed = load_learner(model, files)
+    plain = load_learner(model, files)
+    plain.policy.row_tokens = 0
     once = tba.TransformersEngine(packed.config, 0, "model", 1024)
     often = tba.TransformersEngine(plain.config, 0, "model", 1024)
+    often.shares_prompts = False
     now = tba.at_step(packed.config, 0)
     for name, prompt, response in (("GSM8K", 140, 150), ("TL;DR", 350, 35)):
         groups = random_groups(packed, prompt, response)

@@ -117,6 +117,15 @@ def test_a_folder_that_holds_a_run_or_in_which_one_is_under_way(gsm8k, tmp_path,
     assert "--dataset" in refused(flags, capsys)
 
 
+def test_an_attention_window_skips_no_prompt(gsm8k, tmp_path, capsys):
+    window = {"model_type": "mistral", "sliding_window": 32}
+    model = changed(gsm8k / "model", tmp_path / "model", **window)
+    _, windowed = problem_of(gsm8k, tmp_path / "run", model=model)
+    assert capsys.readouterr().err.count("one response per row") == 1
+    _, whole = problem_of(gsm8k, tmp_path / "run")
+    assert len(windowed.prompts) == len(whole.prompts) and whole.packs and not windowed.packs
+
+
 def test_flags_before_resume_are_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(tba, "executed", [], raising=False)
     for name in ("own", "other"):
