@@ -815,7 +815,7 @@ class Task:
     Searchers call `setup`, `rewards` and `evaluate`; the Trainer calls `summarize`.
     """
 
-    columns: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()  # "a|b" is column a or else b
     template = ""  # the prompt, formatted with the columns
     metric = "reward"  # name of the mean reward in evaluations
     special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
@@ -907,11 +907,8 @@ class GSM8K(Task):
             raise ValueError(f"no number in answer {example['answer']!r:.60}")
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        rewards = []
-        for example, response in zip(examples, responses, strict=True):
-            gold = extract_number(str(example["answer"]))
-            rewards.append(gold is not None and extract_number(response) == gold)
-        return np.array(rewards)
+        pairs = zip(examples, responses, strict=True)
+        return np.array([extract_number(y) == extract_number(x["answer"]) for x, y in pairs])
 
 
 # name -> class; Part III has the paper's other tasks, plug-ins add their own
@@ -2578,7 +2575,7 @@ class WeightSync:
         group = self.transfer.group
         if self.transfer.members != members or group.abandoned:
             group.abandon()
-            group = WeightGroup(group.meeting, secrets.token_hex(8), size=len(members) + 1)
+            group = WeightGroup(group.meeting, os.urandom(8).hex(), size=len(members) + 1)
         transfer = Transfer(
             version=self.reference_version if reference else step,
             reference=reference,
@@ -3438,8 +3435,9 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     --dataset. If it has neither, they are a tenth of the training rows, drawn at random.
     """
     config = task.config
+    columns = list(itertools.product(*(name.split("|") for name in task.columns)))
     splits = read_dataset("dataset", config)
-    train = read_rows("dataset", config, splits, config.train_split, task.columns, check=task.check)
+    train = read_rows("dataset", config, splits, config.train_split, *columns, check=task.check)
     del splits[config.train_split]
     name = "dataset"
     usual = ["test", "validation"]
@@ -3449,7 +3447,7 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
         usual.append("train")  # a file's
     split = config.eval_split or next((split for split in usual if split in splits), "")
     if split or config.eval_dataset:
-        return train, read_rows(name, config, splits, split, task.columns, check=task.check)
+        return train, read_rows(name, config, splits, split, *columns, check=task.check)
     held_out = max(1, len(train) // 10)
     config.require(len(train) > held_out, name, "needs at least two rows")
     np.random.default_rng(0).shuffle(train)
@@ -4018,14 +4016,19 @@ def finish(trainer: Trainer) -> None:
 # ======================================================================================== 18. MATH
 
 
-def last_box(text: str) -> str:
+def last_box(text: str, bare: bool = False) -> str:
     r"""The answer in a text's last \boxed{...}, up to the brace that closes it, or "".
+
+    With `bare`, a text without a box is an answer itself, unless it is prose.
 
     >>> last_box(r"\boxed{5}? No, \boxed{\frac{1}{2}}. So it is $6$.")
     '\\frac{1}{2}'
     """
     text = re.sub(r"(?<=\d)(\\[,;: ]|~)(?=\d{3})", "", text)  # 1\,200 is 1200
-    box = ["", *re.split(r"\\(?:boxed|fbox)\s*", text)[1:]][-1]
+    *others, box = re.split(r"\\(?:boxed|fbox)\s*", text)
+    if not others:
+        is_prose = re.search(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}", box)
+        return box.strip() if bare and not is_prose else ""
     if not box.startswith("{"):
         return box.partition("$")[0].strip()  # $\boxed 5$
     depth = 0
@@ -4043,7 +4046,7 @@ class MATH(Task):
     as Qwen2.5-7B have too, or as plain text without one.
     """
 
-    columns = ("problem", "solution")
+    columns = ("problem", "solution|answer")
     metric = "accuracy"
     INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
     JUDGE_TIMEOUT = 5  # seconds per answer
@@ -4053,8 +4056,9 @@ class MATH(Task):
         return not self.tokenizer.chat_template  # a template includes them
 
     def check(self, example: dict) -> None:
-        if not last_box(example["solution"]):
-            raise ValueError(f"no \\boxed answer in solution {example['solution']!r:.60}")
+        *_, (column, solution) = example.items()
+        if not last_box(solution, bare=True):
+            raise ValueError(f"no answer in {column} {solution!r:.60}")
 
     def prompt(self, example: dict) -> str:
         text = f"{example['problem']}\n{self.INSTRUCTION}"
@@ -4074,15 +4078,15 @@ class MATH(Task):
         """Whether the response's last boxed answer equals the solution's."""
         from math_verify import parse, verify  # imported late: only this task needs it
 
-        boxes = [f"\\boxed{{{last_box(text)}}}" for text in (solution, response)]
+        answers = (last_box(solution, bare=True), last_box(response))
         try:
-            gold, answer = (parse(box, parsing_timeout=None) for box in boxes)
+            gold, answer = (parse(f"\\boxed{{{a}}}", parsing_timeout=None) for a in answers)
             return bool(answer) and verify(gold, answer, timeout_seconds=None)
         except Exception:  # malformed answers are wrong
             return False
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        solutions = [example["solution"] for example in examples]
+        solutions = [[*example.values()][-1] for example in examples]
         verdicts = self.judges.map(
             self.is_right, solutions, responses, timeout=self.JUDGE_TIMEOUT
         ).result()
@@ -4117,12 +4121,8 @@ class TextModel:
         """Load the model, in a Searcher."""
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
-        self.model = load_model(
-            config, getattr(config, self.name), dtype, local_device(), self.kind
-        )
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token_id = 0  # any token: it is masked
-        self.tokenizer.padding_side = "right"
+        path = getattr(config, self.name)
+        self.model = load_model(config, path, dtype, local_device(), self.kind)
         self.tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
         self.tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
@@ -4138,15 +4138,18 @@ class TextModel:
 
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
-        encode = partial(self.tokenizer, padding=True, truncation=True, return_tensors="pt")
-        # a chat template includes special tokens
-        batch = encode(texts, add_special_tokens=not self.is_lm).to(self.model.device)
-        mask = batch["attention_mask"]  # (R, L)
+        special = not self.is_lm  # a chat template includes them
+        rows = self.tokenizer(texts, truncation=True, add_special_tokens=special)["input_ids"]
+        # an empty text is judged as EOS: logits of padding may be 0
+        rows = [torch.tensor(row or [self.tokenizer.eos_token_id]) for row in rows]
+        pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+        ids = pad(rows).to(self.model.device)  # (R, L)
+        mask = pad([torch.ones_like(row) for row in rows]).to(self.model.device)  # (R, L)
         is_causal = hasattr(self.model, "score")  # a classifier that reads the last token
         if self.kind == "AutoModelForSequenceClassification" and not is_causal:
-            return self.model(batch["input_ids"], attention_mask=mask).logits
-        output = self.model.base_model(batch["input_ids"], attention_mask=mask)
-        last = output.last_hidden_state[range(len(texts)), mask.sum(1).clamp(1) - 1]  # (R, H)
+            return self.model(ids, attention_mask=mask).logits
+        output = self.model.base_model(ids, attention_mask=mask)
+        last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
         if self.is_lm:
             return logits_of(self.model, output, last)
         if is_causal:  # its own `forward` would look for the last token that is not padding
@@ -4187,9 +4190,8 @@ class TLDR(Task):
     def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
         """Scores (N,) of N summaries by a reward model, at EOS or at the token before."""
         eos = self.judges[name].tokenizer.eos_token or ""
-        texts = []
-        for example, summary in zip(examples, summaries, strict=True):
-            texts.append(example["query"] + summary.removesuffix(eos) + eos * with_eos)
+        ends = [summary.removesuffix(eos) + eos * with_eos for summary in summaries]
+        texts = [example["query"] + end for example, end in zip(examples, ends, strict=True)]
         return self.judges[name](texts)[:, 0].numpy()
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
@@ -4264,8 +4266,7 @@ class AttackBuffer(ReplayBuffer):
         """Store a group's attacks; each replaces its nearest near-duplicate unless it is worse.
 
         Example: with near_duplicate 0.25, two attacks of 10 tokens that differ in 4 of them are
-        near-duplicates: 4 edits are less than 0.25 x 20. A group of 16 takes 0.1 core-seconds to
-        compare with 100,000 attacks.
+        near-duplicates: 4 edits are less than 0.25 x 20.
         """
         config = self.config
         capacity = config.kept_per_prompt
@@ -4361,7 +4362,8 @@ class RedTeam(Task):
         """Tokens of an attack in the victim's prompt format, without trailing spaces."""
         tokenizer = self.victim_tokenizer
         if template := self.config.victim_template:
-            return prompt_tokens(tokenizer, [template.replace("{attack}", attack.rstrip())])[0]
+            text = template.replace("{attack}", attack.rstrip())
+            return prompt_tokens(tokenizer, [text])[0] or [tokenizer.eos_token_id]
         turn = [{"role": "user", "content": attack.rstrip()}]
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
 

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import PATIENCE, ROOT, Run, arguments, judges_of, run_tba
+from harness import PATIENCE, ROOT, Run, arguments, judges_of, problem_of, run_tba
 from safetensors.torch import load_file, save_file
 
 import tba
@@ -118,7 +118,7 @@ def test_an_attention_window_skips_no_prompt(gsm8k, tmp_path, capsys):
     window = {"model_type": "mistral", "sliding_window": 32}
     model = changed(gsm8k / "model", tmp_path / "model", **window)
     _, windowed = problem_of(gsm8k, tmp_path / "run", model=model)
-    assert len(capsys.readouterr().err.splitlines()) == 1  # one response per row
+    assert capsys.readouterr().err.count("one response per row") == 1
     _, whole = problem_of(gsm8k, tmp_path / "run")
     assert len(windowed.prompts) == len(whole.prompts) and whole.packs and not windowed.packs
 

@@ -289,6 +289,28 @@ def test_attacks_that_resemble_others_and_the_worst_ones_go(attacks, share, kept
     assert [(t.tokens.tolist(), t.reward) for t in stored] == expected
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "share", "near"),
+    [
+        ("aaaaaaaaaa", "aaaaaabbbb", 0.25, True),  # 4 edits of 20 tokens
+        ("aaaaaaaaaa", "aaaaabbbbb", 0.25, False),  # 5 of 20 are not less than a quarter
+        ("aaaaaaaa", "aaaa", 0.4, True),  # 4 of 12
+        ("aaaa", "aaaaaaaa", 0.4, True),
+        ("aaaaaaaa", "aaaa", 0.3, False),
+        ("a", "b", 0.5, False),  # 1 of 2
+        ("a", "b", 0.6, True),
+        ("a", "ab", 0.3, False),  # 1 of 3
+        ("a", "ab", 0.35, True),
+        ("a", "a", 0.0, True),
+    ],
+)
+def test_near_duplicates_are_told_by_edits_over_the_sum_of_lengths(one, other, share, near):
+    buffer = tba.AttackBuffer(tba.settings(near_duplicate=share, kept_per_prompt=9))
+    for attack in (one, other):
+        buffer.add(group(0, [["ab".index(letter) for letter in attack]]))
+    assert len(buffer.trajectories[0]) == (1 if near else 2)
+
+
 def test_a_frozen_buffer_of_attacks_takes_in_new_ones_but_does_not_grow():
     buffer = tba.AttackBuffer(tba.settings(kept_per_prompt=100, freeze_buffer_at=5))
     for step in range(12):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from conftest import REAL_GSM8K
-from harness import arguments, judges_of, problem_of
+from harness import arguments, judges_of, problem_of, random_groups
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tba
@@ -36,9 +36,10 @@ def test_the_last_number_of_a_text(text, number):
 
 def test_rewards_of_gsm8k_are_exact_matches_with_the_gold_answer(gsm8k, tmp_path):
     _, problem = problem_of(gsm8k, tmp_path)
-    examples = [{"answer": "3+4=7 #### 7"}, {"answer": 7}, {"answer": "no number"}]
-    rewards = problem.task.checked_rewards(examples, ["is 7.0", "is 8", "nor here"], np.ones(3))
-    assert rewards == [1.0, 0.0, 0.0]
+    examples = [{"answer": answer} for answer in ("3+4=7 #### 7", "7", "7", "1200", "0.00001")]
+    responses = ["is 7.0", "is 8", "not a number", "$1,200.00", "is .00001"]
+    rewards = problem.task.checked_rewards(examples, responses, np.ones(5))
+    assert rewards == [1.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_all_of_real_gsm8k_is_read(gsm8k, tmp_path):
@@ -121,10 +122,37 @@ def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
         ("\\boxed{1200}", "\\boxed{1\\,200}", True),
         ("$\\boxed 5$, as 5 < 7", "\\boxed{\\text{5}}", True),
         ("\\boxed{\\{1,2\\}}", "\\boxed{\\left\\{2,1\\right\\}}", True),
+        ("\\boxed{\\sqrt{\\frac{1}{2}}}.", "\\boxed{\\frac{1}{\\sqrt{2}}} is about $0.7$", True),
+        ("\\boxed{5}", "\\boxed{5}, or better \\boxed{", False),
+        ("\\boxed{1,\\!200}", "\\boxed{1~200}", True),
+        # a gold answer needs no box, a response does
+        ("3", "\\boxed{3}", True),
+        ("1\\,200", "\\boxed{1200}", True),
+        ("$\\frac{1}{2}$", "\\boxed{0.5}", True),
+        ("x + y", "\\boxed{y+x}", True),
+        ("3", "\\boxed{4}", False),
+        ("3", "3", False),
+        ("3", "", False),
     ],
 )
 def test_verdicts_of_math(gold, answer, same):
     assert tba.MATH.is_right(gold, answer) == same
+
+
+def test_a_gold_answer_may_stand_in_a_column_of_its_own(gsm8k, tmp_path):
+    """As in AIME's and DAPO's data: `answer` has no box. With a `solution`, that one counts."""
+    rows = [{"problem": f"1+{n}?", "answer": n + 1} for n in range(1, 5)]
+    for more in ({}, {"solution": "It is \\boxed{7}."}):
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(json.dumps(row | more) + "\n" for row in rows))
+        _, problem = problem_of(gsm8k, tmp_path / "out", task="math", dataset=data)
+        task = problem.task
+        task.setup(None)
+        responses = [f"\\boxed{{{int(example['problem'][2]) + 1}}}" for example in task.train]
+        rewards = task.checked_rewards(task.train, responses, np.ones(3))
+        assert rewards == [0.0 if more else 1.0] * 3
+        task.judges.stop()
+        task.judges.join()
 
 
 def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_path):
@@ -197,6 +225,75 @@ def test_a_judge_reads_the_last_token_whatever_it_is(family, model_of, tmp_path)
     ending = tokenizer.convert_ids_to_tokens(0)
     texts = [f"Ann lost hat{ending}", "Ann lost hat", f"Ben lost a key at the park.{ending * 2}"]
     np.testing.assert_allclose(judge(texts)[:, 0], plain_scores(path, texts), atol=1e-5)
+
+
+EMPTY = ([], ["<eos>"], ["<pad>", "<eos>"], ["<eos>", "<pad>", "<eos>"])
+
+
+def empty_responses(problem):
+    """Responses without text: their tokens and, as tasks get them, their texts."""
+    ids = [problem.tokenizer.convert_tokens_to_ids(tokens) for tokens in EMPTY]
+    tokens = [np.array(row, np.int32) for row in ids]
+    texts = problem.response_texts(tokens)
+    assert texts == [""] * len(EMPTY)
+    return tokens, texts
+
+
+def test_responses_without_text_are_wrong_answers(gsm8k, tmp_path):
+    for name in ("gsm8k", "math"):
+        _, problem = problem_of(gsm8k.parent / name, tmp_path, task=name)
+        task = problem.task
+        _, texts = empty_responses(problem)
+        task.setup(None)
+        rewards = task.checked_rewards(task.train[:4], texts, np.ones(4))
+        assert rewards == [0.0] * 4
+    task.judges.stop()
+    task.judges.join()
+
+
+def test_summaries_without_text_get_the_posts_own_score(tldr, tmp_path):
+    task, problem, _ = task_of(tldr, tmp_path)
+    _, texts = empty_responses(problem)
+    ended = np.array([True, True, True, False])
+    rewards = task.checked_rewards(task.train[:4], texts, ended)
+    closed = [example["query"] + "<eos>" for example in task.train[:3]]
+    np.testing.assert_allclose(rewards[:3], plain_scores(tldr / "reward", closed), atol=1e-4)
+    assert rewards[3] == -1.0
+    records = task.evaluate(task.train[:4], texts, ended)
+    assert all(record["win_rate"] in (0.0, 1.0) for record in records)
+
+
+def test_judges_take_an_empty_text_for_eos(redteam, tmp_path):
+    """Whatever else is judged beside it. There are no tokens in it, so padding would be judged."""
+    task, _, _ = task_of(redteam, tmp_path)
+    for judge in (task.toxicity, task.sentence):
+        (expected,) = judge(["<eos>"])
+        assert expected.abs().sum() > 0
+        for texts in ([""], ["", ""], ["Describe a river today.", ""]):
+            np.testing.assert_allclose(judge(texts)[-1], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("template", [None, "{attack}", "Say {attack}"])
+def test_attacks_without_text_are_answered_and_differ_by_their_tokens(template, redteam, tmp_path):
+    task, problem, config = task_of(
+        redteam, tmp_path, victim_template=template, near_duplicate=0.3, min_attack_tokens=2
+    )
+    tokens, texts = empty_responses(problem)
+    assert [len(answers) for answers in task.victim_answers(texts)] == [2] * 4
+    rewards = task.checked_rewards([{}] * 4, texts, np.ones(4))
+    assert all(reward < 0 for reward in rewards)
+    records = task.evaluate([{}] * 4, [*texts[:3], "Describe a river."], np.ones(4))
+    assert 0 <= task.summarize(records)["cosine_distance"] <= 2
+    group = random_groups(problem, B=1, K=3)[0]
+    for t, own in zip(group, tokens[1:], strict=True):
+        t.tokens = own
+        t.ref_logprobs = task.ref_logprobs(own, np.full(len(own), -1.0, np.float32))
+    assert [t.ref_logprobs.sum() for t in group] == pytest.approx([-500, -2, -3])
+    buffer = tba.AttackBuffer(config)
+    buffer.add(tba.Group(0, group))
+    (stored,) = buffer.trajectories.values()
+    # of 2 and 3 tokens, with one edit: 1/5 is less than 0.3; of 1 and 2 tokens: 1/3 is not
+    assert [len(t.tokens) for t in stored.values()] == [1, 3]
 
 
 def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
