@@ -163,11 +163,8 @@ def load(flags: dict[str, Any]) -> tuple[tba.Config, tba.Problem]:
         **TASK_FLAGS.get(task, {}),
         **flags,
     }
-    config = tba.parse(
-        [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    )
-    tba.resolve(config)
-    tba.check_settings(config)
+    args = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    config = tba.resolve(tba.parse(args))
     problem = tba.load_problem(config)
     if config.sft_data:
         problem.pairs = tba.read_sft_pairs(config, problem)

@@ -36,8 +36,8 @@ def read(gsm8k, tmp_path, tokenizer):
     """Function: the task of a dataset, which has read its examples."""
 
     def task_of(dataset, **flags):
-        config = tba.parse(arguments(gsm8k, tmp_path / "out", dataset=dataset, **flags))
-        tba.resolve(config)
+        args = arguments(gsm8k, tmp_path / "out", dataset=dataset, **flags)
+        config = tba.resolve(tba.parse(args))
         return tba.TASKS[config.task](config, tokenizer)
 
     return task_of
