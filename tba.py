@@ -15,7 +15,7 @@ on a Ray cluster. Measured results: docs/results.md.
       while step < steps:                              while True:
         poll()           receives groups                 submit_prompts()     S responses per prompt
         store()          into the ReplayBuffer           engine.step()        one decode step
-        rule.sample()    B prompts x K trajectories      score()              rewards, log pi_ref
+        rule.sample()    B prompts x K trajectories      start_scoring()      rewards, log pi_ref
         Learner.step()   Trajectory Balance loss,        collect_results()    groups, to poll()
                          its gradient, AdamW             between two decode steps:
         every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
@@ -1393,11 +1393,16 @@ class Searcher:
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
         problem.task.setup(engine_of)
+        S = config.searched_per_prompt
         self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
         self.judge_thread = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
         self.in_flight: dict[Source, int] = {}  # -> number of responses
+        self.unscored: list[Group] = []  # they wait for a thread
         self.calls: list[TaskCall] = []  # in progress
+        # groups in a call: the threads together take at most --sequences_in_flight responses
+        threads = max(1, problem.task.reward_threads)
+        self.call_size = max(1, config.sequences_in_flight // (threads * S))
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
         self.group = WeightGroup(spec.meeting)  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
@@ -1431,6 +1436,7 @@ class Searcher:
 
     def between_steps(self) -> None:
         """Work between decode steps. Raises what the task raised."""
+        self.start_scoring()
         self.collect_results()
         now = time.perf_counter()
         if now - self.last_heartbeat > 0.5:
@@ -1484,7 +1490,7 @@ class Searcher:
         config = self.config
         prompts = self.problem.prompts
         S = config.searched_per_prompt
-        unscored = sum(call.unscored for call in self.calls)
+        unscored = S * len(self.unscored) + sum(call.unscored for call in self.calls)
         if self.version < 0 or unscored > self.MAX_UNSCORED * max(S, config.sequences_in_flight):
             return
         capacity = config.sequences_in_flight * self.engine.LOOKAHEAD
@@ -1531,14 +1537,15 @@ class Searcher:
             self.in_flight[request.id] = request.n
 
     def handle_completions(self, completions: list[Completion]) -> None:
-        """Have the task score responses, in calls of limited size."""
-        config = self.config
-        threads = max(1, self.problem.task.reward_threads)
-        size = max(1, config.sequences_in_flight // (threads * config.searched_per_prompt))
+        """Turn responses into groups to score, and have the task evaluate held-out answers."""
         for held_out in (False, True):
             found = [done for done in completions if done.request.id.held_out == held_out]
-            for i in range(0, len(found), size):
-                self.score(self.make_groups(found[i : i + size]), held_out)
+            for i in range(0, len(found), self.call_size):
+                groups = self.make_groups(found[i : i + self.call_size])
+                if held_out:
+                    self.call_task(groups, held_out)
+                else:
+                    self.unscored += groups
                 self.between_steps()
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
@@ -1570,11 +1577,20 @@ class Searcher:
             groups.append(group)
         return groups
 
-    def score(self, groups: list[Group], held_out: bool) -> None:
-        """Have the task compute rewards, or evaluate held-out answers; the results are sent.
+    def start_scoring(self) -> None:
+        """Have the task score complete groups, several at once if they had to wait for a thread.
 
         In lockstep, runs repeat exactly: calls do not depend on when a thread is free.
         """
+        scoring = sum(call.unscored > 0 for call in self.calls)
+        free = scoring < max(1, self.problem.task.reward_threads)
+        if self.unscored and (free or self.config.synchronous):
+            groups = self.unscored[: self.call_size]
+            del self.unscored[: self.call_size]
+            self.call_task(groups, held_out=False)
+
+    def call_task(self, groups: list[Group], held_out: bool) -> None:
+        """Have the task compute rewards, or evaluate held-out answers; the results are sent."""
         task = self.problem.task
         rows = [t for group in groups for t in group.trajectories]
         examples = [(task.held_out if held_out else task.train)[t.prompt_id] for t in rows]
