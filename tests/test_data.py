@@ -184,6 +184,9 @@ def test_other_forms_are_refused_in_a_line_that_lists_those_that_work(read, tmp_
         assert "answer" in error_of(read, tmp_path / name)
     (tmp_path / "semicolon.csv").write_text("question;answer\nq;1\n")
     assert "question;answer" in error_of(read, tmp_path / "semicolon.csv")
+    latin = json.dumps(ROWS[0] | {"question": "¿Qué?"}, ensure_ascii=False)
+    (tmp_path / "latin.jsonl").write_bytes(latin.encode("latin-1"))
+    assert "utf-8" in error_of(read, tmp_path / "latin.jsonl")
     (tmp_path / "a.txt").write_text("a question\n")
     assert "text" in error_of(read, tmp_path / "a.txt")
 
