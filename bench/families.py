@@ -16,6 +16,7 @@ time, in float32:
 It needs no network and no GPU; all families take some twenty minutes on one core.
 """
 
+import argparse
 import os
 import signal
 import sys
@@ -74,7 +75,7 @@ SIZES = {
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1}
-MLA = {"num_key_value_heads": 4}  # multi-head latent attention
+MLA = {"num_key_value_heads": 4, "head_dim": 8}  # multi-head latent attention
 # what else a family needs to be small and to use all that it has; NAME+TEXT is a variant of NAME
 OWN = {
     "axk1": MLA,
@@ -82,9 +83,10 @@ OWN = {
     "bamba": {"attn_layer_indices": [1], **MAMBA},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25, **SLIDING},
-    "deepseek_v2": MLA,
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, **MLA},
     "deepseek_v3": {"n_group": 2, **MLA},
     "deepseek_v32": MLA,
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, **SLIDING},
     "exaone4": SLIDING,
     "falcon+alibi": {"alibi": True},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "key_multiplier": 0.7},
@@ -267,9 +269,11 @@ def report(name: str) -> str:
 
 def main() -> None:
     """Print the table; each family has a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("family", nargs="*", help="default: all")
+    names = parser.parse_args().family or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OWN})
     torch.set_num_threads(1)
     tba.quiet_libraries()
-    names = sys.argv[1:] or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OWN})
     for name in names:
         sys.stdout.flush()
         if child := os.fork():
