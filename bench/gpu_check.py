@@ -31,12 +31,12 @@ import tba
 
 MODELS = ROOT / "tests" / "models"
 GB = 1e9
-SIZES = {  # hidden size, intermediate size, layers, vocabulary
-    "1.1 B": (2048, 5632, 22, 32_000),  # RhoMath-1B
-    "0.3 B": (1024, 2816, 20, 32_000),
-    "tiny": (64, 192, 2, 428),  # where kernels do not compute
+Shape = tuple[int, int, int, int, int]
+SIZES: dict[str, Shape] = {  # hidden, intermediate, layers, vocabulary; tokens of a micro-batch
+    "1.1 B": (2048, 5632, 22, 32_000, 16_384),  # RhoMath-1B
+    "0.3 B": (1024, 2816, 20, 32_000, 4096),
+    "tiny": (64, 192, 2, 428, 4096),  # where kernels do not compute
 }
-TOKENS = 16_384  # per micro-batch
 SHARE = 0.25  # vLLM's fraction of a GPU that it shares with the Trainer
 Row = tuple[str, str, str, bool | None]  # what, measured, expected, passed
 
@@ -132,7 +132,7 @@ class Checks:
             yield name, text, expected, passed
 
     def races(self) -> Iterator[Row]:
-        _, (hidden, intermediate, _, vocabulary) = self.size_that_fits()
+        _, (hidden, intermediate, _, vocabulary, _) = self.size_that_fits()
         self.part("model", self.logs / "model", hidden, intermediate, 4, vocabulary)
         sums = self.logs / "sums.txt"
         sums.unlink(missing_ok=True)
@@ -160,13 +160,14 @@ class Checks:
 
     def size(self) -> Iterator[Row]:
         name, shape = self.size_that_fits()
-        self.part("model", self.logs / "model", *shape)
+        self.part("model", self.logs / "model", *shape[:4])
         metrics, _ = self.run(
-            "size", 330, {}, model=self.logs / "model", steps=30, prompts_per_step=7,
-            trained_per_prompt=20, searched_per_prompt=24, sync_every=2, max_response_tokens=150,
-            sequences_in_flight=256, learning_rate=1e-6, tokens_per_microbatch=TOKENS,
+            "size", 330, {}, model=self.logs / "model", steps=30 if self.computes else 6,
+            prompts_per_step=7, trained_per_prompt=20, searched_per_prompt=24, sync_every=2,
+            max_response_tokens=150, sequences_in_flight=256, learning_rate=1e-6,
+            tokens_per_microbatch=shape[4],
         )  # fmt: skip
-        late = metrics[5:]
+        late = metrics[len(metrics) // 4 :]
         median = lambda value: statistics.median(map(value, late))
         step = median(lambda m: m["forward_backward_seconds"] + m["optimizer_seconds"])
         busy = median(lambda m: m["trainer_busy"])
@@ -191,7 +192,7 @@ class Checks:
         self.execute("redteam", 200, "bash", script, "--tiny", *flags, PYTHON=sys.executable)
         yield f"red-teaming, {self.engine}", "ended after its 6 steps", "", True
 
-    def size_that_fits(self) -> tuple[str, tuple[int, int, int, int]]:
+    def size_that_fits(self) -> tuple[str, Shape]:
         """Name and shape of the largest model that fits."""
         *sizes, tiny = SIZES.items()
         room = (0.6 if self.gpus == 1 else 0.95) * self.memory  # a Searcher may need the rest
@@ -201,12 +202,12 @@ class Checks:
         return tiny
 
 
-def estimate(shape: tuple[int, int, int, int]) -> float:
+def estimate(shape: Shape) -> float:
     """The Trainer's peak memory in bytes, as in docs/operations.md, and some for logits."""
-    hidden, intermediate, layers, vocabulary = shape
+    hidden, intermediate, layers, vocabulary, tokens = shape
     layer = 2.25 * hidden**2 + 3 * hidden * intermediate
     parameters = 2 * vocabulary * hidden + layers * layer
-    activations = (36 * hidden + 8 * intermediate) * layers * TOKENS
+    activations = (36 * hidden + 8 * intermediate) * layers * tokens
     return 20 * parameters + activations + 2 * GB
 
 
