@@ -1,6 +1,6 @@
 """The first hour on real GPUs: checks, in 15 minutes, what no test without a GPU can show.
 
-    python bench/gpu_check.py [--logs FOLDER] [CHECK ...]
+    python bench/gpu_check.py [--logs FOLDER] [--minutes 15] [CHECK ...]
 
 In this order: driver and versions; kernels (vLLM's log-probabilities against the Trainer's, in runs
 that must learn); races (checksums of 500 weight syncs); nccl; size (memory and times of a random
@@ -44,9 +44,10 @@ Row = tuple[str, str, str, bool | None]  # what, measured, expected, passed
 class Checks:
     """Each method that yields rows of the table is a check."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, minutes: float) -> None:
         self.logs = logs
-        self.deadline = time.monotonic() + 15 * 60
+        self.minutes = minutes
+        self.deadline = time.monotonic() + 60 * minutes
         self.gpus = torch.cuda.device_count()
         computes, memory = self.part("environment")
         self.memory = int(memory)
@@ -55,7 +56,10 @@ class Checks:
         self.engine = "vllm" if can_run else "transformers"
 
     def execute(self, name: str, seconds: float, *words: object, **variables: object) -> str:
-        """Run a command; returns its output. Raises RuntimeError if it fails."""
+        """Run a command; returns its output. Raises RuntimeError if it fails.
+
+        `seconds` is its time limit if all checks have 15 minutes.
+        """
         log = self.logs / f"{name}.log"
         environment = os.environ | {key: str(value) for key, value in variables.items()}
         with log.open("w") as file:
@@ -64,7 +68,8 @@ class Checks:
                 env=environment,
             )  # fmt: skip
         try:
-            process.wait(max(0, min(seconds, self.deadline - time.monotonic())))
+            own_limit = seconds * self.minutes / 15
+            process.wait(max(0, min(own_limit, self.deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             raise RuntimeError("stopped at its time limit") from None
         finally:
@@ -315,6 +320,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"some of {', '.join(names)}")
     parser.add_argument("--logs", type=Path, help="folder for logs; default: a temporary one")
+    help_text = "time for all checks together; the limit of each changes in proportion"
+    parser.add_argument("--minutes", type=float, default=15, help=help_text)
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.part:
@@ -340,7 +347,7 @@ def main() -> int:
     logs = flags.logs or Path(tempfile.mkdtemp(prefix="gpu_check-"))
     logs.mkdir(parents=True, exist_ok=True)
     print(f"logs: {logs}", flush=True)
-    checks = Checks(logs.resolve())
+    checks = Checks(logs.resolve(), flags.minutes)
     rows: list[Row] = []
     for name in flags.checks or names:
         start = time.monotonic()
