@@ -1,6 +1,6 @@
 """The first hour on real GPUs: checks, in 15 minutes, what no test without a GPU can show.
 
-    python bench/gpu_check.py [--logs FOLDER] [CHECK ...]
+    python bench/gpu_check.py [--logs FOLDER] [--minutes 15] [CHECK ...]
 
 In this order: driver and versions; kernels (vLLM's log-probabilities against the Trainer's, in runs
 that must learn); races (checksums of 500 weight syncs); nccl; size (memory and times of a random
@@ -31,12 +31,12 @@ import tba
 
 MODELS = ROOT / "tests" / "models"
 GB = 1e9
-SIZES = {  # hidden size, intermediate size, layers, vocabulary
-    "1.1 B": (2048, 5632, 22, 32_000),  # RhoMath-1B
-    "0.3 B": (1024, 2816, 20, 32_000),
-    "tiny": (64, 192, 2, 428),  # where kernels do not compute
+Shape = tuple[int, int, int, int, int]
+SIZES: dict[str, Shape] = {  # hidden, intermediate, layers, vocabulary; tokens of a micro-batch
+    "1.1 B": (2048, 5632, 22, 32_000, 16_384),  # RhoMath-1B
+    "0.3 B": (1024, 2816, 20, 32_000, 4096),
+    "tiny": (64, 192, 2, 428, 4096),  # where kernels do not compute
 }
-TOKENS = 16_384  # per micro-batch
 SHARE = 0.25  # vLLM's fraction of a GPU that it shares with the Trainer
 Row = tuple[str, str, str, bool | None]  # what, measured, expected, passed
 
@@ -44,9 +44,10 @@ Row = tuple[str, str, str, bool | None]  # what, measured, expected, passed
 class Checks:
     """Each method that yields rows of the table is a check."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, minutes: float) -> None:
         self.logs = logs
-        self.deadline = time.monotonic() + 15 * 60
+        self.minutes = minutes
+        self.deadline = time.monotonic() + 60 * minutes
         self.gpus = torch.cuda.device_count()
         computes, memory = self.part("environment")
         self.memory = int(memory)
@@ -55,7 +56,10 @@ class Checks:
         self.engine = "vllm" if can_run else "transformers"
 
     def execute(self, name: str, seconds: float, *words: object, **variables: object) -> str:
-        """Run a command; returns its output. Raises RuntimeError if it fails."""
+        """Run a command; returns its output. Raises RuntimeError if it fails.
+
+        `seconds` is its time limit if all checks have 15 minutes.
+        """
         log = self.logs / f"{name}.log"
         environment = os.environ | {key: str(value) for key, value in variables.items()}
         with log.open("w") as file:
@@ -64,7 +68,8 @@ class Checks:
                 env=environment,
             )  # fmt: skip
         try:
-            process.wait(max(0, min(seconds, self.deadline - time.monotonic())))
+            own_limit = seconds * self.minutes / 15
+            process.wait(max(0, min(own_limit, self.deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             raise RuntimeError("stopped at its time limit") from None
         finally:
@@ -132,7 +137,7 @@ class Checks:
             yield name, text, expected, passed
 
     def races(self) -> Iterator[Row]:
-        _, (hidden, intermediate, _, vocabulary) = self.size_that_fits()
+        _, (hidden, intermediate, _, vocabulary, _) = self.size_that_fits()
         self.part("model", self.logs / "model", hidden, intermediate, 4, vocabulary)
         sums = self.logs / "sums.txt"
         sums.unlink(missing_ok=True)
@@ -160,13 +165,14 @@ class Checks:
 
     def size(self) -> Iterator[Row]:
         name, shape = self.size_that_fits()
-        self.part("model", self.logs / "model", *shape)
+        self.part("model", self.logs / "model", *shape[:4])
         metrics, _ = self.run(
-            "size", 330, {}, model=self.logs / "model", steps=30, prompts_per_step=7,
-            trained_per_prompt=20, searched_per_prompt=24, sync_every=2, max_response_tokens=150,
-            sequences_in_flight=256, learning_rate=1e-6, tokens_per_microbatch=TOKENS,
+            "size", 330, {}, model=self.logs / "model", steps=30 if self.computes else 6,
+            prompts_per_step=7, trained_per_prompt=20, searched_per_prompt=24, sync_every=2,
+            max_response_tokens=150, sequences_in_flight=256, learning_rate=1e-6,
+            tokens_per_microbatch=shape[4],
         )  # fmt: skip
-        late = metrics[5:]
+        late = metrics[len(metrics) // 4 :]
         median = lambda value: statistics.median(map(value, late))
         step = median(lambda m: m["forward_backward_seconds"] + m["optimizer_seconds"])
         busy = median(lambda m: m["trainer_busy"])
@@ -191,7 +197,7 @@ class Checks:
         self.execute("redteam", 200, "bash", script, "--tiny", *flags, PYTHON=sys.executable)
         yield f"red-teaming, {self.engine}", "ended after its 6 steps", "", True
 
-    def size_that_fits(self) -> tuple[str, tuple[int, int, int, int]]:
+    def size_that_fits(self) -> tuple[str, Shape]:
         """Name and shape of the largest model that fits."""
         *sizes, tiny = SIZES.items()
         room = (0.6 if self.gpus == 1 else 0.95) * self.memory  # a Searcher may need the rest
@@ -201,12 +207,12 @@ class Checks:
         return tiny
 
 
-def estimate(shape: tuple[int, int, int, int]) -> float:
+def estimate(shape: Shape) -> float:
     """The Trainer's peak memory in bytes, as in docs/operations.md, and some for logits."""
-    hidden, intermediate, layers, vocabulary = shape
+    hidden, intermediate, layers, vocabulary, tokens = shape
     layer = 2.25 * hidden**2 + 3 * hidden * intermediate
     parameters = 2 * vocabulary * hidden + layers * layer
-    activations = (36 * hidden + 8 * intermediate) * layers * TOKENS
+    activations = (36 * hidden + 8 * intermediate) * layers * tokens
     return 20 * parameters + activations + 2 * GB
 
 
@@ -314,6 +320,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"some of {', '.join(names)}")
     parser.add_argument("--logs", type=Path, help="folder for logs; default: a temporary one")
+    help_text = "time for all checks together; the limit of each changes in proportion"
+    parser.add_argument("--minutes", type=float, default=15, help=help_text)
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.part:
@@ -339,7 +347,7 @@ def main() -> int:
     logs = flags.logs or Path(tempfile.mkdtemp(prefix="gpu_check-"))
     logs.mkdir(parents=True, exist_ok=True)
     print(f"logs: {logs}", flush=True)
-    checks = Checks(logs.resolve())
+    checks = Checks(logs.resolve(), flags.minutes)
     rows: list[Row] = []
     for name in flags.checks or names:
         start = time.monotonic()

@@ -250,7 +250,8 @@ def test_searchers_of_a_cluster_have_the_gpus_that_the_trainer_leaves(gsm8k, tmp
 
 def test_gpu_check_prints_a_table_or_that_there_is_no_gpu(tmp_path):
     command = [sys.executable, ROOT / "bench" / "gpu_check.py", "nccl", "--logs", tmp_path]
-    options = {"capture_output": True, "text": True, "timeout": PATIENCE}
+    command += ["--minutes", "600"]
+    options = {"capture_output": True, "text": True, "timeout": 2 * PATIENCE}
     environment = os.environ | virtual_gpus(2)
     done = subprocess.run(command, env=environment, **options)
     assert re.search(r"^\| broadcast to 1 GPU\(s\) \| [\d.]+ GB/s", done.stdout, re.MULTILINE)
