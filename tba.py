@@ -3493,7 +3493,7 @@ def read_rows(
     columns = next((columns for columns in choices if set(columns) <= set(has)), ())
     fix = f"needs columns {', '.join(choices[0])} (it has {', '.join(has)})"
     config.require(columns, name, fix)
-    rows = splits[split].select_columns(list(columns)).to_list()
+    rows = load_flag(name, config, lambda _: splits[split].select_columns(list(columns)).to_list())
     config.require(rows, name, f"split {split} has no rows")
     for i, row in enumerate(rows):
         try:
