@@ -3475,7 +3475,7 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
             # the usual cache may have old rows, or be read-only
             return datasets.load_dataset(links, cache_dir=f"{links}/.rows", keep_in_memory=True)
 
-    forms = "; local data are JSON, JSONL, CSV, TSV or Parquet, also .gz, folders, save_to_disk's"
+    forms = "; use a folder, or a file of JSON, JSONL, CSV, TSV or Parquet, which may end in .gz"
     return load_flag(name, config, load, forms)
 
 
@@ -3488,7 +3488,7 @@ def read_rows(
     `check` raises ValueError for a row that cannot be used. Raises InputError.
     """
     options = ", ".join(splits)
-    config.require(split in splits, name, f"choose --train_split or --eval_split: {options}")
+    config.require(split in splits, name, f"set --train_split or --eval_split to one of {options}")
     has = splits[split].column_names
     columns = next((columns for columns in choices if set(columns) <= set(has)), ())
     fix = f"needs columns {', '.join(choices[0])} (it has {', '.join(has)})"
@@ -3525,11 +3525,13 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     splits = read_dataset("dataset", config)
     train = read_rows("dataset", config, splits, config.train_split, *columns, check=task.check)
     del splits[config.train_split]
-    name = "eval_dataset" if config.eval_dataset else "dataset"
+    name = "dataset"
+    usual = ["test", "validation"]
     if config.eval_dataset:
+        name = "eval_dataset"
         splits = read_dataset(name, config)
-    usual = (split for split in ("test", "validation", "train") if split in splits)
-    split = config.eval_split or next(usual, "")
+        usual.append("train")  # a file's
+    split = config.eval_split or next((split for split in usual if split in splits), "")
     if split or config.eval_dataset:
         return train, read_rows(name, config, splits, split, *columns, check=task.check)
     held_out = max(1, len(train) // 10)
@@ -3570,7 +3572,7 @@ class Problem:
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
     def checksums(self) -> list[int]:
-        """Of held-out and training examples; not of prompts, as chat templates have the date."""
+        """Checksums of held-out and training examples, whose chat template may have the date."""
         held_out = sorted({repr(example) for example in self.task.held_out})  # some are repeated
         return [zlib.crc32(repr(examples).encode()) for examples in (held_out, self.task.train)]
 

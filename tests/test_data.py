@@ -194,6 +194,10 @@ def test_splits_are_named(read, tmp_path):
     chat = datasets.DatasetDict(
         test_sft=part(0), train_sft=part(1, 2, 3), extra=part(4), test=part(5)
     )
+    both = datasets.DatasetDict(train=part(0, 1), train_sft=part(2, 3))
+    both.save_to_disk(tmp_path / "both")
+    task = read(tmp_path / "both", train_split="train_sft")
+    assert answers(task.train + task.held_out) == {2, 3}
     chat.save_to_disk(tmp_path / "chat")
     line = error_of(read, tmp_path / "chat")
     assert "--train_split" in line and "train_sft" in line
