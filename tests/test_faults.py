@@ -341,7 +341,7 @@ def sent(searcher, kind, count):
 def weights_of_step(step):
     """The message that such weights are in the staging buffer."""
     return tba.ReceiveWeights(
-        version=step, reference=False, held_out=range(0), group="", rank=1, size=2
+        version=step, reference=False, held_out=range(0), group=None
     )  # fmt: skip
 
 
