@@ -3423,16 +3423,14 @@ def read_rows(
     columns = next((columns for columns in choices if set(columns) <= set(has)), ())
     fix = f"needs columns {', '.join(choices[0])} (it has {', '.join(has)})"
     config.require(columns, name, fix)
-    place = f"split {split}"
-    try:
-        rows = splits[split].select_columns(list(columns)).to_list()  # it may not be UTF-8
-        for i, row in enumerate(rows):
-            place = f"split {split}, row {i} (counted from 0)"
+    rows = load_flag(name, config, lambda _: splits[split].select_columns(list(columns)).to_list())
+    config.require(rows, name, f"split {split} has no rows")
+    for i, row in enumerate(rows):
+        try:
             rows[i] = {column: cell_text(column, row[column]) for column in columns}
             check(rows[i])
-    except ValueError as error:
-        config.require(False, name, f"{place}: {error}")
-    config.require(rows, name, f"{place} has no rows")
+        except ValueError as error:
+            config.require(False, name, f"split {split}, row {i} (counted from 0): {error}")
     print(f"--{name} {getattr(config, name)}: {len(rows)} rows of split {split}", file=sys.stderr)
     return rows
 
