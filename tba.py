@@ -2131,8 +2131,15 @@ class TransformersEngine:
         self.waiting.append(request)
 
     def take_batch(self) -> list[Request]:
-        """Pop the next requests that fit a batch and have equal sampling parameters."""
-        kind = attrgetter("greedy", "top_p", "min_tokens")
+        """Pop the next requests that fit a batch and have equal sampling parameters.
+
+        Linear attention does not respect padding: its prompts have equal lengths.
+        """
+
+        def kind(request: Request) -> tuple:
+            length = 0 if self.shares_prompts else len(request.prompt)
+            return request.greedy, request.top_p, request.min_tokens, length
+
         batch = [self.waiting.popleft()]
         rows = batch[0].n
         while self.waiting and kind(self.waiting[0]) == kind(batch[0]):

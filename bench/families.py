@@ -13,7 +13,7 @@ time, in float32:
 
     python bench/families.py [FAMILY ...]
 
-It needs no network and no GPU; all families take some twenty minutes on one core.
+It needs no network and no GPU; all families take some ten minutes on one core.
 """
 
 import argparse
