@@ -33,6 +33,15 @@ EXPORT int nvmlDeviceGetHandleByUUID(const char* uuid, Device* d) {
   }
   return 6;  // NVML_ERROR_NOT_FOUND
 }
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char* id, Device* d) {  // for an OutOfMemoryError
+  const char* bus = strchr(id, ':');
+  *d = handle(bus ? strtol(bus + 1, nullptr, 16) - 1 : 0);
+  return 0;
+}
+EXPORT int nvmlDeviceGetComputeRunningProcesses(Device, unsigned* n, void*) {  // and here
+  *n = 0;
+  return 0;
+}
 EXPORT int nvmlDeviceGetName(Device, char* text, unsigned n) {
   snprintf(text, n, "%s", NAME);
   return 0;
