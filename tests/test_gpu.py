@@ -124,6 +124,7 @@ def test_vllm_on_one_gpu(gsm8k, tmp_path, dtype):
         pytest.skip("on a virtual GPU vLLM's numbers are NaN in bfloat16")
     out = tmp_path / "run"
     flags = {"engine": "vllm", "dtype": dtype, "gpu_memory_utilization": 0.3}
+    flags["searcher_timeout"] = PATIENCE  # the engine compiles its kernels first
     if not real_gpus():
         flags |= {"steps": 2, "sync_every": 1, "logprob_tolerance": 1e9}
     run_tba(learning(gsm8k, out, **flags), environment=virtual_gpus(1))
