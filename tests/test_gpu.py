@@ -393,9 +393,11 @@ def test_two_vllm_engines_in_a_process_keep_their_cuda_graphs(redteam, tmp_path)
     out = tmp_path / "run"
     flags = {"engine": "vllm", "steps": 2, "max_response_tokens": 16, "sequences_in_flight": 16}
     flags |= {"eval_samples": 4, "gpu_memory_utilization": 0.4} | judges_of(redteam)
+    flags["searcher_timeout"] = 4 * PATIENCE  # both engines compile their kernels first
     if not real_gpus():
         flags["logprob_tolerance"] = 1e9
-    run_tba(arguments(redteam, out, **flags), environment=virtual_gpus(1))
+    args = arguments(redteam, out, **flags)
+    run_tba(args, environment=virtual_gpus(1), timeout=4 * PATIENCE)
     assert len(read_lines(out / "metrics.jsonl")) == 2
 
 
