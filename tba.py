@@ -2131,12 +2131,10 @@ class TransformersEngine:
         self.waiting.append(request)
 
     def take_batch(self) -> list[Request]:
-        """Pop the next requests that fit a batch and have equal sampling parameters.
-
-        Linear attention does not respect padding: its prompts have equal lengths.
-        """
+        """Pop the next requests that fit a batch and have equal sampling parameters."""
 
         def kind(request: Request) -> tuple:
+            # padding changes linear attention
             length = 0 if self.shares_prompts else len(request.prompt)
             return request.greedy, request.top_p, request.min_tokens, length
 
