@@ -1673,8 +1673,8 @@ def load_model(
     Raises ValueError if it lacks weights or has others, has an adapter, is quantized, or cannot
     generate from left to right.
     """
-    model_config = transformers.AutoConfig.from_pretrained(path)
     adapter = transformers.utils.find_adapter_config_file(path)
+    model_config = None if adapter else transformers.AutoConfig.from_pretrained(path)
     if adapter or hasattr(model_config, "quantization_config"):
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
     text_config = model_config.get_text_config()
@@ -1692,8 +1692,9 @@ def load_model(
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that they are reported
     )
-    # BERT, BART and their descendants have this field, and no decoder but GPT-NeoX
-    has_encoder = hasattr(text_config, "is_decoder") and "gpt_neox" not in text_config.model_type
+    # BERT, BART and their descendants declare this field, and no decoder but GPT-NeoX
+    declared = hasattr(type(text_config), "is_decoder")
+    has_encoder = declared and "gpt_neox" not in text_config.model_type
     if kind == "AutoModelForCausalLM" and (has_encoder or model.base_model is model):
         raise ValueError(f"a {type(model).__name__} is not supported; choose another decoder")
     is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head

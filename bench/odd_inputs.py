@@ -1309,7 +1309,7 @@ model(
         write("adapter_config.json", '{"base_model_name_or_path": "gpt2", "peft_type": "LORA"}'),
         write("adapter_model.safetensors", LFS),
     ),
-    "model",
+    refused("model", "adapter"),
 )
 model(
     "model: an adapter beside it", write("adapter_config.json", "{}"), refused("model", "adapter")

@@ -68,7 +68,7 @@ def broadcast(original, group, weights):
     strike("receiving")
     original(group, weights)
     if IN_A_SEARCHER and claim("corrupt"):
-        weights.flat[7] += 3.0
+        weights.flat[len(weights.flat) // 2] += 3.0  # of a layer in the middle
     if IN_A_SEARCHER and claim("miss"):
         raise RuntimeError("a broadcast failed")
     strike("received")

@@ -123,6 +123,13 @@ def test_an_attention_window_skips_no_prompt(gsm8k, tmp_path, capsys):
     assert len(windowed.prompts) == len(whole.prompts) and whole.packs and not windowed.packs
 
 
+def test_a_decoder_may_have_an_encoders_fields_as_older_libraries_wrote_them(gsm8k, tmp_path):
+    fields = {"is_decoder": False, "add_cross_attention": False}
+    model = changed(gsm8k / "model", tmp_path / "model", **fields)
+    _, problem = problem_of(gsm8k, tmp_path / "run", model=model)
+    assert problem.packs
+
+
 def test_flags_before_resume_are_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(tba, "executed", [], raising=False)
     for name in ("own", "other"):
