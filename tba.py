@@ -1174,16 +1174,18 @@ class Learner:
         self.policy = load_policy(config, path, ranks, config.lora_rank, problem.packs)
         self.model = self.policy.model
         if config.gradient_checkpointing:
+            # transformers' own needs training mode, in which dropout is on
             for layer in self.model.modules():
-                if isinstance(
-                    layer, GradientCheckpointingLayer
-                ):  # by itself, in training mode only
+                if isinstance(layer, GradientCheckpointingLayer):
                     layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         # (prompts,), for tb_learned_z; stays 0 with other objectives
         self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
-            [{"params": self.trained.values()}, {"params": [self.log_z], "weight_decay": 0.0}],
+            [
+                {"params": self.trained.values()},
+                {"params": [self.log_z], "weight_decay": 0.0},
+            ],
             betas=(0.9, config.adam_beta2),
             weight_decay=config.weight_decay,
             fused=True,
@@ -1483,7 +1485,11 @@ class Searcher:
         pairs = [(prompt, y) for prompt, responses in self.problem.probes() for y in responses]
         # what follows a response has no influence, unless the model is not causal
         scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
-        return [row[len(x) - 1 :][: len(y)] for row, (x, y) in zip(scored, pairs, strict=True)]
+        logprobs = []
+        for row, (x, y) in zip(scored, pairs, strict=True):
+            start = len(x) - 1
+            logprobs.append(row[start : start + len(y)])
+        return logprobs
 
     def submit_prompts(self) -> None:
         """Keep the engine full, unless too many responses await rewards."""
@@ -1491,7 +1497,8 @@ class Searcher:
         prompts = self.problem.prompts
         S = config.searched_per_prompt
         unscored = S * len(self.unscored) + sum(call.unscored for call in self.calls)
-        if self.version < 0 or unscored > self.MAX_UNSCORED * max(S, config.sequences_in_flight):
+        max_unscored = self.MAX_UNSCORED * max(S, config.sequences_in_flight)
+        if self.version < 0 or unscored > max_unscored:
             return
         capacity = config.sequences_in_flight * self.engine.LOOKAHEAD
         while self.index < self.limit:
@@ -1598,7 +1605,8 @@ class Searcher:
         ended = np.array([t.ended for t in rows])
 
         def rewards() -> list[Group]:
-            for t, reward in zip(rows, task.checked_rewards(examples, texts, ended), strict=True):
+            found = task.checked_rewards(examples, texts, ended)
+            for t, reward in zip(rows, found, strict=True):
                 t.reward = reward
             return groups
 
@@ -1710,7 +1718,10 @@ def can_pack(model: nn.Module, longest: int) -> bool:
     """Whether a model respects packed rows' mask and position ids up to `longest`, in tokens."""
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or [])
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    windows = [
+        getattr(config, "sliding_window", None),
+        getattr(config, "attention_chunk_size", None),
+    ]
     return (
         config._attn_implementation == "sdpa"  # others add a boolean mask to the scores
         and not getattr(config, "alibi", False)
@@ -2520,7 +2531,15 @@ class WeightSync:
         self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.meeting.device)
         learner.snapshot = self.snapshot
         # the latest; this first one is over
-        self.transfer = Transfer(-1, False, [], set(), set(), 0.0, WeightGroup(searchers.meeting))
+        self.transfer = Transfer(
+            version=-1,
+            reference=False,
+            members=[],
+            receiving=set(),
+            loading=set(),
+            deadline=0.0,
+            group=WeightGroup(searchers.meeting),
+        )
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
@@ -2982,8 +3001,9 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
     def __init__(self, spec: SearcherSpec) -> None:
         gpu = None  # one of those after the Trainer's
         if gpus := torch.cuda.device_count():
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-            gpu = visible.split(",")[min(local_ranks() + spec.searcher, gpus - 1)]  # or the last
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            names = visible if visible[0] else [str(i) for i in range(gpus)]
+            gpu = names[min(local_ranks() + spec.searcher, gpus - 1)]  # a single GPU is shared
         super().__init__(target=searcher_process, args=(spec, gpu))
         main = sys.modules["__main__"]
         # the new process would otherwise run the script that this one runs
@@ -3039,7 +3059,8 @@ def host_searcher(program: str, package: bytes) -> int:
     """A Ray task, on any machine: run a Searcher's process; returns its exit code."""
     if not os.path.exists(program):
         raise FileNotFoundError(f"{program} does not exist on {socket.gethostname()}")
-    return subprocess.run([sys.executable, program, SEARCHER_FLAG], input=package).returncode
+    command = [sys.executable, program, SEARCHER_FLAG]
+    return subprocess.run(command, input=package).returncode
 
 
 class ClusterProcess:
@@ -3050,7 +3071,11 @@ class ClusterProcess:
         package = pickle.dumps((key, pickle.dumps(spec)))
         device = {f"num_{device_kind().lower()}s": 1}
         # no retries: Ray would start the task again with an outdated spec
-        options = {"scheduling_strategy": "SPREAD", "max_retries": 0, "num_cpus": 0} | device
+        options = {
+            "scheduling_strategy": "SPREAD",
+            "max_retries": 0,
+            "num_cpus": 0,
+        } | device
         task = ray.remote(host_searcher).options(**options)
         self.result = task.remote(os.path.abspath(__file__), package)
         self.exitcode: int | str | None = None  # None once it has ended: its machine was lost
@@ -3399,7 +3424,8 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
     def load(value: str) -> Any:
         if not os.path.exists(value):
             return datasets.load_dataset(*value.split(":"))  # NAME or NAME:CONFIG
-        if {"state.json", "dataset_dict.json"} & {path.name for path in Path(value).glob("*")}:
+        names = {path.name for path in Path(value).glob("*")}
+        if names & {"state.json", "dataset_dict.json"}:
             saved = datasets.load_from_disk(value)
             return saved if isinstance(saved, dict) else {"train": saved}
         with tempfile.TemporaryDirectory() as links:  # to paths that datasets takes for patterns
@@ -3429,7 +3455,8 @@ def read_rows(
     columns = next((columns for columns in choices if set(columns) <= set(has)), ())
     fix = f"needs columns {', '.join(choices[0])} (it has {', '.join(has)})"
     config.require(columns, name, fix)
-    rows = load_flag(name, config, lambda _: splits[split].select_columns(list(columns)).to_list())
+    table = splits[split].select_columns(list(columns))
+    rows = load_flag(name, config, lambda _: table.to_list())  # a file may not be UTF-8
     config.require(rows, name, f"split {split} has no rows")
     for i, row in enumerate(rows):
         try:
@@ -3510,14 +3537,20 @@ class Problem:
     def checksums(self) -> list[int]:
         """Checksums of held-out and training examples, whose chat template may have the date."""
         held_out = sorted({repr(example) for example in self.task.held_out})  # some are repeated
-        return [zlib.crc32(repr(examples).encode()) for examples in (held_out, self.task.train)]
+        return [
+            zlib.crc32(repr(held_out).encode()),
+            zlib.crc32(repr(self.task.train).encode()),
+        ]
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
     """The tokens that end a response (EOS and others) of the model in flag `name`."""
     tokenizer, model = check_model(name, config)
     sources = (model.config.get_text_config(), model.generation_config, tokenizer)
-    return sorted({end for s in sources for end in np.ravel(s.eos_token_id).tolist()} - {None})
+    ends: set[int | None] = set()
+    for source in sources:
+        ends.update(np.ravel(source.eos_token_id).tolist())
+    return sorted(ends - {None})
 
 
 def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
@@ -4506,7 +4539,8 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
         others = read_rows("sft_prompts", config, splits, "train", *columns)
         prompts = [prompt for row in others for prompt in row.values()]
     splits = read_dataset("sft_data", config)
-    rows = read_rows("sft_data", config, splits, "train", ("prompt", "response"), ("instruction",))
+    columns = [("prompt", "response"), ("instruction",)]
+    rows = read_rows("sft_data", config, splits, "train", *columns)
     pairs = []
     for row in rows:
         prompt = row.get("prompt") or prompts[rng.integers(len(prompts))]
