@@ -273,7 +273,6 @@ def main() -> None:
     parser.add_argument("family", nargs="*", help="default: all")
     names = parser.parse_args().family or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OWN})
     torch.set_num_threads(1)
-    tba.quiet_libraries()
     for name in names:
         sys.stdout.flush()
         if child := os.fork():

@@ -285,7 +285,7 @@ def nccl_member(rank: int, size: int, store: str) -> None:
 
 
 def install_checksums() -> None:
-    """In the run of `races`: log checksums of weights as sent, and once they are loaded."""
+    """In the run of `races`: log checksums of weights as sent and as received."""
     end = time.monotonic() + 150
     syncs = []
     begin_if_due = tba.WeightSync.begin_if_due
@@ -306,9 +306,9 @@ def install_checksums() -> None:
         return begun
 
     def load(searcher: tba.Searcher) -> None:
-        version = searcher.staged.version
+        # before they are said to be loaded: the next ones may arrive then
+        note("received", searcher.staged.version, searcher.staging)
         load_weights(searcher)
-        note("loaded", version, searcher.staging)
 
     tba.WeightSync.begin_if_due = begin
     tba.Searcher.load_weights = load

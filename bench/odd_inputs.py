@@ -1387,7 +1387,6 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--failing", action="store_true", help="only what was not as expected")
     args = parser.parse_args()
-    tba.quiet_libraries()
     chosen = [one for one in CASES if args.only in one.name]
     right = 0
     for one in chosen:
