@@ -323,7 +323,7 @@ def test_wandb_gets_every_evaluation_on_its_own_axis_and_resumes_its_run(
     (library / "wandb-1.0.dist-info").mkdir(parents=True)
     (library / "wandb-1.0.dist-info" / "METADATA").write_text("Name: wandb\nVersion: 1.0\n")
     (library / "wandb.py").write_text(RECORDER)
-    monkeypatch.setenv("PYTHONPATH", str(library))
+    monkeypatch.setenv("PYTHONPATH", str(library), prepend=os.pathsep)
     out = tmp_path / "run"
     flags = {"report_to": "wandb", "steps": 3, "eval_every": 1}
     calls = []

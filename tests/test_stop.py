@@ -227,7 +227,8 @@ def test_the_sweep_of_the_docs_ends_and_leaves_nothing(gsm8k, tmp_path, started,
     flags += ["--plugin", str(plugin), "--replay_rule", "mixed"]
     command = [sys.executable, str(script) if source == "file" else "-", *flags]
     log = tmp_path / "log"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with open(log, "w") as file, open(script) as standard_input:
         streams = {"stdin": standard_input, "stdout": file, "stderr": file}
         process = started(command, cwd=tmp_path, env=environment, **streams)
