@@ -3428,14 +3428,16 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
         if names & {"state.json", "dataset_dict.json"}:
             saved = datasets.load_from_disk(value)
             return saved if isinstance(saved, dict) else {"train": saved}
-        with tempfile.TemporaryDirectory() as links:  # to paths that datasets takes for patterns
+        with tempfile.TemporaryDirectory() as folder:
+            links = f"{folder}/links"  # to paths that datasets takes for patterns
             if os.path.isdir(value):
-                shutil.copytree(value, links, copy_function=os.symlink, dirs_exist_ok=True)
+                shutil.copytree(value, links, copy_function=os.symlink)
             else:
+                os.mkdir(links)
                 suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", value.lower())[0]
                 os.symlink(value, f"{links}/train{suffix}")  # other names would be other splits
             # the usual cache may have old rows, or be read-only
-            return datasets.load_dataset(links, cache_dir=f"{links}/.rows", keep_in_memory=True)
+            return datasets.load_dataset(links, cache_dir=f"{folder}/rows", keep_in_memory=True)
 
     forms = "; use a folder, or a file of JSON, JSONL, CSV, TSV or Parquet, which may end in .gz"
     return load_flag(name, config, load, forms)

@@ -119,6 +119,8 @@ def test_a_path_that_exists_is_that_path(read, tmp_path):
         write(tmp_path / other / "train.jsonl", sibling)
         for path in (write(tmp_path / f"{name}.jsonl"), write(tmp_path / name / "train.jsonl")):
             dataset = path if path.parent == tmp_path else path.parent
+            if dataset.is_dir():
+                dataset.chmod(0o555)  # a shared folder
             task = read(dataset)
             assert len(task.train + task.held_out) == len(ROWS), dataset
             assert "sibling" not in str(task.train), dataset
