@@ -1558,10 +1558,16 @@ class Searcher:
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
         config = self.config
-        # both policies have the temperature of the engine's log-probabilities
-        temperature = 1.0 if completions[0].request.greedy else config.temperature
-        sequences = [(done.request.prompt, done.tokens) for done in completions]
-        ref_logprobs = iter(token_logprobs(self.reference, sequences, config, temperature))
+        task = self.problem.task
+        first = completions[0].request
+        if first.id.held_out and not task.wants_logprobs:
+            scored = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
+        else:
+            # both policies have the temperature of the engine's log-probabilities
+            temperature = 1.0 if first.greedy else config.temperature
+            sequences = [(done.request.prompt, done.tokens) for done in completions]
+            scored = token_logprobs(self.reference, sequences, config, temperature)
+        ref_logprobs = iter(scored)
         groups = []
         for done in completions:
             source = done.request.id
@@ -1571,7 +1577,7 @@ class Searcher:
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
-                    ref_logprobs=self.problem.task.ref_logprobs(tokens, next(ref_logprobs)),
+                    ref_logprobs=task.ref_logprobs(tokens, next(ref_logprobs)),
                     ended=bool(ended),
                     explored=done.request.temperature != config.temperature,
                     reward=math.nan,
