@@ -4069,7 +4069,7 @@ def finish(trainer: Trainer) -> None:
         with atomic_folder(folder.path / "final") as new:
             ignore = shutil.ignore_patterns("*.pt")
             shutil.copytree(checkpoint, new, ignore=ignore, dirs_exist_ok=True)
-        print(f"model: {folder.path / 'final'}")
+        print(f"model: {folder.path / 'final'}; curves: {folder.path / 'curves.png'}")
 
 
 ####################################################################################################
