@@ -1395,16 +1395,17 @@ class Searcher:
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
         problem.task.setup(engine_of)
-        S = config.searched_per_prompt
-        self.reward_threads = ThreadPoolExecutor(max(1, problem.task.reward_threads))
+        threads = max(1, problem.task.reward_threads)
+        self.reward_threads = ThreadPoolExecutor(threads)
         self.judge_thread = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
         self.in_flight: dict[Source, int] = {}  # -> number of responses
         self.unscored: list[Group] = []  # they wait for a thread
         self.calls: list[TaskCall] = []  # in progress
         # groups in a call: the threads together take at most --sequences_in_flight responses
-        threads = max(1, problem.task.reward_threads)
-        self.call_size = max(1, config.sequences_in_flight // (threads * S))
+        self.call_size = max(
+            1, config.sequences_in_flight // (threads * config.searched_per_prompt)
+        )
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
         self.group = WeightGroup(spec.meeting)  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
@@ -3643,7 +3644,9 @@ class RunFolder:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 rows = [row for row in read_lines(self.path / name) if row["step"] <= saved["step"]]
                 text = "".join(json.dumps(row) + "\n" for row in rows)
-                (self.path / name).write_text(text)
+                new = self.path / f".{name}"
+                new.write_text(text)
+                new.rename(self.path / name)  # a full disk must not cost the records
         self.evaluations = read_lines(self.path / "eval.jsonl")
         terminal = sys.stderr.isatty()
         self.bar = tqdm(
