@@ -496,6 +496,26 @@ tba.REPLAY_RULES["mixed"] = Mixed
 # ------------------------------------------------------------------------------ a simulated clock
 
 
+class SimulatedSearcher(tba.Searcher):
+    """A Searcher that shares models with the first, as all have the same weights at all times."""
+
+    def __init__(self, config, problem, spec, others: list[tba.Searcher]) -> None:
+        """`others`: the Searchers that exist."""
+        if not others:
+            super().__init__(config, problem, spec)
+            self.probe_scores: dict[int, list] = {}  # by version
+            return
+        self.__dict__ |= others[0].__dict__ | {
+            "spec": spec, "index": spec.first, "in_flight": {}, "unscored": [], "calls": []
+        }  # fmt: skip
+
+    def score_probes(self) -> list[np.ndarray]:
+        if self.version not in self.probe_scores:
+            self.probe_scores.clear()
+            self.probe_scores[self.version] = super().score_probes()
+        return self.probe_scores[self.version]
+
+
 class SimulatedSearchers(tba.SearcherProcesses):
     """M Searchers in this process, on a simulated clock.
 
@@ -530,8 +550,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
                 searcher=i, start=i + 1, first=i, arrived=set(), meeting=self.meeting,
                 shared=None, commands=commands, messages=queue.SimpleQueue(),
             )  # fmt: skip
-            searcher = tba.Searcher(self.config, self.problem, spec)
-            self.loaded.append(searcher)
+            self.loaded.append(SimulatedSearcher(self.config, self.problem, spec, self.loaded))
             self.running.append(tba.RunningSearcher(spec, None, "ready"))
             if i:
                 self.busy.add(i)
