@@ -142,6 +142,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported
 import numpy as np
 import torch
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
@@ -1329,6 +1330,58 @@ def run_all(
                 what += "".join(f"{name} {value}, " for name, value in setting.flags)
                 what += f"{role} {rate:g}"
                 print(f"{what}, seed {seed}: {text} ({row['seconds']} s)", flush=True)
+
+
+# ------------------------------------------------------------------------------------ the optimum
+
+
+def short_responses() -> list[str]:
+    """All responses of one or two words of the vocabulary."""
+    words = [*LEXICON, *NOUNS, "the", "is", "and"]
+    pairs = [f"{first} {second}" for first, second in itertools.product(words, repeat=2)]
+    return [f" {text}{stop}" for text in words + pairs for stop in ("", ".")]
+
+
+def grammatical_responses() -> list[str]:
+    """The sentences of the grammar that have the best two adjectives and verbs, or adverbs."""
+    best = ("superb", "lovely")
+    phrases = [f"the {adjective} {noun}" for adjective in best for noun in NOUNS]
+    found = [f"{a} is {b} and {c}" for a in phrases for b in best for c in best]
+    for a, b in itertools.product(phrases, repeat=2):
+        found += [f"{a} charms {b}", f"{a} helps {b}", f"gladly {a} charms {b}"]
+    return [f" {text}." for text in found]
+
+
+def optimum(files: Path, prompts: int = 2) -> str:
+    """A table of lower bounds of the optimal J = reward - beta KL on the first task.
+
+    J* = beta log sum_y pi_ref(y|x) exp(r(y) / beta), here over some responses y only, and the
+    probability that two samples of the optimal policy over these are equal; means over prompts.
+    """
+    policy = AutoModelForCausalLM.from_pretrained(files / "valence" / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(files / "valence" / "model")
+    config = tba.settings(temperature=1.0, tokens_per_microbatch=512)
+    scorer = tba.TokenLogProbs(policy.requires_grad_(False), 1.0, True)
+    rows = read_lines(files / "valence" / "data" / "test.jsonl")[:prompts]
+    sets = {"one or two words": short_responses(), "the grammar's best": grammatical_responses()}
+    lines = []
+    for (name, texts), price in itertools.product(sets.items(), (1, 4)):
+        beta = BETA["valence"] * price
+        rewards = np.array([valence(text) for text in texts])
+        endings = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+        bounds, equal, best = [], [], []
+        for row in rows:
+            prompt = np.array(tokenizer(row["text"])["input_ids"])
+            sequences = [(prompt, [np.array(y, np.int32) for y in endings])]
+            scored = tba.token_logprobs(scorer, sequences, config, 1.0)
+            J = rewards + beta * np.array([logprobs.sum() for logprobs in scored])
+            mass = np.exp((J - J.max()) / beta)
+            bounds.append(J.max() + beta * np.log(mass.sum()))
+            equal.append((mass**2).sum() / mass.sum() ** 2)
+            best.append(f"`{texts[J.argmax()]}` {J.max():.2f}")
+        line = [name, f"{beta:g}", f"{np.mean(bounds):.2f}", f"{np.mean(equal):.3f}"]
+        lines.append([*line, "; ".join(sorted(set(best)))])
+    return table(["responses", "beta", "J*, at least", "two equal", "best, its J"], lines)
 
 
 # ------------------------------------------------------------------------------------- the report
