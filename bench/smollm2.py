@@ -3,7 +3,7 @@
     pip install gguf vaderSentiment
     python bench/smollm2.py make      # the model and prompts in .cache/smollm2; two minutes
     python bench/smollm2.py run       # every missing run; takes hours; can be interrupted
-    python bench/smollm2.py report    # its tables in docs/results.md
+    python bench/smollm2.py report    # its table in docs/results.md; --all: also answers
     python bench/smollm2.py engines   # logprob_gap, memory and time for each engine and dtype
 
 Three tasks, which tba.py also accepts with `--plugin bench/smollm2.py`: "sums" of two digits and
@@ -188,11 +188,11 @@ def samples(row: dict) -> dict[str, str]:
     return found
 
 
-def report(rows: claims.Rows) -> None:
-    """Write the SmolLM2 tables of docs/results.md."""
-    parts = {}
+def report(rows: claims.Rows, print_all: bool) -> None:
+    """Write the SmolLM2 table of docs/results.md; print the answers too if asked to."""
+    lines = []
+    samples_of_task = {}
     for task in TASKS:
-        lines = []
         texts = []
         answers: dict[str, str] = {}
         for setting in (s for s in settings_of() if s.task == task):
@@ -202,15 +202,17 @@ def report(rows: claims.Rows) -> None:
             if found:
                 answers = samples(found[0])
                 texts.append([name, *answers.values()])
-            rate = f"{found[0]['rate']:g}" if found else claims.NOT_YET
             before = claims.shown(row["path"][0]["reward"] for row in found)
-            after = claims.shown(row["path"][-1]["reward"] for row in found)
-            kl = claims.shown((row["path"][-1]["kl"] for row in found), 1)
-            lines.append([name, str(len(found)), rate, before, after, kl, claims.areas(found)])
-        head = ["", "seeds", "rate", "reward before", "after 30 steps", "KL", "gain"]
-        parts[f"smollm2, {task}"] = claims.table(head, lines)
-        parts[f"smollm2, {task}, samples"] = claims.table(["", *answers], texts)
-    claims.write_parts(parts)
+            ends = [claims.last(row) for row in found]
+            line = [task, name, str(len(found)), claims.rate_of(found), before]
+            line.append(claims.shown(point["reward"] for point in ends))
+            line.append(claims.shown((point["kl"] for point in ends), 1))
+            at_end = [claims.objective_of(row, claims.last(row)) for row in found]
+            lines.append([*line, claims.shown(at_end), claims.areas(found)])
+        samples_of_task[f"smollm2, {task}, samples"] = claims.table(["", *answers], texts)
+    head = ["task", "", "seeds", "rate", "reward before", "after 30 steps", "KL", "J", "gain"]
+    tables = {"smollm2": claims.table(head, lines)} | samples_of_task
+    claims.publish(tables, print_all)
 
 
 def engines(files: Path) -> None:
@@ -241,6 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", choices=("make", "run", "report", "engines"))
     parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
+    parser.add_argument("--all", action="store_true", help="report: also print every table")
     parser.add_argument("--workers", type=int, default=2, help="number of parallel runs")
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "smollm2")
     args = parser.parse_args()
@@ -252,7 +255,7 @@ def main() -> None:
             run = partial(claims.run, also=own_columns)
             claims.run_all(rows, settings_of(), args.files, args.minutes, args.workers, run)
         case "report":
-            report(rows)
+            report(rows, args.all)
         case "engines":
             engines(args.files)
 
