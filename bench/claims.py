@@ -1204,6 +1204,7 @@ RULE_COLOURS = {"by reward": "C4", "mixed": "C5", "anchored": "C9"}
 # the lines of the table "search": name -> a table of search_settings and its line
 SEARCH_LINES = {
     "1 in 183, by reward": ("ten seeds", "tb"),
+    "1 in 183, by reward, dr_grpo": ("ten seeds", "dr_grpo"),
     "1 in 183, by reward, 3e-4": ("mixed, lower rates", "rare, 120 steps, 3e-4, by reward"),
     "1 in 183, mixed": ("mixed", "rare, 120 steps"),
     "1 in 183, mixed, 3e-4": ("mixed, lower rates", "rare, 120 steps, 3e-4"),
@@ -1276,6 +1277,11 @@ def best_success(p: float, beta: float) -> float:
     return odds / (1 + odds)
 
 
+def best_objective(p: float, beta: float) -> float:
+    """The largest J = reward - beta KL: beta log E_reference[exp(r / beta)]."""
+    return beta * math.log(1 - p + p * math.exp(1 / beta))
+
+
 def best_within(p: float, budget: float) -> float:
     """The highest success rate within `budget` nats of a reference that has p."""
     if budget >= -math.log(p):
@@ -1294,12 +1300,12 @@ def best_gain(p: float) -> float:
 
 
 def bound(task: str, template: str) -> str:
-    """`template` with the optimal {reward} and the largest {gain} of a sparse task."""
+    """`template` with the optimal {reward} and {J} and the largest {gain} of a sparse task."""
     if task not in UNTRAINED:
         return ""
-    p = UNTRAINED[task]
-    reward = f"{best_success(p, BETA[task]):.2f}"
-    return template.format(reward=reward, gain=f"{best_gain(p):.2f}")
+    p, beta = UNTRAINED[task], BETA[task]
+    best = {"reward": best_success(p, beta), "J": best_objective(p, beta), "gain": best_gain(p)}
+    return template.format(**{name: f"{value:.2f}" for name, value in best.items()})
 
 
 # --- cells
@@ -1598,31 +1604,43 @@ def ends_by_searchers(rows: Rows, block: Block) -> str:
     lines = []
     for name in dict.fromkeys(line for line, _ in block):
         own = {M: setting for (line, M), setting in block.items() if line == name}
-        found = [rows.of(setting, "report") for setting in own.values()]
         (task,) = {setting.task for setting in own.values()}
+        found = [rows.of(setting, "report") for setting in own.values()]
+        lines.append([name, "; ".join(map(str, own)), *end_cells(task, found)])
+    head = ["", "Searchers", "rate", "gain", "reward at the end", "median J at the end"]
+    head += ["reach 0.5", "end there", "median step to 0.5", "collapse", "seeds"]
+    return table(head, lines)
 
-        def cells(of_runs: Callable[[list[dict]], object], found=found) -> str:
-            return "; ".join(str(of_runs(runs)) if runs else NOT_YET for runs in found)
 
-        def median_step(runs: list[dict]) -> str:
-            median = np.median([at_equal_reward(row, "step") or math.inf for row in runs])
-            return "never" if math.isinf(median) else f"{median:.0f}"
+def end_cells(task: str, found: list[list[dict]]) -> list[str]:
+    """The cells of `ends_by_searchers` from the runs for each M."""
 
-        def end_there(row: dict, reward=EQUAL_REWARD[task]) -> bool:
-            return last(row)["reward"] >= reward
+    def cell(value_of: Callable[[list[dict]], object], best: str = "") -> str:
+        values = (str(value_of(runs)) if runs else NOT_YET for runs in found)
+        return "; ".join(values) + bound(task, best)
 
-        rates = dict.fromkeys(rate_of(runs) for runs in found)
-        line = [name, "; ".join(map(str, own)), "; ".join(rates)]
-        line.append(cells(lambda runs: mean(map(area, runs))) + bound(task, " of {gain}"))
-        rewards = cells(lambda runs: mean(last(row)["reward"] for row in runs))
-        line.append(rewards + bound(task, " of {reward}"))
-        line.append(cells(lambda runs: reached(runs).split(" ")[0]))
-        line.append(cells(lambda runs, end_there=end_there: sum(map(end_there, runs))))
-        line.append(cells(median_step))
-        line.append(cells(lambda runs: sum(map(lost, runs))))
-        lines.append([*line, "; ".join(dict.fromkeys(str(len(runs)) for runs in found))])
-    head = ["", "Searchers", "rate", "gain", "reward at the end", "reach 0.5", "end there"]
-    return table([*head, "median step to 0.5", "collapse", "seeds"], lines)
+    def median_objective(runs: list[dict]) -> str:
+        median = np.median([objective_of(row, last(row)) for row in runs])
+        return f"{median:.2f}".replace("-0.00", "0.00")
+
+    def median_step(runs: list[dict]) -> str:
+        median = np.median([at_equal_reward(row, "step") or math.inf for row in runs])
+        return "never" if math.isinf(median) else f"{median:.0f}"
+
+    def end_there(runs: list[dict]) -> int:
+        return sum(last(row)["reward"] >= EQUAL_REWARD[task] for row in runs)
+
+    return [
+        "; ".join(dict.fromkeys(map(rate_of, found))),
+        cell(lambda runs: mean(map(area, runs)), " of {gain}"),
+        cell(lambda runs: mean(last(row)["reward"] for row in runs), " of {reward}"),
+        cell(median_objective, " of {J}"),
+        cell(lambda runs: reached(runs).split(" ")[0]),
+        cell(end_there),
+        cell(median_step),
+        cell(lambda runs: sum(map(lost, runs))),
+        "; ".join(dict.fromkeys(str(len(runs)) for runs in found)),
+    ]
 
 
 # --- the whole report
@@ -1679,7 +1697,8 @@ def tables_of_stale_data(rows: Rows, of: Callable[..., list[Setting]]) -> dict[s
         "stale data, rewards within budgets of KL": budgets(rows, stale),
         "stale data, rewards within budgets of KL, lag 100": budgets(rows, of("far")),
         "stale data, diversity at a reward of 0.25": diversity(rows, stale),
-        "collapses": collapses(rows, of("longer", "collapses")),
+        "collapses": collapses(rows, of("longer")),
+        "collapses in 80 steps": collapses(rows, of("collapses")),
         "learning rates, chosen and reported seeds": chosen_and_reported(rows),
         "learning rates, the highest stable one": grid(with_far, "lag", partial(stable_rate, rows)),
         "learning rates, runs over 50 nats": pooled(rows, [*with_far, *of("collapses")]),

@@ -190,28 +190,32 @@ def samples(row: dict) -> dict[str, str]:
 
 def report(rows: claims.Rows, print_all: bool) -> None:
     """Write the SmolLM2 table of docs/results.md; print the answers too if asked to."""
-    lines = []
-    samples_of_task = {}
+    lines: dict[str, list[str]] = {name: [name] for name in WAYS}
+    tables = {}
     for task in TASKS:
         texts = []
         answers: dict[str, str] = {}
-        for setting in (s for s in settings_of() if s.task == task):
-            found = rows.of(setting, "report")
-            way = (setting.objective, setting.lag, dict(setting.flags))
-            (name,) = [name for name, own in WAYS.items() if own == way]
-            if found:
-                answers = samples(found[0])
-                texts.append([name, *answers.values()])
-            before = claims.shown(row["path"][0]["reward"] for row in found)
+        of_task = {
+            (setting.objective, setting.lag, setting.flags): setting
+            for setting in settings_of() if setting.task == task
+        }  # fmt: skip
+        for name, (objective, lag, flags) in WAYS.items():
+            setting = of_task.get((objective, lag, tuple(flags.items())))
+            found = rows.of(setting, "report") if setting else []
+            if not found:
+                lines[name] += ["", ""]
+                continue
+            answers = samples(found[0])
+            texts.append([name, *answers.values()])
             ends = [claims.last(row) for row in found]
-            line = [task, name, str(len(found)), claims.rate_of(found), before]
-            line.append(claims.shown(point["reward"] for point in ends))
-            line.append(claims.shown((point["kl"] for point in ends), 1))
-            at_end = [claims.objective_of(row, claims.last(row)) for row in found]
-            lines.append([*line, claims.shown(at_end), claims.areas(found)])
-        samples_of_task[f"smollm2, {task}, samples"] = claims.table(["", *answers], texts)
-    head = ["task", "", "seeds", "rate", "reward before", "after 30 steps", "KL", "J", "gain"]
-    tables = {"smollm2": claims.table(head, lines)} | samples_of_task
+            reward = claims.shown(point["reward"] for point in ends)
+            kl = claims.mean((point["kl"] for point in ends), 1)
+            J = claims.mean(claims.objective_of(row, claims.last(row)) for row in found)
+            lines[name].append(f"{reward} at {kl} nats; J {J}")
+            lines[name].append(f"{claims.areas(found)} at {claims.rate_of(found)}")
+        tables[f"smollm2, {task}, samples"] = claims.table(["", *answers], texts)
+    head = [column for task in TASKS for column in (f"{task}: reward", "gain at rate")]
+    tables["smollm2"] = claims.table(["", *head], lines.values())
     claims.publish(tables, print_all)
 
 
