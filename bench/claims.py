@@ -1589,7 +1589,7 @@ def gains_by_searchers(rows: Rows, block: Block, what: str) -> str:
     for name in dict.fromkeys(line for line, _ in block):
         found = {M: rows.of(block[name, M], "report") for M in numbers if (name, M) in block}
         line = [name, *(areas(found[M]) if M in found else "" for M in numbers)]
-        one = found[numbers[0]]
+        one = found.get(numbers[0], [])
         line += [paired(found[M], one) if M in found else "" for M in numbers[1:]]
         waited = "; ".join(
             f"{mean((100 * row['waited'] for row in f), 0)} %" for f in found.values()
