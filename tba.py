@@ -2383,19 +2383,17 @@ def vllm_can_run() -> bool:
 #                             probes, and continues to train
 #   WeightSync.send           in a thread: notifies the members, forms a process group if they
 #                             changed, broadcasts
-#   receive_weights           in a Searcher's thread: joins the group, receives into the staging
-#                             buffer -> Received
-#   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded. If
-#                             an evaluation is due, the weights came with its prompts
-#   WeightSync.on_loaded      compares the probes; when the last member has loaded, the sync is over
+#   receive_weights           in a Searcher's thread: joins the group, receives -> Received
+#   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded
+#   WeightSync.on_loaded      compares the probes; after the last member's, the sync is over
 #
 # If a step fails, the group is abandoned, and the next sync, due at once, forms a new one. Only
-# members that did not reply in time, or that repeatedly miss weights on their own, are killed.
+# members that do not reply in time, or that repeatedly miss weights on their own, are killed.
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors (not copies) by its own names; tied tensors appear once."""
-    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     return {
         name.replace(".base_layer", ""): tensors[name]
         for name in model.state_dict()  # without non-persistent buffers
@@ -2411,8 +2409,7 @@ class FlatWeights:
     def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Allocate space for weights with the names and shapes of `like`."""
         sizes = [tensor.numel() for tensor in like.values()]
-        # copies between a GPU and Gloo's buffer are faster from pinned memory
-        pinned = device.type == "cpu" and torch.cuda.is_available()
+        pinned = device.type == "cpu" and torch.cuda.is_available()  # for faster copies
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
         parts = zip(like.items(), self.flat.split(sizes), strict=True)
         self.views = {name: part.view(tensor.shape) for (name, tensor), part in parts}
@@ -2450,10 +2447,10 @@ class WeightGroup:
     name: str = ""
     rank: int = 0
     size: int = 1
-    formed: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+    formed: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL
     abandoned: bool = False
 
-    def form(self) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+    def form(self) -> Any:
         """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
         meeting = self.meeting
         store = dist.PrefixStore(self.name, connect_store(meeting, self.name))
@@ -2511,14 +2508,13 @@ class WeightGroup:
 class Transfer:
     """A transfer of weights to the members of a process group."""
 
-    version: int  # optimizer step of the weights
-    reference: bool  # whether they are the reference's, not the policy's
-    members: list[RunningSearcher]  # of the process group, by rank, from 1
-    receiving: set[RunningSearcher]  # members that have neither received nor missed them yet
-    loading: set[RunningSearcher]  # members that have neither loaded nor missed them yet
-    deadline: float  # for sending, and for the members' replies
     group: WeightGroup
+    members: list[RunningSearcher]  # by rank, from 1
+    version: int = -1  # optimizer step of the weights
+    reference: bool = False  # the reference's weights, not the policy's
+    deadline: float = 0.0  # for sending, and for the members' replies
     sending: Future | None = None  # None: it is sent, and every member has replied
+    owed: dict[RunningSearcher, type] = field(default_factory=dict)  # member -> its next reply
     missed: dict[RunningSearcher, str] = field(default_factory=dict)  # member -> why
 
 
@@ -2538,15 +2534,7 @@ class WeightSync:
         self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.meeting.device)
         learner.snapshot = self.snapshot
         # the latest; this first one is over
-        self.transfer = Transfer(
-            version=-1,
-            reference=False,
-            members=[],
-            receiving=set(),
-            loading=set(),
-            deadline=0.0,
-            group=WeightGroup(searchers.meeting),
-        )
+        self.transfer = Transfer(WeightGroup(searchers.meeting), members=[])
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
@@ -2560,25 +2548,24 @@ class WeightSync:
     @property
     def in_progress(self) -> bool:
         """Whether weights are in flight, or not loaded yet."""
-        loading = any(s.state == "ready" for s in self.transfer.loading)
-        return loading or self.transfer.sending is not None
+        owed = any(s.state == "ready" for s in self.transfer.owed)
+        return owed or self.transfer.sending is not None
 
     def poll(self) -> None:
         """End a transfer that is complete or late; kill members that have not replied."""
         transfer = self.transfer
         if transfer.sending is None:
             return
-        silent = [s for s in transfer.receiving if s.state == "ready"]
-        if len(silent) < len(transfer.receiving):  # a member ended: the others stop waiting
+        waiting_for = [s for s, reply in transfer.owed.items() if reply is Received]
+        silent = [s for s in waiting_for if s.state == "ready"]
+        if len(silent) < len(waiting_for):  # a member ended: the others stop waiting
             self.searchers.store.set(transfer.group.name, "ended")
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
         error = transfer.sending.exception() if complete else "timeout (--transfer_timeout)"
         transfer.sending = None
-        suspects = transfer.missed
-        if transfer.receiving:
-            suspects = dict.fromkeys(transfer.receiving, "it ended or did not reply")
+        suspects = dict.fromkeys(waiting_for, "it ended or did not reply") or transfer.missed
         for s, reason in suspects.items():
             s.missed += 1
             if s in silent or s.missed >= self.MAX_MISSED:
@@ -2599,11 +2586,11 @@ class WeightSync:
         """
         ready = [s for s in self.searchers.running if s.state == "ready"]
         self.due |= self.evaluations.due or any(s.version < 0 for s in ready)
+        states = {s.state for s in self.searchers.running}
         if self.config.synchronous:
-            complete = len(ready) == self.config.num_searchers
+            complete = states == {"ready"}
         else:  # only the first sync waits for Searchers that are loading their models
-            loading = any(s.state == "loading" for s in self.searchers.running)
-            complete = self.version >= 0 or not loading
+            complete = self.version >= 0 or "loading" not in states
         if not (self.due and ready and complete) or self.in_progress:
             return False
         start = time.perf_counter()
@@ -2625,13 +2612,12 @@ class WeightSync:
             group.abandon()
             group = WeightGroup(group.meeting, os.urandom(8).hex(), size=len(members) + 1)
         transfer = Transfer(
+            group,
+            members,
             version=self.reference_version if reference else step,
             reference=reference,
-            members=members,
-            receiving=set(members),
-            loading=set(members),
             deadline=time.monotonic() + 3 * self.config.transfer_timeout,
-            group=group,
+            owed=dict.fromkeys(members, Received),
         )
         held_out = 0 if reference else self.evaluations.begin_if_due(step, members)
         # in a new thread, as a stuck one may never return
@@ -2655,11 +2641,11 @@ class WeightSync:
     def on_received(self, s: RunningSearcher, failure: str) -> None:
         """A member received the weights; or it did not, and keeps its current ones."""
         transfer = self.transfer
-        transfer.receiving.remove(s)
         if not failure:
+            transfer.owed[s] = Loaded
             return
+        del transfer.owed[s]
         transfer.missed[s] = failure
-        transfer.loading.remove(s)
         if not transfer.reference:
             self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
 
@@ -2670,7 +2656,7 @@ class WeightSync:
         of a few tokens.
         """
         transfer = self.transfer
-        transfer.loading.remove(s)
+        del transfer.owed[s]
         s.missed = 0
         if transfer.reference:
             s.reference_version = transfer.version
