@@ -1428,7 +1428,6 @@ class Searcher:
 
     def follow(self) -> None:
         """In a thread: handle the Trainer's messages."""
-        connect_store(self.spec.meeting, "watch")  # before a transfer waits for it
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -2430,15 +2429,6 @@ class MeetingPoint:
         return local_device() if self.nccl else torch.device("cpu")
 
 
-@lru_cache(2)
-def connect_store(meeting: MeetingPoint, use: str) -> dist.TCPStore:
-    """A connection to the Trainer's TCPStore; one that waits for a member serves nothing else.
-
-    It is kept because connecting performs a reverse DNS lookup, which can take seconds.
-    """
-    return dist.TCPStore(meeting.host, meeting.port, timeout=meeting.timeout)
-
-
 @dataclass
 class WeightGroup:
     """A process group besides the default one, in which rank 0 broadcasts weights."""
@@ -2453,7 +2443,8 @@ class WeightGroup:
     def form(self) -> Any:
         """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
         meeting = self.meeting
-        store = dist.PrefixStore(self.name, connect_store(meeting, self.name))
+        store = dist.TCPStore(meeting.host, meeting.port, timeout=meeting.timeout)
+        store = dist.PrefixStore(self.name, store)
         if meeting.nccl:
             group = dist.ProcessGroupNCCL(store, self.rank, self.size, meeting.timeout)
             group.eager_connect_single_device(meeting.device)
@@ -2469,16 +2460,11 @@ class WeightGroup:
     def broadcast(self, weights: FlatWeights) -> None:
         """Broadcast rank 0's weights; the first broadcast forms the group.
 
-        Raises RuntimeError after the timeout, if the connection to a member is lost, or if the
-        Trainer says that a member has ended, for which others would wait.
+        Raises RuntimeError after the timeout, or if the connection to a member is lost.
         """
-        deadline = time.monotonic() + self.meeting.timeout.total_seconds()
         running = ThreadPoolExecutor(1).submit(self.run, weights)  # may never return
-        while wait([running], timeout=0.1).not_done:
-            if time.monotonic() > deadline:
-                raise RuntimeError("timeout (--transfer_timeout)")
-            if connect_store(self.meeting, "watch").check([self.name]):
-                raise RuntimeError("another member ended")
+        if wait([running], self.meeting.timeout.total_seconds()).not_done:
+            raise RuntimeError("timeout (--transfer_timeout)")
         running.result()
 
     def run(self, weights: FlatWeights) -> None:
@@ -2558,8 +2544,6 @@ class WeightSync:
             return
         waiting_for = [s for s, reply in transfer.owed.items() if reply is Received]
         silent = [s for s in waiting_for if s.state == "ready"]
-        if len(silent) < len(waiting_for):  # a member ended: the others stop waiting
-            self.searchers.store.set(transfer.group.name, "ended")
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
