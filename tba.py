@@ -440,6 +440,11 @@ class Trajectory:
     version: int  # optimizer step of the policy at submission; later tokens may be from newer ones
     reference_version: int  # optimizer step of the reference
 
+    @property
+    def key(self) -> str:
+        """The tokens as one character each: equal responses have equal keys."""
+        return self.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+
 
 @dataclass
 class Group:
@@ -627,10 +632,6 @@ class ReplayBuffer:
         self.rng = np.random.default_rng([config.seed, 0xB0F])
         self.trajectories: dict[int, dict[str, Trajectory]] = {}  # by prompt and key, oldest first
 
-    def key(self, t: Trajectory) -> str:
-        """Equal responses have equal keys: a string with one character per token."""
-        return t.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
-
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the newest of its prompt.
 
@@ -641,9 +642,8 @@ class ReplayBuffer:
         """
         stored = self.trajectories.setdefault(group.prompt_id, {})
         for t in group.trajectories:
-            key = self.key(t)
-            stored.pop(key, None)
-            stored[key] = t
+            stored.pop(t.key, None)
+            stored[t.key] = t
         while len(stored) > self.config.kept_per_prompt:
             del stored[next(iter(stored))]
 
@@ -670,7 +670,7 @@ class ReplayBuffer:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         for t in trajectories_from_tensors(state["rows"]):
-            self.trajectories.setdefault(t.prompt_id, {})[self.key(t)] = t
+            self.trajectories.setdefault(t.prompt_id, {})[t.key] = t
         self.rng.bit_generator.state = state["rng"]
 
 
@@ -681,13 +681,13 @@ class ReplayRule:
         self.buffer = buffer
         self.config = config
         self.memory: dict[str, Any] = {"epoch": []}  # prompts left in this epoch of replay
-        self.recent_fraction = math.nan  # of the latest batch: see `Newest.sample`
+        self.recent_fraction = math.nan  # of the latest batch's groups
 
     def on_group(self, group: Group) -> None:
         """A group has just been stored."""
 
     def on_sync(self, step: int) -> None:
-        """The weights of `step` are about to be sent: groups after this are the most recent."""
+        """The weights of `step` are about to be sent."""
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
         """Draw B groups of K trajectories of one prompt each, or None to wait for another group."""
@@ -703,8 +703,7 @@ class ReplayRule:
         groups = []
         while len(groups) < count:
             epoch = self.memory["epoch"]
-            unused = (p for p in reversed(epoch) if p in stored and p not in used)
-            prompt_id = next(unused, None)
+            prompt_id = next((p for p in reversed(epoch) if p not in used), None)
             if prompt_id is None:
                 if used >= stored.keys():
                     used.clear()  # prompts must repeat
@@ -718,7 +717,7 @@ class ReplayRule:
 
 @dataclass(eq=False)
 class RecentGroup:
-    """A group that can still be drawn as recent."""
+    """A group that can still be drawn as a recent one."""
 
     group: Group
     window: int  # number of syncs begun before it arrived
@@ -728,24 +727,24 @@ class RecentGroup:
 class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    In the paper, groups are recent if they arrived since the latest sync. Here they come first, and
-    two choices are ours. A group is drawn as recent at most --max_replays times, or slow generation
-    would mean training on the same groups over and over (the authors' blocking sync implies a
-    bound). If too few have draws left, older ones follow, newest first; then the Trainer waits.
+    A group is recent until it has been drawn --max_replays times. Those that arrived since the
+    latest sync come first: in the paper, only these are recent. The bound is ours, or slow
+    generation would mean training on the same groups over and over (the authors' blocking sync
+    implies a bound). If too few groups are recent, the Trainer waits.
     """
 
-    MAX_RECENT = 1024  # groups; with fast generation, older ones are never drawn
+    MAX_RECENT = 1024  # groups besides a batch; with fast generation, older ones are never drawn
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        capacity = max(self.MAX_RECENT, config.prompts_per_step)
+        capacity = self.MAX_RECENT + config.prompts_per_step
         self.recent: deque[RecentGroup] = deque(maxlen=capacity)  # oldest first
         self.groups_seen = 0
         self.window = 0
         self.wanted: int | None = None  # recent groups in the next batch; kept while waiting
 
     def on_group(self, group: Group) -> None:
-        """Add a recent group. With a fractional bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
+        """Add a recent group. With a bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
         R = self.config.max_replays or 10**9
         draws = math.floor((self.groups_seen + 1) * R) - math.floor(self.groups_seen * R)
         self.groups_seen += 1
@@ -756,9 +755,7 @@ class Newest(ReplayRule):
         self.window += 1
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
-        """Draw B groups of K trajectories, or return None if too few recent groups have draws left.
-
-        `recent_fraction` is the fraction of groups that arrived since the sync before the latest.
+        """Draw B groups of K trajectories, or return None if too few groups are recent.
 
         Example: prompts 0-9 are stored, 6-9 since the latest sync. B = 4, K = 20, m = 0.5 give
         about two groups of 6-9, say of 7 and 9, and 20 trajectories each of others, say 3 and 5.
@@ -773,7 +770,7 @@ class Newest(ReplayRule):
             entry.draws_left -= 1
             if entry.draws_left == 0:
                 self.recent.remove(entry)
-        self.recent_fraction = sum(entry.window >= self.window - 1 for entry in drawn) / B
+        self.recent_fraction = len(drawn) / B
         groups = [self.distinct_first(entry.group, K) for entry in drawn]
         used = {entry.group.prompt_id for entry in drawn}
         return groups + self.replay(B - len(groups), K, used)
@@ -781,24 +778,21 @@ class Newest(ReplayRule):
     def newest_first(self) -> list[RecentGroup]:
         """Recent groups: latest window first, within it each prompt's newest first, then random."""
         newer: Counter[tuple[int, int]] = Counter()  # later groups of the same window and prompt
-        ranked = []
+        rank = {}
         for entry in reversed(self.recent):
             same = entry.window, entry.group.prompt_id
-            ranked.append((-entry.window, newer[same], self.buffer.rng.random(), entry))
+            rank[entry] = (-entry.window, newer[same], self.buffer.rng.random())
             newer[same] += 1
-        ranked.sort(key=itemgetter(0, 1, 2))
-        return [entry for *_, entry in ranked]
+        return sorted(rank, key=rank.get)
 
     def distinct_first(self, group: Group, K: int) -> list[Trajectory]:
         """K of a group's S trajectories: distinct ones first, then duplicates.
 
         Example: of the responses "a", "a", "a", "b" and K = 3, "a", "b" and one more "a".
         """
-        shuffled = [
-            group.trajectories[i] for i in self.buffer.rng.permutation(len(group.trajectories))
-        ]
-        distinct = {self.buffer.key(t): t for t in shuffled}
-        duplicates = [t for t in shuffled if distinct[self.buffer.key(t)] is not t]
+        shuffled = self.buffer.rng.permutation(group.trajectories)
+        distinct = {t.key: t for t in shuffled}
+        duplicates = [t for t in shuffled if distinct[t.key] is not t]
         return [*distinct.values(), *duplicates][:K]
 
 
@@ -4309,7 +4303,7 @@ class AttackBuffer(ReplayBuffer):
         if 0 < config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
             capacity = max(map(len, self.trajectories.values()))  # that of the largest prompt
         stored = self.trajectories.setdefault(group.prompt_id, {})
-        new = [self.key(t) for t in group.trajectories]
+        new = [t.key for t in group.trajectories]
         texts = [*stored, *new]
         most = math.ceil(config.near_duplicate * 2 * max(map(len, texts)))  # edits
         edits = cdist(  # (new, texts); above `most`: most + 1
