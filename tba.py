@@ -1676,7 +1676,7 @@ def load_model(
     config: Config, path: str, dtype: torch.dtype, device: torch.device,
     kind: str = "AutoModelForCausalLM",
 ) -> nn.Module:  # fmt: skip
-    """Load a model from a folder or hub name; `kind`: its auto class. It stays in evaluation mode.
+    """Load a model from a folder or hub name, in evaluation mode; `kind` is its auto class.
 
     Raises ValueError if it lacks weights or has others, has an adapter, is quantized, or cannot
     generate from left to right.
@@ -1687,8 +1687,7 @@ def load_model(
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
     text_config = model_config.get_text_config()
     if config.dtype == "bfloat16":
-        # TF32 for float32 matmuls, which vLLM disables: nearly as fast as bfloat16, more precise
-        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision("high")  # TF32, which vLLM disables
     # SDPA ignores the soft cap of attention scores (Gemma 2)
     is_capped = getattr(text_config, "attn_logit_softcapping", None)
     model, loaded = getattr(transformers, kind).from_pretrained(
@@ -1701,9 +1700,8 @@ def load_model(
         ignore_mismatched_sizes=True,  # so that they are reported
     )
     # BERT, BART and their descendants declare this field, and no decoder but GPT-NeoX
-    declared = hasattr(type(text_config), "is_decoder")
-    has_encoder = declared and "gpt_neox" not in text_config.model_type
-    if kind == "AutoModelForCausalLM" and (has_encoder or model.base_model is model):
+    is_decoder = "gpt_neox" in text_config.model_type or not hasattr(type(text_config), "is_decoder")
+    if kind == "AutoModelForCausalLM" and (not is_decoder or model.base_model is model):
         raise ValueError(f"a {type(model).__name__} is not supported; choose another decoder")
     is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
     wrong = [name for name in loaded["missing_keys"] if not (is_body and "pooler" in name)]
@@ -1718,10 +1716,7 @@ def can_pack(model: nn.Module, longest: int) -> bool:
     """Whether a model respects packed rows' mask and position ids up to `longest`, in tokens."""
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or [])
-    windows = [
-        getattr(config, "sliding_window", None),
-        getattr(config, "attention_chunk_size", None),
-    ]
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return (
         config._attn_implementation == "sdpa"  # others add a boolean mask to the scores
         and not getattr(config, "alibi", False)
@@ -1737,10 +1732,12 @@ def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
-def with_forward(module: nn.Module, forward: Callable) -> nn.Module:
-    """A shallow copy of a module with another `forward`."""
+def altered(module: nn.Module, **attributes: Any) -> nn.Module:
+    """A shallow copy of a module with other children, or another `forward`."""
     twin = copy.copy(module)
-    twin.forward = forward
+    twin._modules = dict(module._modules)
+    for name, value in attributes.items():
+        setattr(twin, name, value)
     return twin
 
 
@@ -1750,14 +1747,10 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
     The model's own `forward` runs on a shallow copy, whose body returns `output` and these states.
     """
     output = dataclasses.replace(output, last_hidden_state=hidden[None])
-    body = with_forward(model.base_model, lambda *_, **__: output)
-    if "decoder" in body._modules:  # OPT calls it, not the body
-        body._modules = body._modules | {"decoder": with_forward(body.decoder, body.forward)}
-    twin = copy.copy(model)
-    twin._modules = model._modules | {model.base_model_prefix: body}
-    head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear):  # false for a head with an adapter
-        twin.set_output_embeddings(with_forward(head, partial(float_logits, head)))
+    body = altered(model.base_model, forward=lambda *_, **__: output)
+    if hasattr(body, "decoder"):  # OPT calls it, not the body
+        body.decoder = altered(body.decoder, forward=body.forward)
+    twin = altered(model, **{model.base_model_prefix: body})
     # an instance's `forward` may be wrapped, and bound to the original
     return type(twin).forward(twin, use_cache=False).logits[0].float()
 
@@ -1776,6 +1769,9 @@ class TokenLogProbs(nn.Module):
     def __init__(self, model: nn.Module, temperature: float, packs: bool = True) -> None:
         super().__init__()
         self.model = model
+        head = model.get_output_embeddings()
+        if isinstance(head, nn.Linear):  # false for a head with an adapter
+            head.forward = partial(float_logits, head)
         self.temperature = temperature
         self.row_tokens = self.ROW_TOKENS if packs else 0  # 0: one response per row
         self.ranks = Ranks()  # over which the model is sharded
@@ -1937,7 +1933,7 @@ def run_microbatches(
     Yields for the n response tokens of each: their index among the N tokens of all groups'
     responses, their log-probabilities, and entropies; (n,) each.
     """
-    device = next(policy.parameters()).device
+    device = policy.model.device
     ranks = policy.ranks
     for rows in plan_microbatches(units, config.tokens_per_microbatch, ranks.size)[ranks.rank]:
         # FSDP casts by itself; without the cache, a weight's bfloat16 copy is freed with the graph
@@ -1956,7 +1952,7 @@ def token_logprobs(
     plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
     units = [[row] for rows in plan for row in rows]
     lengths = [len(response) for _, responses in groups for response in responses]
-    flat = torch.zeros(sum(lengths), device=next(policy.parameters()).device)
+    flat = torch.zeros(sum(lengths), device=policy.model.device)
     for index, logprobs, _ in run_microbatches(policy, units, config, temperature):
         flat[index] = logprobs
     policy.ranks.all_reduce(flat)
@@ -2027,8 +2023,9 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor of the parameter's shape; other tensors as they are."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
-    place = partial(distribute_tensor, src_data_rank=None)  # every rank has the whole tensor
-    return place(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+    tensor = tensor.to(parameter.device)  # every rank has the whole tensor
+    mesh = parameter.device_mesh
+    return distribute_tensor(tensor, mesh, parameter.placements, src_data_rank=None)
 
 
 def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
