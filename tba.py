@@ -659,8 +659,8 @@ class ReplayBuffer:
             # the largest of score + Gumbel noise are softmax draws without replacement
             noise = self.rng.gumbel(size=len(stored))
             order = np.argsort(-(self.config.reward_inverse_temperature * rewards + noise))
-            drawn += [stored[i] for i in order[: K - len(drawn)]]
-        return drawn
+            drawn += [stored[i] for i in order]
+        return drawn[:K]
 
     def state(self) -> dict[str, Any]:
         """For checkpoints: tensors over all trajectories, and plain values."""
@@ -1400,8 +1400,8 @@ class Searcher:
         self.call_size = max(
             1, config.sequences_in_flight // (threads * config.searched_per_prompt)
         )
-        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
-        self.group = WeightGroup(spec.meeting)  # in which it receives weights
+        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.group.device)
+        self.group = spec.group  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
@@ -1522,6 +1522,7 @@ class Searcher:
         config = self.config
         task = self.problem.task
         n = config.eval_responses
+        greedy = task.greedy_evaluation and n == 1
         for row in rows:
             prompt = self.problem.held_out[row]
             request = Request(
@@ -1529,9 +1530,8 @@ class Searcher:
                 prompt=prompt,
                 n=n,
                 max_tokens=config.response_limit(prompt),
-                temperature=config.temperature,
+                temperature=0.0 if greedy else config.temperature,
                 min_tokens=task.min_eval_tokens,
-                greedy=task.greedy_evaluation and n == 1,
                 seed=config.seed + row,
             )
             self.engine.submit(request)
@@ -1558,7 +1558,7 @@ class Searcher:
             scored = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
         else:
             # both policies have the temperature of the engine's log-probabilities
-            temperature = 1.0 if first.greedy else config.temperature
+            temperature = config.temperature if first.temperature else 1.0
             sequences = [(done.request.prompt, done.tokens) for done in completions]
             scored = token_logprobs(self.reference, sequences, config, temperature)
         ref_logprobs = iter(scored)
@@ -1700,7 +1700,9 @@ def load_model(
         ignore_mismatched_sizes=True,  # so that they are reported
     )
     # BERT, BART and their descendants declare this field, and no decoder but GPT-NeoX
-    is_decoder = "gpt_neox" in text_config.model_type or not hasattr(type(text_config), "is_decoder")
+    is_decoder = "gpt_neox" in text_config.model_type or not hasattr(
+        type(text_config), "is_decoder"
+    )
     if kind == "AutoModelForCausalLM" and (not is_decoder or model.base_model is model):
         raise ValueError(f"a {type(model).__name__} is not supported; choose another decoder")
     is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
@@ -2023,9 +2025,12 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor of the parameter's shape; other tensors as they are."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
-    tensor = tensor.to(parameter.device)  # every rank has the whole tensor
-    mesh = parameter.device_mesh
-    return distribute_tensor(tensor, mesh, parameter.placements, src_data_rank=None)
+    return distribute_tensor(
+        tensor.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        src_data_rank=None,  # every rank has the whole tensor
+    )
 
 
 def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
@@ -2076,10 +2081,9 @@ class Request:
     prompt: np.ndarray  # (P,) int32
     n: int
     max_tokens: int
-    temperature: float
+    temperature: float  # 0: greedy
     top_p: float = 1.0
     min_tokens: int = 0  # EOS is not sampled before
-    greedy: bool = False
     seed: int = 0
 
 
@@ -2145,7 +2149,7 @@ class TransformersEngine:
         def kind(request: Request) -> tuple:
             # padding changes linear attention
             length = 0 if self.shares_prompts else len(request.prompt)
-            return request.greedy, request.top_p, request.min_tokens, length
+            return request.temperature == 0, request.top_p, request.min_tokens, length
 
         batch = [self.waiting.popleft()]
         rows = batch[0].n
@@ -2161,8 +2165,7 @@ class TransformersEngine:
         """Generate the next batch; `between_steps`, called after each token, may load weights."""
         batch = self.take_batch()
         rows = [b for b, request in enumerate(batch) for _ in range(request.n)]  # R indices
-        greedy = batch[0].greedy
-        temperatures = [[1.0 if greedy else batch[b].temperature] for b in rows]
+        temperatures = [[batch[b].temperature or 1.0] for b in rows]
         hook = DecodeHook(torch.tensor(temperatures, device=self.device), between_steps)
         prompts = [torch.from_numpy(request.prompt).long() for request in batch]  # B x (P,)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
@@ -2185,9 +2188,9 @@ class TransformersEngine:
                 prompt_ids[rows],
                 attention_mask=mask[rows],
                 past_key_values=cache,
-                do_sample=not greedy,
+                do_sample=batch[0].temperature > 0,
                 top_k=0,
-                top_p=None if greedy else batch[0].top_p,
+                top_p=batch[0].top_p,
                 min_new_tokens=batch[0].min_tokens or None,
                 max_new_tokens=max(request.max_tokens for request in batch),
                 eos_token_id=self.end_tokens,
@@ -2203,16 +2206,18 @@ class TransformersEngine:
         self, batch: list[Request], tokens: np.ndarray, logprobs: np.ndarray
     ) -> list[Completion]:
         """Split arrays (R, T) by request, and cut each row after EOS or at its maximum length."""
-        starts = np.cumsum([request.n for request in batch])[:-1]
-        parts = zip(batch, np.split(tokens, starts), np.split(logprobs, starts), strict=True)
         completions = []
-        for request, own_tokens, own_logprobs in parts:
-            stops = np.isin(own_tokens[:, : request.max_tokens], self.end_tokens)  # (n, T)
+        start = 0
+        for request in batch:
+            rows = range(start, start + request.n)
+            start += request.n
+            stops = np.isin(tokens[rows, : request.max_tokens], self.end_tokens)  # (n, T)
             ended = stops.any(1)  # (n,)
             lengths = np.where(ended, stops.argmax(1) + 1, request.max_tokens)  # (n,)
-            cut_tokens = [row[:T].copy() for row, T in zip(own_tokens, lengths, strict=True)]
-            cut_logprobs = [row[:T].copy() for row, T in zip(own_logprobs, lengths, strict=True)]
-            completions.append(Completion(request, cut_tokens, cut_logprobs, ended))
+            cut = [slice(T) for T in lengths]
+            own_tokens = [tokens[row, T].copy() for row, T in zip(rows, cut, strict=True)]
+            own_logprobs = [logprobs[row, T].copy() for row, T in zip(rows, cut, strict=True)]
+            completions.append(Completion(request, own_tokens, own_logprobs, ended))
         return completions
 
     @torch.inference_mode()
@@ -2299,8 +2304,8 @@ class VLLMEngine:
     def submit(self, request: Request) -> None:
         params = self.sampling(
             n=request.n,
-            temperature=0.0 if request.greedy else request.temperature,
-            top_p=1.0 if request.greedy else request.top_p,
+            temperature=request.temperature,
+            top_p=request.top_p,
             min_tokens=request.min_tokens,
             max_tokens=request.max_tokens,
             logprobs=0,  # of the sampled token only
@@ -2401,51 +2406,45 @@ class FlatWeights:
         sizes = [tensor.numel() for tensor in like.values()]
         pinned = device.type == "cpu" and torch.cuda.is_available()  # for faster copies
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
-        parts = zip(like.items(), self.flat.split(sizes), strict=True)
-        self.views = {name: part.view(tensor.shape) for (name, tensor), part in parts}
-
-
-@dataclass(frozen=True)
-class MeetingPoint:
-    """Where and how the members of a process group connect."""
-
-    host: str  # the Trainer's address
-    port: int  # of its TCPStore
-    nccl: bool  # NCCL needs a GPU for each member; otherwise Gloo moves the weights
-    timeout: timedelta  # for connecting, and for each operation of a group
-
-    @property
-    def device(self) -> torch.device:
-        """The device that weights are sent from and received on."""
-        return local_device() if self.nccl else torch.device("cpu")
+        parts = self.flat.split(sizes)
+        self.views = {
+            name: part.view_as(like[name]) for name, part in zip(like, parts, strict=True)
+        }
 
 
 @dataclass
 class WeightGroup:
     """A process group besides the default one, in which rank 0 broadcasts weights."""
 
-    meeting: MeetingPoint
+    host: str  # the Trainer's address
+    port: int  # of its TCPStore
+    nccl: bool  # NCCL needs a GPU for each member; otherwise Gloo moves the weights
+    timeout: timedelta  # for connecting, and for each operation
     name: str = ""
     rank: int = 0
     size: int = 1
     formed: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL
     abandoned: bool = False
 
+    @property
+    def device(self) -> torch.device:
+        """The device that weights are sent from and received on."""
+        return local_device() if self.nccl else torch.device("cpu")
+
     def form(self) -> Any:
         """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
-        meeting = self.meeting
-        store = dist.TCPStore(meeting.host, meeting.port, timeout=meeting.timeout)
+        store = dist.TCPStore(self.host, self.port, timeout=self.timeout)
         store = dist.PrefixStore(self.name, store)
-        if meeting.nccl:
-            group = dist.ProcessGroupNCCL(store, self.rank, self.size, meeting.timeout)
-            group.eager_connect_single_device(meeting.device)
+        if self.nccl:
+            group = dist.ProcessGroupNCCL(store, self.rank, self.size, self.timeout)
+            group.eager_connect_single_device(self.device)
             return group
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((meeting.host, meeting.port))  # UDP: sends nothing, chooses a route
+            probe.connect((self.host, self.port))  # UDP: sends nothing, chooses a route
             address = probe.getsockname()[0]  # this machine's, on the Trainer's network
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # no public class sets the address
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = meeting.timeout
+        options._timeout = self.timeout
         return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def broadcast(self, weights: FlatWeights) -> None:
@@ -2454,7 +2453,7 @@ class WeightGroup:
         Raises RuntimeError after the timeout, or if the connection to a member is lost.
         """
         running = ThreadPoolExecutor(1).submit(self.run, weights)  # may never return
-        if wait([running], self.meeting.timeout.total_seconds()).not_done:
+        if wait([running], self.timeout.total_seconds()).not_done:
             raise RuntimeError("timeout (--transfer_timeout)")
         running.result()
 
@@ -2508,10 +2507,10 @@ class WeightSync:
         self.learner = learner
         self.searchers = searchers
         self.evaluations = evaluations
-        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.meeting.device)
+        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.group.device)
         learner.snapshot = self.snapshot
         # the latest; this first one is over
-        self.transfer = Transfer(WeightGroup(searchers.meeting), members=[])
+        self.transfer = Transfer(copy.copy(searchers.group), members=[])
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
@@ -2585,7 +2584,9 @@ class WeightSync:
         group = self.transfer.group
         if self.transfer.members != members or group.abandoned:
             group.abandon()
-            group = WeightGroup(group.meeting, os.urandom(8).hex(), size=len(members) + 1)
+            group = dataclasses.replace(
+                self.searchers.group, name=os.urandom(8).hex(), size=len(members) + 1
+            )
         transfer = Transfer(
             group,
             members,
@@ -2616,13 +2617,12 @@ class WeightSync:
     def on_received(self, s: RunningSearcher, failure: str) -> None:
         """A member received the weights; or it did not, and keeps its current ones."""
         transfer = self.transfer
-        if not failure:
-            transfer.owed[s] = Loaded
-            return
-        del transfer.owed[s]
-        transfer.missed[s] = failure
-        if not transfer.reference:
-            self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
+        transfer.owed[s] = Loaded
+        if failure:
+            del transfer.owed[s]
+            transfer.missed[s] = failure
+            if not transfer.reference:
+                self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
 
     def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
         """A member loaded the weights: compare its log-probabilities with the Trainer's.
@@ -2737,7 +2737,7 @@ class SearcherSpec:
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
     arrived: set[int]  # later positions whose groups have arrived, which are not sampled again
-    meeting: MeetingPoint
+    group: WeightGroup  # not formed: how to connect to the Trainer
     shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
     messages: Any  # queue of all Searchers' messages
@@ -2840,9 +2840,8 @@ class SearcherProcesses:
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        self.meeting = MeetingPoint(
-            host, port, nccl, timedelta(seconds=self.config.transfer_timeout)
-        )
+        timeout = timedelta(seconds=self.config.transfer_timeout)
+        self.group = WeightGroup(host, port, nccl, timeout)  # groups to be formed are copies
         self.store = dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach())
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
         if nccl or not torch.cuda.is_available():
@@ -2872,7 +2871,7 @@ class SearcherProcesses:
             start=self.starts,
             first=self.first_missing + (searcher - self.first_missing) % M,
             arrived={index for index in self.arrived_positions if index % M == searcher},
-            meeting=self.meeting,
+            group=self.group,
             shared=self.shared,
             commands=commands,
             messages=self.messages,

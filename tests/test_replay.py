@@ -336,7 +336,7 @@ def test_each_position_arrives_once_in_whatever_order(order, again, arriving):
     """
     processes = tba.SearcherProcesses(tba.settings(num_searchers=3), None, print, {})
     processes.manager = SimpleNamespace(Queue=queue.Queue)
-    processes.messages = processes.meeting = processes.shared = None
+    processes.messages = processes.group = processes.shared = None
     arrived = set()
     for index in order[:arriving]:
         arrived.add(index)
