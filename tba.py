@@ -1688,8 +1688,7 @@ def load_model(
     text_config = model_config.get_text_config()
     if config.dtype == "bfloat16":
         torch.set_float32_matmul_precision("high")  # TF32, which vLLM disables
-    # SDPA ignores the soft cap of attention scores (Gemma 2)
-    is_capped = getattr(text_config, "attn_logit_softcapping", None)
+    is_capped = getattr(text_config, "attn_logit_softcapping", None)  # SDPA ignores it (Gemma 2)
     model, loaded = getattr(transformers, kind).from_pretrained(
         path,
         config=model_config,
@@ -1700,10 +1699,8 @@ def load_model(
         ignore_mismatched_sizes=True,  # so that they are reported
     )
     # BERT, BART and their descendants declare this field, and no decoder but GPT-NeoX
-    is_decoder = "gpt_neox" in text_config.model_type or not hasattr(
-        type(text_config), "is_decoder"
-    )
-    if kind == "AutoModelForCausalLM" and (not is_decoder or model.base_model is model):
+    encodes = hasattr(type(text_config), "is_decoder") and "gpt_neox" not in text_config.model_type
+    if kind == "AutoModelForCausalLM" and (encodes or model.base_model is model):
         raise ValueError(f"a {type(model).__name__} is not supported; choose another decoder")
     is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
     wrong = [name for name in loaded["missing_keys"] if not (is_body and "pooler" in name)]
@@ -1734,12 +1731,10 @@ def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
-def altered(module: nn.Module, **attributes: Any) -> nn.Module:
-    """A shallow copy of a module with other children, or another `forward`."""
+def altered(module: nn.Module, **children: nn.Module) -> nn.Module:
+    """A shallow copy of a module, with other children."""
     twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    for name, value in attributes.items():
-        setattr(twin, name, value)
+    twin._modules = module._modules | children
     return twin
 
 
@@ -1748,10 +1743,9 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
 
     The model's own `forward` runs on a shallow copy, whose body returns `output` and these states.
     """
-    output = dataclasses.replace(output, last_hidden_state=hidden[None])
-    body = altered(model.base_model, forward=lambda *_, **__: output)
-    if hasattr(body, "decoder"):  # OPT calls it, not the body
-        body.decoder = altered(body.decoder, forward=body.forward)
+    body = altered(model.base_model)
+    body.forward = lambda *_, **__: dataclasses.replace(output, last_hidden_state=hidden[None])
+    body.decoder = body  # which OPT calls
     twin = altered(model, **{model.base_model_prefix: body})
     # an instance's `forward` may be wrapped, and bound to the original
     return type(twin).forward(twin, use_cache=False).logits[0].float()
@@ -2094,7 +2088,7 @@ class Completion:
     request: Request
     tokens: list[np.ndarray]  # n x (T,) int32, including EOS
     logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
-    ended: np.ndarray  # (n,) bool: finished with EOS (not truncated)
+    ended: list[bool]  # finished with EOS (not truncated)
 
 
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
@@ -2207,17 +2201,16 @@ class TransformersEngine:
     ) -> list[Completion]:
         """Split arrays (R, T) by request, and cut each row after EOS or at its maximum length."""
         completions = []
-        start = 0
+        rows = zip(tokens, logprobs, np.isin(tokens, self.end_tokens), strict=True)
         for request in batch:
-            rows = range(start, start + request.n)
-            start += request.n
-            stops = np.isin(tokens[rows, : request.max_tokens], self.end_tokens)  # (n, T)
-            ended = stops.any(1)  # (n,)
-            lengths = np.where(ended, stops.argmax(1) + 1, request.max_tokens)  # (n,)
-            cut = [slice(T) for T in lengths]
-            own_tokens = [tokens[row, T].copy() for row, T in zip(rows, cut, strict=True)]
-            own_logprobs = [logprobs[row, T].copy() for row, T in zip(rows, cut, strict=True)]
-            completions.append(Completion(request, own_tokens, own_logprobs, ended))
+            done = Completion(request, [], [], [])
+            for row, row_logprobs, is_end in itertools.islice(rows, request.n):
+                ends = np.flatnonzero(is_end[: request.max_tokens])
+                T = ends[0] + 1 if len(ends) else request.max_tokens
+                done.tokens.append(row[:T].copy())
+                done.logprobs.append(row_logprobs[:T].copy())
+                done.ended.append(len(ends) > 0)
+            completions.append(done)
         return completions
 
     @torch.inference_mode()
@@ -2258,7 +2251,7 @@ class VLLMEngine:
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
         for variable, value in VLLM_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs here
         import vllm  # imported late: it is slow, and reads the environment
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
@@ -2283,7 +2276,6 @@ class VLLMEngine:
             use_tqdm_on_load=False,
         )
         self.config = config
-        self.ids = map(str, itertools.count())  # of requests
         self.loads = 0  # of weights; salts the prefix cache
         self.requests: dict[str, Request] = {}  # unfinished, by the engine's request id
         self.outputs: dict[str, Any] = {}  # finished, and not returned yet
@@ -2316,7 +2308,7 @@ class VLLMEngine:
 
     def _add(self, prompt: np.ndarray, params: Any) -> str:
         """Add a request to the engine; returns its id there."""
-        request_id = next(self.ids)
+        request_id = str(next(self.llm.request_counter))
         # the salt excludes cached prefixes of older weights
         inputs = {"prompt_token_ids": prompt.tolist(), "cache_salt": str(self.loads)}
         self.llm.llm_engine.add_request(request_id, inputs, params)
@@ -2329,7 +2321,7 @@ class VLLMEngine:
             request = self.requests.pop(request_id)
             tokens = [np.array(o.token_ids, np.int32) for o in output.outputs]
             logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in output.outputs]
-            ended = np.array([o.finish_reason == "stop" for o in output.outputs])
+            ended = [o.finish_reason == "stop" for o in output.outputs]
             completions.append(Completion(request, tokens, logprobs, ended))
         self.outputs.clear()
         between_steps()
