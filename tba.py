@@ -1759,8 +1759,7 @@ class TokenLogProbs(nn.Module):
     """
 
     CHUNK = 1024
-    # of a packed row; longer rows share their prompt more, but attention's cost is quadratic
-    ROW_TOKENS = 1024
+    ROW_TOKENS = 1024  # of a packed row; the cost of attention is quadratic
 
     def __init__(self, model: nn.Module, temperature: float, packs: bool = True) -> None:
         super().__init__()
@@ -1828,19 +1827,18 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     the first and the last response (tokens 0-4 and 12-13), and of the others (8-11 and 5-7).
     """
     plan = []
-    lengths = [len(response) for _, responses in groups for response in responses]
-    # of tokens, by response
-    indices = iter(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
+    start = 0  # index of a response's first token
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
         row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
         rows = [Row(prompt, [], []) for _ in range(row_count)]
-        indexed = [(next(indices), response) for response in responses]
-        for index, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
+        starts = start + np.cumsum([0, *map(len, responses)])
+        start = starts[-1]
+        for i in sorted(range(len(responses)), key=lambda i: -len(responses[i])):
             shortest = min(rows, key=attrgetter("length"))
-            shortest.indices.append(index)
-            shortest.responses.append(response)
+            shortest.indices.append(np.arange(starts[i], starts[i + 1]))
+            shortest.responses.append(responses[i])
         plan.append(rows)
     return plan
 
@@ -2245,8 +2243,7 @@ VLLM_ENVIRONMENT = {  # defaults
 class VLLMEngine:
     """Generation with vLLM in this process; the same interface as `TransformersEngine`."""
 
-    # pending requests fill the slots freed by a group's shorter responses
-    LOOKAHEAD = 4 / 3
+    LOOKAHEAD = 4 / 3  # pending requests fill the slots of shorter responses
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
         for variable, value in VLLM_ENVIRONMENT.items():
@@ -2328,8 +2325,7 @@ class VLLMEngine:
         return completions
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        options = {"weights_iterator": iter(weights), "is_checkpoint_format": True}
-        self.llm.collective_rpc("reload_weights", kwargs=options)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if local_device().type == "cpu":
             self.llm.apply_model(self._repack_heads)
         self.loads += 1
