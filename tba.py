@@ -431,14 +431,14 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, when sampled, at the temperature of its request
+    logprobs: np.ndarray  # (T,) float32, when sampled, at its request's temperature
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     explored: bool  # sampled at another temperature than --temperature
     reward: float
     prompt_id: int
-    version: int  # optimizer step of the policy at submission; later tokens may be from newer ones
-    reference_version: int  # optimizer step of the reference
+    version: int  # step of the policy at submission; later tokens may be from newer ones
+    reference_version: int  # step of the reference
 
     @property
     def key(self) -> str:
@@ -635,7 +635,7 @@ class ReplayBuffer:
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the newest of its prompt.
 
-        A trajectory replaces an older equal one. Beyond --kept_per_prompt, the oldest are evicted.
+        They replace older equal ones. Beyond --kept_per_prompt, the oldest are evicted.
 
         Example: with "a", "b", "c" stored and kept_per_prompt 4, a group of "b", "d", "d", "e"
         leaves "c", the new "b", "d", "e": "a" is the oldest of five and is evicted.
@@ -675,7 +675,7 @@ class ReplayBuffer:
 
 
 class ReplayRule:
-    """Chooses batches from the buffer. `memory` is its state in checkpoints: plain values."""
+    """Chooses batches from the buffer. Checkpoints have its `memory`: plain values."""
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         self.buffer = buffer
@@ -690,14 +690,14 @@ class ReplayRule:
         """The weights of `step` are about to be sent."""
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
-        """Draw B groups of K trajectories of one prompt each, or None to wait for another group."""
+        """Draw B groups of K trajectories of one prompt each; None: wait for another group."""
         raise NotImplementedError
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
-        """K trajectories of each of `count` prompts, without replacement over an epoch of prompts.
+        """K trajectories of each of `count` prompts, drawn without replacement over an epoch.
 
-        Prompts in `used` come last; drawn prompts are added to it. If there are fewer prompts than
-        `count` (red-teaming has one), they repeat, each time with another K trajectories.
+        Prompts in `used` come last; drawn prompts are added to it. If there are fewer than `count`
+        (red-teaming has one), they repeat, each time with another K trajectories.
         """
         stored = self.buffer.trajectories
         groups = []
@@ -727,13 +727,13 @@ class RecentGroup:
 class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    A group is recent until it has been drawn --max_replays times. Those that arrived since the
-    latest sync come first: in the paper, only these are recent. The bound is ours, or slow
-    generation would mean training on the same groups over and over (the authors' blocking sync
-    implies a bound). If too few groups are recent, the Trainer waits.
+    A group is recent until it has been drawn --max_replays times; those that arrived since the
+    latest sync, which alone are recent in the paper, come first. Without the bound, which the
+    authors' blocking sync implies, slow generation would mean training on the same groups over and
+    over. If too few groups are recent, the Trainer waits.
     """
 
-    MAX_RECENT = 1024  # groups besides a batch; with fast generation, older ones are never drawn
+    MAX_RECENT = 1024  # groups besides a batch's; older ones are never drawn
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
@@ -771,13 +771,13 @@ class Newest(ReplayRule):
             if entry.draws_left == 0:
                 self.recent.remove(entry)
         self.recent_fraction = len(drawn) / B
-        groups = [self.distinct_first(entry.group, K) for entry in drawn]
         used = {entry.group.prompt_id for entry in drawn}
+        groups = [self.distinct_first(entry.group, K) for entry in drawn]
         return groups + self.replay(B - len(groups), K, used)
 
     def newest_first(self) -> list[RecentGroup]:
-        """Recent groups: latest window first, within it each prompt's newest first, then random."""
-        newer: Counter[tuple[int, int]] = Counter()  # later groups of the same window and prompt
+        """Recent groups: latest window first, in it each prompt's newest first, then random."""
+        newer: Counter[tuple[int, int]] = Counter()  # groups of the same window and prompt
         rank = {}
         for entry in reversed(self.recent):
             same = entry.window, entry.group.prompt_id
@@ -1667,9 +1667,8 @@ PromptGroups = list[tuple[np.ndarray, list[np.ndarray]]]
 
 def local_device() -> torch.device:
     """This process's GPU, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_model(
@@ -1678,8 +1677,8 @@ def load_model(
 ) -> nn.Module:  # fmt: skip
     """Load a model from a folder or hub name, in evaluation mode; `kind` is its auto class.
 
-    Raises ValueError if it lacks weights or has others, has an adapter, is quantized, or cannot
-    generate from left to right.
+    Raises ValueError if weights are missing, unexpected or quantized, or if it has an adapter or
+    cannot generate from left to right.
     """
     adapter = transformers.utils.find_adapter_config_file(path)
     model_config = None if adapter else transformers.AutoConfig.from_pretrained(path)
@@ -1712,14 +1711,14 @@ def load_model(
 
 
 def can_pack(model: nn.Module, longest: int) -> bool:
-    """Whether a model respects packed rows' mask and position ids up to `longest`, in tokens."""
+    """Whether a model respects the mask and position ids of rows up to `longest` tokens."""
     config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or [])
+    layers = getattr(config, "layer_types", None) or []
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return (
         config._attn_implementation == "sdpa"  # others add a boolean mask to the scores
         and not getattr(config, "alibi", False)
-        and layers <= {"full_attention", "sliding_attention", "chunked_attention"}
+        and {"full_attention", "sliding_attention", "chunked_attention"}.issuperset(layers)
         and all(longest <= window for window in windows if window)  # the mask replaces theirs
     )
 
@@ -1739,9 +1738,9 @@ def altered(module: nn.Module, **children: nn.Module) -> nn.Module:
 
 
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
-    """Float32 logits (N, V) of hidden states (N, H), with the family's soft caps and scales.
+    """Logits (N, V) of hidden states (N, H), with the family's soft caps and scales.
 
-    The model's own `forward` runs on a shallow copy, whose body returns `output` and these states.
+    The model's `forward` runs on a shallow copy, whose body returns `output` and these states.
     """
     body = altered(model.base_model)
     body.forward = lambda *_, **__: dataclasses.replace(output, last_hidden_state=hidden[None])
@@ -1754,8 +1753,8 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
 class TokenLogProbs(nn.Module):
     """log pi(y_t | x, y_<t) of response tokens under a causal model.
 
-    Logits are computed where they predict a response token, CHUNK at a time, and once more in the
-    backward pass: (B*K, T, V) is never materialized.
+    Logits are computed only where they predict response tokens, CHUNK at a time, and once more in
+    the backward pass.
     """
 
     CHUNK = 1024
@@ -1792,8 +1791,7 @@ class TokenLogProbs(nn.Module):
                 return chosen, torch.zeros_like(chosen)
             return chosen, torch.special.entr(logprobs.detach().exp()).sum(-1)
 
-        if torch.is_grad_enabled():
-            project = partial(checkpoint, project, use_reentrant=False)
+        project = partial(checkpoint, project, use_reentrant=False)
         chunks = map(project, hidden.split(self.CHUNK), targets.split(self.CHUNK))
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
@@ -1805,7 +1803,7 @@ class Row:
 
     prompt: np.ndarray  # (P,) int32
     responses: list[np.ndarray]  # (T,) int32 each
-    indices: list[np.ndarray]  # (T,) each: of these tokens, among those of all groups' responses
+    indices: list[np.ndarray]  # (T,) each: of these tokens, among those of all responses
 
     @property
     def length(self) -> int:
@@ -1818,7 +1816,7 @@ IDLE = Row(np.zeros(1, np.int32), [np.zeros(0, np.int32)], [np.zeros(0, np.int64
 
 
 def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[Row]]:
-    """Distribute each group's responses evenly over packed rows; returns the rows of each group.
+    """Distribute each group's responses evenly over packed rows; returns each group's rows.
 
     A row has about max(row_tokens, 4 * prompt) tokens, and at most `budget` unless one response
     exceeds it; with `row_tokens` 0, each response has its own row.
@@ -1881,8 +1879,8 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
     predictor = np.where(first, index[:, :1] + prompt_lengths, index) - 1
     answered = owner > 0
     inputs = {"input_ids": to_device(ids, device)}
-    # rows of one response need no mask, as attention is causal and padding comes last; and some
-    # families accept no position ids, others start a new sequence at each 0
+    # rows of one response need no mask: attention is causal, and padding comes last. Some families
+    # accept no position ids, others start a new sequence at each 0
     if any(len(row.responses) > 1 for row in rows):
         inputs["position_ids"] = to_device(position_ids, device)
         owners = to_device(owner, device)  # (R, L)
@@ -1897,10 +1895,10 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
 
 
 def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[list[list[Row]]]:
-    """Group units (rows that stay together) of similar length into micro-batches for each rank.
+    """Group units (rows that stay together) of similar length into micro-batches of each rank.
 
-    A micro-batch has at most `budget` tokens, including padding, or one unit. All ranks have the
-    same number, some of them IDLE.
+    They have at most `budget` tokens, including padding, or one unit. All ranks have the same
+    number of them, some IDLE.
 
     Example: units of 2 rows of 30, 2 of 10 and 2 of 12 tokens, a budget of 50 and one rank give two
     micro-batches: the last two units (4 x 12 = 48 tokens), and the first (60, too many).
@@ -1924,14 +1922,14 @@ def run_microbatches(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Run this rank's micro-batches of these units, with autocast if --dtype is bfloat16.
 
-    Yields for the n response tokens of each: their index among the N tokens of all groups'
-    responses, their log-probabilities, and entropies; (n,) each.
+    Yields the response tokens' indices among those of all responses, log-probabilities and
+    entropies, (n,) each.
     """
     device = policy.model.device
     ranks = policy.ranks
     for rows in plan_microbatches(units, config.tokens_per_microbatch, ranks.size)[ranks.rank]:
-        # FSDP casts by itself; without the cache, a weight's bfloat16 copy is freed with the graph
-        enabled = config.dtype == "bfloat16" and ranks.size == 1
+        # without the cache, a weight's bfloat16 copy is freed with the graph
+        enabled = config.dtype == "bfloat16" and ranks.size == 1  # FSDP casts by itself
         with torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False):
             logprobs, entropies = policy(**pack(rows, device), temperature=temperature)
         index = np.concatenate([index for row in rows for index in row.indices])
@@ -1961,8 +1959,8 @@ class Ranks:
     """The processes that share the policy, started by `accelerate launch` or torchrun.
 
     Rank 0 is the main process. It tells the others over Gloo which method of the Learner to run
-    next (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher ends all ranks when
-    one ends.
+    next (`on_every_rank`). FSDP2 exchanges weights and gradients. If one ends, the launcher ends
+    all.
     """
 
     rank: int = 0
@@ -2036,7 +2034,7 @@ def load_policy(
 ) -> TokenLogProbs:
     """Load the policy to be trained, in float32; with several ranks, sharded by FSDP2.
 
-    It is unsharded only in host memory. FSDP gathers layers in --dtype, without autocast.
+    Then only host memory ever has all of it. FSDP gathers layers in --dtype, without autocast.
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device)
@@ -2116,7 +2114,7 @@ class TransformersEngine:
     LOOKAHEAD = 1.0  # submitted responses / --sequences_in_flight
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
-        """Load the model of flag `name`, for at most `longest` tokens of prompt and response."""
+        """Load the model of flag `name`, for sequences of at most `longest` tokens."""
         self.config = config
         self.device = local_device()
         self.end_tokens = end_tokens(name, config)
@@ -2165,7 +2163,7 @@ class TransformersEngine:
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (B, P)
         cache = None
         if self.shares_prompts and len(rows) > len(batch) and mask.shape[1] > 1:
-            # run all but the last prompt token once per prompt; `generate` continues from there
+            # run all but the last token once per prompt; `generate` continues from there
             cache = self.model.base_model(
                 prompt_ids[:, :-1],
                 attention_mask=mask[:, :-1],
@@ -2197,7 +2195,7 @@ class TransformersEngine:
     def completions_of(
         self, batch: list[Request], tokens: np.ndarray, logprobs: np.ndarray
     ) -> list[Completion]:
-        """Split arrays (R, T) by request, and cut each row after EOS or at its maximum length."""
+        """Split arrays (R, T) by request, and cut rows after EOS or at their maximum length."""
         completions = []
         rows = zip(tokens, logprobs, np.isin(tokens, self.end_tokens), strict=True)
         for request in batch:
@@ -2219,7 +2217,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities (P-1,) of each sequence's tokens after the first, at temperature 1."""
+        """Log-probabilities (P-1,) of each sequence's tokens but the first, at temperature 1."""
         rows = [torch.from_numpy(tokens).long() for tokens in sequences]
         # needs no mask: padding comes last, and attention is causal
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)  # (R, P)
@@ -2246,16 +2244,15 @@ class VLLMEngine:
     LOOKAHEAD = 4 / 3  # pending requests fill the slots of shorter responses
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
-        for variable, value in VLLM_ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
+        os.environ.update(VLLM_ENVIRONMENT | os.environ)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs here
-        import vllm  # imported late: it is slow, and reads the environment
-        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+        import vllm.compilation.cuda_graph  # late: it is slow, and reads the environment
 
         if not dist.is_initialized():  # vLLM's own group would open a port
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        CUDAGraphWrapper._all_instances.clear()  # or vLLM deletes the other engines' graphs
+        # or vLLM deletes the other engines' graphs
+        vllm.compilation.cuda_graph.CUDAGraphWrapper._all_instances.clear()
         self.llm = vllm.LLM(
             model=getattr(config, name),
             dtype=config.dtype,
@@ -2387,17 +2384,13 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
 class FlatWeights:
     """Weights in one flat tensor: the Trainer's snapshot, or a Searcher's staging buffer."""
 
-    BUCKET = 2**26  # elements per broadcast
-
     def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Allocate space for weights with the names and shapes of `like`."""
         sizes = [tensor.numel() for tensor in like.values()]
         pinned = device.type == "cpu" and torch.cuda.is_available()  # for faster copies
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
-        parts = self.flat.split(sizes)
-        self.views = {
-            name: part.view_as(like[name]) for name, part in zip(like, parts, strict=True)
-        }
+        parts = zip(like.items(), self.flat.split(sizes), strict=True)
+        self.views = {name: part.view_as(tensor) for (name, tensor), part in parts}
 
 
 @dataclass
@@ -2446,22 +2439,20 @@ class WeightGroup:
         running.result()
 
     def run(self, weights: FlatWeights) -> None:
-        """In a thread: form the group unless it is formed, broadcast, and wait for the end."""
+        """In a thread: form the group unless it is formed, and broadcast."""
         if self.formed is None:
             self.formed = self.form()
         if self.abandoned:  # formed too late: another group may be using `weights`
             self.abandon()
             return
-        buckets = weights.flat.split(weights.BUCKET)
-        for work in [self.formed.broadcast(bucket, 0) for bucket in buckets]:
-            while not work.is_completed():
-                if self.abandoned:
-                    return
-                time.sleep(0.0005)
+        work = self.formed.broadcast(weights.flat, 0)
+        while not (work.is_completed() or self.abandoned):
+            time.sleep(0.0005)
+        if not self.abandoned:
             work.wait()  # returns immediately, or raises the broadcast's error
 
     def abandon(self) -> None:
-        """Abort the group, which ends a stuck NCCL kernel, in a thread, as it may block."""
+        """Abort the group, in a thread, as it may block; this ends a stuck NCCL kernel."""
         self.abandoned = True
         if self.formed is not None:
             threading.Thread(target=self.formed.abort, daemon=True).start()
@@ -2543,7 +2534,7 @@ class WeightSync:
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
-        A changed reference is sent first, on its own. If one member hangs, all miss the weights:
+        A changed reference is sent first, on its own. If all missed the weights, as one hangs,
         each is sent the next ones alone. Returns whether the policy is being sent.
         """
         ready = [s for s in self.searchers.running if s.state == "ready"]
@@ -2615,8 +2606,7 @@ class WeightSync:
     def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
         """A member loaded the weights: compare its log-probabilities with the Trainer's.
 
-        Raises RunEnded if any differs by more than --logprob_tolerance: a mean would hide an error
-        of a few tokens.
+        Raises RunEnded if any differs by more than --logprob_tolerance.
         """
         transfer = self.transfer
         del transfer.owed[s]
