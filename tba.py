@@ -1401,7 +1401,7 @@ class Searcher:
             1, config.sequences_in_flight // (threads * config.searched_per_prompt)
         )
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.group.device)
-        self.group = spec.group  # in which it receives weights
+        self.group = copy.copy(spec.group)  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
