@@ -1958,9 +1958,8 @@ def token_logprobs(
 class Ranks:
     """The processes that share the policy, started by `accelerate launch` or torchrun.
 
-    Rank 0 is the main process. It tells the others over Gloo which method of the Learner to run
-    next (`on_every_rank`). FSDP2 exchanges weights and gradients. If one ends, the launcher ends
-    all.
+    Rank 0, the main process, tells the others over Gloo which method of the Learner to run next
+    (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher ends all if one ends.
     """
 
     rank: int = 0
@@ -2015,11 +2014,9 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor of the parameter's shape; other tensors as they are."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
+    # every rank has the whole tensor
     return distribute_tensor(
-        tensor.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        src_data_rank=None,  # every rank has the whole tensor
+        tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
     )
 
 
