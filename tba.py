@@ -1791,7 +1791,8 @@ class TokenLogProbs(nn.Module):
                 return chosen, torch.zeros_like(chosen)
             return chosen, torch.special.entr(logprobs.detach().exp()).sum(-1)
 
-        project = partial(checkpoint, project, use_reentrant=False)
+        if torch.is_grad_enabled():
+            project = partial(checkpoint, project, use_reentrant=False)
         chunks = map(project, hidden.split(self.CHUNK), targets.split(self.CHUNK))
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
