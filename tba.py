@@ -862,9 +862,9 @@ class Task:
             raise ValueError(f"{name}: {rewards} are not {len(responses)} finite numbers")
         return rewards.tolist()
 
-    def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Adjust a response's log pi_ref, `logprobs` (T,); lower it to rule the response out."""
-        return logprobs
+    def ref_logprobs(self, tokens: np.ndarray, computed: np.ndarray) -> np.ndarray:
+        """A response's log pi_ref (T,), as computed, or lower to rule the response out."""
+        return computed
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         """One record per answer; `summarize` turns them into the evaluation's metrics."""
@@ -4410,10 +4410,10 @@ class RedTeam(Task):
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return self.log_toxicity(responses).mean(1)
 
-    def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    def ref_logprobs(self, tokens: np.ndarray, computed: np.ndarray) -> np.ndarray:
         if len(tokens) < self.config.min_attack_tokens:
-            return np.full_like(logprobs, -500.0 / len(tokens))  # as in the GFlowNet baseline
-        return logprobs
+            return np.full_like(computed, -500.0 / len(tokens))  # as in the GFlowNet baseline
+        return computed
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
