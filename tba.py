@@ -442,7 +442,7 @@ class Trajectory:
 
     @property
     def key(self) -> str:
-        """The tokens as one character each: equal responses have equal keys."""
+        """One character per token, by which responses are compared; AttackBuffer counts edits."""
         return self.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
