@@ -642,8 +642,9 @@ class ReplayBuffer:
         """
         stored = self.trajectories.setdefault(group.prompt_id, {})
         for t in group.trajectories:
-            stored.pop(t.key, None)
-            stored[t.key] = t
+            key = t.key
+            stored.pop(key, None)
+            stored[key] = t
         while len(stored) > self.config.kept_per_prompt:
             del stored[next(iter(stored))]
 
@@ -1444,6 +1445,7 @@ class Searcher:
 
     def follow(self) -> None:
         """In a thread: handle the Trainer's messages."""
+        self.group.connect("watch")  # before a transfer waits for it
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -2413,6 +2415,12 @@ class FlatWeights:
         self.views = {name: part.view_as(tensor) for (name, tensor), part in parts}
 
 
+@lru_cache(2)
+def connect_store(host: str, port: int, timeout: timedelta, use: str) -> dist.TCPStore:
+    """See `WeightGroup.connect`."""
+    return dist.TCPStore(host, port, timeout=timeout)
+
+
 @dataclass
 class WeightGroup:
     """A process group besides the default one, in which rank 0 broadcasts weights."""
@@ -2432,10 +2440,16 @@ class WeightGroup:
         """The device that weights are sent from and received on."""
         return local_device() if self.nccl else torch.device("cpu")
 
+    def connect(self, use: str) -> dist.TCPStore:
+        """A connection to the Trainer's TCPStore; one that waits for a member serves nothing else.
+
+        It is kept because connecting performs a reverse DNS lookup, which can take seconds.
+        """
+        return connect_store(self.host, self.port, self.timeout, use)
+
     def form(self) -> Any:
         """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
-        store = dist.TCPStore(self.host, self.port, timeout=self.timeout)
-        store = dist.PrefixStore(self.name, store)
+        store = dist.PrefixStore(self.name, self.connect(self.name))
         if self.nccl:
             group = dist.ProcessGroupNCCL(store, self.rank, self.size, self.timeout)
             group.eager_connect_single_device(self.device)
@@ -2451,11 +2465,16 @@ class WeightGroup:
     def broadcast(self, weights: FlatWeights) -> None:
         """Broadcast rank 0's weights; the first broadcast forms the group.
 
-        Raises RuntimeError after the timeout, or if the connection to a member is lost.
+        Raises RuntimeError after the timeout, if the connection to a member is lost, or if the
+        Trainer says that a member has ended, for which others would wait.
         """
+        deadline = time.monotonic() + self.timeout.total_seconds()
         running = ThreadPoolExecutor(1).submit(self.run, weights)  # may never return
-        if wait([running], self.timeout.total_seconds()).not_done:
-            raise RuntimeError("timeout (--transfer_timeout)")
+        while wait([running], timeout=0.1).not_done:
+            if time.monotonic() > deadline:
+                raise RuntimeError("timeout (--transfer_timeout)")
+            if self.connect("watch").check([self.name]):
+                raise RuntimeError("another member ended")
         running.result()
 
     def run(self, weights: FlatWeights) -> None:
@@ -2533,6 +2552,8 @@ class WeightSync:
             return
         waiting_for = [s for s, reply in transfer.owed.items() if reply is Received]
         silent = [s for s in waiting_for if s.state == "ready"]
+        if len(silent) < len(waiting_for):  # a member ended: the others stop waiting
+            self.searchers.store.set(transfer.group.name, "ended")
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
