@@ -20,9 +20,9 @@ bench/results/inside.jsonl is one run, with its settings, seed, commit and held-
 4. Every 20 steps, and at the end, 2 responses to each of 200 held-out prompts are sampled at
    temperature 1. No held-out prompt is a training prompt.
 5. **Primary outcomes**: the final held-out accuracy, as mean and worst seed; and how many seeds
-   failed. A seed *fails* if it diverges (ten losses in a row are not finite), if its final accuracy
-   is below the untrained one, or if fewer than 10 % of its final responses are distinct (of a
-   policy that is always right, 48 % are: the prompts have 191 different solutions).
+   failed. A seed *fails* if tba.py ends it because it diverged, if its final accuracy is below the
+   untrained one, or if fewer than 10 % of its final responses are distinct (of a policy that is
+   always right, 48 % are: the prompts have 191 different solutions).
 6. Appendix D.1 of the paper finds no stable setting for GRPO's loss in this loop. This is supported
    for `grpo` if at least 2 of 10 seeds fail in each of the six (k, m), and in each of them fewer of
    `tb`. It is refuted if in any of the six no seed fails and the final accuracy is within 0.05 of
@@ -102,13 +102,13 @@ class Rows(claims.Rows):
         self,
         path: Path,
         rates: Sequence[float],
-        seeds: Sequence[int],
+        seeds_of: Callable[[claims.Setting], Sequence[int]],
         choosing: Callable[[claims.Setting], list[tuple[claims.Setting, int]]],
     ) -> None:
-        """`choosing` gives the runs, each a setting and a seed, that choose a setting's rate."""
+        """`seeds_of`: a setting's reported seeds; `choosing`: the runs that choose its rate."""
         super().__init__(path)
         self.rates = rates
-        self.reported = seeds
+        self.seeds_of = seeds_of
         self.choosing = choosing
 
     def tried(self, setting: claims.Setting, rate: float) -> list[dict]:
@@ -140,7 +140,7 @@ class Rows(claims.Rows):
         if complete:
             rate = self.chosen_rate(setting)
             there = {row["seed"] for row in self.of(setting, "report")}
-            for seed in self.reported:
+            for seed in self.seeds_of(setting):
                 if seed not in there:
                     yield setting, "report", rate, seed
 
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
     args = parser.parse_args()
     path = claims.ROOT / "bench" / "results" / "inside.jsonl"
-    rows = Rows(path, RATES, SEEDS, choosing)
+    rows = Rows(path, RATES, lambda setting: SEEDS, choosing)
     if args.what == "run":
         claims.run_all(rows, settings_of(), MODELS, args.minutes, 1, run)
     else:
