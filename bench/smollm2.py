@@ -2,8 +2,8 @@
 
     pip install gguf
     python bench/smollm2.py make      # the model and prompts in .cache/smollm2; two minutes
-    python bench/smollm2.py run --only lockstep --workers 2     # two hours and a half; resumable
-    python bench/smollm2.py run       # the rest, one run at a time; another two hours
+    python bench/smollm2.py run --only lockstep --workers 2     # two hours; resumable
+    python bench/smollm2.py run       # the rest, one run at a time; another hour and three quarters
     python bench/smollm2.py report    # its tables in docs/results.md
     python bench/smollm2.py engines   # logprob_gap, memory and time for each engine and dtype
 
@@ -16,7 +16,7 @@ At temperature 0.7 the untrained model is right in one of eight samples.
 1. Of the 210 pairs of numbers, regardless of order, 40 are held out, and all others, except those
    of the two examples, are trained on, in both orders.
 2. Batches are 3 prompts x 8 responses, beta is 0.1, runs are 100 steps long, at a constant rate.
-   Every 25 steps, 4 responses to each held-out prompt are sampled.
+   Every 50 steps, 4 responses to each held-out prompt are sampled.
 3. `tb` and `proximal_rloo`, each on-policy, at a lag of 10 steps, and asynchronously: with real
    processes, k = 2 and m = 0.9. Each of the six settings has its own rate, from RATES, chosen by
    two seeds: the mean of their final held-out accuracies, with 0 for a run that failed as defined
@@ -118,7 +118,7 @@ tba.TASKS["sums"] = Sums
 claims.BETA["sums"] = 0.1
 claims.OWN_FLAGS["sums"] = {
     "plugin": __file__, "engine": "transformers", "dtype": "bfloat16", "temperature": 0.7,
-    "max_response_tokens": 6, "eval_every": 25,
+    "max_response_tokens": 6, "eval_every": 50,
     "prompts_per_step": 3, "trained_per_prompt": 8, "searched_per_prompt": 8,
     "sequences_in_flight": 24,
 }  # fmt: skip
