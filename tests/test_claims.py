@@ -1,4 +1,7 @@
-"""bench/claims.py: how rates are chosen, what rows count for, its report, its engine, its clock."""
+"""bench/claims.py: how rates are chosen, what rows count for, its report, its engine, its clock.
+
+Also how bench/inside.py chooses rates, and which prompts bench/smollm2.py holds out.
+"""
 
 import math
 import re
@@ -15,6 +18,8 @@ import tba
 sys.path.append(str(ROOT / "bench"))
 
 import claims
+import inside
+import smollm2
 
 SETTING = claims.Setting("staleness", "tb", 2)
 
@@ -258,3 +263,37 @@ def test_the_runs_of_an_experiment_come_in_an_order_that_keeps_tables_balanced(t
     # all rates are as good: the one nearest 1e-3 is taken, and the grid is not widened without end
     assert {row["rate"] for row in rows.rows if row["role"] == "report"} == {1e-3}
     assert {row["rate"] for row in rows.rows if row["role"] == "choose"} == {3e-4, 1e-3, 3e-3}
+
+
+def test_a_rate_of_a_fixed_grid_is_chosen_and_an_interrupted_comparison_resumes(tmp_path):
+    """Of three rates one fails, though it ends with the highest accuracy."""
+    path = tmp_path / "rows.jsonl"
+    settings = [s for s in inside.settings_of() if s.objective == "tb" and s.flags[1][1] == 10]
+    of_rate = {1e-4: (0.7, 0.5), 3e-4: (0.8, 0.5), 1e-3: (0.9, 0.05)}  # accuracy, distinct
+
+    def open_rows():
+        return inside.Rows(path, tuple(of_rate), lambda setting: (1, 2), inside.choosing)
+
+    done = []
+    while job := open_rows().next(settings):  # each run in a new process
+        setting, role, rate, seed = job
+        accuracy, distinct = of_rate.get(rate, (0.3, 0.5))
+        row = row_of(setting, role, rate, seed, [(0, 0.3), (1, accuracy)])
+        row["path"][-1]["distinct"] = distinct
+        open_rows().add(row)
+        done.append((role, rate, seed, dict(setting.flags).get("recent_probability")))
+    assert done[0][0] == "pilot"
+    tried = [(rate, seed, m) for seed, m in ((101, 0.95), (102, 0.5)) for rate in of_rate]
+    assert [run[1:] for run in done if run[0] == "choose"] == tried
+    reported = [(3e-4, seed, m) for seed in (1, 2) for m in (0.95, 0.5)]
+    assert [run[1:] for run in done if run[0] == "report"] == reported
+
+
+def test_no_sum_that_is_held_out_is_trained_on_or_shown_in_the_prompt():
+    pairs = {
+        split: {frozenset(example["question"].split(" + ")) for example in examples}
+        for split, examples in smollm2.make_examples().items()
+    }
+    assert len(pairs["test"]) == smollm2.HELD_OUT
+    shown = {frozenset(map(str, pair)) for pair in smollm2.EXAMPLES}
+    assert not pairs["test"] & (pairs["train"] | shown)
