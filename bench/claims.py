@@ -108,6 +108,9 @@ KL coefficient beta.
    other than `tb`; at 4 x beta, where " gladly" has J = -0.42, no seed ends with one response;
    and clipped objectives avoid it only by staying where they are. `optimum` computes lower bounds
    of the optimal J.
+
+22. + Objectives whose ratios are truncated or masked (--ratio, with its default cap of 3), which
+   peers have in 2026, joined the first experiment at lags 0, 10 and 40, with rates chosen as in 2.
 """
 
 import argparse
@@ -765,7 +768,14 @@ OBJECTIVES = {  # name in the tables -> flags
     "grpo": {"objective": "grpo"},  # with the published KL coefficient
     "dr_grpo": {"objective": "dr_grpo"},  # without a KL term, as published
     "online_dpo": {"objective": "online_dpo"},
+    # with ratios that are capped or masked for A < 0 too, as peers do in 2026
+    "proximal_rloo truncate": {"objective": "proximal_rloo", "ratio": "truncate"},
+    "proximal_rloo mask": {"objective": "proximal_rloo", "ratio": "mask"},
+    "dr_grpo truncate": {"objective": "dr_grpo", "ratio": "truncate"},
+    "dr_grpo mask": {"objective": "dr_grpo", "ratio": "mask"},
 }
+CAPPED = [name for name in OBJECTIVES if name.endswith((" truncate", " mask"))]
+AS_PUBLISHED = [name for name in OBJECTIVES if name not in CAPPED]
 FRONTIERS = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo", "dr_grpo", "online_dpo")
 # experiments without a rate search: they use the objective's on-policy rate
 AT_THE_RATE_ON_POLICY = (
@@ -798,15 +808,15 @@ def settings_of() -> list[Setting]:
     """All settings, in the order in which they are run."""
     found = []
     for lag in (0, 10, 40):
-        found += [Setting("staleness", name, lag) for name in OBJECTIVES]
+        found += [Setting("staleness", name, lag) for name in AS_PUBLISHED]
     found += [Setting("far", name, 100, steps=250) for name in FAR]
-    found += [Setting("staleness", name, 2) for name in OBJECTIVES]
+    found += [Setting("staleness", name, 2) for name in AS_PUBLISHED]
     for lag in (0, 40):
-        found += [Setting("second model", name, lag, "sort") for name in OBJECTIVES]
+        found += [Setting("second model", name, lag, "sort") for name in AS_PUBLISHED]
     for task in ("summaries", "attacks"):
         found += [Setting("frontiers", name, 10, task, steps=60) for name in FRONTIERS]
     for price in (0.25, 4.0):
-        names = [name for name in OBJECTIVES if name != "dr_grpo"]  # it has no KL term
+        names = [name for name in AS_PUBLISHED if name != "dr_grpo"]  # it has no KL term
         found += [Setting("prices", name, 0, price=price) for name in names]
     found += [Setting("collapses", "tb", lag) for lag in (0, 2, 10, 40)]
     found += [Setting("longer", "tb", lag, steps=250) for lag in (0, 2, 10, 40)]
@@ -821,6 +831,9 @@ def settings_of() -> list[Setting]:
     found += validation("slow") + validation("clock")
     found += [setting for block in search_settings().values() for setting in block.values()]
     found += list(collapse_settings().values())
+    lockstep = (("clock", "1"), ("synchronous", True))  # on the simulated clock
+    for lag in (0, 10, 40):
+        found += [Setting("staleness", name, lag, flags=lockstep) for name in CAPPED]
     return list(dict.fromkeys(found))
 
 
