@@ -430,6 +430,33 @@ def test_a_collapse_is_reported_once(kinds, warnings, S):
         assert found[-1] == 1 / 128
 
 
+SHORT = """
+import numpy as np
+import tba
+
+class Short(tba.GSM8K):
+    def rewards(self, examples, responses, ended):
+        return -np.array(list(map(len, responses)))
+
+tba.TASKS["short"] = Short
+"""
+
+
+def test_a_run_whose_best_response_is_empty_says_that_it_collapses(gsm8k, tmp_path):
+    """Its KL to the reference stays small."""
+    (tmp_path / "short.py").write_text(SHORT)
+    flags = {"task": "short", "plugin": tmp_path / "short.py", "synchronous": True, "steps": 14}
+    flags |= {"beta": 0.01, "learning_rate": 5e-3, "prompts_per_step": 16, "trained_per_prompt": 4}
+    out = tmp_path / "run"
+    _, err = run_tba(arguments(gsm8k, out, eval_every=0, eval_samples=1, **flags))
+    metrics = read_lines(out / "metrics.jsonl")
+    assert metrics[3]["distinct"] > 0.4 and metrics[-1]["distinct"] < 0.1
+    assert max(m["kl"] for m in metrics) < 50
+    assert read_lines(out / "eval.jsonl")[-1]["distinct"] < 0.1
+    warnings = [line for line in err.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and "distinct" in warnings[0]
+
+
 def test_curves_that_cannot_be_drawn_cost_a_warning(gsm8k, tmp_path):
     out = tmp_path / "run"
     (out / "curves.png").mkdir(parents=True)
