@@ -399,7 +399,9 @@ def test_distinct_responses_are_counted(steps):
 
 
 def policy_of(kind, S, rng):
-    """A batch of ten groups of S responses."""
+    """A batch of ten groups of S responses, or of one group."""
+    if kind == "a single group with different answers":
+        return [[[i] for i in range(S)]]
     if kind == "diverse":
         return rng.integers(0, 99, (10, S, 8)).tolist()
     if kind == "one response per prompt":
@@ -415,6 +417,7 @@ def policy_of(kind, S, rng):
     [
         (["diverse", "one response per prompt"], 0),  # it may have learned the right answers
         (["one of two answers", "one response"], 0),  # few from the start
+        (["a single group with different answers", "one of two answers"], 0),  # also few
         (["diverse", "one response"], 1),
         (["diverse", "one response per prompt", "one response"], 1),
     ],
