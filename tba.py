@@ -3170,14 +3170,12 @@ class Evaluations:
         # version of the weights -> Searchers, and the records so far: row -> one per response
         self.pending: dict[int, tuple[list[RunningSearcher], dict[int, list[dict]]]] = {}
         due = self.last_due(saved.get("step", 0))
-        last = folder.evaluations[-1] if folder.evaluations else {"step": -1, "n": 0}
-        self.due = (last["step"], last["n"]) < (due, self.size(due))
+        self.due = all((e["step"], e["n"]) < (due, self.size(due)) for e in folder.evaluations)
 
     def last_due(self, step: int) -> int:
         """The latest step, up to this one, after which there is an evaluation."""
-        if step == self.config.steps:
-            return step
-        return step - step % self.config.eval_every if self.config.eval_every else 0
+        every = self.config.eval_every or self.config.steps
+        return step if step == self.config.steps else step - step % every
 
     def size(self, step: int) -> int:
         """The number of prompts in an evaluation; the final one has all of them."""
@@ -3212,20 +3210,19 @@ class Evaluations:
         if len(found) < self.size(message.version):
             return
         del self.pending[message.version]
-        by_prompt = [found[row] for row in sorted(found)]
-        text = ""  # of eval_answers.txt
-        for row, records in enumerate(by_prompt):
-            answers = [record.pop("answer") for record in records]
-            if row < 5:
-                prompt = self.problem.text(self.problem.held_out[row])
-                text += f"======== step {message.version}\n{prompt}\n"
-                text += f"-------- answer\n{answers[0]}\n\n"
-        metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
+        records = [record for row in sorted(found) for record in found[row]]
+        answers = [record.pop("answer") for record in records]
         n = self.config.eval_responses
+        text = ""  # of eval_answers.txt
+        for prompt, answer in zip(self.problem.held_out[:5], answers[::n], strict=False):
+            text += f"======== step {message.version}\n{self.problem.text(prompt)}\n"
+            text += f"-------- answer\n{answer}\n\n"
+        metrics = self.problem.task.summarize(records)
         if n > 1 and "accuracy" in metrics:  # prompts with a correct response
-            solved = [max(record["accuracy"] for record in records) for records in by_prompt]
-            metrics[f"pass@{n}"] = float(np.mean(solved))
-        self.folder.write_evaluation(message.version, len(by_prompt), metrics, text)
+            accuracy = np.reshape([record["accuracy"] for record in records], (-1, n))
+            metrics[f"pass@{n}"] = float(accuracy.max(1).mean())
+        metrics.setdefault("distinct", len(set(answers)) / len(answers))
+        self.folder.write_evaluation(message.version, len(found), metrics, text)
 
 
 # ================================================================================ 14. Checkpoints
@@ -3603,11 +3600,11 @@ def write_settings(given: Config, config: Config) -> None:
 class RunFolder:
     """The run's folder: configuration, metrics, evaluations, sampled texts and curves."""
 
-    # panels of curves.png: title -> metrics
-    PANELS: ClassVar = {
+    PANELS: ClassVar = {  # of curves.png: title -> metrics
         "reward": ["reward"],
         "loss": ["loss"],
         "KL of the generating policy to the reference, nats": ["kl"],
+        "fraction of distinct responses": ["distinct"],
         "staleness, optimizer steps": ["staleness_mean", "staleness_max"],
         "busy fraction of wall-clock": ["trainer_busy", "searcher_busy"],
         "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
@@ -3622,9 +3619,8 @@ class RunFolder:
         if saved:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 rows = [row for row in read_lines(self.path / name) if row["step"] <= saved["step"]]
-                text = "".join(json.dumps(row) + "\n" for row in rows)
                 new = self.path / f".{name}"
-                new.write_text(text)
+                new.write_text("".join(json.dumps(row) + "\n" for row in rows))
                 new.rename(self.path / name)  # a full disk must not cost the records
         self.evaluations = read_lines(self.path / "eval.jsonl")
         terminal = sys.stderr.isatty()
@@ -3656,8 +3652,7 @@ class RunFolder:
         record = {"step": step, "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
-        tracked = {"version": step} | metrics
-        self.track({f"held_out/{name}": value for name, value in tracked.items()}, step)
+        self.track({f"held_out/{name}": value for name, value in record.items()}, step)
         self.say(self.describe(**record))
 
     def describe(self, step: int, n: int, **metrics: float) -> str:
@@ -3671,21 +3666,18 @@ class RunFolder:
             from matplotlib.figure import Figure  # has no global state, needs no display
 
             steps = read_lines(self.path / "metrics.jsonl")
-            evaluations = self.evaluations[:]  # a copy, as another thread may append
             panels = [(title, names, steps, "-") for title, names in self.PANELS.items()]
-            held_out = [name for e in evaluations[:1] for name in e if name not in ("step", "n")]
-            panels += [(f"held out: {name}", [name], evaluations, "o-") for name in held_out]
+            keys = [key for e in self.evaluations[-1:] for key in e if key not in ("step", "n")]
+            panels += [(f"held out: {key}", [key], self.evaluations, "o-") for key in keys]
             width = math.ceil(len(panels) / 2)
             figure = Figure(figsize=(4 * width, 6.5), layout="constrained")
             for place, (title, names, records, style) in enumerate(panels, 1):
                 axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
                 axes.set_title(title, fontsize=10)
-                shown = records[:: len(records) // 1000 + 1]  # fewer of a long run
-                for name in names:
-                    values = [record.get(name, math.nan) for record in shown]
-                    axes.plot([record["step"] for record in shown], values, style, lw=1)
-                if len(names) > 1:
-                    axes.legend(names, loc="upper left", fontsize=8)
+                shown = records[:: len(records) // 1000 + 1]  # a copy; fewer of a long run
+                values = [[record.get(name, math.nan) for name in names] for record in shown]
+                axes.plot([record["step"] for record in shown], values, style, lw=1)
+                axes.legend(names, fontsize=8)
                 axes.grid(alpha=0.3)
             figure.savefig(self.path / "curves.png", dpi=110)
         except Exception as error:  # from matplotlib or the file system
@@ -3709,7 +3701,7 @@ def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
     if config.report_to == "wandb":  # it refuses earlier steps, so its axes are metrics
         own = accelerator.get_tracker("wandb", unwrap=True)
         own.define_metric("*", step_metric="step")
-        own.define_metric("held_out/*", step_metric="held_out/version")
+        own.define_metric("held_out/*", step_metric="held_out/step")
     return accelerator
 
 
@@ -3726,11 +3718,12 @@ class StepLog:
         self.trainer = trainer
         self.contradicted: set[str] = set()  # warnings of `check_learning` that need not come
         self.arrived: list[Group] = []  # since the last step
+        self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
+        self.diverse = False  # over 40 % of them were distinct, and under 10 % not yet since
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = 0.0
-        # per step: groups trained on, groups arrived
-        self.recent: deque[tuple[int, int]] = deque(maxlen=50)
+        self.recent: deque[tuple[int, int]] = deque(maxlen=50)  # groups trained on, arrived
 
     def write(self, measured: dict[str, float], groups: list[list[Trajectory]]) -> None:
         """Log a step that trained on these groups."""
@@ -3757,9 +3750,7 @@ class StepLog:
             "wait_seconds": self.waited["generation"] if self.last_step_end else 0.0,
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
-            "buffer_prompts": len(trainer.buffer.trajectories),
             "buffer_trajectories": sum(map(len, trainer.buffer.trajectories.values())),
-            "queue_depth": trainer.searchers.arrivals.qsize(),
             "version": trainer.sync.version,
             "searcher_busy": sum(busy for busy, _ in rates) / max(1, len(running)),
             "generated_tokens_per_second": sum(tokens for _, tokens in rates),
@@ -3772,11 +3763,11 @@ class StepLog:
         folder = trainer.folder
         folder.append("metrics.jsonl", metrics)
         folder.track(metrics, trainer.step)
-        status = f"reward {metrics['reward']:.3f}, staleness {metrics['staleness_mean']:.1f}, "
-        status += f"busy {metrics['trainer_busy']:.0%}/{metrics['searcher_busy']:.0%}"
+        status = "reward {reward:.3f}, distinct {distinct:.0%}, staleness {staleness_mean:.1f}, "
+        status += "busy {trainer_busy:.0%}/{searcher_busy:.0%}"
         if metrics["wait_seconds"] > 1:
-            status += f", waited {metrics['wait_seconds']:.0f} s for generation"
-        folder.bar.set_postfix_str(status, refresh=False)
+            status += ", waited {wait_seconds:.0f} s for generation"
+        folder.bar.set_postfix_str(status.format_map(metrics), refresh=False)
         folder.bar.update()
         self.last_step_end = now
         self.arrived = []
@@ -3788,11 +3779,14 @@ class StepLog:
         rows = [t for group in self.arrived for t in group.trajectories]
         # of the generating policy to the reference, over responses sampled at --temperature
         kl = [(t.logprobs - t.ref_logprobs).sum() for t in rows if not t.explored]
+        self.responses += [t.tokens.tobytes() for g in self.arrived for t in g.trajectories[:2]]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
             "kl": float(np.mean(kl)) if kl else math.nan,
             "response_length": float(np.mean([len(t.tokens) for t in rows])),
             "eos_fraction": float(np.mean([t.ended for t in rows])),
+            # for any S: 0.5 if the policy has one response to each prompt, 0.01 if one to all
+            "distinct": len(set(self.responses)) / len(self.responses),
         }
         self.check_learning(rows)
         t = rows[-1]
@@ -3807,20 +3801,26 @@ class StepLog:
         self.trainer.folder.append("completions.jsonl", record)
 
     def check_learning(self, rows: list[Trajectory]) -> None:
-        """Warn, once, of what has held for 20 steps: the run learns nothing."""
-        rewards = [{t.reward for t in group.trajectories} for group in self.arrived]
+        """Warn, once, of a collapse, or of what has held for 20 steps: the run learns nothing."""
         signs = {
             "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
             "no prompt has two different rewards: check --dataset, or raise --searched_per_prompt":
-            max(map(len, rewards)) == 1,
-            "the KL to the reference stays below 1e-4 nats: raise --learning_rate":
-            abs(self.means["kl"]) < 1e-4,
+            all(len({t.reward for t in group.trajectories}) == 1 for group in self.arrived),
+            "the KL stays below 1e-4 nats: raise --learning_rate": abs(self.means["kl"]) < 1e-4,
         }  # fmt: skip
         self.contradicted |= {text for text, holds in signs.items() if not holds}
         if min(len(self.recent), rows[-1].version) >= 20:
             for text in sorted(signs.keys() - self.contradicted):
                 self.trainer.folder.say(f"warning: {text}")
             self.contradicted |= signs.keys()
+        distinct = self.means["distinct"]
+        self.diverse |= distinct > 0.4 and len(self.responses) == self.responses.maxlen
+        if self.diverse and distinct < 0.1:
+            self.diverse = False
+            self.trainer.folder.say(
+                f"warning: only {distinct:.1%} of the latest responses are distinct: unless few "
+                'answers are right, the policy has collapsed; see "Collapse" in docs/hacking.md'
+            )
 
 
 # ================================================================================ 17. Command line

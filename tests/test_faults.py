@@ -412,7 +412,8 @@ def test_an_evaluation_has_one_record_of_each_prompt(members, prompts, random, l
     for attempt in (1, 2):
         assert evaluations.begin_if_due(5, searchers) == prompts
         messages = [
-            tba.Evaluated(5, {row: [{"id": row, "answer": "an answer"}]}) for row in range(prompts)
+            tba.Evaluated(5, {row: [{"id": row, "answer": "odd" if row % 2 else "even"}]})
+            for row in range(prompts)
         ]
         random.shuffle(messages)
         assert not evaluations.idle()
@@ -428,6 +429,7 @@ def test_an_evaluation_has_one_record_of_each_prompt(members, prompts, random, l
         assert evaluations.idle() and len(written) == 1
         step, n, metrics, _ = written[0]
         assert (step, n, metrics["ids"]) == (5, prompts, list(range(prompts)))
+        assert metrics["distinct"] == min(2, prompts) / prompts
         return
 
 

@@ -8,12 +8,15 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
 from harness import Run, arguments, check_positions, problem_of, run_tba
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,17 +24,17 @@ import tba
 from tba import read_lines
 
 METRICS = set(
-    "step seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards "
+    "step seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards distinct "
     "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
-    "recent_fraction buffer_prompts buffer_trajectories queue_depth version trainer_busy "
+    "recent_fraction buffer_trajectories version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
     "sync_wait_seconds logprob_gap searchers_alive gpu_memory_gib".split()
 )
 MAY_DIFFER = {  # between two lockstep runs that are the same
     "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second",
     "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds", "wait_seconds",
-    "replay_ratio", "queue_depth",
+    "replay_ratio", "distinct",  # over a window that a resumed run begins anew
     "forward_backward_seconds", "optimizer_seconds", "gpu_memory_gib",
 }  # fmt: skip
 
@@ -61,7 +64,7 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, short_folder, monkeypatc
     run = Run(out, arguments(gsm8k, out, num_searchers=2, **flags), interpreter=True)
     run.want("slow-trainer", "0.3")
     said = run.ends(0)
-    assert re.search(r"step 0: accuracy [\d.]+ \(8 .*step 24: accuracy [\d.]+ \(200 ", said)
+    assert re.search(r"step 0: accuracy [\d.]+, .*\(8 .*step 24: accuracy [\d.]+, .*\(200 ", said)
     assert "warning" not in said and list(short_folder.iterdir()) == []
 
     metrics = read_lines(out / "metrics.jsonl")
@@ -71,13 +74,14 @@ def test_a_run_leaves_what_is_promised(gsm8k, tmp_path, short_folder, monkeypatc
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-3)  # the policy is the reference
     assert metrics[0]["effective_sample_size"] == pytest.approx(1, abs=1e-4)
     assert 0 < metrics[-1]["staleness_mean"] <= metrics[-1]["staleness_max"] < 24
-    assert metrics[-1]["buffer_trajectories"] <= metrics[-1]["buffer_prompts"] * 8
+    assert 0 < metrics[-1]["buffer_trajectories"] <= 200 * 8
+    assert all(1 / 128 <= record["distinct"] <= 1 for record in metrics)
     assert metrics[-1]["version"] >= 8 and metrics[-1]["searchers_alive"] == 2
     evaluations = read_lines(out / "eval.jsonl")
     steps = [e["step"] for e in evaluations]
     assert steps[0] == 0 and steps[-1] == 24 and steps == sorted(set(steps)) and len(steps) > 2
     assert [e["n"] for e in evaluations] == [200 if step == 24 else 8 for step in steps]
-    assert all(0 <= e["accuracy"] <= 1 for e in evaluations)
+    assert all(0 <= e["accuracy"] <= 1 and 1 / 200 <= e["distinct"] <= 1 for e in evaluations)
     config = json.loads((out / "config.json").read_text())
     assert config["resolved"]["steps"] == 24 and "torch" in config["versions"]
     completion = read_lines(out / "completions.jsonl")[0]
@@ -353,6 +357,109 @@ def test_a_run_that_learns_nothing_says_so_once(gsm8k, tmp_path):
     assert len(warnings) == 3
 
 
+def logged_arrivals(steps):
+    """`distinct` after each step, and the warnings, if these groups of responses arrive."""
+    said = []
+    folder = SimpleNamespace(say=said.append, append=lambda name, record: None)
+    problem = SimpleNamespace(
+        prompts=[None] * 1000, text=str, response_texts=lambda responses: responses
+    )
+    log = tba.StepLog(SimpleNamespace(folder=folder, problem=problem, step=0))
+    found = []
+    for groups in steps:
+        log.arrived = []
+        for index, responses in enumerate(groups):
+            rows = []
+            for tokens in responses:
+                zeros = np.zeros(len(tokens), np.float32)
+                row = tba.Trajectory(
+                    np.array(tokens, np.int32), zeros, zeros, True, False, 0.0, index, 0, 0
+                )
+                rows.append(row)
+            log.arrived.append(tba.Group(index, rows))
+        log.log_arrivals()
+        found.append(log.means["distinct"])
+    return found, said
+
+
+RESPONSES = st.lists(st.integers(0, 2), max_size=3)
+GROUPS = st.lists(st.lists(RESPONSES, min_size=1, max_size=4), min_size=1, max_size=40)
+
+
+@given(st.lists(GROUPS, min_size=1, max_size=4))
+def test_distinct_responses_are_counted(steps):
+    """Among two of each of the latest groups, however these came."""
+    found, _ = logged_arrivals(steps)
+    pairs = []
+    for step, groups in enumerate(steps):
+        pairs += [response for responses in groups for response in responses[:2]]
+        latest = pairs[-128:]
+        new = [i for i, response in enumerate(latest) if response not in latest[:i]]
+        assert found[step] == len(new) / len(latest)
+
+
+def policy_of(kind, S, rng):
+    """A batch of ten groups of S responses, or of one group."""
+    if kind == "a single group with different answers":
+        return [[[i] for i in range(S)]]
+    if kind == "diverse":
+        return rng.integers(0, 99, (10, S, 8)).tolist()
+    if kind == "one response per prompt":
+        return rng.integers(0, 99, (10, 1, 8)).repeat(S, 1).tolist()
+    if kind == "one of two answers":
+        return rng.integers(0, 2, (10, S, 1)).tolist()
+    return [[[5, 5]] * S] * 10
+
+
+@pytest.mark.parametrize("S", [2, 4, 24])
+@pytest.mark.parametrize(
+    "kinds, warnings",
+    [
+        (["diverse", "one response per prompt"], 0),  # it may have learned the right answers
+        (["one of two answers", "one response"], 0),  # few from the start
+        (["a single group with different answers", "one of two answers"], 0),  # also few
+        (["diverse", "one response"], 1),
+        (["diverse", "one response per prompt", "one response"], 1),
+    ],
+)
+def test_a_collapse_is_reported_once(kinds, warnings, S):
+    rng = np.random.default_rng(0)
+    found, said = logged_arrivals(policy_of(kind, S, rng) for kind in kinds for _ in range(10))
+    assert len(said) == warnings, said
+    assert all("distinct" in text and "docs/hacking.md" in text for text in said)
+    if kinds[1:] == ["one response per prompt"]:
+        assert found[-1] == 0.5
+    if kinds[-1] == "one response":
+        assert found[-1] == 1 / 128
+
+
+SHORT = """
+import numpy as np
+import tba
+
+class Short(tba.GSM8K):
+    def rewards(self, examples, responses, ended):
+        return -np.array(list(map(len, responses)))
+
+tba.TASKS["short"] = Short
+"""
+
+
+def test_a_run_whose_best_response_is_empty_says_that_it_collapses(gsm8k, tmp_path):
+    """Its KL to the reference stays small."""
+    (tmp_path / "short.py").write_text(SHORT)
+    flags = {"task": "short", "plugin": tmp_path / "short.py", "synchronous": True, "steps": 14}
+    flags |= {"beta": 0.01, "learning_rate": 5e-3, "prompts_per_step": 16, "trained_per_prompt": 4}
+    out = tmp_path / "run"
+    _, err = run_tba(arguments(gsm8k, out, eval_every=0, eval_samples=1, **flags))
+    metrics = read_lines(out / "metrics.jsonl")
+    assert metrics[3]["distinct"] > 0.4 and metrics[-1]["distinct"] < 0.1
+    assert max(m["kl"] for m in metrics) < 50
+    assert read_lines(out / "eval.jsonl")[-1]["distinct"] < 0.1
+    warnings = [line for line in err.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and "distinct" in warnings[0]
+
+
 def test_curves_that_cannot_be_drawn_cost_a_warning(gsm8k, tmp_path):
     out = tmp_path / "run"
     (out / "curves.png").mkdir(parents=True)
@@ -376,7 +483,10 @@ def test_evaluations_take_a_fixed_random_sample(gsm8k, tmp_path):
 def test_curves_of_a_run_with_many_steps_are_drawn(tmp_path):
     config = tba.settings(output_dir=str(tmp_path))
     rows = [dict.fromkeys(METRICS, 0.5) | {"step": step} for step in range(1, 20_001)]
-    del rows[5]["reward"]  # of a version that did not log it
+    del rows[5]["distinct"]  # of a version that did not log it
+    evaluations = [{"step": 0, "n": 8, "accuracy": 0.1}]
+    evaluations.append(evaluations[0] | {"step": 50, "distinct": 0.9})
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tba.RunFolder(config, {}).draw_curves()
     assert min(matplotlib.image.imread(tmp_path / "curves.png").shape[:2]) > 300
