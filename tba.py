@@ -190,6 +190,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.hf_argparser import string_to_bool
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in, if this file is renamed
@@ -213,10 +214,8 @@ def flag(
 ) -> Any:
     """A dataclass field that is a command-line flag, with its help text and range."""
     shown = text if default in ("", None) else f"{text} (default: {default})"
-    return field(
-        default=default,
-        metadata={"help": shown, "range": (minimum, maximum), "scheduled": scheduled},
-    )
+    metadata = {"help": shown, "range": (minimum, maximum), "scheduled": scheduled}
+    return field(default=default, metadata=metadata)
 
 
 # a flag whose value may change with the optimizer step; `at_step` evaluates it
@@ -316,12 +315,6 @@ class Config:
 
 # dataclasses whose fields are flags; tasks and plug-ins append theirs, and Config has all values
 FLAGS: list[type] = [Config]
-# first flag -> title of a section of --help; other dataclasses have one section each
-SECTIONS = {
-    "task": "what most runs set", "temperature": "sampling", "objective": "objective",
-    "recent_probability": "replay", "weight_decay": "optimizer", "engine": "system",
-    "eval_every": "evaluation, checkpoints and metrics",
-}  # fmt: skip
 
 
 class InputError(ValueError):
@@ -346,17 +339,11 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
     section = parser.add_argument_group(re.split(r"[.(]", owner.__doc__)[0])
     types = typing.get_type_hints(owner)
     for f in dataclasses.fields(owner):
-        if f.name in SECTIONS:
-            section = parser.add_argument_group(SECTIONS[f.name])
         kind = types[f.name]
         parts = typing.get_args(kind)  # of a Literal, or of `float | None`
         options: dict[str, Any] = {}
         if kind is bool:
-            options = {
-                "type": transformers.hf_argparser.string_to_bool,
-                "nargs": "?",
-                "const": True,
-            }
+            options = {"type": string_to_bool, "nargs": "?", "const": True}
         elif typing.get_origin(kind) is Literal:
             options = {"choices": parts}
         elif f.metadata["scheduled"] or kind not in (str, str | None):
@@ -378,11 +365,9 @@ def number(f: dataclasses.Field, kind: type, text: str) -> Any:
 
 def at_step(config: Config, step: int) -> Config:
     """A copy of the settings in which schedules are replaced by their values at `step`."""
-    now = copy.copy(config)
-    for f in all_flags():
-        if f.metadata["scheduled"]:
-            setattr(now, f.name, schedule_value(getattr(config, f.name), step, config.steps))
-    return now
+    scheduled = [f.name for f in all_flags() if f.metadata["scheduled"]]
+    now = {name: schedule_value(getattr(config, name), step, config.steps) for name in scheduled}
+    return settings(**vars(config) | now)
 
 
 def schedule_points(text: str | float) -> list[tuple[float, float, str]]:
@@ -619,7 +604,21 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
 # ====================================================================================== 4. Replay
 
 
-class ReplayBuffer:
+class Stateful:
+    """Has a state that checkpoints save. Register an object by `Trainer.checkpointed`."""
+
+    SAVED: ClassVar[tuple[str, ...]] = ()  # its attributes: tensors, and containers of plain values
+
+    def state(self) -> dict[str, Any]:
+        """What `load_state` restores, in containers of its own: a thread writes it."""
+        return {name: tree_map(copy.copy, getattr(self, name)) for name in self.SAVED}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        vars(self).update(state)
+
+
+class ReplayBuffer(Stateful):
     """Global replay buffer: the distinct trajectories of every prompt (paper section 4.2)."""
 
     def __init__(self, config: Config) -> None:
@@ -663,24 +662,24 @@ class ReplayBuffer:
         return drawn
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints: tensors over all trajectories, and plain values."""
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
         return {"rows": trajectories_to_tensors(rows), "rng": self.rng.bit_generator.state}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+    def load_state(self, state: dict[str, Any]) -> None:
         for t in trajectories_from_tensors(state["rows"]):
             self.trajectories.setdefault(t.prompt_id, {})[self.key(t)] = t
         self.rng.bit_generator.state = state["rng"]
 
 
-class ReplayRule:
-    """Chooses batches from the buffer. `memory` is its state in checkpoints: plain values."""
+class ReplayRule(Stateful):
+    """Chooses batches from the buffer."""
+
+    SAVED = ("epoch",)
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         self.buffer = buffer
         self.config = config
-        self.memory: dict[str, Any] = {"epoch": []}  # prompts left in this epoch of replay
+        self.epoch: list[int] = []  # prompts left in this epoch of replay
         self.recent_fraction = math.nan  # of the latest batch: see `Newest.sample`
 
     def on_group(self, group: Group) -> None:
@@ -702,15 +701,14 @@ class ReplayRule:
         stored = self.buffer.trajectories
         groups = []
         while len(groups) < count:
-            epoch = self.memory["epoch"]
-            unused = (p for p in reversed(epoch) if p in stored and p not in used)
+            unused = (p for p in reversed(self.epoch) if p in stored and p not in used)
             prompt_id = next(unused, None)
             if prompt_id is None:
                 if used >= stored.keys():
                     used.clear()  # prompts must repeat
-                self.memory["epoch"] = self.buffer.rng.permutation(list(stored)).tolist()
+                self.epoch = self.buffer.rng.permutation(list(stored)).tolist()
                 continue
-            epoch.remove(prompt_id)
+            self.epoch.remove(prompt_id)
             used.add(prompt_id)
             groups.append(self.buffer.draw(prompt_id, K))
         return groups
@@ -922,7 +920,7 @@ class RunEnded(RuntimeError):
     """The run cannot continue; the message says why, and what to change."""
 
 
-class Trainer:
+class Trainer(Stateful):
     """Trains on replayed groups while the Searchers generate new ones.
 
     An asynchronous run waits for generation before the first step (--initial_trajectories), if too
@@ -942,36 +940,47 @@ class Trainer:
         self.problem = problem
         self.folder = folder
         self.ranks = ranks
-        self.saved = saved
-        self.searchers = SearcherProcesses(config, problem, folder.say, saved)
-        self.evaluations = Evaluations(config, problem, folder, saved)
-        self.buffer = type(problem.task).buffer(config)
-        self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
-        if saved:
-            self.buffer.restore(saved["buffer"])
-            self.rule.memory = saved["memory"]
-        self.writing = Future()  # gives the step of the latest checkpoint
-        self.writing.set_result(saved.get("step"))
+        self.saved = saved  # without the states that have been loaded
+        self.owners: dict[str, Stateful] = {}  # the objects whose states checkpoints save, by name
+        searchers = SearcherProcesses(config, problem, folder.say)
+        self.searchers = self.checkpointed("searchers", searchers)
+        self.evaluations = Evaluations(config, problem, folder)
+        self.buffer = self.checkpointed("buffer", type(problem.task).buffer(config))
+        rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
+        self.rule = self.checkpointed("rule", rule)
         self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
-        self.step: int = saved.get("step", 0)  # optimizer steps, skipped ones included
-        # groups not yet stored or, in lockstep, trained on
-        self.inbox = [
-            Group(index, trajectories_from_tensors(tensors))
-            for index, tensors in saved.get("inbox", {}).items()
-        ]
+        self.step = folder.step  # optimizer steps taken, skipped ones included
+        self.writing = Future()  # gives the step of the latest checkpoint
+        self.writing.set_result(self.step)
+        self.inbox: list[Group] = []  # not yet stored or, in lockstep, trained on
+        self.checkpointed("trainer", self)
         self.log = StepLog(self)
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
+
+    def checkpointed(self, name: str, owner: Stateful) -> Any:
+        """Have checkpoints save an object under this name; in a resumed run, load its state."""
+        self.owners[name] = owner
+        if name in self.saved:
+            owner.load_state(self.saved.pop(name))
+        return owner
+
+    def state(self) -> dict[str, Any]:
+        return {"inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in self.inbox}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for index, tensors in state["inbox"].items():
+            self.inbox.append(Group(index, trajectories_from_tensors(tensors)))
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
-        self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
-        self.learner.score_probes()  # returns once all ranks have loaded the policy
+        learner = Learner(self.config, self.problem, self.ranks, self.saved.get("model"))
+        self.learner = self.checkpointed("learner", learner)
+        learner.score_probes()  # returns once all ranks have loaded the policy
         self.searchers.start_all()
-        self.sync = WeightSync(
-            self.config, self.learner, self.searchers, self.evaluations, self.saved
-        )
+        sync = WeightSync(self.config, learner, self.searchers, self.evaluations)
+        self.sync = self.checkpointed("sync", sync)
         if self.config.synchronous:
             self.run_lockstep()
         else:
@@ -1057,8 +1066,9 @@ class Trainer:
             self.evaluations.due = True
         if config.reset_reference_every and self.step % config.reset_reference_every == 0:
             self.sync.reset_reference(self.step)
-            self.buffer = type(self.buffer)(config)  # refilled by groups the new reference scores
-            self.rule = type(self.rule)(self.buffer, config)
+            # empty, refilled by groups that the new reference scores
+            self.buffer = self.checkpointed("buffer", type(self.buffer)(config))
+            self.rule = self.checkpointed("rule", type(self.rule)(self.buffer, config))
         if self.step % config.sync_every == 0:
             self.sync.due = True
 
@@ -1158,11 +1168,13 @@ def on_every_rank(method: Callable) -> Callable:
     return together
 
 
-class Learner:
+class Learner(Stateful):
     """The policy and its optimizer, in one process or sharded over several ranks."""
 
-    def __init__(self, config: Config, problem: Problem, ranks: Ranks, saved: dict) -> None:
-        """Load the policy and its optimizer, from the checkpoint `saved` unless empty."""
+    def __init__(
+        self, config: Config, problem: Problem, ranks: Ranks, resumed: str | None = None
+    ) -> None:
+        """Load the policy, from the checkpoint `resumed` if any, and create its optimizer."""
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
@@ -1170,7 +1182,7 @@ class Learner:
         self.ranks = ranks
         self.device = local_device()
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
-        path = config.model if config.lora_rank else saved.get("model", config.model)
+        path = config.model if config.lora_rank or not resumed else resumed
         self.policy = load_policy(config, path, ranks, config.lora_rank, problem.packs)
         self.model = self.policy.model
         if config.gradient_checkpointing:
@@ -1196,8 +1208,6 @@ class Learner:
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
         self.snapshot: FlatWeights | None = None  # on rank 0: the weights that a sync sends
         self.skipped = 0  # consecutive steps whose loss or gradient was not finite
-        if saved:
-            self.restore(saved)
 
     @on_every_rank
     def step(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
@@ -1329,18 +1339,18 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        """Copies in rank 0's host memory of what `restore` needs besides the model."""
+        """Copies in rank 0's host memory of what is restored besides the model."""
         extra = {name: p for name, p in self.trained.items() if ".lora_" in name or name == "log_z"}
         optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
         return tree_map(
             partial(host_copy, ranks=self.ranks), {"extra": extra, "optimizer": optimizer}
         )
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Restore `state`, but not the learning rate, which the flags may have changed."""
-        for name, tensor in saved["extra"].items():
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Each rank restores its shards, but not the learning rate: the flags may change it."""
+        for name, tensor in state["extra"].items():
             self.trained[name].data.copy_(shard_like(self.trained[name], tensor))
-        for name, values in saved["optimizer"].items():
+        for name, values in state["optimizer"].items():
             own = self.optimizer.state[self.trained[name]]
             for key, value in values.items():
                 own[key] = shard_like(self.trained[name], value).to(self.device)
@@ -2522,14 +2532,15 @@ class Transfer:
     missed: dict[RunningSearcher, str] = field(default_factory=dict)  # member -> why
 
 
-class WeightSync:
+class WeightSync(Stateful):
     """The Trainer's side of weight syncs; at most one transfer is in flight."""
 
+    SAVED = ("reference", "reference_version")
     MAX_MISSED = 3  # consecutive transfers that a Searcher may miss
 
     def __init__(
         self, config: Config, learner: Learner, searchers: SearcherProcesses,
-        evaluations: Evaluations, saved: dict[str, Any],
+        evaluations: Evaluations,
     ) -> None:  # fmt: skip
         self.config = config
         self.learner = learner
@@ -2551,10 +2562,8 @@ class WeightSync:
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
         # the reference's weights in host memory, if it ever changes
-        self.reference: dict[str, Tensor] = saved.get("reference", {})
-        if config.reset_reference_every and not self.reference:
-            self.reference = learner.saved_weights()
-        self.reference_version = saved.get("reference_version", 0)  # step of its latest change
+        self.reference = learner.saved_weights() if config.reset_reference_every else {}
+        self.reference_version = 0  # step of its latest change
         self.seconds = 0.0  # spent in the training thread since the last log record
 
     @property
@@ -2826,29 +2835,27 @@ class RunningSearcher:
         return 1 - idle / seconds, tokens / seconds
 
 
-class SearcherProcesses:
+class SearcherProcesses(Stateful):
     """Starts, monitors, restarts and stops the Searchers' processes; gets their messages."""
 
+    SAVED = ("first_missing", "arrived_positions", "limit")
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
     HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
 
-    def __init__(
-        self, config: Config, problem: Problem, say: Callable[[str], None], saved: dict[str, Any]
-    ) -> None:
+    def __init__(self, config: Config, problem: Problem, say: Callable[[str], None]) -> None:
         self.config = config
         self.problem = problem
         self.say = say
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
         self.failures: Counter[int] = Counter()  # by Searcher, each soon after the start before
         # all groups before this position of the prompt order have arrived, and some after it
-        self.first_missing: int = saved.get("first_missing", 0)
-        self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
+        self.first_missing = 0
+        self.arrived_positions: set[int] = set()
         self.manager: SyncManager | None = None  # the process in which the queues live
         self.arrivals: queue.Queue = queue.Queue(4096)  # (start, message), unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
-        # Searchers may submit prompts up to this position
-        self.limit = float(self.first_missing if config.synchronous else 0)
+        self.limit = 0.0  # Searchers may submit prompts up to this position
 
     def record_arrival(self, index: int) -> bool:
         """Record a group's arrival; False if it arrived before, from an earlier process."""
@@ -3031,14 +3038,13 @@ def join_cluster(config: Config) -> int:
 
     Returns the number of all other devices. Raises InputError.
     """
-    global ray
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts to connect, 40 s each
     try:
+        import ray  # in this function and others: it takes seconds, and only clusters need it
+
         host, _, port = config.cluster.rpartition(":")
         if host:  # fails at once if nothing listens there
             socket.create_connection((host, int(port)), timeout=10).close()
-        import ray  # needed on clusters only
-
         ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
     except Exception as error:  # Ray raises several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
@@ -3058,6 +3064,8 @@ def device_kind() -> str:
 
 def ray_node() -> dict[str, Any]:
     """Ray's record of this machine."""
+    import ray
+
     node_id = ray.get_runtime_context().get_node_id()
     return next(node for node in ray.nodes() if node["NodeID"] == node_id)
 
@@ -3074,6 +3082,9 @@ class ClusterProcess:
     """A Searcher's process on the cluster; pending until Ray has a device for it."""
 
     def __init__(self, spec: SearcherSpec) -> None:
+        import ray
+
+        self.ray = ray
         key = bytes(multiprocessing.current_process().authkey)
         package = pickle.dumps((key, pickle.dumps(spec)))
         device = {f"num_{device_kind().lower()}s": 1}
@@ -3089,6 +3100,7 @@ class ClusterProcess:
 
     def is_alive(self) -> bool:
         """Whether its task is pending or runs; sets how it ended."""
+        ray = self.ray
         done, _ = ray.wait([self.result], timeout=0)
         if not done:
             return True
@@ -3102,7 +3114,7 @@ class ClusterProcess:
 
     def kill(self) -> None:
         """Kill the task's process, and the Searcher's with it."""
-        ray.cancel(self.result, force=True)
+        self.ray.cancel(self.result, force=True)
 
 
 def end_with_parent() -> None:
@@ -3184,13 +3196,13 @@ class Evaluations:
     loses a Searcher, or whose weights do not arrive, is repeated at the next sync.
     """
 
-    def __init__(self, config: Config, problem: Problem, folder: RunFolder, saved: dict) -> None:
+    def __init__(self, config: Config, problem: Problem, folder: RunFolder) -> None:
         self.config = config
         self.problem = problem
         self.folder = folder
         # version of the weights -> Searchers, and the records so far: row -> one per response
         self.pending: dict[int, tuple[list[RunningSearcher], dict[int, list[dict]]]] = {}
-        due = self.last_due(saved.get("step", 0))
+        due = self.last_due(folder.step)
         last = folder.evaluations[-1] if folder.evaluations else {"step": -1, "n": 0}
         self.due = (last["step"], last["n"]) < (due, self.size(due))
 
@@ -3263,32 +3275,22 @@ def save(trainer: Trainer) -> None:
     previous = trainer.writing
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
         return
-    state = learner.state() | {
-        "step": trainer.step,
-        "inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
-        "first_missing": trainer.searchers.first_missing,
-        "arrived_positions": sorted(trainer.searchers.arrived_positions),
-        "reference": dict(trainer.sync.reference),  # a reset replaces its tensors
-        "reference_version": trainer.sync.reference_version,
-        "buffer": trainer.buffer.state(),
-        "memory": copy.deepcopy(trainer.rule.memory),
-        "seconds": time.perf_counter() - trainer.folder.start,
-        "checksums": trainer.problem.checksums(),
-    }
+    saved = {name: owner.state() for name, owner in trainer.owners.items()}
+    saved |= {"step": trainer.step, "checksums": trainer.problem.checksums()}
     weights = learner.saved_weights()
     folder = trainer.folder
 
     def write() -> int:
         """In a thread: write the checkpoint and delete old ones; returns the step."""
-        path = folder.path / f"checkpoint-{state['step']}"
+        path = folder.path / f"checkpoint-{saved['step']}"
         with atomic_folder(path) as new:
             save_model(learner.model, weights, trainer.problem, new)
-            torch.save(state, new / "trainer.pt")
+            torch.save(saved, new / "trainer.pt")
         folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
         for old in checkpoints(folder.path)[2:]:  # NFS keeps open files, until a later attempt
             shutil.rmtree(old, ignore_errors=True)
         folder.draw_curves()
-        return state["step"]
+        return saved["step"]
 
     trainer.writing = ThreadPoolExecutor(1).submit(write)
 
@@ -3361,9 +3363,9 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
             print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
     else:
         config.require(False, "resume", "has no checkpoint that loads; start a new run")
-    names = ("eval_dataset" if config.eval_dataset else "dataset", "dataset")
-    for name, old, new in zip(names, saved["checksums"], problem.checksums(), strict=True):
-        config.require(old == new, name, "its examples differ from the run's")
+    for name, checksum in problem.checksums().items():
+        same = checksum == saved["checksums"][name]
+        config.require(same, name, "its examples differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
@@ -3377,8 +3379,8 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
     with safe_open(path / "model.safetensors", "pt"):
         pass  # checks the header and the file's length
     # memory-mapped: each rank reads only its shards
-    state = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
-    return state | {"model": str(path)}
+    saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+    return saved | {"model": str(path)}
 
 
 # ======================================================================================= 15. Data
@@ -3543,13 +3545,11 @@ class Problem:
         rows = np.resize(np.concatenate(self.prompts[:16]), (3, 24))  # repeated if too short
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
-    def checksums(self) -> list[int]:
-        """Checksums of held-out and training examples, whose chat template may have the date."""
+    def checksums(self) -> dict[str, int]:
+        """Checksums of the examples, as a chat template may have the date; by flag."""
         held_out = sorted({repr(example) for example in self.task.held_out})  # some are repeated
-        return [
-            zlib.crc32(repr(held_out).encode()),
-            zlib.crc32(repr(self.task.train).encode()),
-        ]
+        examples = {"dataset": self.task.train, "eval_dataset": held_out}
+        return {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
@@ -3609,18 +3609,6 @@ def load_problem(config: Config) -> Problem:
 # =========================================================================== 16. The run's folder
 
 
-def write_settings(given: Config, config: Config) -> None:
-    """Write config.json. A resumed run resolves the settings that were given again."""
-    record = {
-        "config": vars(given),
-        "resolved": vars(config),
-        "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
-        "command": sys.argv,
-        "versions": {package.name: package.version for package in metadata.distributions()},
-    }
-    (Path(config.output_dir) / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-
-
 class RunFolder:
     """The run's folder: configuration, metrics, evaluations, sampled texts and curves."""
 
@@ -3634,24 +3622,26 @@ class RunFolder:
         "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
     }
 
-    def __init__(self, config: Config, saved: dict[str, Any]) -> None:
-        """Start a folder, or truncate a resumed run's to its checkpoint."""
+    def __init__(self, config: Config, step: int = 0) -> None:
+        """Start a folder, or truncate a resumed run's to the step of its checkpoint."""
         self.config = config
+        self.step = step
         self.path = Path(config.output_dir)
-        self.accelerator = make_accelerator(config, saved)
-        self.start = time.perf_counter() - saved.get("seconds", 0.0)
-        if saved:
+        self.accelerator = make_accelerator(config, step)
+        if step:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
-                rows = [row for row in read_lines(self.path / name) if row["step"] <= saved["step"]]
+                rows = [row for row in read_lines(self.path / name) if row["step"] <= step]
                 text = "".join(json.dumps(row) + "\n" for row in rows)
                 new = self.path / f".{name}"
                 new.write_text(text)
                 new.rename(self.path / name)  # a full disk must not cost the records
         self.evaluations = read_lines(self.path / "eval.jsonl")
+        steps = read_lines(self.path / "metrics.jsonl")
+        self.start = time.perf_counter() - (steps[-1]["seconds"] if steps else 0.0)
         terminal = sys.stderr.isatty()
         self.bar = tqdm(
             total=config.steps,
-            initial=saved.get("step", 0),
+            initial=step,
             mininterval=0.1 if terminal else 30,  # seconds
             bar_format=None if terminal else "{l_bar}{r_bar}\n",
         )
@@ -3713,7 +3703,7 @@ class RunFolder:
             self.say(f"warning: curves.png is not drawn: {first_line(error)}")
 
 
-def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
+def make_accelerator(config: Config, step: int) -> Accelerator:
     """Accelerate, with the tracker of --report_to."""
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -3722,7 +3712,7 @@ def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
     )
     run = {"name": Path(config.output_dir).name, "config": vars(config)}
     options = {
-        "tensorboard": {"purge_step": saved.get("step", 0) + 1},  # later ones are repeated
+        "tensorboard": {"purge_step": step + 1},  # later ones are repeated
         "trackio": run,
         "wandb": run | {"id": vars(config).get("run_id"), "resume": "allow"},
     }
@@ -3952,10 +3942,6 @@ def check_settings(config: Config) -> None:
     require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    available = max(1, torch.cuda.device_count() - local_ranks())
-    fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= available
-    fix = f"this machine has GPUs for {available}; --cluster uses those of other machines"
-    require(fits, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or see docs/operations.md"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
     task = TASKS[config.task]
@@ -3964,8 +3950,8 @@ def check_settings(config: Config) -> None:
     require(config.engine != "vllm" or in_one_thread, "engine", fix)
 
 
-def claim_folder(config: Config) -> None:
-    """Make the run's folder. Raises InputError if it has a run that is not resumed."""
+def claim_folder(given: Config, config: Config) -> None:
+    """Make the run's folder with its config.json. Raises InputError if it has another run."""
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -3974,6 +3960,14 @@ def claim_folder(config: Config) -> None:
     free = config.resume or not any(folder.glob("*.jsonl"))
     again = shlex.quote(config.output_dir)
     config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
+    record = {
+        "config": vars(given),  # a resumed run resolves them again
+        "resolved": vars(config),
+        "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
+        "command": sys.argv,
+        "versions": {package.name: package.version for package in metadata.distributions()},
+    }
+    (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 @lenient_output()
@@ -3986,21 +3980,22 @@ def main(argv: list[str]) -> int:
     if ranks.rank > 0:
         with stop_signal_handler(signal.SIG_IGN):  # rank 0 handles them
             config, problem, checkpoint = ranks.from_rank_zero(None)
-            saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
-            Learner(config, problem, ranks, saved).follow()
+            learner = Learner(config, problem, ranks, checkpoint)
+            if checkpoint:
+                learner.load_state(open_checkpoint(Path(checkpoint))["learner"])
+            learner.follow()
         return 0
     try:
         config = resolve(given)
         problem = load_problem(config)
         saved = read_checkpoint(config, problem) if config.resume else {}
         pairs = read_sft_pairs(config, problem) if config.sft_data and not config.resume else []
-        claim_folder(config)
+        claim_folder(given, config)
     except InputError as error:
         exit_with_error(str(error))
-    write_settings(given, config)
-    folder = RunFolder(config, saved)
-    warm_start(config, problem, pairs, folder.say)
-    ranks.from_rank_zero((config, problem, saved.get("model", "")))
+    folder = RunFolder(config, saved.get("step", 0))
+    config = warm_start(config, problem, pairs, folder.say)
+    ranks.from_rank_zero((config, problem, saved.get("model")))
     return run(Trainer(config, problem, folder, ranks, saved))
 
 
@@ -4011,7 +4006,7 @@ def run(trainer: Trainer) -> int:
     folder.say(f"{folder.path}: loading the policy and {here}")
     code = 1
     with stop_signal_handler(trainer.on_signal), contextlib.closing(trainer):
-        lost = ""  # why the last step cannot be saved
+        whole = True  # whether the Trainer is not in the middle of a step
         try:
             trainer.run()
             code = 0
@@ -4021,16 +4016,14 @@ def run(trainer: Trainer) -> int:
             folder.say(f"tba.py: error: {error}")
         except Exception:
             folder.say(traceback.format_exc())
-            if trainer.ranks.size > 1 or trainer.config.synchronous:
-                lost = "other ranks may be stuck, or lockstep is in the middle of a step"
+            whole = trainer.ranks.size == 1 and not trainer.config.synchronous
         folder.bar.close()
-        if trainer.config.lag and not trainer.at_barrier():
-            lost = "groups of later batches have not arrived (--lag)"
+        whole &= not trainer.config.lag or trainer.at_barrier()
         try:
-            if lost and trainer.step:
-                folder.say(f"step {trainer.step} is not saved: {lost}")
-            elif trainer.learner and trainer.step:
+            if trainer.step and whole:
                 save(trainer)
+            elif trainer.step:
+                folder.say(f"step {trainer.step} is not saved: the next one is half done")
             trainer.writing.result()
         except Exception as error:  # from torch, safetensors or the file system
             folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
@@ -4567,8 +4560,8 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     return pairs
 
 
-def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Callable) -> None:
-    """On rank 0, fine-tune --model into the run's sft/, the new policy and reference."""
+def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Callable) -> Config:
+    """On rank 0, fine-tune --model into the run's sft/, the `model` of the settings returned."""
     path = Path(config.output_dir) / "sft"
     if pairs:
         torch.manual_seed(config.seed)
@@ -4581,8 +4574,7 @@ def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Calla
         del policy
         gc.collect()
         torch.cuda.empty_cache()  # a Searcher may share the GPU
-    if config.sft_data:
-        config.model = str(path)
+    return settings(**vars(config) | {"model": str(path)}) if config.sft_data else config
 
 
 TASKS |= {"math": MATH, "tldr": TLDR, "redteam": RedTeam}

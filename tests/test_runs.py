@@ -378,7 +378,7 @@ def test_curves_of_a_run_with_many_steps_are_drawn(tmp_path):
     rows = [dict.fromkeys(METRICS, 0.5) | {"step": step} for step in range(1, 20_001)]
     del rows[5]["reward"]  # of a version that did not log it
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tba.RunFolder(config, {}).draw_curves()
+    tba.RunFolder(config).draw_curves()
     assert min(matplotlib.image.imread(tmp_path / "curves.png").shape[:2]) > 300
 
 
