@@ -941,25 +941,27 @@ class Trainer(Stateful):
         self.folder = folder
         self.ranks = ranks
         self.saved = saved  # without the states that have been loaded
-        self.owners: dict[str, Stateful] = {}  # the objects whose states checkpoints save, by name
-        searchers = SearcherProcesses(config, problem, folder.say)
-        self.searchers = self.checkpointed("searchers", searchers)
+        self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
+        self.searchers = self.checkpointed(SearcherProcesses(config, problem, folder.say))
         self.evaluations = Evaluations(config, problem, folder)
-        self.buffer = self.checkpointed("buffer", type(problem.task).buffer(config))
-        rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
-        self.rule = self.checkpointed("rule", rule)
+        self.buffer = self.checkpointed(problem.task.buffer(config))
+        self.rule = self.checkpointed(REPLAY_RULES[config.replay_rule](self.buffer, config))
         self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
         self.step = folder.step  # optimizer steps taken, skipped ones included
         self.writing = Future()  # gives the step of the latest checkpoint
         self.writing.set_result(self.step)
         self.inbox: list[Group] = []  # not yet stored or, in lockstep, trained on
-        self.checkpointed("trainer", self)
+        self.checkpointed(self)
         self.log = StepLog(self)
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
 
-    def checkpointed(self, name: str, owner: Stateful) -> Any:
-        """Have checkpoints save an object under this name; in a resumed run, load its state."""
+    def checkpointed(self, owner: Stateful) -> Any:
+        """Have checkpoints save an object's state; in a resumed run, load it. Returns the object.
+
+        It replaces an earlier object of its class.
+        """
+        name = type(owner).__name__
         self.owners[name] = owner
         if name in self.saved:
             owner.load_state(self.saved.pop(name))
@@ -975,12 +977,13 @@ class Trainer(Stateful):
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
-        learner = Learner(self.config, self.problem, self.ranks, self.saved.get("model"))
-        self.learner = self.checkpointed("learner", learner)
-        learner.score_probes()  # returns once all ranks have loaded the policy
+        checkpoint = self.saved.get("model", "")
+        self.learner = Learner(self.config, self.problem, self.ranks, checkpoint)
+        self.checkpointed(self.learner)
+        self.learner.score_probes()  # returns once all ranks have loaded the policy
         self.searchers.start_all()
-        sync = WeightSync(self.config, learner, self.searchers, self.evaluations)
-        self.sync = self.checkpointed("sync", sync)
+        self.sync = WeightSync(self.config, self.learner, self.searchers, self.evaluations)
+        self.checkpointed(self.sync)
         if self.config.synchronous:
             self.run_lockstep()
         else:
@@ -1067,8 +1070,8 @@ class Trainer(Stateful):
         if config.reset_reference_every and self.step % config.reset_reference_every == 0:
             self.sync.reset_reference(self.step)
             # empty, refilled by groups that the new reference scores
-            self.buffer = self.checkpointed("buffer", type(self.buffer)(config))
-            self.rule = self.checkpointed("rule", type(self.rule)(self.buffer, config))
+            self.buffer = self.checkpointed(type(self.buffer)(config))
+            self.rule = self.checkpointed(type(self.rule)(self.buffer, config))
         if self.step % config.sync_every == 0:
             self.sync.due = True
 
@@ -1171,10 +1174,8 @@ def on_every_rank(method: Callable) -> Callable:
 class Learner(Stateful):
     """The policy and its optimizer, in one process or sharded over several ranks."""
 
-    def __init__(
-        self, config: Config, problem: Problem, ranks: Ranks, resumed: str | None = None
-    ) -> None:
-        """Load the policy, from the checkpoint `resumed` if any, and create its optimizer."""
+    def __init__(self, config: Config, problem: Problem, ranks: Ranks, folder: str = "") -> None:
+        """Load the policy, from a checkpoint's folder if the run is resumed."""
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
@@ -1182,7 +1183,7 @@ class Learner(Stateful):
         self.ranks = ranks
         self.device = local_device()
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
-        path = config.model if config.lora_rank or not resumed else resumed
+        path = config.model if config.lora_rank or not folder else folder
         self.policy = load_policy(config, path, ranks, config.lora_rank, problem.packs)
         self.model = self.policy.model
         if config.gradient_checkpointing:
@@ -3089,11 +3090,7 @@ class ClusterProcess:
         package = pickle.dumps((key, pickle.dumps(spec)))
         device = {f"num_{device_kind().lower()}s": 1}
         # no retries: Ray would start the task again with an outdated spec
-        options = {
-            "scheduling_strategy": "SPREAD",
-            "max_retries": 0,
-            "num_cpus": 0,
-        } | device
+        options = {"scheduling_strategy": "SPREAD", "max_retries": 0, "num_cpus": 0} | device
         task = ray.remote(host_searcher).options(**options)
         self.result = task.remote(os.path.abspath(__file__), package)
         self.exitcode: int | str | None = None  # None once it has ended: its machine was lost
@@ -3337,14 +3334,10 @@ def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]
 def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
     """The inverse of `trajectories_to_tensors`. Arrays are copies, freed by eviction."""
     lengths = tensors["lengths"].tolist()
-    columns = {}
-    for name in Trajectory.__slots__:
-        if name in Trajectory.BY_TOKEN:
-            columns[name] = [part.numpy().copy() for part in tensors[name].split(lengths)]
-        else:
-            columns[name] = tensors[name].tolist()
-    rows = zip(*columns.values(), strict=True)
-    return [Trajectory(**dict(zip(columns, row, strict=True))) for row in rows]
+    columns = {name: tensors[name].tolist() for name in Trajectory.__slots__}
+    for name in Trajectory.BY_TOKEN:
+        columns[name] = [part.numpy().copy() for part in tensors[name].split(lengths)]
+    return [Trajectory(*row) for row in zip(*columns.values(), strict=True)]
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -3982,7 +3975,7 @@ def main(argv: list[str]) -> int:
             config, problem, checkpoint = ranks.from_rank_zero(None)
             learner = Learner(config, problem, ranks, checkpoint)
             if checkpoint:
-                learner.load_state(open_checkpoint(Path(checkpoint))["learner"])
+                learner.load_state(open_checkpoint(Path(checkpoint))["Learner"])
             learner.follow()
         return 0
     try:
@@ -3995,7 +3988,7 @@ def main(argv: list[str]) -> int:
         exit_with_error(str(error))
     folder = RunFolder(config, saved.get("step", 0))
     config = warm_start(config, problem, pairs, folder.say)
-    ranks.from_rank_zero((config, problem, saved.get("model")))
+    ranks.from_rank_zero((config, problem, saved.get("model", "")))
     return run(Trainer(config, problem, folder, ranks, saved))
 
 

@@ -578,7 +578,7 @@ class SimulatedTrainer(tba.Trainer):
         super().__init__(config, problem, folder, ranks, saved)
         duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
         searchers = SimulatedSearchers(duration, latency, config, problem, folder.say)
-        self.searchers = self.checkpointed("searchers", searchers)
+        self.searchers = self.checkpointed(searchers)
         self.waited = Fraction(0)
 
     def run(self) -> None:

@@ -152,9 +152,9 @@ def test_faults_that_end_a_run(gsm8k, tmp_path):
     said = run.ends(1)
     assert "logprob_tolerance" in said
     saved = tba.open_checkpoint(next(out.glob("checkpoint-*")))
-    searchers = saved["searchers"]
+    searchers = saved["SearcherProcesses"]
     arrived = searchers["first_missing"] + len(searchers["arrived_positions"])
-    assert arrived == len(run.noted("stored")) + len(saved["trainer"]["inbox"])  # none is lost
+    assert arrived == len(run.noted("stored")) + len(saved["Trainer"]["inbox"])  # none is lost
     step = read_lines(out / "metrics.jsonl")[-1]["step"]  # the Trainer's own policy is healthy
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
 
