@@ -605,12 +605,12 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
 
 
 class Stateful:
-    """Has a state that checkpoints save. Register an object by `Trainer.checkpointed`."""
+    """Has a state that checkpoints save, once it is given to `Trainer.checkpointed`."""
 
-    SAVED: ClassVar[tuple[str, ...]] = ()  # its attributes: tensors, and containers of plain values
+    SAVED: ClassVar[tuple[str, ...]] = ()  # attributes: tensors, and containers of plain values
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` restores, in containers of its own: a thread writes it."""
+        """What `load_state` restores; its containers are copies, as a thread writes them."""
         return {name: tree_map(copy.copy, getattr(self, name)) for name in self.SAVED}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -823,7 +823,7 @@ class Task:
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
     # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
-    # between decode steps, because they use the Searcher's engine or are not thread-safe
+    # between decode steps, because they are not thread-safe; so it is with several engines
     reward_threads = 1
     buffer: type[ReplayBuffer] = ReplayBuffer
 
@@ -831,6 +831,8 @@ class Task:
         """Read the data, and check whatever can be checked without loading a model."""
         self.config = config
         self.tokenizer = tokenizer
+        if self.engines > 1:
+            self.reward_threads = 0
         self.train, self.held_out = self.examples()
 
     def examples(self) -> tuple[list[dict], list[dict]]:
@@ -957,10 +959,7 @@ class Trainer(Stateful):
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
 
     def checkpointed(self, owner: Stateful) -> Any:
-        """Have checkpoints save an object's state; in a resumed run, load it. Returns the object.
-
-        It replaces an earlier object of its class.
-        """
+        """Have checkpoints save the state of a class's only object; in a resumed run, load it."""
         name = type(owner).__name__
         self.owners[name] = owner
         if name in self.saved:
@@ -3918,13 +3917,9 @@ def resolve(given: Config) -> Config:
 def check_settings(config: Config) -> None:
     """Raise InputError if a resolved setting is invalid."""
     require = config.require
-    names = {
-        "task": TASKS,
-        "objective": OBJECTIVES,
-        "engine": ENGINES,
-        "replay_rule": REPLAY_RULES,
-    }
-    for name, table in names.items():
+    tables = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES}
+    tables["replay_rule"] = REPLAY_RULES
+    for name, table in tables.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
@@ -3937,10 +3932,6 @@ def check_settings(config: Config) -> None:
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     fix = "vLLM has no device here; use transformers, or see docs/operations.md"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
-    task = TASKS[config.task]
-    in_one_thread = task.engines == 1 or not task.reward_threads
-    fix = "two vLLM engines must run in one thread; set the task's reward_threads to 0"
-    require(config.engine != "vllm" or in_one_thread, "engine", fix)
 
 
 def claim_folder(given: Config, config: Config) -> None:
@@ -4360,7 +4351,6 @@ class RedTeam(Task):
     template = "{prompt}"
     greedy_evaluation = False  # diversity is measured too
     engines = 2  # the attacker's and the victim's
-    reward_threads = 0  # the victim's engine runs in the Searcher's thread
     buffer = AttackBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
