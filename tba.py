@@ -257,7 +257,7 @@ class Config:
     recent_probability: float | None = flag(
         None, "Fraction of recent prompts per batch [m]; default: 0.95; lockstep: 1.", maximum=1
     )
-    replay_rule: str = flag("newest", "Replay rule: newest, or one defined by --plugin.")
+    replay_rule: str = flag("newest", "Replay rule: newest, anchored, or from --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
     max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
@@ -800,7 +800,29 @@ class Newest(ReplayRule):
         return [*distinct.values(), *duplicates][:K]
 
 
-REPLAY_RULES: dict[str, type[ReplayRule]] = {"newest": Newest}
+class Anchored(Newest):
+    """Half of a replayed group by reward, half from the newest stored responses to the prompt.
+
+    TB-VarGrad's gradient is the covariance, within a group, of residual and score: a group of
+    successes only teaches nothing, and for 0/1 rewards the part between the classes is proportional
+    to n_success n_failure. Its fixed point is the regression of r / beta under the *sampling*
+    distribution, so the failures should be today's policy's. See also RePO (arXiv 2506.09340).
+    """
+
+    def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
+        groups = super().replay(count, K // 2, used)
+        for group in groups:
+            n = K - len(group)
+            drawn = set(map(id, group))
+            stored = self.buffer.trajectories[group[0].prompt_id].values()
+            others = (t for t in reversed(stored) if id(t) not in drawn)
+            newest = list(itertools.islice(others, 2 * n)) or group
+            order = self.buffer.rng.permutation(len(newest))
+            group += [newest[i] for i in np.resize(order, n)]
+        return groups
+
+
+REPLAY_RULES: dict[str, type[ReplayRule]] = {"newest": Newest, "anchored": Anchored}
 
 
 # ================================================================================= 5. Task, GSM8K

@@ -67,6 +67,47 @@ p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
    0 in the second half. What would support the paper: with M = 64 at most two of ten collapse on
    each task, and the median seed reaches a reward of 0.5 earlier than with M = 8. M = 1, and the
    first rule at 3e-4, were added after these results.
+
+**Replay rules** ("anchored"), committed before any of its seeds was run. Seven ways to replay, on
+the same clock, with 8 and 64 Searchers ("anchored" with 1, too), on "rare" (120 steps) and
+"rarer" (240): p ~ softmax(10 r), softmax(5 r), softmax(3 r); `mixed` and `anchored`, which draw
+the half of a replayed group that goes by reward with softmax(10 r); softmax(10 r) with the
+objective `tb_learned_z`; and softmax(10 r) with m = 0.75, the control for merely more recent
+data. Seeds 21-30 are reported.
+
+18. A rate is chosen from {3e-4, 1e-3} for each way and task, with 16 Searchers, between the two
+   that are reported, on seeds 1 and 2. Its score is the mean reward at the end, with 0 for a
+   collapse; ties go to the lower rate. A *collapse* is an evaluation above 50 nats or with less
+   than 10 % distinct responses.
+19. Primary outcomes: the reward at the end, against the optimum in closed form (0.992 on "rare",
+   0.924 on "rarer"); the median step at which the reward first reaches 0.5; the number of
+   collapses. What would support `anchored`: with 64 Searchers on "rarer", it ends at 0.8 or more
+   with at least eight of ten seeds, and its mean reward at the end is above that of each other
+   way by the 95 % interval; with 8 Searchers, and on "rare", its mean is not below that of any
+   other by more than 0.05; and 64 Searchers reach 0.5 earlier than 8. It becomes the default away
+   from the paper's scripts if all of this holds. Earlier trials of `anchored`, seeds 11-19, are
+   not among the rows.
+
+**Collapse** ("collapse"), committed before any of its seeds was run, though the reports of
+"longer" were known, and so was a run of `tb` at lag 0 with seed 11. The first task, lockstep on
+the simulated clock (a batch takes 1: the runs equal those of real processes bit for bit), 250
+steps, seeds 21-30, `tb`, `tba_prime`, `proximal_rloo`, `rloo`, and `dr_grpo` and `grpo` with the
+KL coefficient beta.
+
+20. All have the rate 1e-3, which is the on-policy choice of the first four, at lags 0, 10 and 40:
+   the question is what happens in a long run at one rate, not what each could reach at its best.
+   Four variants: constant; decaying linearly to 0 in the second half; 3e-4; and 4 x beta,
+   constant.
+21. Primary outcomes: the objective itself at the end, J = reward - beta KL; the fraction of
+   distinct responses at the end; how many seeds end with at most 2 % distinct; and how many end
+   *broken*, with J below that of the untrained policy. The hypothesis, from the run that was
+   seen: at beta = 0.02 the optimum of J is itself nearly one response. " gladly" earns 0.6 at
+   12.8 nats, so J = 0.34, while the policies that keep to the grammar have at most 0.27; a mode
+   collapse is then the way to a better optimum of the objective that was set, not a failure to
+   reach it. If so, seeds that end with one response have a J above 0.30, also under objectives
+   other than `tb`; at 4 x beta, where " gladly" has J = -0.42, no seed ends with one response;
+   and clipped objectives avoid it only by staying where they are. `optimum` computes lower bounds
+   of the optimal J.
 """
 
 import argparse
@@ -105,7 +146,6 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
-import mixed  # noqa: F401 - a replay rule
 import objectives  # noqa: F401 - baselines
 import tiny
 
@@ -438,7 +478,42 @@ if os.environ.get("TBA_SLOW"):  # processes that sleep in place of GPU work
 
     tba.Learner.step = learn_slowly
 
+
+class Mixed(tba.Newest):
+    """Half of a replayed group is drawn by reward and half uniformly; cf. tba.Anchored."""
+
+    def replay(self, count: int, K: int, used: set[int]) -> list[list[tba.Trajectory]]:
+        groups = super().replay(count, K // 2, used)
+        for group in groups:
+            stored = list(self.buffer.trajectories[group[0].prompt_id].values())
+            chosen = self.buffer.rng.choice(len(stored), K - len(group))
+            group += [stored[i] for i in chosen]
+        return groups
+
+
+tba.REPLAY_RULES["mixed"] = Mixed
+
 # ------------------------------------------------------------------------------ a simulated clock
+
+
+class SimulatedSearcher(tba.Searcher):
+    """A Searcher that shares models with the first, as all have the same weights at all times."""
+
+    def __init__(self, config, problem, spec, others: list[tba.Searcher]) -> None:
+        """`others`: the Searchers that exist."""
+        if not others:
+            super().__init__(config, problem, spec)
+            self.probe_scores: dict[int, list] = {}  # by version
+            return
+        self.__dict__ |= others[0].__dict__ | {
+            "spec": spec, "index": spec.first, "in_flight": {}, "unscored": [], "calls": []
+        }  # fmt: skip
+
+    def score_probes(self) -> list[np.ndarray]:
+        if self.version not in self.probe_scores:
+            self.probe_scores.clear()
+            self.probe_scores[self.version] = super().score_probes()
+        return self.probe_scores[self.version]
 
 
 class SimulatedSearchers(tba.SearcherProcesses):
@@ -475,8 +550,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
                 searcher=i, start=i + 1, first=i, arrived=set(), meeting=self.meeting,
                 shared=None, commands=commands, messages=queue.SimpleQueue(),
             )  # fmt: skip
-            searcher = tba.Searcher(self.config, self.problem, spec)
-            self.loaded.append(searcher)
+            self.loaded.append(SimulatedSearcher(self.config, self.problem, spec, self.loaded))
             self.running.append(tba.RunningSearcher(spec, None, "ready"))
             if i:
                 self.busy.add(i)
@@ -669,6 +743,12 @@ VALIDATION_SLOW = "0.2 2"
 VALIDATION_CLOCK = "1.9 1/4"  # 1.92, 1.85 and 1.92 in the real runs with M = 1
 TARGETS = (0.2, 0.3)  # mean rewards over five steps; time to reach them is reported
 EVERY = 10  # steps between evaluations
+# the experiments "anchored" and "collapse"
+NEWER_SEEDS = range(21, 31)
+NEWER_SEEDS_TO_CHOOSE = (1, 2)
+NEWER_RATES = (3e-4, 1e-3)
+ONE_RATE = 1e-3
+FEW_DISTINCT = 0.1  # a mode collapse: a smaller fraction of distinct responses
 # metrics a row keeps per evaluation; `best` is the best of 4 responses to a prompt, i.e. pass@4 for
 # a reward of 0 or 1 (missing from the first rows that chose a rate)
 POINT = ("step", "kl", "reward", "distinct", "word_entropy", "best")
@@ -739,6 +819,8 @@ def settings_of() -> list[Setting]:
     found += [replays(D, R, 0.5) for D in ("10", "1") for R in REPLAYS]
     found += validation("slow") + validation("clock")
     found += [setting for block in search_settings().values() for setting in block.values()]
+    found += list(anchored_settings().values())
+    found += list(collapse_settings().values())
     return list(dict.fromkeys(found))
 
 
@@ -832,6 +914,48 @@ def search_settings() -> dict[str, dict[tuple[str, int], Setting]]:
     return found
 
 
+def anchored_settings() -> dict[tuple[str, str, int], Setting]:
+    """The settings of the experiment "anchored", by (task, way to replay, M)."""
+    ways: dict[str, dict] = {
+        "anchored": {"replay_rule": "anchored"},
+        "mixed": {"replay_rule": "mixed"},
+        "softmax(10 r)": {},
+        "softmax(10 r), m = 0.75": {"recent_probability": 0.75},
+        "softmax(3 r)": {"reward_inverse_temperature": 3},
+        "softmax(5 r)": {"reward_inverse_temperature": 5},
+        "softmax(10 r), learned log Z": {"objective": "tb_learned_z"},
+    }
+    found = {}
+    for task, steps in (("rare", 120), ("rarer", 240)):
+        for (way, own), M in itertools.product(ways.items(), (1, 8, 64)):
+            if M > 1 or way == "anchored":
+                setting = search(M=M, task=task, **own)
+                found[task, way, M] = replace(setting, experiment="anchored", steps=steps)
+    return found
+
+
+def collapse_settings() -> dict[tuple[str, str, int], Setting]:
+    """The settings of the experiment "collapse", by (variant, objective, lag)."""
+    found = {}
+    half = (("lr_schedule", "warmup_stable_decay"), ("stable_steps", 125), ("decay_steps", 125))
+    variants = {
+        "constant": (),
+        "4 x beta": (),
+        "decaying": half,
+        "3e-4": (("learning_rate", 3e-4),),
+    }
+    names = ("tb", "proximal_rloo", "tba_prime", "rloo", "dr_grpo", "grpo")
+    for (variant, own), name, lag in itertools.product(variants.items(), names, (0, 10, 40)):
+        price = 4.0 if variant == "4 x beta" else 1.0
+        flags = (("clock", "1"), ("synchronous", True), *own)
+        if name in ("dr_grpo", "grpo"):
+            flags += (("kl_coefficient", BETA["valence"] * price),)
+        found[variant, name, lag] = Setting(
+            "collapse", name, lag, price=price, steps=250, flags=flags
+        )
+    return found
+
+
 def replays(D: str, R: int, m: float) -> Setting:
     """A setting with duration D, bound R and recent fraction m, at least 120 steps long."""
     steps = DURATIONS[D]
@@ -844,6 +968,8 @@ def replays(D: str, R: int, m: float) -> Setting:
 
 def seeds_of(setting: Setting) -> Sequence[int]:
     """The reported seeds of a setting."""
+    if setting.experiment in ("anchored", "collapse"):
+        return NEWER_SEEDS
     return TEN_SEEDS if setting.experiment in HAVE_TEN_SEEDS else SEEDS
 
 
@@ -852,7 +978,8 @@ def arguments_of(
 ) -> list:
     """The command line of a run."""
     beta = BETA[setting.task] * setting.price
-    flags: dict[str, object] = OBJECTIVES[setting.objective] | {
+    flags: dict[str, object] = OBJECTIVES.get(setting.objective, {"objective": setting.objective})
+    flags = flags | {
         "task": setting.task, "model": files / setting.task / "model",
         "dataset": files / setting.task / "data", "plugin": __file__, "output_dir": out,
         "synchronous": True, "lag": setting.lag, "steps": setting.steps, "seed": seed,
@@ -873,7 +1000,7 @@ def arguments_of(
     if "asynchronous" in special:
         flags |= {"num_searchers": special.pop("asynchronous"), "recent_probability": 0.9}
         flags |= {"synchronous": False, "initial_trajectories": 128}
-    if special.pop("clock", ""):
+    if special.pop("clock", "") and not special.get("synchronous"):
         flags |= {"synchronous": False, "initial_trajectories": 128, "searched_per_prompt": 16}
         flags["sync_every"] = 2
     if special.pop("lr_schedule", ""):  # rows have it by its former flags
@@ -881,7 +1008,7 @@ def arguments_of(
         end = stable + special.pop("decay_steps")
         special["learning_rate"] = f"{rate}@0,{rate}@{stable},0~{end}"
     flags |= special
-    if setting.objective == "grpo":
+    if setting.objective == "grpo" and "kl_coefficient" not in special:
         flags["kl_coefficient"] = 2 * beta  # 0.04 at price 1
     if setting.objective == "oapl":
         flags["behaviour_beta"] = beta  # of the KL to the behaviour policy
@@ -923,6 +1050,17 @@ def area(row: dict) -> float:
 def collapsed(row: dict) -> bool:
     """Whether the KL ever exceeded COLLAPSED, or the run diverged."""
     return bool(row["exit_code"]) or max(point["kl"] for point in row["path"]) > COLLAPSED
+
+
+def mode_collapsed(row: dict) -> bool:
+    """Whether any evaluation found hardly any distinct responses."""
+    return min(point["distinct"] for point in row["path"]) < FEW_DISTINCT
+
+
+def reward_at_the_end(row: dict) -> float:
+    """0 after a collapse of either kind."""
+    lost = collapsed(row) or mode_collapsed(row)
+    return 0.0 if lost else row["path"][-1]["reward"]
 
 
 def score(rows: list[dict]) -> float:
@@ -977,6 +1115,16 @@ class Rows:
         missing = [rate for rate in around if lowest <= rate <= highest and rate not in complete]
         return (None, missing) if missing else (best, [])
 
+    def rate_of_two(self, setting: Setting) -> tuple[float | None, list[float]]:
+        """`best_rate` for the experiment "anchored": one of NEWER_RATES, by the last reward."""
+        scores = {}
+        for rate in NEWER_RATES:
+            tried = [row for row in self.of(setting, "choose") if row["rate"] == rate]
+            if len(tried) == len(NEWER_SEEDS_TO_CHOOSE):
+                scores[rate] = float(np.mean(list(map(reward_at_the_end, tried))))
+        missing = [rate for rate in NEWER_RATES if rate not in scores]
+        return (None, missing) if missing else (max(scores, key=scores.get), [])
+
     def missing(self, setting: Setting) -> Iterator[tuple[Setting, str, float, int]]:
         """The runs that a setting needs next: (setting, role, rate, seed)."""
         if self.clip(setting) is None:
@@ -996,8 +1144,17 @@ class Rows:
         if setting.experiment == "search, ten seeds":
             of_tb = setting.objective == "tb"
             chooser = replace(chooser, experiment="searchers" if of_tb else "search, objectives")
-        rate, to_try = self.best_rate(chooser)
-        runs = [(chooser, "choose", r, seed) for r in to_try for seed in SEEDS_TO_CHOOSE]
+        if setting.experiment == "anchored":
+            chooser = replace(setting, flags=tuple((flags | {"num_searchers": 16}).items()))
+            rate, to_try = self.rate_of_two(chooser)
+        elif setting.experiment == "collapse":
+            rate, to_try = ONE_RATE, []
+        else:
+            rate, to_try = self.best_rate(chooser)
+        choosing = SEEDS_TO_CHOOSE
+        if setting.experiment == "anchored":
+            choosing = NEWER_SEEDS_TO_CHOOSE
+        runs = [(chooser, "choose", r, seed) for r in to_try for seed in choosing]
         if rate:
             rate = flags.get("learning_rate", rate)
             runs = [(setting, "report", rate, seed) for seed in seeds_of(setting)[: self.seeds]]
@@ -1016,10 +1173,10 @@ class Rows:
     def next(self, settings: list[Setting]) -> tuple | None:
         """The next run that is neither done nor in progress; None if there is none.
 
-        For each experiment and task, rates are chosen first, and each seed is run for all settings
-        before the next one, so that incomplete results are still balanced.
+        For each experiment, rates are chosen first, and each seed is run for all settings before
+        the next one, so that incomplete results are still balanced.
         """
-        for _, block in itertools.groupby(settings, attrgetter("experiment", "task", "steps")):
+        for _, block in itertools.groupby(settings, attrgetter("experiment")):
             jobs = [run for setting in block for run in self.missing(setting)]
             jobs = [run for run in jobs if run not in self.under_way]
             if jobs:

@@ -99,7 +99,7 @@ def test_there_are_plugins_of_every_kind():
         assert f"tba.{name}" in text
 
 
-@pytest.mark.parametrize("name", ["cluster.py", "mixed.py", "objectives.py"])
+@pytest.mark.parametrize("name", ["cluster.py", "objectives.py"])
 def test_programs_of_bench_load_as_plugins(name):
     said, _ = run_tba(["--plugin", str(ROOT / "bench" / name), "--help"])
     assert "--replay_rule" in said and ("--group_seconds" in said) == (name == "cluster.py")

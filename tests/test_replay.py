@@ -185,6 +185,31 @@ def test_reward_sampling_is_softmax_without_replacement(inverse_temperature):
     assert len(buffer.draw(1, 3)) == 3
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(2, 9), st.integers(0, 99))
+def test_anchored_replay_is_half_by_reward_and_half_of_the_newest(stored, K, seed):
+    """Responses 0, 1, ... arrive in this order; only the first half of them earns a reward."""
+    config = tba.settings(
+        recent_probability=0, reward_inverse_temperature=1000, seed=seed, kept_per_prompt=100
+    )
+    rule = tba.Anchored(tba.ReplayBuffer(config), config)
+    for i in range(stored):
+        arrive(rule, group(0, [[i]], [float(i < stored / 2)]))
+    (drawn,) = rule.sample(1, K)
+    assert len(drawn) == K
+    by_reward = [t.tokens[0] for t in drawn[: K // 2]]
+    newest = [t.tokens[0] for t in drawn[K // 2 :]]
+    rewarded = math.ceil(stored / 2)
+    if rewarded >= K // 2:  # without replacement, and successes only
+        assert len(set(by_reward)) == K // 2 and max(by_reward) < rewarded
+    rest = [i for i in reversed(range(stored)) if i not in by_reward]
+    if rest:
+        assert set(newest) <= set(rest[: 2 * len(newest)])
+        assert len(set(newest)) == min(len(newest), len(rest))  # repeated only if too few
+    else:
+        assert set(newest) <= set(by_reward)
+
+
 def test_prompts_are_replayed_without_replacement_over_an_epoch():
     rule = rule_of(recent_probability=0.0)
     arrive(rule, *(group(p, [[p, j] for j in range(3)]) for p in range(12)))

@@ -222,9 +222,9 @@ def test_the_sweep_of_the_docs_ends_and_leaves_nothing(gsm8k, tmp_path, started,
     (sweep,) = re.findall(r"```python\n(import sys\n.*?)```", text, re.DOTALL)
     script = tmp_path / "sweep.py"
     script.write_text(BEFORE + sweep + AFTER)
-    plugin = ROOT / "bench" / "mixed.py"  # is not executed twice
+    plugin = ROOT / "bench" / "objectives.py"  # is not executed twice
     flags = arguments(gsm8k, None, output_dir=None, steps=2, eval_samples=8, learning_rate=None)
-    flags += ["--plugin", str(plugin), "--replay_rule", "mixed"]
+    flags += ["--plugin", str(plugin), "--objective", "dr_grpo"]
     command = [sys.executable, str(script) if source == "file" else "-", *flags]
     log = tmp_path / "log"
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
