@@ -329,8 +329,7 @@ def all_flags() -> list[dataclasses.Field]:
 def settings(**values: Any) -> Config:
     """A Config with these values and the defaults of all other flags."""
     config = Config()
-    for f in all_flags():
-        setattr(config, f.name, values.get(f.name, f.default))
+    vars(config).update({f.name: values.get(f.name, f.default) for f in all_flags()})
     return config
 
 
@@ -394,8 +393,7 @@ def schedule_value(text: str | float, step: int, end: float = math.inf) -> float
     """
     last_step = last_value = 0.0
     for next_step, value, curve in schedule_points(text):
-        if next_step == math.inf:
-            next_step = end
+        next_step = end if next_step == math.inf else next_step
         if step < next_step:
             part = (step - last_step) / (next_step - last_step)
             if curve == "~":
@@ -992,14 +990,14 @@ class Trainer(Stateful):
         return {"inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in self.inbox}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        for index, tensors in state["inbox"].items():
-            self.inbox.append(Group(index, trajectories_from_tensors(tensors)))
+        saved = state["inbox"].items()
+        self.inbox = [Group(i, trajectories_from_tensors(tensors)) for i, tensors in saved]
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
-        checkpoint = self.saved.get("model", "")
-        self.learner = Learner(self.config, self.problem, self.ranks, checkpoint)
+        folder = self.saved.get("model", "")
+        self.learner = Learner(self.config, self.problem, self.ranks, folder)
         self.checkpointed(self.learner)
         self.learner.score_probes()  # returns once all ranks have loaded the policy
         self.searchers.start_all()
@@ -3289,20 +3287,19 @@ LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probabilit
 
 def save(trainer: Trainer) -> None:
     """Copy the run's state, unless it is saved already; a thread writes checkpoint-STEP."""
-    learner = trainer.learner
     previous = trainer.writing
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
         return
     saved = {name: owner.state() for name, owner in trainer.owners.items()}
     saved |= {"step": trainer.step, "checksums": trainer.problem.checksums()}
-    weights = learner.saved_weights()
+    weights = trainer.learner.saved_weights()
     folder = trainer.folder
 
     def write() -> int:
         """In a thread: write the checkpoint and delete old ones; returns the step."""
         path = folder.path / f"checkpoint-{saved['step']}"
         with atomic_folder(path) as new:
-            save_model(learner.model, weights, trainer.problem, new)
+            save_model(trainer.learner.model, weights, trainer.problem, new)
             torch.save(saved, new / "trainer.pt")
         folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
         for old in checkpoints(folder.path)[2:]:  # NFS keeps open files, until a later attempt
@@ -3639,7 +3636,7 @@ class RunFolder:
     def __init__(self, config: Config, step: int = 0) -> None:
         """Start a folder, or truncate a resumed run's to the step of its checkpoint."""
         self.config = config
-        self.step = step
+        self.step = step  # of the checkpoint that is resumed, or 0
         self.path = Path(config.output_dir)
         self.accelerator = make_accelerator(config, step)
         if step:
@@ -3932,16 +3929,9 @@ def resolve(given: Config) -> Config:
         config.recent_probability = 1.0 if config.synchronous else 0.95
     if config.synchronous:
         config.searched_per_prompt = config.trained_per_prompt
-    check_settings(config)
-    return config
-
-
-def check_settings(config: Config) -> None:
-    """Raise InputError if a resolved setting is invalid."""
     require = config.require
-    tables = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES}
-    tables["replay_rule"] = REPLAY_RULES
-    for name, table in tables.items():
+    names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
+    for name, table in names.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
@@ -3954,6 +3944,7 @@ def check_settings(config: Config) -> None:
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     fix = "vLLM has no device here; use transformers, or see docs/operations.md"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
+    return config
 
 
 def claim_folder(given: Config, config: Config) -> None:
@@ -4008,8 +3999,7 @@ def main(argv: list[str]) -> int:
 def run(trainer: Trainer) -> int:
     """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
-    here = f"{trainer.config.num_searchers} Searchers; {torch.cuda.device_count()} GPUs here"
-    folder.say(f"{folder.path}: loading the policy and {here}")
+    folder.say(f"{folder.path}: loading the policy and {trainer.config.num_searchers} Searchers")
     code = 1
     with stop_signal_handler(trainer.on_signal), contextlib.closing(trainer):
         whole = True  # whether the Trainer is not in the middle of a step
@@ -4544,12 +4534,12 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
         splits = read_dataset("sft_prompts", config)
-        columns = [("prompt",), ("attacker_prompt",)]
-        others = read_rows("sft_prompts", config, splits, "train", *columns)
+        others = read_rows(
+            "sft_prompts", config, splits, "train", ("prompt",), ("attacker_prompt",)
+        )
         prompts = [prompt for row in others for prompt in row.values()]
     splits = read_dataset("sft_data", config)
-    columns = [("prompt", "response"), ("instruction",)]
-    rows = read_rows("sft_data", config, splits, "train", *columns)
+    rows = read_rows("sft_data", config, splits, "train", ("prompt", "response"), ("instruction",))
     pairs = []
     for row in rows:
         prompt = row.get("prompt") or prompts[rng.integers(len(prompts))]
