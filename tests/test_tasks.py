@@ -407,6 +407,12 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)
 
 
+def test_a_warm_start_gives_new_settings_and_leaves_those_it_got(tmp_path):
+    config = tba.settings(model="m", output_dir=str(tmp_path), sft_data="d", steps=3)
+    tuned = tba.warm_start(config, None, [], print)  # of a resumed run: it is trained already
+    assert (tuned.model, tuned.steps) == (str(tmp_path / "sft"), 3) and config.model == "m"
+
+
 def test_the_scripts_settings_are_the_papers(tmp_path):
     """What the run scripts give to tba.py, read by its own parser, beside tables 2, 3 and B.3."""
     import subprocess
