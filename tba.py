@@ -2893,7 +2893,9 @@ class SearcherProcesses(Stateful):
         address: Any = f"\0tba-{os.urandom(8).hex()}"  # an abstract socket leaves no file behind
         nccl = torch.cuda.device_count() >= self.config.num_searchers + local_ranks()
         if self.config.cluster:
-            host = ray_node()["NodeManagerAddress"]
+            import ray
+
+            host = ray.util.get_node_ip_address()
             address = (host, 0)
             nccl = torch.cuda.is_available()
         self.manager = SyncManager(address, ctx=mp.get_context("fork"))
@@ -3069,7 +3071,7 @@ def join_cluster(config: Config) -> int:
     except Exception as error:  # Ray raises several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = device_kind()
-    here = {"ray.io/node-id": ray_node()["NodeID"]}
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     own = ray.util.placement_group([{kind: local_ranks()}], bundle_label_selector=[here])
     config.require(own.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
@@ -3080,14 +3082,6 @@ def join_cluster(config: Config) -> int:
 def device_kind() -> str:
     """Ray's name for a Searcher's device: a GPU, or a CPU core if the Trainer has no GPU."""
     return "GPU" if torch.cuda.is_available() else "CPU"
-
-
-def ray_node() -> dict[str, Any]:
-    """Ray's record of this machine."""
-    import ray
-
-    node_id = ray.get_runtime_context().get_node_id()
-    return next(node for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 def host_searcher(program: str, package: bytes) -> int:
@@ -3352,10 +3346,13 @@ def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]
 def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
     """The inverse of `trajectories_to_tensors`. Arrays are copies, freed by eviction."""
     lengths = tensors["lengths"].tolist()
-    columns = {name: tensors[name].tolist() for name in Trajectory.__slots__}
-    for name in Trajectory.BY_TOKEN:
-        columns[name] = [part.numpy().copy() for part in tensors[name].split(lengths)]
-    return [Trajectory(*row) for row in zip(*columns.values(), strict=True)]
+    columns = []
+    for name in Trajectory.__slots__:
+        if name in Trajectory.BY_TOKEN:
+            columns.append([part.numpy().copy() for part in tensors[name].split(lengths)])
+        else:
+            columns.append(tensors[name].tolist())
+    return [Trajectory(*row) for row in zip(*columns, strict=True)]
 
 
 def checkpoints(folder: Path) -> list[Path]:
