@@ -546,9 +546,8 @@ def proximal_rloo(batch: Batch, config: Config) -> Loss:
 
     loss = - mean min(rho A, clip(rho) A), with rho_j = pi_theta(y_j) / pi_b(y_j).
     """
-    log_ratio = batch.sums(batch.logprobs - batch.behaviour)
-    ratio = log_ratio.clamp(max=20).exp()  # (B, K), finite
-    surrogate, clipped = clipped_surrogate(ratio, leave_one_out(batch, config), config)
+    log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # log rho, (B, K)
+    surrogate, clipped = ppo_surrogate(log_ratio, leave_one_out(batch, config), config)
     return Loss(-surrogate.mean(), {"clip_fraction": clipped.float().mean()})
 
 
@@ -560,8 +559,9 @@ def leave_one_out(batch: Batch, config: Config) -> Tensor:
     return (total - total.mean(1, keepdim=True)) * (K / (K - 1))
 
 
-def clipped_surrogate(ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+def ppo_surrogate(log_ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, eq. 7), and a mask of where it clips."""
+    ratio = log_ratio.clamp(max=20).exp()  # finite
     unclipped = ratio * advantage
     clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * advantage
     return torch.minimum(unclipped, clipped), clipped < unclipped

@@ -2,7 +2,7 @@
 
     python bench/claims.py run              # every missing run; takes hours; can be interrupted
     python bench/claims.py run --only staleness --minutes 60
-    python bench/claims.py report           # every table and figure of docs/results.md
+    python bench/claims.py report           # fills docs/results.md; --all prints every table
     python bench/claims.py --quick          # smoke test: short runs, not recorded
 
 A row of bench/results/claims.jsonl is one run of tba.py, with its settings, seed, commit, the hash
@@ -142,6 +142,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported
 import numpy as np
 import torch
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
@@ -748,7 +749,8 @@ NEWER_SEEDS = range(21, 31)
 NEWER_SEEDS_TO_CHOOSE = (1, 2)
 NEWER_RATES = (3e-4, 1e-3)
 ONE_RATE = 1e-3
-FEW_DISTINCT = 0.1  # a mode collapse: a smaller fraction of distinct responses
+# below this fraction of distinct responses to 64 prompts, different prompts share their responses
+FEW_DISTINCT = 0.1
 # metrics a row keeps per evaluation; `best` is the best of 4 responses to a prompt, i.e. pass@4 for
 # a reward of 0 or 1 (missing from the first rows that chose a rate)
 POINT = ("step", "kl", "reward", "distinct", "word_entropy", "best")
@@ -819,7 +821,6 @@ def settings_of() -> list[Setting]:
     found += [replays(D, R, 0.5) for D in ("10", "1") for R in REPLAYS]
     found += validation("slow") + validation("clock")
     found += [setting for block in search_settings().values() for setting in block.values()]
-    found += list(anchored_settings().values())
     found += list(collapse_settings().values())
     return list(dict.fromkeys(found))
 
@@ -911,11 +912,12 @@ def search_settings() -> dict[str, dict[tuple[str, int], Setting]]:
             own = search("search, mixed, lower rates", M, task, **own)
             line = f"{task}, {steps} steps, {line}"
             found["mixed, lower rates"][line, M] = replace(own, steps=steps)
+    found["anchored"] = anchored_settings()
     return found
 
 
-def anchored_settings() -> dict[tuple[str, str, int], Setting]:
-    """The settings of the experiment "anchored", by (task, way to replay, M)."""
+def anchored_settings() -> dict[tuple[str, int], Setting]:
+    """The settings of the experiment "anchored", by (line, M)."""
     ways: dict[str, dict] = {
         "anchored": {"replay_rule": "anchored"},
         "mixed": {"replay_rule": "mixed"},
@@ -930,7 +932,8 @@ def anchored_settings() -> dict[tuple[str, str, int], Setting]:
         for (way, own), M in itertools.product(ways.items(), (1, 8, 64)):
             if M > 1 or way == "anchored":
                 setting = search(M=M, task=task, **own)
-                found[task, way, M] = replace(setting, experiment="anchored", steps=steps)
+                line = f"{LABELS[task]}, {way}"
+                found[line, M] = replace(setting, experiment="anchored", steps=steps)
     return found
 
 
@@ -1079,13 +1082,13 @@ class Rows:
         self.rows = read_lines(path) if path.exists() else []
         for row in self.rows:
             row["path"] = [dict(zip(POINT, point, strict=False)) for point in row["path"]]
-        self.keys = [Setting(**tuples(row)).key() for row in self.rows]
+        self.by_key = collections.defaultdict(list)  # (key of a setting, role) -> rows
+        for row in self.rows:
+            self.by_key[Setting(**tuples(row)).key(), row["role"]].append(row)
         self.under_way: set[tuple] = set()
 
     def of(self, setting: Setting, role: str) -> list[dict]:
-        wanted = setting.key()
-        keys = zip(self.rows, self.keys, strict=True)
-        return [row for row, key in keys if row["role"] == role and key == wanted]
+        return self.by_key[setting.key(), role]
 
     def clip(self, setting: Setting) -> float | None:
         """Twice the objective's median gradient norm on the initial policy's data, once known."""
@@ -1187,7 +1190,7 @@ class Rows:
 
     def add(self, row: dict) -> None:
         self.rows.append(row)
-        self.keys.append(Setting(**tuples(row)).key())
+        self.by_key[Setting(**tuples(row)).key(), row["role"]].append(row)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         points = [[point[name] for name in POINT] for point in row["path"]]
         with open(self.path, "a") as file:
@@ -1332,6 +1335,58 @@ def run_all(
                 print(f"{what}, seed {seed}: {text} ({row['seconds']} s)", flush=True)
 
 
+# ------------------------------------------------------------------------------------ the optimum
+
+
+def short_responses() -> list[str]:
+    """All responses of one or two words of the vocabulary."""
+    words = [*LEXICON, *NOUNS, "the", "is", "and"]
+    pairs = [f"{first} {second}" for first, second in itertools.product(words, repeat=2)]
+    return [f" {text}{stop}" for text in words + pairs for stop in ("", ".")]
+
+
+def grammatical_responses() -> list[str]:
+    """The sentences of the grammar that have the best two adjectives and verbs, or adverbs."""
+    best = ("superb", "lovely")
+    phrases = [f"the {adjective} {noun}" for adjective in best for noun in NOUNS]
+    found = [f"{a} is {b} and {c}" for a in phrases for b in best for c in best]
+    for a, b in itertools.product(phrases, repeat=2):
+        found += [f"{a} charms {b}", f"{a} helps {b}", f"gladly {a} charms {b}"]
+    return [f" {text}." for text in found]
+
+
+def optimum(files: Path, prompts: int = 2) -> str:
+    """A table of lower bounds of the optimal J = reward - beta KL on the first task.
+
+    J* = beta log sum_y pi_ref(y|x) exp(r(y) / beta), here over some responses y only, and the
+    probability that two samples of the optimal policy over these are equal; means over prompts.
+    """
+    policy = AutoModelForCausalLM.from_pretrained(files / "valence" / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(files / "valence" / "model")
+    config = tba.settings(temperature=1.0, tokens_per_microbatch=512)
+    scorer = tba.TokenLogProbs(policy.requires_grad_(False), 1.0, True)
+    rows = read_lines(files / "valence" / "data" / "test.jsonl")[:prompts]
+    sets = {"one or two words": short_responses(), "the grammar's best": grammatical_responses()}
+    lines = []
+    for (name, texts), price in itertools.product(sets.items(), (1, 4)):
+        beta = BETA["valence"] * price
+        rewards = np.array([valence(text) for text in texts])
+        endings = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+        bounds, equal, best = [], [], []
+        for row in rows:
+            prompt = np.array(tokenizer(row["text"])["input_ids"])
+            sequences = [(prompt, [np.array(y, np.int32) for y in endings])]
+            scored = tba.token_logprobs(scorer, sequences, config, 1.0)
+            J = rewards + beta * np.array([logprobs.sum() for logprobs in scored])
+            mass = np.exp((J - J.max()) / beta)
+            bounds.append(J.max() + beta * np.log(mass.sum()))
+            equal.append((mass**2).sum() / mass.sum() ** 2)
+            best.append(f"`{texts[J.argmax()]}` {J.max():.2f}")
+        line = [name, f"{beta:g}", f"{np.mean(bounds):.2f}", f"{np.mean(equal):.3f}"]
+        lines.append([*line, "; ".join(sorted(set(best)))])
+    return table(["responses", "beta", "J*, at least", "two equal", "best, its J"], lines)
+
+
 # ------------------------------------------------------------------------------------- the report
 
 GREY = "0.75"
@@ -1347,31 +1402,56 @@ NOT_YET = "·"  # in a table: no seed has been run
 EQUAL_REWARD = {
     "valence": 0.25, "rare": 0.5, "rarer": 0.5, "sort": 0.5, "summaries": 0.7, "attacks": 0.8
 }  # fmt: skip
+DISTINCT = {"attacks": "cosine distance"}  # what a row's `distinct` is, if not a fraction
+# the untrained policy's success rate in the sparse tasks
+UNTRAINED = {"rare": 1 / 183, "rarer": 1 / 1820}
+# the rules of the figure's third panel -> a table of search_settings and its line, on "rarer"
+RULES = {
+    "by reward": ("anchored", "1 in 1,820, softmax(10 r)"),
+    "mixed": ("anchored", "1 in 1,820, mixed"),
+    "anchored": ("anchored", "1 in 1,820, anchored"),
+}
+RULE_COLOURS = {"by reward": "C4", "mixed": "C5", "anchored": "C9"}
+# the lines of the table "search": name -> a table of search_settings and its line
+SEARCH_LINES = {
+    "1 in 183, by reward": ("ten seeds", "tb"),
+    "1 in 183, by reward, dr_grpo": ("ten seeds", "dr_grpo"),
+    "1 in 183, by reward, 3e-4": ("mixed, lower rates", "rare, 120 steps, 3e-4, by reward"),
+    "1 in 183, mixed": ("mixed", "rare, 120 steps"),
+    "1 in 183, mixed, 3e-4": ("mixed, lower rates", "rare, 120 steps, 3e-4"),
+    "1 in 1,820, by reward": ("rarer, longer", "tb, 240 steps"),
+    "1 in 1,820, by reward, 3e-4": ("mixed, lower rates", "rarer, 240 steps, 3e-4, by reward"),
+    "1 in 1,820, mixed": ("mixed", "rarer, 240 steps"),
+    "1 in 1,820, mixed, 3e-4": ("mixed, lower rates", "rarer, 240 steps, 3e-4"),
+}
+
+Block = dict[tuple[str, int], Setting]  # a table of search_settings, by (line, M)
 
 
-def shown(values: Iterable[float | None], digits: int = 2) -> str:
-    """The mean and standard deviation of the values that are not None."""
-    found = [value for value in values if value is not None]
-    if not found:
-        return NOT_YET
-    spread = f" ± {np.std(found, ddof=1):.{digits}f}" if len(found) > 1 else ""
-    return f"{np.mean(found):.{digits}f}{spread}"
+# --- numbers of one run
 
 
-def share_collapsed(rows: list[dict]) -> str:
-    """How many runs collapsed."""
-    return f"{sum(map(collapsed, rows))} of {len(rows)}"
+def last(row: dict) -> dict:
+    """A run's last evaluation."""
+    return row["path"][-1]
 
 
-def areas(rows: list[dict]) -> str:
-    """The frontier's area over seeds, and how many of them collapsed."""
-    lost = f" ({share_collapsed(rows)})" if any(map(collapsed, rows)) else ""
-    return shown(map(area, rows)) + lost
+def few_responses(row: dict) -> bool:
+    """Whether a run ends with under FEW_DISTINCT distinct responses; attacks have a distance."""
+    return row["task"] not in DISTINCT and last(row)["distinct"] < FEW_DISTINCT
 
 
-def name_of(setting: Setting) -> str:
-    """An objective's name in the tables."""
-    return f"`{setting.objective}`"
+def lost(row: dict) -> bool:
+    """Whether a run collapsed by its KL at any time, or ends with few distinct responses."""
+    return collapsed(row) or few_responses(row)
+
+
+def objective_of(row: dict, point: dict) -> float:
+    """J = reward - beta KL at an evaluation: what TB and KL-regularised RL maximise.
+
+    Not for summaries and attacks, whose evaluations have another reward than training.
+    """
+    return point["reward"] - BETA[row["task"]] * row["price"] * point["kl"]
 
 
 def at_equal_reward(row: dict, name: str) -> float | None:
@@ -1384,13 +1464,112 @@ def at_equal_reward(row: dict, name: str) -> float | None:
     return None
 
 
+def up_to(row: dict, name: str, limit: float) -> dict:
+    """A simulated run cut off at a step, time or number of groups, with interpolation."""
+    clock = zip(row["path"], row["time"], row["groups"], strict=True)
+    points = [point | {"time": time, "groups": groups} for point, time, groups in clock]
+    path = []
+    for point in points:
+        if path and point[name] > limit:
+            before = path[-1]
+            way = (limit - before[name]) / (point[name] - before[name])
+            path.append({key: before[key] + way * (point[key] - before[key]) for key in before})
+            break
+        path.append(point)
+    return row | {"path": path}
+
+
+# --- optima of rewards of 0 or 1, in closed form
+
+
+def best_success(p: float, beta: float) -> float:
+    """The success rate of the optimal policy p(y) exp(r(y) / beta), if the reference has p."""
+    odds = p * math.exp(1 / beta) / (1 - p)
+    return odds / (1 + odds)
+
+
+def best_objective(p: float, beta: float) -> float:
+    """The largest J = reward - beta KL: beta log E_reference[exp(r / beta)]."""
+    return beta * math.log(1 - p + p * math.exp(1 / beta))
+
+
+def best_within(p: float, budget: float) -> float:
+    """The highest success rate within `budget` nats of a reference that has p."""
+    if budget >= -math.log(p):
+        return 1.0
+    low, high = p, 1 - 1e-9
+    for _ in range(50):
+        q = (low + high) / 2
+        kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        low, high = (q, high) if kl < budget else (low, q)
+    return low
+
+
+def best_gain(p: float) -> float:
+    """The largest possible gain (`area`) over a reference that succeeds with probability p."""
+    return float(np.mean([best_within(p, budget) for budget in BUDGETS])) - p
+
+
+def bound(task: str, template: str) -> str:
+    """`template` with the optimal {reward} and {J} and the largest {gain} of a sparse task."""
+    if task not in UNTRAINED:
+        return ""
+    p, beta = UNTRAINED[task], BETA[task]
+    best = {"reward": best_success(p, beta), "J": best_objective(p, beta), "gain": best_gain(p)}
+    return template.format(**{name: f"{value:.2f}" for name, value in best.items()})
+
+
+# --- cells
+
+
+def shown(values: Iterable[float | None], digits: int = 2) -> str:
+    """The mean and standard deviation of the values that are not None."""
+    found = [value for value in values if value is not None]
+    if not found:
+        return NOT_YET
+    spread = f" ± {np.std(found, ddof=1):.{digits}f}" if len(found) > 1 else ""
+    return f"{np.mean(found):.{digits}f}{spread}"
+
+
+def mean(values: Iterable[float], digits: int = 2) -> str:
+    """The mean alone."""
+    return shown(values, digits).split(" ")[0]
+
+
+def share(rows: list[dict], condition: Callable[[dict], bool]) -> str:
+    """How many runs meet a condition."""
+    return f"{sum(map(condition, rows))} of {len(rows)}"
+
+
+def areas(rows: list[dict]) -> str:
+    """The gain over seeds, and how many of them are lost."""
+    note = f" ({share(rows, lost)})" if any(map(lost, rows)) else ""
+    return shown(map(area, rows)) + note
+
+
+def gain_and_objective(rows: list[dict]) -> str:
+    """The gain, J at the last evaluation, and how many seeds are lost."""
+    note = f" ({share(rows, lost)})" if any(map(lost, rows)) else ""
+    at_end = mean(objective_of(row, last(row)) for row in rows)
+    return f"{shown(map(area, rows))}; {at_end}{note}" if rows else NOT_YET
+
+
+def name_of(setting: Setting) -> str:
+    """An objective's name in the tables."""
+    return f"`{setting.objective}`"
+
+
 def reached(rows: list[dict]) -> str:
     """How many runs reached EQUAL_REWARD before collapsing."""
-    return f"{sum(at_equal_reward(row, 'step') is not None for row in rows)} of {len(rows)}"
+    return share(rows, lambda row: at_equal_reward(row, "step") is not None)
+
+
+def rate_of(rows: list[dict]) -> str:
+    return f"{rows[0]['rate']:g}" if rows else NOT_YET
 
 
 # half-width of Student's t 95 % interval in standard errors, by degrees of freedom
-STUDENT_T = {2: 4.30, 9: 2.26}
+STUDENT_T = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
 def paired(found: list[dict], others: list[dict]) -> str:
@@ -1400,9 +1579,11 @@ def paired(found: list[dict], others: list[dict]) -> str:
     if len(gaps) - 1 not in STUDENT_T:
         return NOT_YET
     half = STUDENT_T[len(gaps) - 1] * np.std(gaps, ddof=1) / math.sqrt(len(gaps))
-    mean = np.mean(gaps)
-    text = f"{mean:+.2f} ± {half:.2f}"
-    return f"**{text}**" if abs(mean) > half else text
+    text = f"{np.mean(gaps):+.2f} ± {half:.2f}"
+    return f"**{text}**" if abs(np.mean(gaps)) > half else text
+
+
+# --- tables
 
 
 def table(head: list[str], lines: Iterable[list[str]]) -> str:
@@ -1431,14 +1612,17 @@ def budgets(rows: Rows, settings: list[Setting]) -> str:
         if not found:
             continue
         best = [frontier(row) for row in found]
-        largest = [max(point["kl"] for point in row["path"]) for row in found]
-        end = [row["path"][-1]["reward"] for row in found]
-        cells = [shown([of_row[budget] for of_row in best]) for budget in BUDGETS]
-        line = [name_of(setting), str(setting.lag), f"{found[0]['rate']:g}", areas(found), *cells]
-        lines.append([*line, shown(largest, 0), shown(end)])
+        line = [name_of(setting), str(setting.lag), rate_of(found), areas(found)]
+        line += [shown([of_row[budget] for of_row in best]) for budget in BUDGETS]
+        line.append(shown((max(point["kl"] for point in row["path"]) for row in found), 0))
+        line += [shown(last(row)[name] for row in found) for name in ("reward", "distinct")]
+        if setting.task == "valence":
+            line.append(shown(objective_of(row, last(row)) for row in found))
+        lines.append(line)
+    task = settings[0].task
     head = ["objective", "lag", "rate", "gain", *(f"≤ {b:g} nats" for b in BUDGETS)]
-    head += ["largest KL", "at the end"]
-    return table(head, lines)
+    head += ["largest KL", "reward at the end", DISTINCT.get(task, "distinct")]
+    return table([*head, *(["J at the end"] if task == "valence" else [])], lines)
 
 
 def diversity(rows: Rows, settings: list[Setting]) -> str:
@@ -1449,14 +1633,50 @@ def diversity(rows: Rows, settings: list[Setting]) -> str:
         if not found:
             continue
         values = {name: [at_equal_reward(row, name) for row in found] for name in POINT}
-        there = sum(value is not None for value in values["kl"])
-        line = [name_of(setting), str(setting.lag), f"{there} of {len(found)}"]
+        line = [name_of(setting), str(setting.lag), reached(found)]
         line += [shown(values["step"], 0), shown(values["kl"], 1)]
         line += [shown(values[name]) for name in ("distinct", "word_entropy", "best")]
         lines.append([cell.replace(NOT_YET, "never") for cell in line])
-    distinct = "cosine distance" if settings[0].task == "attacks" else "distinct"
+    distinct = DISTINCT.get(settings[0].task, "distinct")
     head = ["objective", "lag", "seeds", "step", "KL", distinct, "entropy of words", "best of 4"]
     return table(head, lines)
+
+
+def collapses(rows: Rows, settings: list[Setting]) -> str:
+    """Both kinds of collapse, and J, for runs at one learning rate."""
+    lines = []
+    for setting in settings:
+        found = rows.of(setting, "report")
+        line = [name_of(setting), str(setting.steps), str(setting.lag), rate_of(found)]
+        line += [share(found, collapsed), share(found, few_responses), share(found, lost)]
+        distinct = [last(row)["distinct"] for row in found]
+        line.append(f"{np.median(distinct):.2f}" if found else NOT_YET)
+        line += [areas(found).split(" (")[0], shown(objective_of(row, last(row)) for row in found)]
+        best = [max(objective_of(row, point) for point in row["path"]) for row in found]
+        lines.append([*line, shown(best)])
+    head = ["objective", "steps", "lag", "rate", f"over {COLLAPSED:.0f} nats"]
+    head += [f"under {100 * FEW_DISTINCT:.0f} % distinct", "either", "median distinct at the end"]
+    return table([*head, "gain", "J at the end", "best J"], lines)
+
+
+def long_runs(rows: Rows) -> str:
+    """The experiment "collapse": how runs of 250 steps end, by objective, variant and lag."""
+    settings = collapse_settings()
+    lags = sorted({lag for *_, lag in settings})
+    lines = []
+    for variant, name in dict.fromkeys((variant, name) for variant, name, _ in settings):
+        line = [f"`{name}`", variant]
+        for lag in lags:
+            found = rows.of(settings[variant, name, lag], "report")
+            ends = [objective_of(row, last(row)) for row in found]
+            untrained = [objective_of(row, row["path"][0]) for row in found]
+            broken = sum(np.less(ends, untrained))
+            one = sum(last(row)["distinct"] <= 0.02 for row in found)
+            distinct = np.median([last(row)["distinct"] for row in found]) if found else math.nan
+            of_all = f"{one} and {broken} of {len(found)}"
+            line.append(f"{shown(ends)}; {distinct:.2f}; {of_all}" if found else NOT_YET)
+        lines.append(line)
+    return table(["objective", "variant", *(f"lag {lag}" for lag in lags)], lines)
 
 
 def speed(rows: Rows, settings: list[Setting]) -> str:
@@ -1475,12 +1695,12 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
             seconds = [row[f"reached {target}"] for row in found]
             missed = seconds.count(None)
             line.append(shown(seconds, 1) + (f" ({missed} never)" if missed else ""))
-            mean = float(np.mean(seconds)) if found and not missed else math.nan
+            average = float(np.mean(seconds)) if found and not missed else math.nan
             if "lag" in flags:
-                lockstep[flags["slow"], flags["lag"], target] = mean
+                lockstep[flags["slow"], flags["lag"], target] = average
             for lag in (0, 1):
                 slower = lockstep.get((flags["slow"], lag, target), math.nan)
-                line.append("" if math.isnan(slower / mean) else f"{slower / mean:.1f}")
+                line.append("" if math.isnan(slower / average) else f"{slower / average:.1f}")
         lines.append(line)
     head = ["seconds slept in a decode step, an optimizer step", "mode", "seconds a step"]
     for target in TARGETS:
@@ -1488,28 +1708,12 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
     return table(head, lines)
 
 
-def up_to(row: dict, name: str, limit: float) -> dict:
-    """A simulated run cut off at a step, time or number of groups, with interpolation."""
-    clock = zip(row["path"], row["time"], row["groups"], strict=True)
-    points = [point | {"time": time, "groups": groups} for point, time, groups in clock]
-    path = []
-    for point in points:
-        if path and point[name] > limit:
-            before = path[-1]
-            way = (limit - before[name]) / (point[name] - before[name])
-            path.append({key: before[key] + way * (point[key] - before[key]) for key in before})
-            break
-        path.append(point)
-    return row | {"path": path}
-
-
 def at_equal(found: list[dict], name: str, limit: float) -> tuple[str, str, str, str]:
     """The step, gain, last reward and largest KL of runs at a step, time or number of groups."""
     parts = [up_to(row, name, limit) for row in found]
-    last = [part["path"][-1] for part in parts]
     largest = [max(point["kl"] for point in part["path"]) for part in parts]
-    step = shown([np.mean([point["step"] for point in last])] if last else [], 0)
-    return step, areas(parts), shown(point["reward"] for point in last), shown(largest, 0)
+    step = mean((last(part)["step"] for part in parts), 0)
+    return step, areas(parts), shown(last(part)["reward"] for part in parts), shown(largest, 0)
 
 
 def bounds(rows: Rows, settings: list[Setting]) -> str:
@@ -1525,7 +1729,7 @@ def bounds(rows: Rows, settings: list[Setting]) -> str:
         common = min(row["time"][-1] for row in ran)  # the latest time that every run reached
         for setting in own:
             found = rows.of(setting, "report")
-            waited = shown([100 * np.mean([row["waited"] for row in found])] if found else [], 0)
+            waited = mean((100 * row["waited"] for row in found), 0)
             R = dict(setting.flags)["max_replays"] or "none"
             line = [duration, str(R), *at_equal(found, "step", 120)[1:]]
             line += [f"{common:.0f}", *at_equal(found, "time", common)]
@@ -1557,42 +1761,41 @@ def validated(rows: Rows) -> str:
     for pair in zip(validation("slow"), validation("clock"), strict=True):
         for way, setting in zip(("processes", "simulated"), pair, strict=True):
             found = rows.of(setting, "report")
-            end = [row["path"][-1] for row in found if not collapsed(row)]
-            line = [str(dict(pair[1].flags)["num_searchers"]), way, share_collapsed(found)]
-            line += [shown(point[name] for point in end) for name in ("reward", "kl")]
+            kept = [row for row in found if not collapsed(row)]
+            line = [str(dict(pair[1].flags)["num_searchers"]), way, share(found, collapsed)]
+            line += [shown(last(row)[name] for row in kept) for name in ("reward", "kl")]
             for name in names:
-                digits = 0 if name == "buffer" else 2
-                line.append(shown((row[name] for row in found if not collapsed(row)), digits))
+                line.append(shown((row[name] for row in kept), 0 if name == "buffer" else 2))
             lines.append(line)
     head = ["M", "", "collapsed", "held-out reward", "KL", "reward of arrivals", "staleness"]
     return table([*head, "recent_fraction", "replay ratio", "buffer"], lines)
 
 
-def more_searchers(rows: Rows, block: dict[tuple[str, int], Setting]) -> str:
+def more_searchers(rows: Rows, block: Block) -> str:
     """The gain with M Searchers at equal steps and at equal numbers of groups."""
     lines = []
+    one = rows.of(next(iter(block.values())), "report")
     for (_, M), setting in block.items():
         found = rows.of(setting, "report")
-        rate = f"{found[0]['rate']:g}" if found else NOT_YET
-        end = [row["path"][-1] for row in found]
-        one = rows.of(next(iter(block.values())), "report")
         gain, *rest = at_equal(found, "step", setting.steps)[1:]
-        line = [str(M), str(len(found)), rate, gain, paired(found, one) if M > 1 else "", *rest]
-        line += [shown(point["distinct"] for point in end)]
+        line = [str(M), str(len(found)), rate_of(found), gain]
+        line += [paired(found, one) if M > 1 else "", *rest]
+        line.append(shown(last(row)["distinct"] for row in found))
         for groups in SEARCH_GROUPS:
             # from the first evaluation after the untrained one, to the last
             enough = [row for row in found if row["groups"][1] <= groups <= row["groups"][-1]]
-            gain = at_equal(enough, "groups", groups)[1] if enough else ""
-            line.append(gain)
+            line.append(at_equal(enough, "groups", groups)[1] if enough else "")
         steps = sorted(at_equal_reward(row, "step") or math.inf for row in found)
         line.append(", ".join("never" if math.isinf(step) else f"{step:.0f}" for step in steps))
         line.append(shown((row["staleness"] for row in found), 1))
         lines.append([*line, shown((row["replay_ratio"] for row in found), 1)])
-    distinct = "cosine distance" if setting.task == "attacks" else "distinct"
-    head = [f"{setting.task}: M", "seeds", "rate", f"step {setting.steps}: gain"]
-    head += ["over M = 1", "reward", "largest KL"]
-    head += [distinct, *(f"gain at {groups} groups" for groups in SEARCH_GROUPS)]
-    head.append(f"steps to {EQUAL_REWARD[setting.task]}")
+    task = setting.task
+    head = [f"{task}: M", "seeds", "rate"]
+    head += [f"step {setting.steps}: gain" + bound(task, " (at most {gain})"), "over M = 1"]
+    head += ["reward" + bound(task, " (optimum {reward})"), "largest KL"]
+    head.append(DISTINCT.get(task, "distinct"))
+    head += [f"gain at {groups} groups" for groups in SEARCH_GROUPS]
+    head.append(f"steps to {EQUAL_REWARD[task]}")
     return table([*head, "staleness", "replay ratio"], lines)
 
 
@@ -1610,162 +1813,235 @@ def successes_only(rows: Rows, lines: dict[str, Setting]) -> str:
     return table(["", *(f"steps {a + 1} to {b}" for a, b in periods)], filled)
 
 
-def gains_by_searchers(rows: Rows, block: dict[tuple[str, int], Setting], what: str) -> str:
+def gains_by_searchers(rows: Rows, block: Block, what: str) -> str:
     """The gain for each line and M, and its increase with M, paired by seed."""
     numbers = sorted({M for _, M in block})
     lines = []
     for name in dict.fromkeys(line for line, _ in block):
         found = {M: rows.of(block[name, M], "report") for M in numbers if (name, M) in block}
         line = [name, *(areas(found[M]) if M in found else "" for M in numbers)]
-        one = found[numbers[0]]
+        one = found.get(numbers[0], [])
         line += [paired(found[M], one) if M in found else "" for M in numbers[1:]]
-        line.append("; ".join(f"{own[0]['rate']:g}" for own in found.values() if own))
-        line.append("; ".join(reached(own) for own in found.values() if own))
-        waited = [[row["waited"] for row in own] for own in found.values() if own]
-        lines.append([*line, "; ".join(f"{100 * np.mean(own):.0f} %" for own in waited)])
+        waited = "; ".join(
+            f"{mean((100 * row['waited'] for row in f), 0)} %" for f in found.values()
+        )
+        lines.append([*line, waited])
     head = [what, *(f"M = {M}" for M in numbers), *(f"{M} over {numbers[0]}" for M in numbers[1:])]
-    head += ["rates", f"reach {EQUAL_REWARD[next(iter(block.values())).task]}", "waited"]
+    return table([*head, "waited"], lines)
+
+
+def ends_by_searchers(rows: Rows, block: Block) -> str:
+    """Where runs on sparse tasks end, beside the optimum: a row per line, cells by M."""
+    lines = []
+    for name in dict.fromkeys(line for line, _ in block):
+        own = {M: setting for (line, M), setting in block.items() if line == name}
+        (task,) = {setting.task for setting in own.values()}
+        found = [rows.of(setting, "report") for setting in own.values()]
+        lines.append([name, "; ".join(map(str, own)), *end_cells(task, found)])
+    head = ["", "Searchers", "rate", "gain", "reward at the end", "median J at the end"]
+    head += ["reach 0.5", "end there", "median step to 0.5", "collapse", "seeds"]
     return table(head, lines)
 
 
-def report(rows: Rows) -> None:
-    """Write every table and figure of docs/results.md."""
+def end_cells(task: str, found: list[list[dict]]) -> list[str]:
+    """The cells of `ends_by_searchers` from the runs for each M."""
+
+    def cell(value_of: Callable[[list[dict]], object], best: str = "") -> str:
+        values = (str(value_of(runs)) if runs else NOT_YET for runs in found)
+        return "; ".join(values) + bound(task, best)
+
+    def median_objective(runs: list[dict]) -> str:
+        median = np.median([objective_of(row, last(row)) for row in runs])
+        return f"{median:.2f}".replace("-0.00", "0.00")
+
+    def median_step(runs: list[dict]) -> str:
+        median = np.median([at_equal_reward(row, "step") or math.inf for row in runs])
+        return "never" if math.isinf(median) else f"{median:.0f}"
+
+    def end_there(runs: list[dict]) -> int:
+        return sum(last(row)["reward"] >= EQUAL_REWARD[task] for row in runs)
+
+    return [
+        "; ".join(dict.fromkeys(map(rate_of, found))),
+        cell(lambda runs: mean(map(area, runs)), " of {gain}"),
+        cell(lambda runs: mean(last(row)["reward"] for row in runs), " of {reward}"),
+        cell(median_objective, " of {J}"),
+        cell(lambda runs: reached(runs).split(" ")[0]),
+        cell(end_there),
+        cell(median_step),
+        cell(lambda runs: sum(map(lost, runs))),
+        "; ".join(dict.fromkeys(str(len(runs)) for runs in found)),
+    ]
+
+
+# --- the whole report
+
+
+def tables_of(rows: Rows) -> dict[str, str]:
+    """Every table by its title. Those that docs/results.md has markers for are written there."""
     settings = settings_of()
 
     def of(*experiments: str) -> list[Setting]:
         return [s for s in settings if s.experiment in experiments]
 
-    def reported(setting: Setting) -> str:
-        return areas(rows.of(setting, "report"))
-
-    def stable_rate(setting: Setting) -> str:
-        """The highest rate up to which no choosing seed collapsed."""
-        stable = NOT_YET
-        for rate in HALF_DECADES:
-            tried = [row for row in rows.of(setting, "choose") if row["rate"] == rate]
-            if any(map(collapsed, tried)):
-                return f"< {rate:g}" if stable == NOT_YET else stable
-            if tried:
-                stable = f"{rate:g}"
-        return f"≥ {stable}"
-
-    def of_all(objective: str, rate: float, lag: int) -> str:
-        """How many runs of the first task collapsed at a rate, regardless of their role."""
-        found = []
-        for setting in (s for s in [*stale, *of("far", "collapses")] if s.lag == lag):
-            own = [*rows.of(setting, "choose"), *rows.of(setting, "report")]
-            found += [row for row in own if setting.objective == objective and row["rate"] == rate]
-        return share_collapsed(found) if found else ""
-
-    def over_tb(setting: Setting) -> str:
-        """The paired difference to `tb` at the same lag."""
-        tb = rows.of(replace(setting, objective="tb"), "report")
-        return paired(rows.of(setting, "report"), tb)
-
-    def at_the_end(setting: Setting) -> str:
-        return shown(row["path"][-1]["reward"] for row in rows.of(setting, "report"))
-
-    def collapsed_as_0(found: list[dict]) -> str:
-        return f"{score(found):.2f}" if found else NOT_YET
-
-    usual = [s for s in of("staleness") if s.lag == 0]
-    stale = sorted(of("staleness"), key=lambda s: s.lag)
-    others = [s for s in [*stale, *of("far")] if s.objective != "tb"]
-    lags = sorted({s.lag for s in [*stale, *of("far")]})
-    names = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo")
-    pooled = []
-    for name, rate in itertools.product(names, FIRST_RATES):
-        pooled.append([f"`{name}`", f"{rate:g}", *(of_all(name, rate, lag) for lag in lags)])
-    choosing = []
-    reported_runs = []
-    for setting in settings:
-        found = rows.of(setting, "report")
-        if (
-            setting.experiment in AT_THE_RATE_ON_POLICY
-            or not found
-            or "clock" in dict(setting.flags)
-        ):
-            continue
-        reported_runs += found
-        choosing += [r for r in rows.of(setting, "choose") if r["rate"] == found[0]["rate"]]
-    of_roles = []
-    for role, found in (("choose a rate", choosing), ("are reported", reported_runs)):
-        gain = shown(map(area, found)).split(" ")[0]
-        line = [f"seeds that {role}", share_collapsed(found), gain, collapsed_as_0(found)]
-        of_roles.append(line)
     experiments = {setting.experiment for setting in settings}
     reports = [row for row in rows.rows if row["role"] == "report"]
     done = sum(row["experiment"] in experiments for row in reports)
     wanted = sum(len(seeds_of(setting)) for setting in settings)
-    per_lag = []
-    for setting in of("collapses", "longer"):
-        found = rows.of(setting, "report")
-        of_run = [name_of(setting), str(setting.steps), str(setting.lag)]
-        per_lag.append([*of_run, share_collapsed(found), shown(map(area, found))])
-    parts = {
-        "count": f"{done} of {wanted} reported runs are there; {len(rows.rows)} rows in all.\n",
-        "staleness": grid(stale, "lag", reported),
-        "paired": grid(others, "lag", over_tb),
-        "collapsed as 0": grid(
-            stale, "lag", lambda setting: collapsed_as_0(rows.of(setting, "report"))
+    count = f"{done} of {wanted} reported runs are there; {len(rows.rows)} rows in all.\n"
+    tables = {"count": count}
+    tables |= tables_of_stale_data(rows, of)
+    tables["collapse"] = long_runs(rows)
+    tables["speed"] = speed(rows, of("speed"))
+    tables["replays"] = by_groups(rows, of("replays"), GROUPS)
+    tables["replays, by time"] = bounds(rows, of("replays"))
+    tables["replays, half of a batch replayed"] = bounds(rows, of("half replayed"))
+    tables["validation of the simulated clock"] = validated(rows)
+    return tables | tables_of_search(rows)
+
+
+def tables_of_stale_data(rows: Rows, of: Callable[..., list[Setting]]) -> dict[str, str]:
+    """The tables on objectives; `of` returns the settings of experiments."""
+    usual = [s for s in of("staleness") if s.lag == 0]
+    stale = sorted(of("staleness"), key=lambda s: s.lag)
+    with_far = [*stale, *of("far")]
+    others = [s for s in with_far if s.objective != "tb"]
+
+    def reported(setting: Setting) -> list[dict]:
+        return rows.of(setting, "report")
+
+    def over_tb(setting: Setting) -> str:
+        """The paired difference to `tb` at the same lag."""
+        return paired(reported(setting), reported(replace(setting, objective="tb")))
+
+    def score_of(setting: Setting) -> str:
+        """The gain with 0 for a collapse by KL, as when a rate is chosen."""
+        return f"{score(reported(setting)):.2f}" if reported(setting) else NOT_YET
+
+    def gain_end_objective(setting: Setting) -> str:
+        end = mean(last(row)["reward"] for row in reported(setting))
+        return f"{gain_and_objective(reported(setting))}; ends at {end}"
+
+    tables = {
+        "stale data": grid(stale, "lag", lambda s: gain_and_objective(reported(s))),
+        "stale data, paired difference in gain from tb": grid(others, "lag", over_tb),
+        "stale data, gain with 0 for a seed over 50 nats": grid(stale, "lag", score_of),
+        "stale data, rewards within budgets of KL": budgets(rows, stale),
+        "stale data, rewards within budgets of KL, lag 100": budgets(rows, of("far")),
+        "stale data, diversity at a reward of 0.25": diversity(rows, stale),
+        "collapses": collapses(rows, of("longer")),
+        "collapses in 80 steps": collapses(rows, of("collapses")),
+        "learning rates, chosen and reported seeds": chosen_and_reported(rows),
+        "learning rates, the highest stable one": grid(with_far, "lag", partial(stable_rate, rows)),
+        "learning rates, runs over 50 nats": pooled(rows, [*with_far, *of("collapses")]),
+        "beta": grid(
+            [*of("prices"), *(s for s in usual if s.objective != "dr_grpo")],
+            "price",
+            lambda s: gain_and_objective(reported(s)),
         ),
-        "choices": table(["", "collapsed", "gain", "gain, collapsed as 0"], of_roles),
-        "stable rates": grid([*stale, *of("far")], "lag", stable_rate),
-        "pooled": table(["objective", "rate", *(f"lag {lag}" for lag in lags)], pooled),
-        "far": budgets(rows, of("far")),
-        "collapses": table(["objective", "steps", "lag", "collapsed", "gain"], per_lag),
-        "budgets": budgets(rows, stale),
-        "diversity": diversity(rows, stale),
-        "second model": grid(of("second model"), "lag", reported),
-        "second model, at the end": grid(of("second model"), "lag", at_the_end),
-        "second model, diversity": diversity(rows, of("second model")),
-        "speed": speed(rows, of("speed")),
-        "prices": grid(
-            [*of("prices"), *(s for s in usual if s.objective != "dr_grpo")], "price", reported
-        ),
+        "second task": grid(of("second model"), "lag", gain_end_objective),
+        "second task, diversity at a reward of 0.5": diversity(rows, of("second model")),
     }
-    parts["replays"] = bounds(rows, of("replays"))
-    parts["replays, groups"] = by_groups(rows, of("replays"), GROUPS)
-    parts["half replayed"] = bounds(rows, of("half replayed"))
-    parts["validation"] = validated(rows)
+    for task in ("summaries", "attacks"):
+        own = [s for s in of("frontiers") if s.task == task]
+        tables[task] = budgets(rows, own)
+        tables[f"{task}, diversity at a reward of {EQUAL_REWARD[task]}"] = diversity(rows, own)
+    return tables
+
+
+def stable_rate(rows: Rows, setting: Setting) -> str:
+    """The highest rate up to which no choosing seed collapsed."""
+    stable = NOT_YET
+    for rate in HALF_DECADES:
+        tried = [row for row in rows.of(setting, "choose") if row["rate"] == rate]
+        if any(map(collapsed, tried)):
+            return f"< {rate:g}" if stable == NOT_YET else stable
+        if tried:
+            stable = f"{rate:g}"
+    return f"≥ {stable}"
+
+
+def pooled(rows: Rows, settings: list[Setting]) -> str:
+    """How many runs of the first task passed 50 nats at a rate, regardless of their role."""
+    lags = sorted({s.lag for s in settings})
+    lines = []
+    names = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo")
+    for name, rate in itertools.product(names, FIRST_RATES):
+        line = [f"`{name}`", f"{rate:g}"]
+        for lag in lags:
+            own = [s for s in settings if s.objective == name and s.lag == lag]
+            runs = [row for s in own for role in ("choose", "report") for row in rows.of(s, role)]
+            runs = [row for row in runs if row["rate"] == rate]
+            line.append(share(runs, collapsed) if runs else "")
+        lines.append(line)
+    return table(["objective", "rate", *(f"lag {lag}" for lag in lags)], lines)
+
+
+def chosen_and_reported(rows: Rows) -> str:
+    """The seeds that chose a rate beside those reported at it, over all settings in lockstep."""
+    choosing = []
+    reported = []
+    for setting in settings_of():
+        found = rows.of(setting, "report")
+        simulated = "clock" in dict(setting.flags)
+        if setting.experiment in AT_THE_RATE_ON_POLICY or simulated or not found:
+            continue
+        reported += found
+        choosing += [r for r in rows.of(setting, "choose") if r["rate"] == found[0]["rate"]]
+    lines = []
+    for role, found in (("choose a rate", choosing), ("are reported", reported)):
+        gain = mean(map(area, found))
+        with_0 = f"{score(found):.2f}" if found else NOT_YET
+        lines.append([f"seeds that {role}", share(found, collapsed), gain, with_0])
+    return table(["", "over 50 nats", "gain", "gain, with 0 for a seed over 50 nats"], lines)
+
+
+def tables_of_search(rows: Rows) -> dict[str, str]:
+    """The tables on more Searchers."""
     blocks = search_settings()
+    shown_lines: Block = {}
+    for name, (block, line) in SEARCH_LINES.items():
+        own = {M: setting for (other, M), setting in blocks[block].items() if other == line}
+        shown_lines |= {(name, M): setting for M, setting in own.items()}
+    tables = {"search": ends_by_searchers(rows, shown_lines)}
+    tables["anchored"] = ends_by_searchers(rows, blocks.pop("anchored"))
     for name, block in blocks.items():
-        measured = any(rows.of(setting, "report") for setting in block.values())
-        as_table = partial(gains_by_searchers, what=name)
-        if (name, 1) in block:
-            as_table = more_searchers
-        parts[f"searchers, {name}"] = as_table(rows, block) if measured else ""
-    parts["searchers, successes only"] = successes_only(rows, {
+        title = f"search, {name}"
+        if not any(rows.of(setting, "report") for setting in block.values()):
+            tables[title] = ""
+        elif (name, 1) in block:
+            tables[title] = more_searchers(rows, block)
+        else:
+            tables[title] = gains_by_searchers(rows, block, name)
+            tables[f"{title}, where runs end"] = ends_by_searchers(rows, block)
+    tables["search, fraction of a batch's groups with successes only"] = successes_only(rows, {
         "by reward, M = 64": blocks["rarer, longer"]["tb, 240 steps", 64],
         "mixed, M = 64": blocks["mixed"]["rarer, 240 steps", 64],
     })  # fmt: skip
-    for task in ("summaries", "attacks"):
-        own = [s for s in of("frontiers") if s.task == task]
-        parts[task] = budgets(rows, own)
-        parts[f"{task}, diversity"] = diversity(rows, own)
-    draw(rows, ROOT / "bench" / "staleness.png")
-    if parts["searchers, attacks"]:
-        draw_search(rows, ROOT / "bench" / "search.png")
-    write_parts(parts)
+    return tables
 
 
-def write_parts(parts: dict[str, str]) -> None:
-    """Put each part into docs/results.md, between its markers."""
+def publish(tables: dict[str, str], print_all: bool) -> None:
+    """Put tables between their markers in docs/results.md; print all of them if asked to."""
     path = ROOT / "docs" / "results.md"
     text = path.read_text()
-    for name, part in parts.items():
-        begin = f"<!-- {name} -->"
+    for title, content in tables.items():
+        if print_all:
+            print(f"\n## {title}\n\n{content}", end="")
+        begin = f"<!-- {title} -->\n"
         before, mark, after = text.partition(begin)
-        if not mark:
-            sys.exit(f"{path} has no {begin}")
-        text = f"{before}{begin}\n{part}<!-- end -->{after.partition('<!-- end -->')[2]}"
+        if mark:
+            text = f"{before}{begin}{content}<!-- end -->{after.partition('<!-- end -->')[2]}"
     path.write_text(text)
+
+
+# --- the figures
 
 
 def spread(x: Sequence[float], values: list[list[float]]) -> tuple:
     """Means over seeds with bars from minimum to maximum, as arguments of `errorbar`."""
-    mean = np.array([np.mean(own) for own in values])
-    return x, mean, (mean - [min(own) for own in values], [max(own) for own in values] - mean)
+    means = np.array([np.mean(own) for own in values])
+    return x, means, (means - [min(own) for own in values], [max(own) for own in values] - means)
 
 
 def draw(rows: Rows, out: Path) -> None:
@@ -1773,58 +2049,75 @@ def draw(rows: Rows, out: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4.8), layout="constrained")
-    speed, stale, more = figure.subplots(1, 3, width_ratios=(1, 1.15, 1))
-    settings = settings_of()
+    panels = figure.subplots(1, 3, width_ratios=(1, 1.15, 1))
+    draw_speed(rows, panels[0])
+    draw_stale_data(rows, panels[1])
+    draw_rules(rows, panels[2])
+    for axes in panels:
+        tidy(axes)
+    figure.savefig(out, dpi=110)
 
+
+def draw_speed(rows: Rows, axes) -> None:
+    """Seconds to a reward where generation takes three times as long as training."""
     names = {"lag": "lockstep,\nlag {}", "asynchronous": "asynchronous,\nM = {}"}
-    own = [s for s in settings if s.experiment == "speed" and dict(s.flags)["slow"] == SLOW[1]]
-    for place, setting in enumerate(reversed(own)):
-        way, number = setting.flags[-1]
+    own = [s for s in settings_of() if s.experiment == "speed"]
+    own = [s for s in reversed(own) if dict(s.flags)["slow"] == SLOW[1]]
+    for place, setting in enumerate(own):
+        way = setting.flags[-1][0]
         seconds = [row[f"reached {TARGETS[0]}"] for row in rows.of(setting, "report")]
         if seconds and None not in seconds:
-            speed.barh(place, np.mean(seconds), color=MAIN if way != "lag" else GREY)
-    ways = [setting.flags[-1] for setting in reversed(own)]
-    speed.set_yticks(range(len(ways)), [names[way].format(number) for way, number in ways])
-    speed.set_title("1  Decoupling saves time")
-    speed.set_xlabel(f"seconds to a reward of {TARGETS[0]:g}")
+            axes.barh(place, np.mean(seconds), color=MAIN if way != "lag" else GREY)
+    ways = [setting.flags[-1] for setting in own]
+    axes.set_yticks(range(len(ways)), [names[way].format(number) for way, number in ways])
+    axes.set_title("1  Decoupling saves time")
+    axes.set_xlabel(f"seconds to a reward of {TARGETS[0]:g}")
 
-    settings = [s for s in settings if s.experiment == "staleness"]
+
+def draw_stale_data(rows: Rows, axes) -> None:
+    """The gain by the lag of the data."""
+    settings = [s for s in settings_of() if s.experiment == "staleness"]
     lags = sorted({s.lag for s in settings})
     for name in sorted(OBJECTIVES, key=lambda name: name in COLOURS):
         found = [s for s in settings if s.objective == name and rows.of(s, "report")]
         found.sort(key=attrgetter("lag"))
         gains = [list(map(area, rows.of(s, "report"))) for s in found]
         shift = list(COLOURS).index(name) * 0.04 if name in COLOURS else 0
-        x, mean, bars = spread([lags.index(s.lag) + shift for s in found], gains)
+        x, means, bars = spread([lags.index(s.lag) + shift for s in found], gains)
         if name in COLOURS:
-            stale.errorbar(x, mean, bars, fmt="o-", label=name, color=COLOURS[name], **LINE)
+            axes.errorbar(x, means, bars, fmt="o-", label=name, color=COLOURS[name], **LINE)
         else:
-            stale.plot(x, mean, color=GREY, linewidth=1, zorder=0)
-    stale.set_xticks(range(len(lags)), map(str, lags))
-    stale.set_xlabel("lag of the data in optimizer steps")
-    stale.set_ylabel("gain in reward")
-    stale.set_ylim(0, 0.38)
-    stale.set_title("2  Learning from stale data")
-    stale.legend(frameon=False, loc="lower left", labelspacing=0.2)
+            axes.plot(x, means, color=GREY, linewidth=1, zorder=0)
+    axes.set_xticks(range(len(lags)), map(str, lags))
+    axes.set_xlabel("lag of the data in optimizer steps")
+    axes.set_ylabel("gain in reward")
+    axes.set_ylim(0, 0.38)
+    axes.set_title("2  Learning from stale data")
+    axes.legend(frameon=False, loc="lower left", labelspacing=0.2)
 
+
+def draw_rules(rows: Rows, axes) -> None:
+    """The reward at the end by the number of Searchers, on the task that is solved 1 in 1,820."""
+    optimum = best_success(UNTRAINED["rarer"], BETA["rarer"])
+    axes.axhline(optimum, color="0.4", linewidth=1.5, linestyle="--")
+    axes.text(1, optimum + 0.015, f"optimum {optimum:.2f}", color="0.4", fontsize=13)
     blocks = search_settings()
-    ten = blocks["ten seeds"]
-    lines = {LABELS["rare"]: {M: rows.of(ten["tb", M], "report") for M in SEARCHERS}}
-    rarer = {
-        "": (blocks["rarer, longer"], "tb, 240 steps"),
-        ", mixed": (blocks["mixed, lower rates"], "rarer, 240 steps, 3e-4"),
-    }
-    for label, (block, line) in rarer.items():
-        lines[LABELS["rarer"] + label] = {
-            M: rows.of(block[line, M], "report") for M in SEARCHERS if (line, M) in block
-        }
-    draw_gains(more, lines)
-    more.set_title("3  More search, rare rewards")
-    more.set_ylim(0, 0.98)  # room for the legend
-    more.legend(frameon=False, loc="upper left", labelspacing=0.2)
-    for axes in (speed, stale, more):
-        tidy(axes)
-    figure.savefig(out, dpi=110)
+    for i, (rule, (block, line)) in enumerate(RULES.items()):
+        own = {M: s for (other, M), s in blocks.get(block, {}).items() if other == line}
+        found = {M: rows.of(setting, "report") for M, setting in own.items()}
+        ends = {M: [last(row)["reward"] for row in runs] for M, runs in found.items() if runs}
+        if not ends:
+            continue
+        x = [1.12 ** (i - 1) * M for M in ends]
+        for place, rewards in zip(x, ends.values(), strict=True):
+            axes.plot([place] * len(rewards), rewards, ".", color=RULE_COLOURS[rule], alpha=0.5)
+        means = [np.mean(rewards) for rewards in ends.values()]
+        axes.plot(x, means, "o-", color=RULE_COLOURS[rule], label=rule, markersize=8, linewidth=2)
+    by_searchers(axes)
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_ylabel("reward at the end")
+    axes.set_title("3  More search, rare rewards")
+    axes.legend(frameon=False, loc="upper left", labelspacing=0.2, bbox_to_anchor=(0, 0.9))
 
 
 def all_seeds(rows: Rows, setting: Setting) -> list[dict]:
@@ -1833,18 +2126,11 @@ def all_seeds(rows: Rows, setting: Setting) -> list[dict]:
     return [*rows.of(setting, "report"), *rows.of(more, "report")]
 
 
-def draw_gains(axes, lines: dict[str, dict[int, list[dict]]]) -> None:
-    """The gain over M at equal steps: a line per label, from the runs for each M."""
-    for i, (label, found) in enumerate(lines.items()):
-        gains = {M: list(map(area, own)) for M, own in found.items() if own}
-        if gains:
-            x, mean, bars = spread([1.05**i * M for M in gains], list(gains.values()))
-            axes.errorbar(x, mean, bars, fmt="o-", color=f"C{i}", label=label, **LINE)
+def by_searchers(axes) -> None:
+    """The number of Searchers as the horizontal axis."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(SEARCHERS, map(str, SEARCHERS))
-    axes.set_ylim(bottom=0)
     axes.set_xlabel("Searchers, at equal steps")
-    axes.set_ylabel("gain in reward")
 
 
 def draw_search(rows: Rows, out: Path) -> None:
@@ -1853,19 +2139,22 @@ def draw_search(rows: Rows, out: Path) -> None:
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    lines = {
-        label: {M: all_seeds(rows, search(M=M, task=task)) for M in SEARCHERS}
-        for task, label in LABELS.items()
-    }
-    draw_gains(left, lines)
+    for i, (task, label) in enumerate(LABELS.items()):
+        found = {M: all_seeds(rows, search(M=M, task=task)) for M in SEARCHERS}
+        gains = {M: list(map(area, own)) for M, own in found.items() if own}
+        if gains:
+            x, means, bars = spread([1.05**i * M for M in gains], list(gains.values()))
+            left.errorbar(x, means, bars, fmt="o-", color=f"C{i}", label=label, **LINE)
+    by_searchers(left)
+    left.set_ylabel("gain in reward")
     left.set_ylim(0, 0.98)
     left.legend(frameon=False, loc="upper left", ncols=2, labelspacing=0.2)
     for i, M in enumerate(SEARCHERS):
         found = all_seeds(rows, search(M=M, task="attacks"))
         if not found:
             continue
-        distances = [row["path"][-1]["distinct"] for row in found]
-        successes = [row["path"][-1]["reward"] for row in found]
+        distances = [last(row)["distinct"] for row in found]
+        successes = [last(row)["reward"] for row in found]
         right.plot(distances, successes, ".", color=f"C{i}", alpha=0.4)
         center = (np.mean(distances), np.mean(successes))
         right.plot(*center, "o", color=f"C{i}", markersize=10, label=f"M = {M}")
@@ -1891,6 +2180,7 @@ def tidy(axes) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", nargs="?", choices=("run", "report"), default="run")
+    parser.add_argument("--all", action="store_true", help="report: also print every table")
     parser.add_argument("--only", help="experiment to run: staleness, far, replays, ...")
     parser.add_argument("--quick", action="store_true", help="six steps each, not recorded")
     parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
@@ -1911,7 +2201,9 @@ def main() -> None:
         run_all(rows, settings, args.files, args.minutes, args.workers)
     else:
         rows.check(settings, args.files)
-        report(rows)
+        publish(tables_of(rows), args.all)
+        draw(rows, ROOT / "bench" / "staleness.png")
+        draw_search(rows, ROOT / "bench" / "search.png")
 
 
 if __name__ == "__main__":

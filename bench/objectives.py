@@ -1,8 +1,11 @@
 """Objectives that TB was compared with (docs/results.md), as a plug-in for any run.
 
     python tba.py --plugin bench/objectives.py --objective dr_grpo ...
-python tba.py --plugin bench/objectives.py --objective ftb --divergence forward_kl ...
-python tba.py --plugin bench/objectives.py --objective oapl --behaviour_beta 0.1 ...
+    python tba.py --plugin bench/objectives.py --objective dr_grpo --ratio truncate ...
+    python tba.py --plugin bench/objectives.py --objective ftb --divergence forward_kl ...
+    python tba.py --plugin bench/objectives.py --objective oapl --behaviour_beta 0.1 ...
+
+docs/hacking.md says which --ratio to use when.
 """
 
 import math
@@ -19,6 +22,10 @@ import tba
 class ObjectiveFlags:
     """The settings of objectives in bench/objectives.py."""
 
+    ratio: Literal["clip", "truncate", "mask"] = tba.flag(
+        "clip", "grpo, dr_grpo, proximal_rloo: how ratios to the behaviour policy are limited."
+    )
+    ratio_cap: float = tba.flag(3.0, "Maximum ratio [C] of --ratio truncate and mask.", 1)
     kl_coefficient: float = tba.flag(0.0, "grpo, dr_grpo: weight of a KL term.")
     divergence: Literal["reverse_kl", "forward_kl", "hellinger"] = tba.flag(
         "reverse_kl", "ftb: divergence."
@@ -50,19 +57,47 @@ def dr_grpo(batch: tba.Batch, config: tba.Config) -> tba.Loss:
 def token_ratio_loss(
     batch: tba.Batch, config: tba.Config, advantage: Tensor, weight: Any
 ) -> tba.Loss:
-    """PPO's clipped surrogate per token, minus --kl_coefficient times the KL to the reference.
+    """The surrogate of --ratio per token, minus --kl_coefficient times the KL to the reference.
 
     `advantage` (B, K) and `weight` (B, K), or a number, apply to each token of a response.
     """
-    ratio = (batch.logprobs - batch.behaviour).exp()  # (N,)
+    log_ratio = batch.logprobs - batch.behaviour  # (N,)
     token_advantage = advantage.flatten()[batch.response_index()]  # (N,)
-    surrogate, clipped = tba.clipped_surrogate(ratio, token_advantage, config)
+    surrogate, limited = limited_surrogate(log_ratio, token_advantage, config)
     if config.kl_coefficient:
         difference = batch.ref_logprobs - batch.logprobs
         kl = difference.exp() - difference - 1  # an estimator that is never negative
         surrogate = surrogate - config.kl_coefficient * kl  # (N,)
     loss = -(batch.sums(surrogate) * weight).mean()
-    return tba.Loss(loss, {"clip_fraction": clipped.float().mean()})
+    return tba.Loss(loss, {"clip_fraction": limited.float().mean()})
+
+
+ppo_surrogate = tba.ppo_surrogate
+
+
+def limited_surrogate(log_ratio: Tensor, advantage: Tensor, config: tba.Config) -> tuple:
+    """The gain of tokens or responses, and a mask of where --ratio limits rho = pi_theta / pi_b.
+
+    clip is PPO's, unbounded for A < 0. Otherwise the gradient is w A grad log pi, w being constant.
+    truncate: w = min(rho, C), as in CISPO (MiniMax-M1, arXiv 2506.13585, equation 4) and truncated
+    importance sampling (Yao et al. 2025, fengyao.notion.site/off-policy-rl).
+    mask: w = rho, or 0 outside [1/C, C], as in IcePop (Ring-1T, arXiv 2510.18855) and masked
+    importance sampling (Liu et al. 2025, "When Speed Kills Stability").
+
+    Example: rho = [4, 2, 0.1] and C = 3 give w = [3, 2, 0.1] or [0, 2, 0].
+    """
+    if config.ratio == "clip":
+        return ppo_surrogate(log_ratio, advantage, config)
+    ratio = log_ratio.detach().exp()
+    limited = ratio > config.ratio_cap
+    weight = ratio.clamp(max=config.ratio_cap)
+    if config.ratio == "mask":
+        limited |= ratio < 1 / config.ratio_cap
+        weight = ratio.masked_fill(limited, 0)
+    return weight * advantage * log_ratio, limited
+
+
+tba.ppo_surrogate = limited_surrogate  # for proximal_rloo: ratios of whole responses
 
 
 def online_dpo(batch: tba.Batch, config: tba.Config) -> tba.Loss:

@@ -3,7 +3,7 @@
     pip install gguf vaderSentiment
     python bench/smollm2.py make      # the model and prompts in .cache/smollm2; two minutes
     python bench/smollm2.py run       # every missing run; takes hours; can be interrupted
-    python bench/smollm2.py report    # its tables in docs/results.md
+    python bench/smollm2.py report    # its table in docs/results.md; --all: also answers
     python bench/smollm2.py engines   # logprob_gap, memory and time for each engine and dtype
 
 Three tasks, which tba.py also accepts with `--plugin bench/smollm2.py`: "sums" of two digits and
@@ -188,29 +188,35 @@ def samples(row: dict) -> dict[str, str]:
     return found
 
 
-def report(rows: claims.Rows) -> None:
-    """Write the SmolLM2 tables of docs/results.md."""
-    parts = {}
+def report(rows: claims.Rows, print_all: bool) -> None:
+    """Write the SmolLM2 table of docs/results.md; print the answers too if asked to."""
+    lines: dict[str, list[str]] = {name: [name] for name in WAYS}
+    tables = {}
     for task in TASKS:
-        lines = []
         texts = []
         answers: dict[str, str] = {}
-        for setting in (s for s in settings_of() if s.task == task):
-            found = rows.of(setting, "report")
-            way = (setting.objective, setting.lag, dict(setting.flags))
-            (name,) = [name for name, own in WAYS.items() if own == way]
-            if found:
-                answers = samples(found[0])
-                texts.append([name, *answers.values()])
-            rate = f"{found[0]['rate']:g}" if found else claims.NOT_YET
-            before = claims.shown(row["path"][0]["reward"] for row in found)
-            after = claims.shown(row["path"][-1]["reward"] for row in found)
-            kl = claims.shown((row["path"][-1]["kl"] for row in found), 1)
-            lines.append([name, str(len(found)), rate, before, after, kl, claims.areas(found)])
-        head = ["", "seeds", "rate", "reward before", "after 30 steps", "KL", "gain"]
-        parts[f"smollm2, {task}"] = claims.table(head, lines)
-        parts[f"smollm2, {task}, samples"] = claims.table(["", *answers], texts)
-    claims.write_parts(parts)
+        of_task = {
+            (setting.objective, setting.lag, setting.flags): setting
+            for setting in settings_of() if setting.task == task
+        }  # fmt: skip
+        for name, (objective, lag, flags) in WAYS.items():
+            setting = of_task.get((objective, lag, tuple(flags.items())))
+            found = rows.of(setting, "report") if setting else []
+            if not found:
+                lines[name] += ["", ""]
+                continue
+            answers = samples(found[0])
+            texts.append([name, *answers.values()])
+            ends = [claims.last(row) for row in found]
+            reward = claims.shown(point["reward"] for point in ends)
+            kl = claims.mean((point["kl"] for point in ends), 1)
+            J = claims.mean(claims.objective_of(row, claims.last(row)) for row in found)
+            lines[name].append(f"{reward} at {kl} nats; J {J}")
+            lines[name].append(f"{claims.areas(found)} at {claims.rate_of(found)}")
+        tables[f"smollm2, {task}, samples"] = claims.table(["", *answers], texts)
+    head = [column for task in TASKS for column in (f"{task}: reward", "gain at rate")]
+    tables["smollm2"] = claims.table(["", *head], lines.values())
+    claims.publish(tables, print_all)
 
 
 def engines(files: Path) -> None:
@@ -241,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", choices=("make", "run", "report", "engines"))
     parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
+    parser.add_argument("--all", action="store_true", help="report: also print every table")
     parser.add_argument("--workers", type=int, default=2, help="number of parallel runs")
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "smollm2")
     args = parser.parse_args()
@@ -252,7 +259,7 @@ def main() -> None:
             run = partial(claims.run, also=own_columns)
             claims.run_all(rows, settings_of(), args.files, args.minutes, args.workers, run)
         case "report":
-            report(rows)
+            report(rows, args.all)
         case "engines":
             engines(args.files)
 

@@ -1,6 +1,7 @@
-"""bench/claims.py: how rates are chosen, what rows count for, its engine, its simulated clock."""
+"""bench/claims.py: how rates are chosen, what rows count for, its report, its engine, its clock."""
 
 import math
+import re
 import sys
 from dataclasses import asdict, replace
 
@@ -85,6 +86,73 @@ def test_the_frontier_is_the_best_within_each_budget():
     row["path"][1]["distinct"] = 0.7
     assert claims.at_equal_reward(row, "kl") == pytest.approx(1.5)  # at a reward of 0.25
     assert claims.at_equal_reward(row, "distinct") == pytest.approx(0.85)
+
+
+def test_a_run_that_ends_with_few_responses_is_reported_as_collapsed_but_keeps_its_score():
+    """One response is about 13 nats away, so a limit on the KL does not find it."""
+    row = row_of(SETTING, "report", 1e-3, 1, [(0, 0), (6, 0.4), (12.8, 0.6)])
+    for point, distinct in zip(row["path"], (1.0, 0.9, 0.01), strict=True):
+        point["distinct"] = distinct
+    assert claims.lost(row) and not claims.collapsed(row)
+    assert claims.areas([row]).endswith("(1 of 1)")
+    assert claims.score([row]) == pytest.approx(claims.area(row), abs=1e-6)
+    assert not claims.lost(row | {"path": row["path"][:2]})
+    assert not claims.lost(row | {"task": "attacks"})  # there it is a distance
+
+
+@pytest.mark.parametrize("p", [1 / 183, 1 / 1820])
+def test_optima_of_rare_rewards_are_those_of_a_search_over_policies(p):
+    """Among policies with success rate q, pi_ref reweighted within both classes is the nearest."""
+    q = np.linspace(p, 1 - 1e-9, 1_000_001)
+    kl = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+    J = q - 0.1 * kl
+    assert claims.best_success(p, 0.1) == pytest.approx(q[J.argmax()], abs=1e-4)
+    assert claims.best_objective(p, 0.1) == pytest.approx(J.max(), abs=1e-6)
+    within = [q[kl <= budget].max() for budget in claims.BUDGETS]
+    assert claims.best_gain(p) == pytest.approx(np.mean(within) - p, abs=1e-4)
+
+
+def test_the_report_counts_where_runs_end_beside_what_they_reach(tmp_path):
+    """Of three seeds two reach 0.5, one of them falls back, and one ends with one response."""
+    rows = claims.Rows(tmp_path / "rows.jsonl")
+    setting = claims.search(M=8)
+    ends = {1: [(0, 0), (3, 0.8)], 2: [(0, 0), (3, 0.6), (1, 0.1)], 3: [(0, 0), (2, 0.3)]}
+    for seed, path in ends.items():
+        row = row_of(setting, "report", 1e-3, seed, path)
+        for point in row["path"]:
+            point["distinct"] = 0.01 if seed == 3 and point["step"] else 1.0
+        rows.add(row)
+    table = claims.ends_by_searchers(rows, {("by reward", 8): setting})
+    head, _, line = [row.split(" | ") for row in table.strip().splitlines()]
+    cells = dict(zip(head, line, strict=True))
+    assert cells["reward at the end"] == "0.40 of 0.99"
+    assert cells["median J at the end"] == "0.10 of 0.48"  # 0.8 - 0.3, 0.1 - 0.1, 0.3 - 0.2
+    names = ("reach 0.5", "end there", "collapse", "seeds |")
+    assert [cells[name].split(" ")[0] for name in names] == ["2", "1", "1", "3"]
+
+
+def test_the_tables_of_the_docs_are_those_of_the_rows():
+    """`python bench/claims.py report` was run after the last row; a table to come is empty."""
+    text = (ROOT / "docs" / "results.md").read_text()
+    marked = dict(re.findall(r"<!-- (?!end)(.+?) -->\n(.*?)<!-- end -->", text, re.DOTALL))
+    tables = claims.tables_of(claims.Rows(ROOT / "bench" / "results" / "claims.jsonl"))
+    assert len(marked.keys() & tables.keys()) >= 5
+    for title, content in marked.items():
+        if content and title not in ("smollm2", "trl"):  # written by other programs
+            assert content == tables[title], title
+
+
+def test_report_fills_marked_places_and_prints_the_rest_if_asked_to(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    results = tmp_path / "docs" / "results.md"
+    results.parent.mkdir()
+    text = "a\n<!-- one -->\n{}<!-- end -->\nb\n<!-- to come -->\n<!-- end -->\n"
+    results.write_text(text.format("old\n"))
+    claims.publish({"one": "| new |\n", "two": "| other |\n"}, print_all=False)
+    assert results.read_text() == text.format("| new |\n") and not capsys.readouterr().out
+    claims.publish({"one": "| new |\n", "two": "| other |\n"}, print_all=True)
+    said = capsys.readouterr().out
+    assert all(part in said for part in ("## one", "| new |", "## two", "| other |"))
 
 
 def test_the_small_engine_samples_what_it_says_from_the_models_own_distribution():

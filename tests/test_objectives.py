@@ -186,8 +186,13 @@ def responses_of(batch):
     return [flat[i : i + K] for i in range(0, len(flat), K)]
 
 
-def clipped(ratio, advantage, c):
-    """PPO's gain of one ratio: no gradient where it has gone further than it should."""
+def gain(log_ratio, advantage, config):
+    """The gain of one ratio; PPO's has no gradient where it has gone further than it should."""
+    ratio, c, most = log_ratio.exp(), config.clip_range, config.ratio_cap
+    if config.ratio == "truncate":
+        return min(ratio.item(), most) * advantage * log_ratio
+    if config.ratio == "mask":
+        return (ratio.item() if 1 / most <= ratio <= most else 0.0) * advantage * log_ratio
     if advantage >= 0:
         return advantage * (ratio if ratio < 1 + c else torch.tensor(1 + c))
     return advantage * (ratio if ratio > 1 - c else torch.tensor(1 - c))
@@ -209,8 +214,7 @@ def grpo_by_hand(group, config, divide):
         for t in range(len(p)):
             x = f[t] - p[t]
             kl = x.exp() - x - 1
-            gain = clipped((p[t] - b[t]).exp(), advantage, config.clip_range)
-            tokens = tokens + gain - config.kl_coefficient * kl
+            tokens = tokens + gain(p[t] - b[t], advantage, config) - config.kl_coefficient * kl
         loss = loss - tokens / (len(p) if divide else config.max_response_tokens)
     return loss / len(group)
 
@@ -238,7 +242,7 @@ BY_HAND = {
         -a * p.sum() for a, (p, *_) in zip(rloo_by_hand(g, c), g, strict=True)
     ) / len(g),
     "proximal_rloo": lambda g, c: sum(
-        -clipped((p - b).sum().exp(), a, c.clip_range)
+        -gain((p - b).sum(), a, c)
         for a, (p, b, *_) in zip(rloo_by_hand(g, c), g, strict=True)
     ) / len(g),
     "grpo": lambda g, c: grpo_by_hand(g, c, divide=True),
@@ -246,16 +250,21 @@ BY_HAND = {
     "online_dpo": dpo_by_hand,
     "oapl": oapl_by_hand,
 }  # fmt: skip
+WITH_RATIOS = ("proximal_rloo", "grpo", "dr_grpo")
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+RATIOS = [(name, ratio) for name in WITH_RATIOS for ratio in ("truncate", "mask")]
+
+
+@pytest.mark.parametrize(("name", "ratio"), [*((name, "clip") for name in BY_HAND), *RATIOS])
 @pytest.mark.parametrize("off_policy", [0.0, 0.3, 2.0])
-def test_other_objectives_equal_their_papers_written_out(name, off_policy):
+def test_other_objectives_equal_their_papers_written_out(name, ratio, off_policy):
     """One response, one token at a time, in float64: the loss and its gradient."""
     batch = random_batch(4, 5, 3, off_policy, far=0.5)
     batch.rewards[1] = 0.25  # all equal: nothing to learn, but for the KL
     batch.rewards[2] = batch.rewards[2].round()
-    config = tba.at_step(tba.settings(beta="0.3", kl_coefficient=0.1, max_response_tokens=7), 0)
+    flags = {"ratio": ratio, "ratio_cap": 1.5, "kl_coefficient": 0.1, "max_response_tokens": 7}
+    config = tba.at_step(tba.settings(beta="0.3", **flags), 0)
     result = tba.OBJECTIVES[name](batch, config)
     groups = responses_of(batch)
     expected = sum(BY_HAND[name](group, config) for group in groups) / len(groups)
@@ -264,20 +273,48 @@ def test_other_objectives_equal_their_papers_written_out(name, off_policy):
     (wanted,) = torch.autograd.grad(expected, batch.logprobs)
     torch.testing.assert_close(gradient, wanted)
     assert gradient.abs().sum() > 0
-    if name in ("proximal_rloo", "grpo", "dr_grpo"):
+    if name in WITH_RATIOS:
         fraction = float(result.metrics["clip_fraction"])
         assert (fraction == 0) == (off_policy == 0) and fraction < 1
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize(("name", "ratio"), RATIOS)
+def test_far_ratios_give_bounded_gradients(name, ratio):
+    """Whatever the sign of the advantage; PPO's are 0 for A > 0 and unbounded for A < 0."""
+    batch = random_batch(2, 4, 0, off_policy=0.0)
+    batch.rewards = torch.tensor([[1.0, 1, 0, 0]] * 2, dtype=torch.float64)
+    good = (batch.rewards > 0).flatten()[batch.response_index()]
+    flags = {"beta": 1e-9, "max_response_tokens": 1}
+    plain = tba.settings(**flags)
+    on_policy = gradient_of(tba.OBJECTIVES[name], batch, plain)
+    assert (on_policy[good] < 0).all() and (on_policy[~good] > 0).all()
+    nats = 15 / batch.lengths[batch.response_index()]  # of a token; 15 of each response
+    batch.behaviour = batch.logprobs.detach() - nats
+    unbounded = gradient_of(tba.OBJECTIVES[name], batch, plain)
+    assert not unbounded[good].any() and (unbounded[~good] > 10 * on_policy[~good]).all()
+    weight = 2.5 if ratio == "truncate" else 0.0
+    config = tba.settings(ratio=ratio, ratio_cap=2.5, **flags)
+    bounded = gradient_of(tba.OBJECTIVES[name], batch, config)
+    torch.testing.assert_close(bounded, weight * on_policy)
+    batch.behaviour = batch.logprobs.detach() - 800.0  # rho is infinite
+    bounded = gradient_of(tba.OBJECTIVES[name], batch, config)
+    torch.testing.assert_close(bounded, weight * on_policy, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"), [("grpo", "clip"), ("dr_grpo", "clip"), ("dr_grpo", "truncate")]
+)
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.04])
-def test_grpo_and_dr_grpo_equal_trls_own_loss(name, kl_coefficient):
-    """Its formulas, given the same log-probabilities; nothing of its trainer's loop."""
+def test_grpo_and_dr_grpo_equal_trls_own_loss(name, ratio, kl_coefficient):
+    """Its formulas, given the same log-probabilities; nothing of its trainer's loop.
+
+    Truncated ratios are those of its CISPO, whose loss is another with the same gradient.
+    """
     trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
     B, K, longest = 3, 5, 10
     batch = random_batch(B, K, 7, off_policy=0.3)
-    config = tba.settings(beta="1", kl_coefficient=kl_coefficient, max_response_tokens=longest)
-    config = tba.at_step(config, 0)
+    flags = {"kl_coefficient": kl_coefficient, "ratio": ratio, "ratio_cap": 1.1}
+    config = tba.at_step(tba.settings(beta="1", max_response_tokens=longest, **flags), 0)
     loss = tba.OBJECTIVES[name](batch, config).loss
     gradient = gradient_of(tba.OBJECTIVES[name], batch, config)
 
@@ -293,8 +330,9 @@ def test_grpo_and_dr_grpo_equal_trls_own_loss(name, kl_coefficient):
         padded(logprobs), torch.zeros(B * K, longest), None,
     )  # fmt: skip
     vars(trainer).update(
-        model=torch.nn.Linear(1, 1), loss_type=name, beta=kl_coefficient,
-        epsilon_low=config.clip_range, epsilon_high=config.clip_range,
+        model=torch.nn.Linear(1, 1), loss_type=name if ratio == "clip" else "cispo",
+        beta=kl_coefficient, epsilon_low=config.clip_range,
+        epsilon_high=config.clip_range if ratio == "clip" else config.ratio_cap,
         max_completion_length=longest, importance_sampling_level="token",
         off_policy_mask_threshold=None, top_entropy_quantile=1.0, aux_loss_enabled=False,
         use_vllm=False, _entropy_bonus_enabled=False, use_adaptive_entropy=False,
@@ -312,10 +350,12 @@ def test_grpo_and_dr_grpo_equal_trls_own_loss(name, kl_coefficient):
         "completion_mask": padded(torch.ones_like(batch.behaviour)),
         "advantages": advantages.flatten(), "old_per_token_logps": padded(batch.behaviour),
         "ref_per_token_logps": padded(batch.ref_logprobs),
+        "num_items_in_batch": torch.tensor(B * K * longest),
     }  # fmt: skip
     expected = trainer._compute_loss(trainer.model, inputs)
     (expected_gradient,) = torch.autograd.grad(expected, logprobs)
-    torch.testing.assert_close(loss, expected.detach())
+    if ratio == "clip":
+        torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradient, expected_gradient)
 
 

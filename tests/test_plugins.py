@@ -6,11 +6,15 @@ import json
 import math
 import re
 import threading
+import types
+from typing import Any
 
 import pytest
+import torch
 from harness import ROOT, Run, arguments, run_tba
 
-from tba import read_lines
+import tba
+from tba import extract_number, read_lines
 
 TEXT = (ROOT / "docs" / "hacking.md").read_text()
 BLOCKS = re.findall(r"```python\n# flags: ([^\n]*)\n(.*?)```", TEXT, re.DOTALL)
@@ -72,14 +76,30 @@ def test_plugins_of_the_documentation(flags, text, gsm8k, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(text)
     out = tmp_path / "run"
+    data = gsm8k / "data"
     settings = arguments(gsm8k, out, plugin=plugin, **FLAGS)
+    if "short_first" in flags:
+        settings.append("--synchronous")  # batches are of consecutive prompts
     with judge_server() as server:
         flags = flags.replace("127.0.0.1:8000", f"127.0.0.1:{server.server_port}")
         said, _ = run_tba([*settings, *flags.split()])
     metrics = read_lines(out / "metrics.jsonl")
     assert len(metrics) == 3
-    if "tb_staleness" in flags:
+    if "staleness_residual" in text:
         assert all(-1 <= m["staleness_residual"] <= 1 for m in metrics)
+    if "gsm8k_trl" in flags:
+        answers = {row["question"]: row["answer"] for row in read_lines(data / "train.jsonl")}
+        for row in read_lines(out / "completions.jsonl"):
+            (question,) = (q for q in answers if q in row["prompt"])
+            right = extract_number(answers[question]) == extract_number(row["response"])
+            assert row["reward"] == right
+    if "gsm8k_logged" in flags:
+        for row in metrics + read_lines(out / "eval.jsonl"):
+            assert row["calculations"] > 1 >= row.get("reward", 0)
+    if "gsm8k_short_first" in flags:
+        rows = sorted(read_lines(data / "train.jsonl"), key=lambda row: len(row["answer"]))
+        for i, row in enumerate(read_lines(out / "completions.jsonl")):
+            assert any(x["question"] in row["prompt"] for x in rows[4 * i : 4 * i + 4])
     if "tb_short" in flags:
         assert metrics[0]["price"] == 0 < metrics[1]["price"]
     if "judged" in flags:
@@ -91,6 +111,68 @@ def test_plugins_of_the_documentation(flags, text, gsm8k, tmp_path):
         metrics = read_lines(out / "metrics.jsonl")
         assert len(metrics) == 5
         assert not math.isnan(metrics[3]["reward"])  # new groups have arrived by then
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Runs a plug-in of the documentation in this process, and returns what it defines."""
+
+    def run(words: str) -> dict[str, Any]:
+        monkeypatch.setattr(tba.Task, "buffer", tba.Task.buffer)
+        for table in ("OBJECTIVES", "TASKS", "SEPARABLE"):
+            monkeypatch.setattr(tba, table, getattr(tba, table).copy())
+        (text,) = (text for _, text in BLOCKS if words in text)
+        names = {}
+        exec(text, names)
+        return names
+
+    return run
+
+
+def test_weighted_tb_equals_its_formula_and_on_policy_it_is_tb(load):
+    plugin = load("TB with truncated importance weights")
+    config = tba.settings(beta=0.4, tau=1.3)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    B, K = 3, 4  # responses of one token
+    logprobs, reference, rewards = draw(B * K).requires_grad_(), draw(B * K), draw(B, K)
+    for behaviour in (logprobs.detach(), logprobs.detach() + 2 * draw(B * K)):
+        batch = tba.Batch(
+            logprobs, behaviour, reference, torch.ones(B * K, dtype=torch.int64), rewards,
+            torch.zeros(B * K), 0, torch.zeros(B),
+        )  # fmt: skip
+        expected = 0.0
+        for j in range(0, B * K, K):
+            own = slice(j, j + K)
+            w = [min(math.exp(x), plugin["CAP"]) for x in (logprobs - behaviour)[own].tolist()]
+            gap = (reference[own] + rewards[j // K] / 0.4) / 1.3 - logprobs[own]
+            log_z = sum(a * g.item() for a, g in zip(w, gap, strict=True)) / sum(w)
+            expected += sum(a * (log_z - g) ** 2 for a, g in zip(w, gap, strict=True)) / (B * K)
+        (wanted,) = torch.autograd.grad(expected, logprobs)
+        (gradient,) = torch.autograd.grad(plugin["tb_weighted"](batch, config).loss, logprobs)
+        torch.testing.assert_close(gradient, wanted)
+        (of_tb,) = torch.autograd.grad(tba.tb(batch, config).loss, logprobs)
+        assert torch.allclose(gradient, of_tb) == torch.equal(behaviour, logprobs)
+
+
+def test_a_reward_function_of_trl_is_used_as_it_is(load):
+    rewards = pytest.importorskip("trl.rewards", reason="TRL is not installed")
+    plugin = load("reward function of TRL's signature")
+    task = object.__new__(plugin["GSM8KOfTRL"])
+    examples = [{"question": "?", "answer": "#### 3"}] * 2
+    assert task.rewards(examples, ["<think>1+2</think>3", "4"], None) == [1, 0]
+    plugin["accuracy"] = rewards.think_format_reward
+    assert task.rewards(examples, ["<think>1+2</think>4", "3"], None) == [1, 0]
+
+
+def test_newer_trajectories_of_a_prompt_are_drawn_more_often(load):
+    load("Replay draws newer trajectories")
+    buffer = tba.Task.buffer(tba.settings())
+    buffer.trajectories[0] = {str(v): types.SimpleNamespace(version=v) for v in range(20)}
+    drawn = [t.version for _ in range(200) for t in buffer.draw(0, 4)]
+    old, new = (sum(v in half for v in drawn) for half in (range(10), range(10, 20)))
+    assert new > 2 * old > 0
+    assert len(buffer.draw(0, 30)) == 30
 
 
 def test_there_are_plugins_of_every_kind():
