@@ -4531,12 +4531,12 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
         splits = read_dataset("sft_prompts", config)
-        others = read_rows(
-            "sft_prompts", config, splits, "train", ("prompt",), ("attacker_prompt",)
-        )
+        columns = [("prompt",), ("attacker_prompt",)]
+        others = read_rows("sft_prompts", config, splits, "train", *columns)
         prompts = [prompt for row in others for prompt in row.values()]
     splits = read_dataset("sft_data", config)
-    rows = read_rows("sft_data", config, splits, "train", ("prompt", "response"), ("instruction",))
+    columns = [("prompt", "response"), ("instruction",)]
+    rows = read_rows("sft_data", config, splits, "train", *columns)
     pairs = []
     for row in rows:
         prompt = row.get("prompt") or prompts[rng.integers(len(prompts))]
