@@ -3373,7 +3373,8 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
         config.require(False, "resume", "has no checkpoint that loads; start a new run")
     for name, checksum in problem.checksums().items():
         same = checksum == saved["checksums"][name]
-        config.require(same, name, "its examples differ from the run's")
+        source = name if getattr(config, name) else "dataset"
+        config.require(same, source, "its examples differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
