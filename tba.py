@@ -87,7 +87,7 @@ from functools import lru_cache, partial, wraps
 from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -414,14 +414,19 @@ class Trajectory:
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
 
     tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, when sampled, at the temperature of its request
+    logprobs: np.ndarray  # (T,) float32, when sampled, at its request's temperature
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     explored: bool  # sampled at another temperature than --temperature
     reward: float
     prompt_id: int
-    version: int  # optimizer step of the policy at submission; later tokens may be from newer ones
-    reference_version: int  # optimizer step of the reference
+    version: int  # step of the policy at submission; later tokens may be from newer ones
+    reference_version: int  # step of the reference
+
+    @property
+    def key(self) -> str:
+        """One character per token, by which responses are compared; AttackBuffer counts edits."""
+        return self.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
 @dataclass
@@ -624,21 +629,17 @@ class ReplayBuffer(Stateful):
         self.rng = np.random.default_rng([config.seed, 0xB0F])
         self.trajectories: dict[int, dict[str, Trajectory]] = {}  # by prompt and key, oldest first
 
-    def key(self, t: Trajectory) -> str:
-        """Equal responses have equal keys: a string with one character per token."""
-        return t.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
-
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the newest of its prompt.
 
-        A trajectory replaces an older equal one. Beyond --kept_per_prompt, the oldest are evicted.
+        They replace older equal ones. Beyond --kept_per_prompt, the oldest are evicted.
 
         Example: with "a", "b", "c" stored and kept_per_prompt 4, a group of "b", "d", "d", "e"
         leaves "c", the new "b", "d", "e": "a" is the oldest of five and is evicted.
         """
         stored = self.trajectories.setdefault(group.prompt_id, {})
         for t in group.trajectories:
-            key = self.key(t)
+            key = t.key
             stored.pop(key, None)
             stored[key] = t
         while len(stored) > self.config.kept_per_prompt:
@@ -656,8 +657,8 @@ class ReplayBuffer(Stateful):
             # the largest of score + Gumbel noise are softmax draws without replacement
             noise = self.rng.gumbel(size=len(stored))
             order = np.argsort(-(self.config.reward_inverse_temperature * rewards + noise))
-            drawn += [stored[i] for i in order[: K - len(drawn)]]
-        return drawn
+            drawn += [stored[i] for i in order]
+        return drawn[:K]
 
     def state(self) -> dict[str, Any]:
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
@@ -665,7 +666,7 @@ class ReplayBuffer(Stateful):
 
     def load_state(self, state: dict[str, Any]) -> None:
         for t in trajectories_from_tensors(state["rows"]):
-            self.trajectories.setdefault(t.prompt_id, {})[self.key(t)] = t
+            self.trajectories.setdefault(t.prompt_id, {})[t.key] = t
         self.rng.bit_generator.state = state["rng"]
 
 
@@ -678,29 +679,28 @@ class ReplayRule(Stateful):
         self.buffer = buffer
         self.config = config
         self.epoch: list[int] = []  # prompts left in this epoch of replay
-        self.recent_fraction = math.nan  # of the latest batch: see `Newest.sample`
+        self.recent_fraction = math.nan  # of the latest batch's groups
 
     def on_group(self, group: Group) -> None:
         """A group has just been stored."""
 
     def on_sync(self, step: int) -> None:
-        """The weights of `step` are about to be sent: groups after this are the most recent."""
+        """The weights of `step` are about to be sent."""
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
-        """Draw B groups of K trajectories of one prompt each, or None to wait for another group."""
+        """Draw B groups of K trajectories of one prompt each; None: wait for another group."""
         raise NotImplementedError
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
-        """K trajectories of each of `count` prompts, without replacement over an epoch of prompts.
+        """K trajectories of each of `count` prompts, drawn without replacement over an epoch.
 
-        Prompts in `used` come last; drawn prompts are added to it. If there are fewer prompts than
-        `count` (red-teaming has one), they repeat, each time with another K trajectories.
+        Prompts in `used` come last; drawn prompts are added to it. If there are fewer than `count`
+        (red-teaming has one), they repeat, each time with another K trajectories.
         """
         stored = self.buffer.trajectories
         groups = []
         while len(groups) < count:
-            unused = (p for p in reversed(self.epoch) if p in stored and p not in used)
-            prompt_id = next(unused, None)
+            prompt_id = next((p for p in reversed(self.epoch) if p not in used), None)
             if prompt_id is None:
                 if used >= stored.keys():
                     used.clear()  # prompts must repeat
@@ -714,7 +714,7 @@ class ReplayRule(Stateful):
 
 @dataclass(eq=False)
 class RecentGroup:
-    """A group that can still be drawn as recent."""
+    """A group that can still be drawn as a recent one."""
 
     group: Group
     window: int  # number of syncs begun before it arrived
@@ -724,24 +724,24 @@ class RecentGroup:
 class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    In the paper, groups are recent if they arrived since the latest sync. Here they come first, and
-    two choices are ours. A group is drawn as recent at most --max_replays times, or slow generation
-    would mean training on the same groups over and over (the authors' blocking sync implies a
-    bound). If too few have draws left, older ones follow, newest first; then the Trainer waits.
+    A group is recent until it has been drawn --max_replays times; those that arrived since the
+    latest sync, which alone are recent in the paper, come first. Without the bound, which the
+    authors' blocking sync implies, slow generation would mean training on the same groups over and
+    over. If too few groups are recent, the Trainer waits.
     """
 
-    MAX_RECENT = 1024  # groups; with fast generation, older ones are never drawn
+    MAX_RECENT = 1024  # groups besides a batch's; older ones are never drawn
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        capacity = max(self.MAX_RECENT, config.prompts_per_step)
+        capacity = self.MAX_RECENT + config.prompts_per_step
         self.recent: deque[RecentGroup] = deque(maxlen=capacity)  # oldest first
         self.groups_seen = 0
         self.window = 0
         self.wanted: int | None = None  # recent groups in the next batch; kept while waiting
 
     def on_group(self, group: Group) -> None:
-        """Add a recent group. With a fractional bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
+        """Add a recent group. With a bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
         R = self.config.max_replays or 10**9
         draws = math.floor((self.groups_seen + 1) * R) - math.floor(self.groups_seen * R)
         self.groups_seen += 1
@@ -752,9 +752,7 @@ class Newest(ReplayRule):
         self.window += 1
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
-        """Draw B groups of K trajectories, or return None if too few recent groups have draws left.
-
-        `recent_fraction` is the fraction of groups that arrived since the sync before the latest.
+        """Draw B groups of K trajectories, or return None if too few groups are recent.
 
         Example: prompts 0-9 are stored, 6-9 since the latest sync. B = 4, K = 20, m = 0.5 give
         about two groups of 6-9, say of 7 and 9, and 20 trajectories each of others, say 3 and 5.
@@ -769,32 +767,29 @@ class Newest(ReplayRule):
             entry.draws_left -= 1
             if entry.draws_left == 0:
                 self.recent.remove(entry)
-        self.recent_fraction = sum(entry.window >= self.window - 1 for entry in drawn) / B
-        groups = [self.distinct_first(entry.group, K) for entry in drawn]
+        self.recent_fraction = len(drawn) / B
         used = {entry.group.prompt_id for entry in drawn}
+        groups = [self.distinct_first(entry.group, K) for entry in drawn]
         return groups + self.replay(B - len(groups), K, used)
 
     def newest_first(self) -> list[RecentGroup]:
-        """Recent groups: latest window first, within it each prompt's newest first, then random."""
-        newer: Counter[tuple[int, int]] = Counter()  # later groups of the same window and prompt
-        ranked = []
+        """Recent groups: latest window first, in it each prompt's newest first, then random."""
+        newer: Counter[tuple[int, int]] = Counter()  # groups of the same window and prompt
+        rank = {}
         for entry in reversed(self.recent):
             same = entry.window, entry.group.prompt_id
-            ranked.append((-entry.window, newer[same], self.buffer.rng.random(), entry))
+            rank[entry] = (-entry.window, newer[same], self.buffer.rng.random())
             newer[same] += 1
-        ranked.sort(key=itemgetter(0, 1, 2))
-        return [entry for *_, entry in ranked]
+        return sorted(rank, key=rank.get)
 
     def distinct_first(self, group: Group, K: int) -> list[Trajectory]:
         """K of a group's S trajectories: distinct ones first, then duplicates.
 
         Example: of the responses "a", "a", "a", "b" and K = 3, "a", "b" and one more "a".
         """
-        shuffled = [
-            group.trajectories[i] for i in self.buffer.rng.permutation(len(group.trajectories))
-        ]
-        distinct = {self.buffer.key(t): t for t in shuffled}
-        duplicates = [t for t in shuffled if distinct[self.buffer.key(t)] is not t]
+        shuffled = self.buffer.rng.permutation(group.trajectories)
+        distinct = {t.key: t for t in shuffled}
+        duplicates = [t for t in shuffled if distinct[t.key] is not t]
         return [*distinct.values(), *duplicates][:K]
 
 
@@ -888,9 +883,9 @@ class Task:
             raise ValueError(f"{name}: {rewards} are not {len(responses)} finite numbers")
         return rewards.tolist()
 
-    def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Adjust a response's log pi_ref, `logprobs` (T,); lower it to rule the response out."""
-        return logprobs
+    def ref_logprobs(self, tokens: np.ndarray, computed: np.ndarray) -> np.ndarray:
+        """A response's log pi_ref (T,), as computed, or lower to rule the response out."""
+        return computed
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         """One record per answer; `summarize` turns them into the evaluation's metrics."""
@@ -1436,8 +1431,8 @@ class Searcher:
         self.call_size = max(
             1, config.sequences_in_flight // (threads * config.searched_per_prompt)
         )
-        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
-        self.group = WeightGroup(spec.meeting)  # in which it receives weights
+        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.group.device)
+        self.group = copy.copy(spec.group)  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
@@ -1458,7 +1453,7 @@ class Searcher:
 
     def follow(self) -> None:
         """In a thread: handle the Trainer's messages."""
-        connect_store(self.spec.meeting, "watch")  # before a transfer waits for it
+        self.group.connect("watch")  # before a transfer waits for it
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -1559,6 +1554,7 @@ class Searcher:
         config = self.config
         task = self.problem.task
         n = config.eval_responses
+        greedy = task.greedy_evaluation and n == 1
         for row in rows:
             prompt = self.problem.held_out[row]
             request = Request(
@@ -1566,9 +1562,8 @@ class Searcher:
                 prompt=prompt,
                 n=n,
                 max_tokens=config.response_limit(prompt),
-                temperature=config.temperature,
+                temperature=0.0 if greedy else config.temperature,
                 min_tokens=task.min_eval_tokens,
-                greedy=task.greedy_evaluation and n == 1,
                 seed=config.seed + row,
             )
             self.engine.submit(request)
@@ -1595,7 +1590,7 @@ class Searcher:
             scored = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
         else:
             # both policies have the temperature of the engine's log-probabilities
-            temperature = 1.0 if first.greedy else config.temperature
+            temperature = config.temperature if first.temperature else 1.0
             sequences = [(done.request.prompt, done.tokens) for done in completions]
             scored = token_logprobs(self.reference, sequences, config, temperature)
         ref_logprobs = iter(scored)
@@ -1704,19 +1699,18 @@ PromptGroups = list[tuple[np.ndarray, list[np.ndarray]]]
 
 def local_device() -> torch.device:
     """This process's GPU, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_model(
     config: Config, path: str, dtype: torch.dtype, device: torch.device,
     kind: str = "AutoModelForCausalLM",
 ) -> nn.Module:  # fmt: skip
-    """Load a model from a folder or hub name; `kind`: its auto class. It stays in evaluation mode.
+    """Load a model from a folder or hub name, in evaluation mode; `kind` is its auto class.
 
-    Raises ValueError if it lacks weights or has others, has an adapter, is quantized, or cannot
-    generate from left to right.
+    Raises ValueError if weights are missing, unexpected or quantized, or if it has an adapter or
+    cannot generate from left to right.
     """
     adapter = transformers.utils.find_adapter_config_file(path)
     model_config = None if adapter else transformers.AutoConfig.from_pretrained(path)
@@ -1724,10 +1718,8 @@ def load_model(
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
     text_config = model_config.get_text_config()
     if config.dtype == "bfloat16":
-        # TF32 for float32 matmuls, which vLLM disables: nearly as fast as bfloat16, more precise
-        torch.set_float32_matmul_precision("high")
-    # SDPA ignores the soft cap of attention scores (Gemma 2)
-    is_capped = getattr(text_config, "attn_logit_softcapping", None)
+        torch.set_float32_matmul_precision("high")  # TF32, which vLLM disables
+    is_capped = getattr(text_config, "attn_logit_softcapping", None)  # SDPA ignores it (Gemma 2)
     model, loaded = getattr(transformers, kind).from_pretrained(
         path,
         config=model_config,
@@ -1738,9 +1730,8 @@ def load_model(
         ignore_mismatched_sizes=True,  # so that they are reported
     )
     # BERT, BART and their descendants declare this field, and no decoder but GPT-NeoX
-    declared = hasattr(type(text_config), "is_decoder")
-    has_encoder = declared and "gpt_neox" not in text_config.model_type
-    if kind == "AutoModelForCausalLM" and (has_encoder or model.base_model is model):
+    encodes = hasattr(type(text_config), "is_decoder") and "gpt_neox" not in text_config.model_type
+    if kind == "AutoModelForCausalLM" and (encodes or model.base_model is model):
         raise ValueError(f"a {type(model).__name__} is not supported; choose another decoder")
     is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
     wrong = [name for name in loaded["missing_keys"] if not (is_body and "pooler" in name)]
@@ -1752,17 +1743,14 @@ def load_model(
 
 
 def can_pack(model: nn.Module, longest: int) -> bool:
-    """Whether a model respects packed rows' mask and position ids up to `longest`, in tokens."""
+    """Whether a model respects the mask and position ids of rows up to `longest` tokens."""
     config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or [])
-    windows = [
-        getattr(config, "sliding_window", None),
-        getattr(config, "attention_chunk_size", None),
-    ]
+    layers = getattr(config, "layer_types", None) or []
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return (
         config._attn_implementation == "sdpa"  # others add a boolean mask to the scores
         and not getattr(config, "alibi", False)
-        and layers <= {"full_attention", "sliding_attention", "chunked_attention"}
+        and {"full_attention", "sliding_attention", "chunked_attention"}.issuperset(layers)
         and all(longest <= window for window in windows if window)  # the mask replaces theirs
     )
 
@@ -1774,27 +1762,22 @@ def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
-def with_forward(module: nn.Module, forward: Callable) -> nn.Module:
-    """A shallow copy of a module with another `forward`."""
+def altered(module: nn.Module, **children: nn.Module) -> nn.Module:
+    """A shallow copy of a module, with other children."""
     twin = copy.copy(module)
-    twin.forward = forward
+    twin._modules = module._modules | children
     return twin
 
 
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
-    """Float32 logits (N, V) of hidden states (N, H), with the family's soft caps and scales.
+    """Logits (N, V) of hidden states (N, H), with the family's soft caps and scales.
 
-    The model's own `forward` runs on a shallow copy, whose body returns `output` and these states.
+    The model's `forward` runs on a shallow copy, whose body returns `output` and these states.
     """
-    output = dataclasses.replace(output, last_hidden_state=hidden[None])
-    body = with_forward(model.base_model, lambda *_, **__: output)
-    if "decoder" in body._modules:  # OPT calls it, not the body
-        body._modules = body._modules | {"decoder": with_forward(body.decoder, body.forward)}
-    twin = copy.copy(model)
-    twin._modules = model._modules | {model.base_model_prefix: body}
-    head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear):  # false for a head with an adapter
-        twin.set_output_embeddings(with_forward(head, partial(float_logits, head)))
+    body = altered(model.base_model)
+    body.forward = lambda *_, **__: dataclasses.replace(output, last_hidden_state=hidden[None])
+    body.decoder = body  # which OPT calls
+    twin = altered(model, **{model.base_model_prefix: body})
     # an instance's `forward` may be wrapped, and bound to the original
     return type(twin).forward(twin, use_cache=False).logits[0].float()
 
@@ -1802,17 +1785,19 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
 class TokenLogProbs(nn.Module):
     """log pi(y_t | x, y_<t) of response tokens under a causal model.
 
-    Logits are computed where they predict a response token, CHUNK at a time, and once more in the
-    backward pass: (B*K, T, V) is never materialized.
+    Logits are computed only where they predict response tokens, CHUNK at a time, and once more in
+    the backward pass.
     """
 
     CHUNK = 1024
-    # of a packed row; longer rows share their prompt more, but attention's cost is quadratic
-    ROW_TOKENS = 1024
+    ROW_TOKENS = 1024  # of a packed row; the cost of attention is quadratic
 
     def __init__(self, model: nn.Module, temperature: float, packs: bool = True) -> None:
         super().__init__()
         self.model = model
+        head = model.get_output_embeddings()
+        if isinstance(head, nn.Linear):  # false for a head with an adapter
+            head.forward = partial(float_logits, head)
         self.temperature = temperature
         self.row_tokens = self.ROW_TOKENS if packs else 0  # 0: one response per row
         self.ranks = Ranks()  # over which the model is sharded
@@ -1851,7 +1836,7 @@ class Row:
 
     prompt: np.ndarray  # (P,) int32
     responses: list[np.ndarray]  # (T,) int32 each
-    indices: list[np.ndarray]  # (T,) each: of these tokens, among those of all groups' responses
+    indices: list[np.ndarray]  # (T,) each: of these tokens, among those of all responses
 
     @property
     def length(self) -> int:
@@ -1864,7 +1849,7 @@ IDLE = Row(np.zeros(1, np.int32), [np.zeros(0, np.int32)], [np.zeros(0, np.int64
 
 
 def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[Row]]:
-    """Distribute each group's responses evenly over packed rows; returns the rows of each group.
+    """Distribute each group's responses evenly over packed rows; returns each group's rows.
 
     A row has about max(row_tokens, 4 * prompt) tokens, and at most `budget` unless one response
     exceeds it; with `row_tokens` 0, each response has its own row.
@@ -1873,19 +1858,18 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     the first and the last response (tokens 0-4 and 12-13), and of the others (8-11 and 5-7).
     """
     plan = []
-    lengths = [len(response) for _, responses in groups for response in responses]
-    # of tokens, by response
-    indices = iter(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
+    start = 0  # index of a response's first token
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
         row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
         rows = [Row(prompt, [], []) for _ in range(row_count)]
-        indexed = [(next(indices), response) for response in responses]
-        for index, response in sorted(indexed, key=lambda pair: len(pair[1]), reverse=True):
+        starts = start + np.cumsum([0, *map(len, responses)])
+        start = starts[-1]
+        for i in sorted(range(len(responses)), key=lambda i: -len(responses[i])):
             shortest = min(rows, key=attrgetter("length"))
-            shortest.indices.append(index)
-            shortest.responses.append(response)
+            shortest.indices.append(np.arange(starts[i], starts[i + 1]))
+            shortest.responses.append(responses[i])
         plan.append(rows)
     return plan
 
@@ -1928,8 +1912,8 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
     predictor = np.where(first, index[:, :1] + prompt_lengths, index) - 1
     answered = owner > 0
     inputs = {"input_ids": to_device(ids, device)}
-    # rows of one response need no mask, as attention is causal and padding comes last; and some
-    # families accept no position ids, others start a new sequence at each 0
+    # rows of one response need no mask: attention is causal, and padding comes last. Some families
+    # accept no position ids, others start a new sequence at each 0
     if any(len(row.responses) > 1 for row in rows):
         inputs["position_ids"] = to_device(position_ids, device)
         owners = to_device(owner, device)  # (R, L)
@@ -1944,10 +1928,10 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
 
 
 def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[list[list[Row]]]:
-    """Group units (rows that stay together) of similar length into micro-batches for each rank.
+    """Group units (rows that stay together) of similar length into micro-batches of each rank.
 
-    A micro-batch has at most `budget` tokens, including padding, or one unit. All ranks have the
-    same number, some of them IDLE.
+    They have at most `budget` tokens, including padding, or one unit. All ranks have the same
+    number of them, some IDLE.
 
     Example: units of 2 rows of 30, 2 of 10 and 2 of 12 tokens, a budget of 50 and one rank give two
     micro-batches: the last two units (4 x 12 = 48 tokens), and the first (60, too many).
@@ -1971,14 +1955,14 @@ def run_microbatches(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Run this rank's micro-batches of these units, with autocast if --dtype is bfloat16.
 
-    Yields for the n response tokens of each: their index among the N tokens of all groups'
-    responses, their log-probabilities, and entropies; (n,) each.
+    Yields the response tokens' indices among those of all responses, log-probabilities and
+    entropies, (n,) each.
     """
-    device = next(policy.parameters()).device
+    device = policy.model.device
     ranks = policy.ranks
     for rows in plan_microbatches(units, config.tokens_per_microbatch, ranks.size)[ranks.rank]:
-        # FSDP casts by itself; without the cache, a weight's bfloat16 copy is freed with the graph
-        enabled = config.dtype == "bfloat16" and ranks.size == 1
+        # without the cache, a weight's bfloat16 copy is freed with the graph
+        enabled = config.dtype == "bfloat16" and ranks.size == 1  # FSDP casts by itself
         with torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False):
             logprobs, entropies = policy(**pack(rows, device), temperature=temperature)
         index = np.concatenate([index for row in rows for index in row.indices])
@@ -1993,7 +1977,7 @@ def token_logprobs(
     plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
     units = [[row] for rows in plan for row in rows]
     lengths = [len(response) for _, responses in groups for response in responses]
-    flat = torch.zeros(sum(lengths), device=next(policy.parameters()).device)
+    flat = torch.zeros(sum(lengths), device=policy.model.device)
     for index, logprobs, _ in run_microbatches(policy, units, config, temperature):
         flat[index] = logprobs
     policy.ranks.all_reduce(flat)
@@ -2007,9 +1991,8 @@ def token_logprobs(
 class Ranks:
     """The processes that share the policy, started by `accelerate launch` or torchrun.
 
-    Rank 0 is the main process. It tells the others over Gloo which method of the Learner to run
-    next (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher ends all ranks when
-    one ends.
+    Rank 0, the main process, tells the others over Gloo which method of the Learner to run next
+    (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher ends all if one ends.
     """
 
     rank: int = 0
@@ -2064,8 +2047,10 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor of the parameter's shape; other tensors as they are."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
-    place = partial(distribute_tensor, src_data_rank=None)  # every rank has the whole tensor
-    return place(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+    # every rank has the whole tensor
+    return distribute_tensor(
+        tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
 
 
 def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
@@ -2079,7 +2064,7 @@ def load_policy(
 ) -> TokenLogProbs:
     """Load the policy to be trained, in float32; with several ranks, sharded by FSDP2.
 
-    It is unsharded only in host memory. FSDP gathers layers in --dtype, without autocast.
+    Then only host memory ever has all of it. FSDP gathers layers in --dtype, without autocast.
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device)
@@ -2116,10 +2101,9 @@ class Request:
     prompt: np.ndarray  # (P,) int32
     n: int
     max_tokens: int
-    temperature: float
+    temperature: float  # 0: greedy
     top_p: float = 1.0
     min_tokens: int = 0  # EOS is not sampled before
-    greedy: bool = False
     seed: int = 0
 
 
@@ -2130,7 +2114,7 @@ class Completion:
     request: Request
     tokens: list[np.ndarray]  # n x (T,) int32, including EOS
     logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
-    ended: np.ndarray  # (n,) bool: finished with EOS (not truncated)
+    ended: list[bool]  # finished with EOS (not truncated)
 
 
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
@@ -2160,7 +2144,7 @@ class TransformersEngine:
     LOOKAHEAD = 1.0  # submitted responses / --sequences_in_flight
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
-        """Load the model of flag `name`, for at most `longest` tokens of prompt and response."""
+        """Load the model of flag `name`, for sequences of at most `longest` tokens."""
         self.config = config
         self.device = local_device()
         self.end_tokens = end_tokens(name, config)
@@ -2185,7 +2169,7 @@ class TransformersEngine:
         def kind(request: Request) -> tuple:
             # padding changes linear attention
             length = 0 if self.shares_prompts else len(request.prompt)
-            return request.greedy, request.top_p, request.min_tokens, length
+            return request.temperature == 0, request.top_p, request.min_tokens, length
 
         batch = [self.waiting.popleft()]
         rows = batch[0].n
@@ -2201,8 +2185,7 @@ class TransformersEngine:
         """Generate the next batch; `between_steps`, called after each token, may load weights."""
         batch = self.take_batch()
         rows = [b for b, request in enumerate(batch) for _ in range(request.n)]  # R indices
-        greedy = batch[0].greedy
-        temperatures = [[1.0 if greedy else batch[b].temperature] for b in rows]
+        temperatures = [[batch[b].temperature or 1.0] for b in rows]
         hook = DecodeHook(torch.tensor(temperatures, device=self.device), between_steps)
         prompts = [torch.from_numpy(request.prompt).long() for request in batch]  # B x (P,)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
@@ -2210,7 +2193,7 @@ class TransformersEngine:
         mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (B, P)
         cache = None
         if self.shares_prompts and len(rows) > len(batch) and mask.shape[1] > 1:
-            # run all but the last prompt token once per prompt; `generate` continues from there
+            # run all but the last token once per prompt; `generate` continues from there
             cache = self.model.base_model(
                 prompt_ids[:, :-1],
                 attention_mask=mask[:, :-1],
@@ -2225,9 +2208,9 @@ class TransformersEngine:
                 prompt_ids[rows],
                 attention_mask=mask[rows],
                 past_key_values=cache,
-                do_sample=not greedy,
+                do_sample=batch[0].temperature > 0,
                 top_k=0,
-                top_p=None if greedy else batch[0].top_p,
+                top_p=batch[0].top_p,
                 min_new_tokens=batch[0].min_tokens or None,
                 max_new_tokens=max(request.max_tokens for request in batch),
                 eos_token_id=self.end_tokens,
@@ -2242,17 +2225,18 @@ class TransformersEngine:
     def completions_of(
         self, batch: list[Request], tokens: np.ndarray, logprobs: np.ndarray
     ) -> list[Completion]:
-        """Split arrays (R, T) by request, and cut each row after EOS or at its maximum length."""
-        starts = np.cumsum([request.n for request in batch])[:-1]
-        parts = zip(batch, np.split(tokens, starts), np.split(logprobs, starts), strict=True)
+        """Split arrays (R, T) by request, and cut rows after EOS or at their maximum length."""
         completions = []
-        for request, own_tokens, own_logprobs in parts:
-            stops = np.isin(own_tokens[:, : request.max_tokens], self.end_tokens)  # (n, T)
-            ended = stops.any(1)  # (n,)
-            lengths = np.where(ended, stops.argmax(1) + 1, request.max_tokens)  # (n,)
-            cut_tokens = [row[:T].copy() for row, T in zip(own_tokens, lengths, strict=True)]
-            cut_logprobs = [row[:T].copy() for row, T in zip(own_logprobs, lengths, strict=True)]
-            completions.append(Completion(request, cut_tokens, cut_logprobs, ended))
+        rows = zip(tokens, logprobs, np.isin(tokens, self.end_tokens), strict=True)
+        for request in batch:
+            done = Completion(request, [], [], [])
+            for row, row_logprobs, is_end in itertools.islice(rows, request.n):
+                ends = np.flatnonzero(is_end[: request.max_tokens])
+                T = ends[0] + 1 if len(ends) else request.max_tokens
+                done.tokens.append(row[:T].copy())
+                done.logprobs.append(row_logprobs[:T].copy())
+                done.ended.append(len(ends) > 0)
+            completions.append(done)
         return completions
 
     @torch.inference_mode()
@@ -2263,7 +2247,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities (P-1,) of each sequence's tokens after the first, at temperature 1."""
+        """Log-probabilities (P-1,) of each sequence's tokens but the first, at temperature 1."""
         rows = [torch.from_numpy(tokens).long() for tokens in sequences]
         # needs no mask: padding comes last, and attention is causal
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)  # (R, P)
@@ -2287,20 +2271,18 @@ VLLM_ENVIRONMENT = {  # defaults
 class VLLMEngine:
     """Generation with vLLM in this process; the same interface as `TransformersEngine`."""
 
-    # pending requests fill the slots freed by a group's shorter responses
-    LOOKAHEAD = 4 / 3
+    LOOKAHEAD = 4 / 3  # pending requests fill the slots of shorter responses
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
-        for variable, value in VLLM_ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process
-        import vllm  # imported late: it is slow, and reads the environment
-        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+        os.environ.update(VLLM_ENVIRONMENT | os.environ)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs here
+        import vllm.compilation.cuda_graph  # late: it is slow, and reads the environment
 
         if not dist.is_initialized():  # vLLM's own group would open a port
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        CUDAGraphWrapper._all_instances.clear()  # or vLLM deletes the other engines' graphs
+        # or vLLM deletes the other engines' graphs
+        vllm.compilation.cuda_graph.CUDAGraphWrapper._all_instances.clear()
         self.llm = vllm.LLM(
             model=getattr(config, name),
             dtype=config.dtype,
@@ -2318,7 +2300,6 @@ class VLLMEngine:
             use_tqdm_on_load=False,
         )
         self.config = config
-        self.ids = map(str, itertools.count())  # of requests
         self.loads = 0  # of weights; salts the prefix cache
         self.requests: dict[str, Request] = {}  # unfinished, by the engine's request id
         self.outputs: dict[str, Any] = {}  # finished, and not returned yet
@@ -2339,8 +2320,8 @@ class VLLMEngine:
     def submit(self, request: Request) -> None:
         params = self.sampling(
             n=request.n,
-            temperature=0.0 if request.greedy else request.temperature,
-            top_p=1.0 if request.greedy else request.top_p,
+            temperature=request.temperature,
+            top_p=request.top_p,
             min_tokens=request.min_tokens,
             max_tokens=request.max_tokens,
             logprobs=0,  # of the sampled token only
@@ -2351,7 +2332,7 @@ class VLLMEngine:
 
     def _add(self, prompt: np.ndarray, params: Any) -> str:
         """Add a request to the engine; returns its id there."""
-        request_id = next(self.ids)
+        request_id = str(next(self.llm.request_counter))
         # the salt excludes cached prefixes of older weights
         inputs = {"prompt_token_ids": prompt.tolist(), "cache_salt": str(self.loads)}
         self.llm.llm_engine.add_request(request_id, inputs, params)
@@ -2364,15 +2345,14 @@ class VLLMEngine:
             request = self.requests.pop(request_id)
             tokens = [np.array(o.token_ids, np.int32) for o in output.outputs]
             logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in output.outputs]
-            ended = np.array([o.finish_reason == "stop" for o in output.outputs])
+            ended = [o.finish_reason == "stop" for o in output.outputs]
             completions.append(Completion(request, tokens, logprobs, ended))
         self.outputs.clear()
         between_steps()
         return completions
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        options = {"weights_iterator": iter(weights), "is_checkpoint_format": True}
-        self.llm.collective_rpc("reload_weights", kwargs=options)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if local_device().type == "cpu":
             self.llm.apply_model(self._repack_heads)
         self.loads += 1
@@ -2413,19 +2393,17 @@ def vllm_can_run() -> bool:
 #                             probes, and continues to train
 #   WeightSync.send           in a thread: notifies the members, forms a process group if they
 #                             changed, broadcasts
-#   receive_weights           in a Searcher's thread: joins the group, receives into the staging
-#                             buffer -> Received
-#   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded. If
-#                             an evaluation is due, the weights came with its prompts
-#   WeightSync.on_loaded      compares the probes; when the last member has loaded, the sync is over
+#   receive_weights           in a Searcher's thread: joins the group, receives -> Received
+#   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded
+#   WeightSync.on_loaded      compares the probes; after the last member's, the sync is over
 #
 # If a step fails, the group is abandoned, and the next sync, due at once, forms a new one. Only
-# members that did not reply in time, or that repeatedly miss weights on their own, are killed.
+# members that do not reply in time, or that repeatedly miss weights on their own, are killed.
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors (not copies) by its own names; tied tensors appear once."""
-    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     return {
         name.replace(".base_layer", ""): tensors[name]
         for name in model.state_dict()  # without non-persistent buffers
@@ -2436,67 +2414,60 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
 class FlatWeights:
     """Weights in one flat tensor: the Trainer's snapshot, or a Searcher's staging buffer."""
 
-    BUCKET = 2**26  # elements per broadcast
-
     def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Allocate space for weights with the names and shapes of `like`."""
         sizes = [tensor.numel() for tensor in like.values()]
-        # copies between a GPU and Gloo's buffer are faster from pinned memory
-        pinned = device.type == "cpu" and torch.cuda.is_available()
+        pinned = device.type == "cpu" and torch.cuda.is_available()  # for faster copies
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
         parts = zip(like.items(), self.flat.split(sizes), strict=True)
-        self.views = {name: part.view(tensor.shape) for (name, tensor), part in parts}
-
-
-@dataclass(frozen=True)
-class MeetingPoint:
-    """Where and how the members of a process group connect."""
-
-    host: str  # the Trainer's address
-    port: int  # of its TCPStore
-    nccl: bool  # NCCL needs a GPU for each member; otherwise Gloo moves the weights
-    timeout: timedelta  # for connecting, and for each operation of a group
-
-    @property
-    def device(self) -> torch.device:
-        """The device that weights are sent from and received on."""
-        return local_device() if self.nccl else torch.device("cpu")
+        self.views = {name: part.view_as(tensor) for (name, tensor), part in parts}
 
 
 @lru_cache(2)
-def connect_store(meeting: MeetingPoint, use: str) -> dist.TCPStore:
-    """A connection to the Trainer's TCPStore; one that waits for a member serves nothing else.
-
-    It is kept because connecting performs a reverse DNS lookup, which can take seconds.
-    """
-    return dist.TCPStore(meeting.host, meeting.port, timeout=meeting.timeout)
+def connect_store(host: str, port: int, timeout: timedelta, use: str) -> dist.TCPStore:
+    """See `WeightGroup.connect`."""
+    return dist.TCPStore(host, port, timeout=timeout)
 
 
 @dataclass
 class WeightGroup:
     """A process group besides the default one, in which rank 0 broadcasts weights."""
 
-    meeting: MeetingPoint
+    host: str  # the Trainer's address
+    port: int  # of its TCPStore
+    nccl: bool  # NCCL needs a GPU for each member; otherwise Gloo moves the weights
+    timeout: timedelta  # for connecting, and for each operation
     name: str = ""
     rank: int = 0
     size: int = 1
-    formed: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+    formed: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL
     abandoned: bool = False
 
-    def form(self) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+    @property
+    def device(self) -> torch.device:
+        """The device that weights are sent from and received on."""
+        return local_device() if self.nccl else torch.device("cpu")
+
+    def connect(self, use: str) -> dist.TCPStore:
+        """A connection to the Trainer's TCPStore; one that waits for a member serves nothing else.
+
+        It is kept because connecting performs a reverse DNS lookup, which can take seconds.
+        """
+        return connect_store(self.host, self.port, self.timeout, use)
+
+    def form(self) -> Any:
         """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
-        meeting = self.meeting
-        store = dist.PrefixStore(self.name, connect_store(meeting, self.name))
-        if meeting.nccl:
-            group = dist.ProcessGroupNCCL(store, self.rank, self.size, meeting.timeout)
-            group.eager_connect_single_device(meeting.device)
+        store = dist.PrefixStore(self.name, self.connect(self.name))
+        if self.nccl:
+            group = dist.ProcessGroupNCCL(store, self.rank, self.size, self.timeout)
+            group.eager_connect_single_device(self.device)
             return group
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((meeting.host, meeting.port))  # UDP: sends nothing, chooses a route
+            probe.connect((self.host, self.port))  # UDP: sends nothing, chooses a route
             address = probe.getsockname()[0]  # this machine's, on the Trainer's network
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # no public class sets the address
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = meeting.timeout
+        options._timeout = self.timeout
         return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def broadcast(self, weights: FlatWeights) -> None:
@@ -2505,32 +2476,30 @@ class WeightGroup:
         Raises RuntimeError after the timeout, if the connection to a member is lost, or if the
         Trainer says that a member has ended, for which others would wait.
         """
-        deadline = time.monotonic() + self.meeting.timeout.total_seconds()
+        deadline = time.monotonic() + self.timeout.total_seconds()
         running = ThreadPoolExecutor(1).submit(self.run, weights)  # may never return
         while wait([running], timeout=0.1).not_done:
             if time.monotonic() > deadline:
                 raise RuntimeError("timeout (--transfer_timeout)")
-            if connect_store(self.meeting, "watch").check([self.name]):
+            if self.connect("watch").check([self.name]):
                 raise RuntimeError("another member ended")
         running.result()
 
     def run(self, weights: FlatWeights) -> None:
-        """In a thread: form the group unless it is formed, broadcast, and wait for the end."""
+        """In a thread: form the group unless it is formed, and broadcast."""
         if self.formed is None:
             self.formed = self.form()
         if self.abandoned:  # formed too late: another group may be using `weights`
             self.abandon()
             return
-        buckets = weights.flat.split(weights.BUCKET)
-        for work in [self.formed.broadcast(bucket, 0) for bucket in buckets]:
-            while not work.is_completed():
-                if self.abandoned:
-                    return
-                time.sleep(0.0005)
+        work = self.formed.broadcast(weights.flat, 0)
+        while not (work.is_completed() or self.abandoned):
+            time.sleep(0.0005)
+        if not self.abandoned:
             work.wait()  # returns immediately, or raises the broadcast's error
 
     def abandon(self) -> None:
-        """Abort the group, which ends a stuck NCCL kernel, in a thread, as it may block."""
+        """Abort the group, in a thread, as it may block; this ends a stuck NCCL kernel."""
         self.abandoned = True
         if self.formed is not None:
             threading.Thread(target=self.formed.abort, daemon=True).start()
@@ -2541,14 +2510,13 @@ class WeightGroup:
 class Transfer:
     """A transfer of weights to the members of a process group."""
 
-    version: int  # optimizer step of the weights
-    reference: bool  # whether they are the reference's, not the policy's
-    members: list[RunningSearcher]  # of the process group, by rank, from 1
-    receiving: set[RunningSearcher]  # members that have neither received nor missed them yet
-    loading: set[RunningSearcher]  # members that have neither loaded nor missed them yet
-    deadline: float  # for sending, and for the members' replies
     group: WeightGroup
+    members: list[RunningSearcher]  # by rank, from 1
+    version: int = -1  # optimizer step of the weights
+    reference: bool = False  # the reference's weights, not the policy's
+    deadline: float = 0.0  # for sending, and for the members' replies
     sending: Future | None = None  # None: it is sent, and every member has replied
+    owed: dict[RunningSearcher, type] = field(default_factory=dict)  # member -> its next reply
     missed: dict[RunningSearcher, str] = field(default_factory=dict)  # member -> why
 
 
@@ -2566,18 +2534,10 @@ class WeightSync(Stateful):
         self.learner = learner
         self.searchers = searchers
         self.evaluations = evaluations
-        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.meeting.device)
+        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.group.device)
         learner.snapshot = self.snapshot
         # the latest; this first one is over
-        self.transfer = Transfer(
-            version=-1,
-            reference=False,
-            members=[],
-            receiving=set(),
-            loading=set(),
-            deadline=0.0,
-            group=WeightGroup(searchers.meeting),
-        )
+        self.transfer = Transfer(copy.copy(searchers.group), members=[])
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
@@ -2589,25 +2549,24 @@ class WeightSync(Stateful):
     @property
     def in_progress(self) -> bool:
         """Whether weights are in flight, or not loaded yet."""
-        loading = any(s.state == "ready" for s in self.transfer.loading)
-        return loading or self.transfer.sending is not None
+        owed = any(s.state == "ready" for s in self.transfer.owed)
+        return owed or self.transfer.sending is not None
 
     def poll(self) -> None:
         """End a transfer that is complete or late; kill members that have not replied."""
         transfer = self.transfer
         if transfer.sending is None:
             return
-        silent = [s for s in transfer.receiving if s.state == "ready"]
-        if len(silent) < len(transfer.receiving):  # a member ended: the others stop waiting
+        waiting_for = [s for s, reply in transfer.owed.items() if reply is Received]
+        silent = [s for s in waiting_for if s.state == "ready"]
+        if len(silent) < len(waiting_for):  # a member ended: the others stop waiting
             self.searchers.store.set(transfer.group.name, "ended")
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
         error = transfer.sending.exception() if complete else "timeout (--transfer_timeout)"
         transfer.sending = None
-        suspects = transfer.missed
-        if transfer.receiving:
-            suspects = dict.fromkeys(transfer.receiving, "it ended or did not reply")
+        suspects = dict.fromkeys(waiting_for, "it ended or did not reply") or transfer.missed
         for s, reason in suspects.items():
             s.missed += 1
             if s in silent or s.missed >= self.MAX_MISSED:
@@ -2623,16 +2582,16 @@ class WeightSync(Stateful):
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
-        A changed reference is sent first, on its own. If one member hangs, all miss the weights:
+        A changed reference is sent first, on its own. If all missed the weights, as one hangs,
         each is sent the next ones alone. Returns whether the policy is being sent.
         """
         ready = [s for s in self.searchers.running if s.state == "ready"]
         self.due |= self.evaluations.due or any(s.version < 0 for s in ready)
+        states = {s.state for s in self.searchers.running}
         if self.config.synchronous:
-            complete = len(ready) == self.config.num_searchers
+            complete = states == {"ready"}
         else:  # only the first sync waits for Searchers that are loading their models
-            loading = any(s.state == "loading" for s in self.searchers.running)
-            complete = self.version >= 0 or not loading
+            complete = self.version >= 0 or "loading" not in states
         if not (self.due and ready and complete) or self.in_progress:
             return False
         start = time.perf_counter()
@@ -2652,15 +2611,16 @@ class WeightSync(Stateful):
         group = self.transfer.group
         if self.transfer.members != members or group.abandoned:
             group.abandon()
-            group = WeightGroup(group.meeting, os.urandom(8).hex(), size=len(members) + 1)
+            group = dataclasses.replace(
+                self.searchers.group, name=os.urandom(8).hex(), size=len(members) + 1
+            )
         transfer = Transfer(
+            group,
+            members,
             version=self.reference_version if reference else step,
             reference=reference,
-            members=members,
-            receiving=set(members),
-            loading=set(members),
             deadline=time.monotonic() + 3 * self.config.transfer_timeout,
-            group=group,
+            owed=dict.fromkeys(members, Received),
         )
         held_out = 0 if reference else self.evaluations.begin_if_due(step, members)
         # in a new thread, as a stuck one may never return
@@ -2684,22 +2644,20 @@ class WeightSync(Stateful):
     def on_received(self, s: RunningSearcher, failure: str) -> None:
         """A member received the weights; or it did not, and keeps its current ones."""
         transfer = self.transfer
-        transfer.receiving.remove(s)
-        if not failure:
-            return
-        transfer.missed[s] = failure
-        transfer.loading.remove(s)
-        if not transfer.reference:
-            self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
+        transfer.owed[s] = Loaded
+        if failure:
+            del transfer.owed[s]
+            transfer.missed[s] = failure
+            if not transfer.reference:
+                self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
 
     def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
         """A member loaded the weights: compare its log-probabilities with the Trainer's.
 
-        Raises RunEnded if any differs by more than --logprob_tolerance: a mean would hide an error
-        of a few tokens.
+        Raises RunEnded if any differs by more than --logprob_tolerance.
         """
         transfer = self.transfer
-        transfer.loading.remove(s)
+        del transfer.owed[s]
         s.missed = 0
         if transfer.reference:
             s.reference_version = transfer.version
@@ -2805,7 +2763,7 @@ class SearcherSpec:
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
     arrived: set[int]  # later positions whose groups have arrived, which are not sampled again
-    meeting: MeetingPoint
+    group: WeightGroup  # not formed: how to connect to the Trainer
     shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
     messages: Any  # queue of all Searchers' messages
@@ -2908,9 +2866,8 @@ class SearcherProcesses(Stateful):
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        self.meeting = MeetingPoint(
-            host, port, nccl, timedelta(seconds=self.config.transfer_timeout)
-        )
+        timeout = timedelta(seconds=self.config.transfer_timeout)
+        self.group = WeightGroup(host, port, nccl, timeout)  # groups to be formed are copies
         self.store = dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach())
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
         if nccl or not torch.cuda.is_available():
@@ -2940,7 +2897,7 @@ class SearcherProcesses(Stateful):
             start=self.starts,
             first=self.first_missing + (searcher - self.first_missing) % M,
             arrived={index for index in self.arrived_positions if index % M == searcher},
-            meeting=self.meeting,
+            group=self.group,
             shared=self.shared,
             commands=commands,
             messages=self.messages,
@@ -4326,7 +4283,7 @@ class AttackBuffer(ReplayBuffer):
         if 0 < config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
             capacity = max(map(len, self.trajectories.values()))  # that of the largest prompt
         stored = self.trajectories.setdefault(group.prompt_id, {})
-        new = [self.key(t) for t in group.trajectories]
+        new = [t.key for t in group.trajectories]
         texts = [*stored, *new]
         most = math.ceil(config.near_duplicate * 2 * max(map(len, texts)))  # edits
         edits = cdist(  # (new, texts); above `most`: most + 1
@@ -4460,10 +4417,10 @@ class RedTeam(Task):
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return self.log_toxicity(responses).mean(1)
 
-    def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    def ref_logprobs(self, tokens: np.ndarray, computed: np.ndarray) -> np.ndarray:
         if len(tokens) < self.config.min_attack_tokens:
-            return np.full_like(logprobs, -500.0 / len(tokens))  # as in the GFlowNet baseline
-        return logprobs
+            return np.full_like(computed, -500.0 / len(tokens))  # as in the GFlowNet baseline
+        return computed
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()

@@ -541,14 +541,14 @@ class SimulatedSearchers(tba.SearcherProcesses):
 
     def start(self) -> None:
         """Load the Searchers."""
-        self.meeting = tba.MeetingPoint("127.0.0.1", 0, False, tba.timedelta(seconds=30))
+        self.group = tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30))
         self.problem.task.reward_threads = 0  # compute rewards synchronously
         self.loaded: list[tba.Searcher] = []
         M = self.config.num_searchers
         for i in range(M):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, first=i, arrived=set(), meeting=self.meeting,
+                searcher=i, start=i + 1, first=i, arrived=set(), group=self.group,
                 shared=None, commands=commands, messages=queue.SimpleQueue(),
             )  # fmt: skip
             self.loaded.append(SimulatedSearcher(self.config, self.problem, spec, self.loaded))

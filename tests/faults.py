@@ -20,7 +20,6 @@ import tba
 
 FOLDER = Path(os.environ["TBA_FAULTS"])
 IN_A_SEARCHER = multiprocessing.parent_process() is not None or tba.SEARCHER_FLAG in sys.argv
-tba.FlatWeights.BUCKET = 25_000  # several buckets even for a tiny model
 
 
 def claim(fault: str) -> bool:

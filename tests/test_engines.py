@@ -85,12 +85,12 @@ def test_completions_are_whole_and_their_logprobs_the_policys(engine, engine_of)
     served, config, problem = engine_of(engine)
     for i in range(3):
         served.submit(request(problem, i, 4, temperature=(0.7, 1.3, 0.5)[i]))
-    served.submit(request(problem, 3, 1, greedy=True))
+    served.submit(request(problem, 3, 1, temperature=0.0))
     done = finish(served)
     model = tba.load_model(config, config.model, torch.float32, CPU)
     policy = tba.TokenLogProbs(model, 0.7)
     for i, completion in done.items():
-        temperature = 1.0 if completion.request.greedy else completion.request.temperature
+        temperature = completion.request.temperature or 1.0
         groups = [(problem.prompts[i], completion.tokens)]
         scored = tba.token_logprobs(policy, groups, config, temperature)
         assert len(completion.tokens) == completion.request.n
@@ -212,8 +212,8 @@ def test_a_member_that_never_comes_ends_a_transfer_in_time():
     start = time.monotonic()
     with pytest.raises(RuntimeError):
         limit = tba.timedelta(seconds=1)
-        meeting = tba.MeetingPoint("127.0.0.1", store.port, False, limit)
-        tba.WeightGroup(meeting, "alone", rank=0, size=2).form()
+        group = tba.WeightGroup("127.0.0.1", store.port, False, limit, "alone", size=2)
+        group.form()
     assert time.monotonic() - start < 60
 
 
@@ -222,8 +222,7 @@ def test_a_nucleus_of_almost_nothing_is_the_argmax(engine, engine_of):
     served, _, problem = engine_of(engine)
     served.submit(request(problem, 0, 8, temperature=1.5, top_p=0.001))
     served.submit(request(problem, 1, 8, temperature=1.5))
-    served.submit(tba.Request(id=2, prompt=problem.prompts[0], n=1, max_tokens=12, temperature=1.0,
-                              greedy=True))  # fmt: skip
+    served.submit(tba.Request(id=2, prompt=problem.prompts[0], n=1, max_tokens=12, temperature=0.0))
     done = finish(served)
     (greedy,) = done[2].tokens
     assert all(np.array_equal(tokens, greedy) for tokens in done[0].tokens)

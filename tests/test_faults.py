@@ -315,7 +315,7 @@ def searcher_of(gsm8k, tmp_path, **flags):
     config, problem = problem_of(gsm8k, tmp_path / "none", **flags)
     spec = tba.SearcherSpec(
         searcher=0, start=1, first=0, arrived=set(), shared=None, commands=queue.Queue(),
-        meeting=tba.MeetingPoint("127.0.0.1", 0, False, tba.timedelta(seconds=30)),
+        group=tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30)),
         messages=queue.Queue(),
     )  # fmt: skip
     searcher = tba.Searcher(config, problem, spec)
@@ -523,7 +523,7 @@ def searcher_processes(config):
     """SearcherProcesses without a Manager."""
     processes = tba.SearcherProcesses(config, None, lambda text: None)
     processes.manager = SimpleNamespace(Queue=queue.Queue)
-    processes.messages = processes.meeting = processes.shared = None
+    processes.messages = processes.group = processes.shared = None
     processes.receiving = Future()
     return processes
 
