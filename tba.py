@@ -190,6 +190,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.hf_argparser import string_to_bool
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in, if this file is renamed
@@ -213,10 +214,8 @@ def flag(
 ) -> Any:
     """A dataclass field that is a command-line flag, with its help text and range."""
     shown = text if default in ("", None) else f"{text} (default: {default})"
-    return field(
-        default=default,
-        metadata={"help": shown, "range": (minimum, maximum), "scheduled": scheduled},
-    )
+    metadata = {"help": shown, "range": (minimum, maximum), "scheduled": scheduled}
+    return field(default=default, metadata=metadata)
 
 
 # a flag whose value may change with the optimizer step; `at_step` evaluates it
@@ -316,12 +315,6 @@ class Config:
 
 # dataclasses whose fields are flags; tasks and plug-ins append theirs, and Config has all values
 FLAGS: list[type] = [Config]
-# first flag -> title of a section of --help; other dataclasses have one section each
-SECTIONS = {
-    "task": "what most runs set", "temperature": "sampling", "objective": "objective",
-    "recent_probability": "replay", "weight_decay": "optimizer", "engine": "system",
-    "eval_every": "evaluation, checkpoints and metrics",
-}  # fmt: skip
 
 
 class InputError(ValueError):
@@ -336,8 +329,7 @@ def all_flags() -> list[dataclasses.Field]:
 def settings(**values: Any) -> Config:
     """A Config with these values and the defaults of all other flags."""
     config = Config()
-    for f in all_flags():
-        setattr(config, f.name, values.get(f.name, f.default))
+    vars(config).update({f.name: values.get(f.name, f.default) for f in all_flags()})
     return config
 
 
@@ -346,17 +338,11 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
     section = parser.add_argument_group(re.split(r"[.(]", owner.__doc__)[0])
     types = typing.get_type_hints(owner)
     for f in dataclasses.fields(owner):
-        if f.name in SECTIONS:
-            section = parser.add_argument_group(SECTIONS[f.name])
         kind = types[f.name]
         parts = typing.get_args(kind)  # of a Literal, or of `float | None`
         options: dict[str, Any] = {}
         if kind is bool:
-            options = {
-                "type": transformers.hf_argparser.string_to_bool,
-                "nargs": "?",
-                "const": True,
-            }
+            options = {"type": string_to_bool, "nargs": "?", "const": True}
         elif typing.get_origin(kind) is Literal:
             options = {"choices": parts}
         elif f.metadata["scheduled"] or kind not in (str, str | None):
@@ -378,11 +364,9 @@ def number(f: dataclasses.Field, kind: type, text: str) -> Any:
 
 def at_step(config: Config, step: int) -> Config:
     """A copy of the settings in which schedules are replaced by their values at `step`."""
-    now = copy.copy(config)
-    for f in all_flags():
-        if f.metadata["scheduled"]:
-            setattr(now, f.name, schedule_value(getattr(config, f.name), step, config.steps))
-    return now
+    scheduled = [f.name for f in all_flags() if f.metadata["scheduled"]]
+    now = {name: schedule_value(getattr(config, name), step, config.steps) for name in scheduled}
+    return settings(**vars(config) | now)
 
 
 def schedule_points(text: str | float) -> list[tuple[float, float, str]]:
@@ -409,8 +393,7 @@ def schedule_value(text: str | float, step: int, end: float = math.inf) -> float
     """
     last_step = last_value = 0.0
     for next_step, value, curve in schedule_points(text):
-        if next_step == math.inf:
-            next_step = end
+        next_step = end if next_step == math.inf else next_step
         if step < next_step:
             part = (step - last_step) / (next_step - last_step)
             if curve == "~":
@@ -624,7 +607,21 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
 # ====================================================================================== 4. Replay
 
 
-class ReplayBuffer:
+class Stateful:
+    """Has a state that checkpoints save, once it is given to `Trainer.checkpointed`."""
+
+    SAVED: ClassVar[tuple[str, ...]] = ()  # attributes: tensors, and containers of plain values
+
+    def state(self) -> dict[str, Any]:
+        """What `load_state` restores; its containers are copies, as a thread writes them."""
+        return {name: tree_map(copy.copy, getattr(self, name)) for name in self.SAVED}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        vars(self).update(state)
+
+
+class ReplayBuffer(Stateful):
     """Global replay buffer: the distinct trajectories of every prompt (paper section 4.2)."""
 
     def __init__(self, config: Config) -> None:
@@ -664,24 +661,24 @@ class ReplayBuffer:
         return drawn[:K]
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints: tensors over all trajectories, and plain values."""
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
         return {"rows": trajectories_to_tensors(rows), "rng": self.rng.bit_generator.state}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+    def load_state(self, state: dict[str, Any]) -> None:
         for t in trajectories_from_tensors(state["rows"]):
             self.trajectories.setdefault(t.prompt_id, {})[t.key] = t
         self.rng.bit_generator.state = state["rng"]
 
 
-class ReplayRule:
-    """Chooses batches from the buffer. Checkpoints have its `memory`: plain values."""
+class ReplayRule(Stateful):
+    """Chooses batches from the buffer."""
+
+    SAVED = ("epoch",)
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         self.buffer = buffer
         self.config = config
-        self.memory: dict[str, Any] = {"epoch": []}  # prompts left in this epoch of replay
+        self.epoch: list[int] = []  # prompts left in this epoch of replay
         self.recent_fraction = math.nan  # of the latest batch's groups
 
     def on_group(self, group: Group) -> None:
@@ -703,14 +700,13 @@ class ReplayRule:
         stored = self.buffer.trajectories
         groups = []
         while len(groups) < count:
-            epoch = self.memory["epoch"]
-            prompt_id = next((p for p in reversed(epoch) if p not in used), None)
+            prompt_id = next((p for p in reversed(self.epoch) if p not in used), None)
             if prompt_id is None:
                 if used >= stored.keys():
                     used.clear()  # prompts must repeat
-                self.memory["epoch"] = self.buffer.rng.permutation(list(stored)).tolist()
+                self.epoch = self.buffer.rng.permutation(list(stored)).tolist()
                 continue
-            epoch.remove(prompt_id)
+            self.epoch.remove(prompt_id)
             used.add(prompt_id)
             groups.append(self.buffer.draw(prompt_id, K))
         return groups
@@ -842,7 +838,7 @@ class Task:
     wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
     # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
-    # between decode steps, because they use the Searcher's engine or are not thread-safe
+    # between decode steps, because they are not thread-safe; so it is with several engines
     reward_threads = 1
     buffer: type[ReplayBuffer] = ReplayBuffer
 
@@ -850,6 +846,8 @@ class Task:
         """Read the data, and check whatever can be checked without loading a model."""
         self.config = config
         self.tokenizer = tokenizer
+        if self.engines > 1:
+            self.reward_threads = 0
         self.train, self.held_out = self.examples()
 
     def examples(self) -> tuple[list[dict], list[dict]]:
@@ -939,7 +937,7 @@ class RunEnded(RuntimeError):
     """The run cannot continue; the message says why, and what to change."""
 
 
-class Trainer:
+class Trainer(Stateful):
     """Trains on replayed groups while the Searchers generate new ones.
 
     An asynchronous run waits for generation before the first step (--initial_trajectories), if too
@@ -959,36 +957,47 @@ class Trainer:
         self.problem = problem
         self.folder = folder
         self.ranks = ranks
-        self.saved = saved
-        self.searchers = SearcherProcesses(config, problem, folder.say, saved)
-        self.evaluations = Evaluations(config, problem, folder, saved)
-        self.buffer = type(problem.task).buffer(config)
-        self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
-        if saved:
-            self.buffer.restore(saved["buffer"])
-            self.rule.memory = saved["memory"]
-        self.writing = Future()  # gives the step of the latest checkpoint
-        self.writing.set_result(saved.get("step"))
+        self.saved = saved  # without the states that have been loaded
+        self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
+        self.searchers = self.checkpointed(SearcherProcesses(config, problem, folder.say))
+        self.evaluations = Evaluations(config, problem, folder)
+        self.buffer = self.checkpointed(problem.task.buffer(config))
+        self.rule = self.checkpointed(REPLAY_RULES[config.replay_rule](self.buffer, config))
         self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
-        self.step: int = saved.get("step", 0)  # optimizer steps, skipped ones included
-        # groups not yet stored or, in lockstep, trained on
-        self.inbox = [
-            Group(index, trajectories_from_tensors(tensors))
-            for index, tensors in saved.get("inbox", {}).items()
-        ]
+        self.step = folder.step  # optimizer steps taken, skipped ones included
+        self.writing = Future()  # gives the step of the latest checkpoint
+        self.writing.set_result(self.step)
+        self.inbox: list[Group] = []  # not yet stored or, in lockstep, trained on
+        self.checkpointed(self)
         self.log = StepLog(self)
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
+
+    def checkpointed(self, owner: Stateful) -> Any:
+        """Have checkpoints save the state of a class's only object; in a resumed run, load it."""
+        name = type(owner).__name__
+        self.owners[name] = owner
+        if name in self.saved:
+            owner.load_state(self.saved.pop(name))
+        return owner
+
+    def state(self) -> dict[str, Any]:
+        return {"inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in self.inbox}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        saved = state["inbox"].items()
+        self.inbox = [Group(i, trajectories_from_tensors(tensors)) for i, tensors in saved]
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
-        self.learner = Learner(self.config, self.problem, self.ranks, self.saved)
+        folder = self.saved.get("model", "")
+        self.learner = Learner(self.config, self.problem, self.ranks, folder)
+        self.checkpointed(self.learner)
         self.learner.score_probes()  # returns once all ranks have loaded the policy
         self.searchers.start_all()
-        self.sync = WeightSync(
-            self.config, self.learner, self.searchers, self.evaluations, self.saved
-        )
+        self.sync = WeightSync(self.config, self.learner, self.searchers, self.evaluations)
+        self.checkpointed(self.sync)
         if self.config.synchronous:
             self.run_lockstep()
         else:
@@ -1074,8 +1083,9 @@ class Trainer:
             self.evaluations.due = True
         if config.reset_reference_every and self.step % config.reset_reference_every == 0:
             self.sync.reset_reference(self.step)
-            self.buffer = type(self.buffer)(config)  # refilled by groups the new reference scores
-            self.rule = type(self.rule)(self.buffer, config)
+            # empty, refilled by groups that the new reference scores
+            self.buffer = self.checkpointed(type(self.buffer)(config))
+            self.rule = self.checkpointed(type(self.rule)(self.buffer, config))
         if self.step % config.sync_every == 0:
             self.sync.due = True
 
@@ -1175,11 +1185,11 @@ def on_every_rank(method: Callable) -> Callable:
     return together
 
 
-class Learner:
+class Learner(Stateful):
     """The policy and its optimizer, in one process or sharded over several ranks."""
 
-    def __init__(self, config: Config, problem: Problem, ranks: Ranks, saved: dict) -> None:
-        """Load the policy and its optimizer, from the checkpoint `saved` unless empty."""
+    def __init__(self, config: Config, problem: Problem, ranks: Ranks, folder: str = "") -> None:
+        """Load the policy, from a checkpoint's folder if the run is resumed."""
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
@@ -1187,7 +1197,7 @@ class Learner:
         self.ranks = ranks
         self.device = local_device()
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
-        path = config.model if config.lora_rank else saved.get("model", config.model)
+        path = config.model if config.lora_rank or not folder else folder
         self.policy = load_policy(config, path, ranks, config.lora_rank, problem.packs)
         self.model = self.policy.model
         if config.gradient_checkpointing:
@@ -1213,8 +1223,6 @@ class Learner:
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
         self.snapshot: FlatWeights | None = None  # on rank 0: the weights that a sync sends
         self.skipped = 0  # consecutive steps whose loss or gradient was not finite
-        if saved:
-            self.restore(saved)
 
     @on_every_rank
     def step(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
@@ -1346,18 +1354,18 @@ class Learner:
     @on_every_rank
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        """Copies in rank 0's host memory of what `restore` needs besides the model."""
+        """Copies in rank 0's host memory of what is restored besides the model."""
         extra = {name: p for name, p in self.trained.items() if ".lora_" in name or name == "log_z"}
         optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
         return tree_map(
             partial(host_copy, ranks=self.ranks), {"extra": extra, "optimizer": optimizer}
         )
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Restore `state`, but not the learning rate, which the flags may have changed."""
-        for name, tensor in saved["extra"].items():
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Each rank restores its shards, but not the learning rate: the flags may change it."""
+        for name, tensor in state["extra"].items():
             self.trained[name].data.copy_(shard_like(self.trained[name], tensor))
-        for name, values in saved["optimizer"].items():
+        for name, values in state["optimizer"].items():
             own = self.optimizer.state[self.trained[name]]
             for key, value in values.items():
                 own[key] = shard_like(self.trained[name], value).to(self.device)
@@ -2512,14 +2520,15 @@ class Transfer:
     missed: dict[RunningSearcher, str] = field(default_factory=dict)  # member -> why
 
 
-class WeightSync:
+class WeightSync(Stateful):
     """The Trainer's side of weight syncs; at most one transfer is in flight."""
 
+    SAVED = ("reference", "reference_version")
     MAX_MISSED = 3  # consecutive transfers that a Searcher may miss
 
     def __init__(
         self, config: Config, learner: Learner, searchers: SearcherProcesses,
-        evaluations: Evaluations, saved: dict[str, Any],
+        evaluations: Evaluations,
     ) -> None:  # fmt: skip
         self.config = config
         self.learner = learner
@@ -2533,10 +2542,8 @@ class WeightSync:
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
         # the reference's weights in host memory, if it ever changes
-        self.reference: dict[str, Tensor] = saved.get("reference", {})
-        if config.reset_reference_every and not self.reference:
-            self.reference = learner.saved_weights()
-        self.reference_version = saved.get("reference_version", 0)  # step of its latest change
+        self.reference = learner.saved_weights() if config.reset_reference_every else {}
+        self.reference_version = 0  # step of its latest change
         self.seconds = 0.0  # spent in the training thread since the last log record
 
     @property
@@ -2806,29 +2813,27 @@ class RunningSearcher:
         return 1 - idle / seconds, tokens / seconds
 
 
-class SearcherProcesses:
+class SearcherProcesses(Stateful):
     """Starts, monitors, restarts and stops the Searchers' processes; gets their messages."""
 
+    SAVED = ("first_missing", "arrived_positions", "limit")
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
     HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
 
-    def __init__(
-        self, config: Config, problem: Problem, say: Callable[[str], None], saved: dict[str, Any]
-    ) -> None:
+    def __init__(self, config: Config, problem: Problem, say: Callable[[str], None]) -> None:
         self.config = config
         self.problem = problem
         self.say = say
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
         self.failures: Counter[int] = Counter()  # by Searcher, each soon after the start before
         # all groups before this position of the prompt order have arrived, and some after it
-        self.first_missing: int = saved.get("first_missing", 0)
-        self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
+        self.first_missing = 0
+        self.arrived_positions: set[int] = set()
         self.manager: SyncManager | None = None  # the process in which the queues live
         self.arrivals: queue.Queue = queue.Queue(4096)  # (start, message), unpickled
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
-        # Searchers may submit prompts up to this position
-        self.limit = float(self.first_missing if config.synchronous else 0)
+        self.limit = 0.0  # Searchers may submit prompts up to this position
 
     def record_arrival(self, index: int) -> bool:
         """Record a group's arrival; False if it arrived before, from an earlier process."""
@@ -2846,7 +2851,9 @@ class SearcherProcesses:
         address: Any = f"\0tba-{os.urandom(8).hex()}"  # an abstract socket leaves no file behind
         nccl = torch.cuda.device_count() >= self.config.num_searchers + local_ranks()
         if self.config.cluster:
-            host = ray_node()["NodeManagerAddress"]
+            import ray
+
+            host = ray.util.get_node_ip_address()
             address = (host, 0)
             nccl = torch.cuda.is_available()
         self.manager = SyncManager(address, ctx=mp.get_context("fork"))
@@ -3010,19 +3017,18 @@ def join_cluster(config: Config) -> int:
 
     Returns the number of all other devices. Raises InputError.
     """
-    global ray
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts to connect, 40 s each
     try:
+        import ray  # in this function and others: it takes seconds, and only clusters need it
+
         host, _, port = config.cluster.rpartition(":")
         if host:  # fails at once if nothing listens there
             socket.create_connection((host, int(port)), timeout=10).close()
-        import ray  # needed on clusters only
-
         ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
     except Exception as error:  # Ray raises several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = device_kind()
-    here = {"ray.io/node-id": ray_node()["NodeID"]}
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     own = ray.util.placement_group([{kind: local_ranks()}], bundle_label_selector=[here])
     config.require(own.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
@@ -3033,12 +3039,6 @@ def join_cluster(config: Config) -> int:
 def device_kind() -> str:
     """Ray's name for a Searcher's device: a GPU, or a CPU core if the Trainer has no GPU."""
     return "GPU" if torch.cuda.is_available() else "CPU"
-
-
-def ray_node() -> dict[str, Any]:
-    """Ray's record of this machine."""
-    node_id = ray.get_runtime_context().get_node_id()
-    return next(node for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 def host_searcher(program: str, package: bytes) -> int:
@@ -3053,21 +3053,21 @@ class ClusterProcess:
     """A Searcher's process on the cluster; pending until Ray has a device for it."""
 
     def __init__(self, spec: SearcherSpec) -> None:
+        import ray
+
+        self.ray = ray
         key = bytes(multiprocessing.current_process().authkey)
         package = pickle.dumps((key, pickle.dumps(spec)))
         device = {f"num_{device_kind().lower()}s": 1}
         # no retries: Ray would start the task again with an outdated spec
-        options = {
-            "scheduling_strategy": "SPREAD",
-            "max_retries": 0,
-            "num_cpus": 0,
-        } | device
+        options = {"scheduling_strategy": "SPREAD", "max_retries": 0, "num_cpus": 0} | device
         task = ray.remote(host_searcher).options(**options)
         self.result = task.remote(os.path.abspath(__file__), package)
         self.exitcode: int | str | None = None  # None once it has ended: its machine was lost
 
     def is_alive(self) -> bool:
         """Whether its task is pending or runs; sets how it ended."""
+        ray = self.ray
         done, _ = ray.wait([self.result], timeout=0)
         if not done:
             return True
@@ -3081,7 +3081,7 @@ class ClusterProcess:
 
     def kill(self) -> None:
         """Kill the task's process, and the Searcher's with it."""
-        ray.cancel(self.result, force=True)
+        self.ray.cancel(self.result, force=True)
 
 
 def end_with_parent() -> None:
@@ -3163,13 +3163,13 @@ class Evaluations:
     loses a Searcher, or whose weights do not arrive, is repeated at the next sync.
     """
 
-    def __init__(self, config: Config, problem: Problem, folder: RunFolder, saved: dict) -> None:
+    def __init__(self, config: Config, problem: Problem, folder: RunFolder) -> None:
         self.config = config
         self.problem = problem
         self.folder = folder
         # version of the weights -> Searchers, and the records so far: row -> one per response
         self.pending: dict[int, tuple[list[RunningSearcher], dict[int, list[dict]]]] = {}
-        due = self.last_due(saved.get("step", 0))
+        due = self.last_due(folder.step)
         self.due = all((e["step"], e["n"]) < (due, self.size(due)) for e in folder.evaluations)
 
     def last_due(self, step: int) -> int:
@@ -3235,36 +3235,25 @@ LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probabilit
 
 def save(trainer: Trainer) -> None:
     """Copy the run's state, unless it is saved already; a thread writes checkpoint-STEP."""
-    learner = trainer.learner
     previous = trainer.writing
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
         return
-    state = learner.state() | {
-        "step": trainer.step,
-        "inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in trainer.inbox},
-        "first_missing": trainer.searchers.first_missing,
-        "arrived_positions": sorted(trainer.searchers.arrived_positions),
-        "reference": dict(trainer.sync.reference),  # a reset replaces its tensors
-        "reference_version": trainer.sync.reference_version,
-        "buffer": trainer.buffer.state(),
-        "memory": copy.deepcopy(trainer.rule.memory),
-        "seconds": time.perf_counter() - trainer.folder.start,
-        "checksums": trainer.problem.checksums(),
-    }
-    weights = learner.saved_weights()
+    saved = {name: owner.state() for name, owner in trainer.owners.items()}
+    saved |= {"step": trainer.step, "checksums": trainer.problem.checksums()}
+    weights = trainer.learner.saved_weights()
     folder = trainer.folder
 
     def write() -> int:
         """In a thread: write the checkpoint and delete old ones; returns the step."""
-        path = folder.path / f"checkpoint-{state['step']}"
+        path = folder.path / f"checkpoint-{saved['step']}"
         with atomic_folder(path) as new:
-            save_model(learner.model, weights, trainer.problem, new)
-            torch.save(state, new / "trainer.pt")
+            save_model(trainer.learner.model, weights, trainer.problem, new)
+            torch.save(saved, new / "trainer.pt")
         folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
         for old in checkpoints(folder.path)[2:]:  # NFS keeps open files, until a later attempt
             shutil.rmtree(old, ignore_errors=True)
         folder.draw_curves()
-        return state["step"]
+        return saved["step"]
 
     trainer.writing = ThreadPoolExecutor(1).submit(write)
 
@@ -3311,14 +3300,13 @@ def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]
 def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
     """The inverse of `trajectories_to_tensors`. Arrays are copies, freed by eviction."""
     lengths = tensors["lengths"].tolist()
-    columns = {}
+    columns = []
     for name in Trajectory.__slots__:
         if name in Trajectory.BY_TOKEN:
-            columns[name] = [part.numpy().copy() for part in tensors[name].split(lengths)]
+            columns.append([part.numpy().copy() for part in tensors[name].split(lengths)])
         else:
-            columns[name] = tensors[name].tolist()
-    rows = zip(*columns.values(), strict=True)
-    return [Trajectory(**dict(zip(columns, row, strict=True))) for row in rows]
+            columns.append(tensors[name].tolist())
+    return [Trajectory(*row) for row in zip(*columns, strict=True)]
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -3337,9 +3325,10 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
             print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
     else:
         config.require(False, "resume", "has no checkpoint that loads; start a new run")
-    names = ("eval_dataset" if config.eval_dataset else "dataset", "dataset")
-    for name, old, new in zip(names, saved["checksums"], problem.checksums(), strict=True):
-        config.require(old == new, name, "its examples differ from the run's")
+    for name, checksum in problem.checksums().items():
+        same = checksum == saved["checksums"][name]
+        source = name if getattr(config, name) else "dataset"
+        config.require(same, source, "its examples differ from the run's")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
@@ -3353,8 +3342,8 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
     with safe_open(path / "model.safetensors", "pt"):
         pass  # checks the header and the file's length
     # memory-mapped: each rank reads only its shards
-    state = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
-    return state | {"model": str(path)}
+    saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+    return saved | {"model": str(path)}
 
 
 # ======================================================================================= 15. Data
@@ -3519,13 +3508,11 @@ class Problem:
         rows = np.resize(np.concatenate(self.prompts[:16]), (3, 24))  # repeated if too short
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
-    def checksums(self) -> list[int]:
-        """Checksums of held-out and training examples, whose chat template may have the date."""
+    def checksums(self) -> dict[str, int]:
+        """Checksums of the examples, as a chat template may have the date; by flag."""
         held_out = sorted({repr(example) for example in self.task.held_out})  # some are repeated
-        return [
-            zlib.crc32(repr(held_out).encode()),
-            zlib.crc32(repr(self.task.train).encode()),
-        ]
+        examples = {"dataset": self.task.train, "eval_dataset": held_out}
+        return {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
@@ -3585,18 +3572,6 @@ def load_problem(config: Config) -> Problem:
 # =========================================================================== 16. The run's folder
 
 
-def write_settings(given: Config, config: Config) -> None:
-    """Write config.json. A resumed run resolves the settings that were given again."""
-    record = {
-        "config": vars(given),
-        "resolved": vars(config),
-        "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
-        "command": sys.argv,
-        "versions": {package.name: package.version for package in metadata.distributions()},
-    }
-    (Path(config.output_dir) / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-
-
 class RunFolder:
     """The run's folder: configuration, metrics, evaluations, sampled texts and curves."""
 
@@ -3610,23 +3585,25 @@ class RunFolder:
         "tokens per second": ["train_tokens_per_second", "generated_tokens_per_second"],
     }
 
-    def __init__(self, config: Config, saved: dict[str, Any]) -> None:
-        """Start a folder, or truncate a resumed run's to its checkpoint."""
+    def __init__(self, config: Config, step: int = 0) -> None:
+        """Start a folder, or truncate a resumed run's to the step of its checkpoint."""
         self.config = config
+        self.step = step  # of the checkpoint that is resumed, or 0
         self.path = Path(config.output_dir)
-        self.accelerator = make_accelerator(config, saved)
-        self.start = time.perf_counter() - saved.get("seconds", 0.0)
-        if saved:
+        self.accelerator = make_accelerator(config, step)
+        if step:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
-                rows = [row for row in read_lines(self.path / name) if row["step"] <= saved["step"]]
+                rows = [row for row in read_lines(self.path / name) if row["step"] <= step]
                 new = self.path / f".{name}"
                 new.write_text("".join(json.dumps(row) + "\n" for row in rows))
                 new.rename(self.path / name)  # a full disk must not cost the records
         self.evaluations = read_lines(self.path / "eval.jsonl")
+        steps = read_lines(self.path / "metrics.jsonl")
+        self.start = time.perf_counter() - (steps[-1]["seconds"] if steps else 0.0)
         terminal = sys.stderr.isatty()
         self.bar = tqdm(
             total=config.steps,
-            initial=saved.get("step", 0),
+            initial=step,
             mininterval=0.1 if terminal else 30,  # seconds
             bar_format=None if terminal else "{l_bar}{r_bar}\n",
         )
@@ -3684,7 +3661,7 @@ class RunFolder:
             self.say(f"warning: curves.png is not drawn: {first_line(error)}")
 
 
-def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
+def make_accelerator(config: Config, step: int) -> Accelerator:
     """Accelerate, with the tracker of --report_to."""
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -3693,7 +3670,7 @@ def make_accelerator(config: Config, saved: dict[str, Any]) -> Accelerator:
     )
     run = {"name": Path(config.output_dir).name, "config": vars(config)}
     options = {
-        "tensorboard": {"purge_step": saved.get("step", 0) + 1},  # later ones are repeated
+        "tensorboard": {"purge_step": step + 1},  # later ones are repeated
         "trackio": run,
         "wandb": run | {"id": vars(config).get("run_id"), "resume": "allow"},
     }
@@ -3907,19 +3884,8 @@ def resolve(given: Config) -> Config:
         config.recent_probability = 1.0 if config.synchronous else 0.95
     if config.synchronous:
         config.searched_per_prompt = config.trained_per_prompt
-    check_settings(config)
-    return config
-
-
-def check_settings(config: Config) -> None:
-    """Raise InputError if a resolved setting is invalid."""
     require = config.require
-    names = {
-        "task": TASKS,
-        "objective": OBJECTIVES,
-        "engine": ENGINES,
-        "replay_rule": REPLAY_RULES,
-    }
+    names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
     for name, table in names.items():
         require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     K = config.trained_per_prompt
@@ -3931,20 +3897,13 @@ def check_settings(config: Config) -> None:
     require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    available = max(1, torch.cuda.device_count() - local_ranks())
-    fits = config.cluster or not torch.cuda.is_available() or config.num_searchers <= available
-    fix = f"this machine has GPUs for {available}; --cluster uses those of other machines"
-    require(fits, "num_searchers", fix)
     fix = "vLLM has no device here; use transformers, or see docs/operations.md"
     require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
-    task = TASKS[config.task]
-    in_one_thread = task.engines == 1 or not task.reward_threads
-    fix = "two vLLM engines must run in one thread; set the task's reward_threads to 0"
-    require(config.engine != "vllm" or in_one_thread, "engine", fix)
+    return config
 
 
-def claim_folder(config: Config) -> None:
-    """Make the run's folder. Raises InputError if it has a run that is not resumed."""
+def claim_folder(given: Config, config: Config) -> None:
+    """Make the run's folder with its config.json. Raises InputError if it has another run."""
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -3953,6 +3912,14 @@ def claim_folder(config: Config) -> None:
     free = config.resume or not any(folder.glob("*.jsonl"))
     again = shlex.quote(config.output_dir)
     config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
+    record = {
+        "config": vars(given),  # a resumed run resolves them again
+        "resolved": vars(config),
+        "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
+        "command": sys.argv,
+        "versions": {package.name: package.version for package in metadata.distributions()},
+    }
+    (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 @lenient_output()
@@ -3965,20 +3932,21 @@ def main(argv: list[str]) -> int:
     if ranks.rank > 0:
         with stop_signal_handler(signal.SIG_IGN):  # rank 0 handles them
             config, problem, checkpoint = ranks.from_rank_zero(None)
-            saved = open_checkpoint(Path(checkpoint)) if checkpoint else {}
-            Learner(config, problem, ranks, saved).follow()
+            learner = Learner(config, problem, ranks, checkpoint)
+            if checkpoint:
+                learner.load_state(open_checkpoint(Path(checkpoint))["Learner"])
+            learner.follow()
         return 0
     try:
         config = resolve(given)
         problem = load_problem(config)
         saved = read_checkpoint(config, problem) if config.resume else {}
         pairs = read_sft_pairs(config, problem) if config.sft_data and not config.resume else []
-        claim_folder(config)
+        claim_folder(given, config)
     except InputError as error:
         exit_with_error(str(error))
-    write_settings(given, config)
-    folder = RunFolder(config, saved)
-    warm_start(config, problem, pairs, folder.say)
+    folder = RunFolder(config, saved.get("step", 0))
+    config = warm_start(config, problem, pairs, folder.say)
     ranks.from_rank_zero((config, problem, saved.get("model", "")))
     return run(Trainer(config, problem, folder, ranks, saved))
 
@@ -3986,11 +3954,10 @@ def main(argv: list[str]) -> int:
 def run(trainer: Trainer) -> int:
     """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
-    here = f"{trainer.config.num_searchers} Searchers; {torch.cuda.device_count()} GPUs here"
-    folder.say(f"{folder.path}: loading the policy and {here}")
+    folder.say(f"{folder.path}: loading the policy and {trainer.config.num_searchers} Searchers")
     code = 1
     with stop_signal_handler(trainer.on_signal), contextlib.closing(trainer):
-        lost = ""  # why the last step cannot be saved
+        whole = True  # whether the Trainer is not in the middle of a step
         try:
             trainer.run()
             code = 0
@@ -4000,16 +3967,14 @@ def run(trainer: Trainer) -> int:
             folder.say(f"tba.py: error: {error}")
         except Exception:
             folder.say(traceback.format_exc())
-            if trainer.ranks.size > 1 or trainer.config.synchronous:
-                lost = "other ranks may be stuck, or lockstep is in the middle of a step"
+            whole = trainer.ranks.size == 1 and not trainer.config.synchronous
         folder.bar.close()
-        if trainer.config.lag and not trainer.at_barrier():
-            lost = "groups of later batches have not arrived (--lag)"
+        whole &= not trainer.config.lag or trainer.at_barrier()
         try:
-            if lost and trainer.step:
-                folder.say(f"step {trainer.step} is not saved: {lost}")
-            elif trainer.learner and trainer.step:
+            if trainer.step and whole:
                 save(trainer)
+            elif trainer.step:
+                folder.say(f"step {trainer.step} is not saved: the next one is half done")
             trainer.writing.result()
         except Exception as error:  # from torch, safetensors or the file system
             folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
@@ -4353,7 +4318,6 @@ class RedTeam(Task):
     template = "{prompt}"
     greedy_evaluation = False  # diversity is measured too
     engines = 2  # the attacker's and the victim's
-    reward_threads = 0  # the victim's engine runs in the Searcher's thread
     buffer = AttackBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -4546,8 +4510,8 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     return pairs
 
 
-def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Callable) -> None:
-    """On rank 0, fine-tune --model into the run's sft/, the new policy and reference."""
+def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Callable) -> Config:
+    """On rank 0, fine-tune --model into the run's sft/, the `model` of the settings returned."""
     path = Path(config.output_dir) / "sft"
     if pairs:
         torch.manual_seed(config.seed)
@@ -4560,8 +4524,7 @@ def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Calla
         del policy
         gc.collect()
         torch.cuda.empty_cache()  # a Searcher may share the GPU
-    if config.sft_data:
-        config.model = str(path)
+    return settings(**vars(config) | {"model": str(path)}) if config.sft_data else config
 
 
 TASKS |= {"math": MATH, "tldr": TLDR, "redteam": RedTeam}

@@ -655,7 +655,8 @@ class SimulatedTrainer(tba.Trainer):
         """Takes the Trainer's arguments."""
         super().__init__(config, problem, folder, ranks, saved)
         duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
-        self.searchers = SimulatedSearchers(duration, latency, config, problem, folder.say, saved)
+        searchers = SimulatedSearchers(duration, latency, config, problem, folder.say)
+        self.searchers = self.checkpointed(searchers)
         self.waited = Fraction(0)
 
     def run(self) -> None:

@@ -50,7 +50,7 @@ def load_learner(model: Path, files: Path) -> tba.Learner:
         num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95,
         max_response_tokens=32, temperature=1.0, tokens_per_microbatch=4096,
     )  # fmt: skip
-    return tba.Learner(config, tba.load_problem(config), tba.Ranks(), {})
+    return tba.Learner(config, tba.load_problem(config), tba.Ranks())
 
 
 def wide_model(files: Path, folder: Path) -> Path:

@@ -372,7 +372,7 @@ def problem_of(files: Path, out: Path, **flags: object) -> tuple[tba.Config, tba
 def learner_of(files: Path, out: Path, **flags: object) -> tba.Learner:
     """A Learner of a very small run, without a Trainer."""
     config, problem = problem_of(files, out, **flags)
-    return tba.Learner(config, problem, tba.Ranks(), {})
+    return tba.Learner(config, problem, tba.Ranks())
 
 
 def random_groups(

@@ -210,9 +210,9 @@ def simulate(folder, monkeypatch, max_replays, clock="3", searchers=1):
     flags |= {name: str(flags[name]) for name in ("model", "dataset", "output_dir")}
     flags |= {"plugin": "", "eval_responses": 1, "max_response_tokens": 16}
     config = tba.resolve(tba.settings(**flags | {"num_searchers": searchers}))
-    tba.claim_folder(config)
+    tba.claim_folder(config, config)
     problem = tba.load_problem(config)
-    run = tba.RunFolder(config, {})
+    run = tba.RunFolder(config)
     claims.SimulatedTrainer(config, problem, run, tba.Ranks(), {}).run()
     metrics = claims.read_lines(run.path / "metrics.jsonl")
     clock = [list(record.values())[:4] for record in claims.read_lines(run.path / "clock.jsonl")]

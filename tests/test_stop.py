@@ -186,7 +186,7 @@ def test_a_checkpoint_has_the_reference_of_its_step(gsm8k, tmp_path):
     out = tmp_path / "run"
     flags = {"reset_reference_every": 2, "save_every": 4, "learning_rate": 1e-3, "plugin": plugin}
     run_tba(arguments(gsm8k, out, steps=7, eval_every=0, eval_samples=8, **flags))
-    saved = tba.open_checkpoint(out / "checkpoint-4")
+    saved = tba.open_checkpoint(out / "checkpoint-4")["WeightSync"]
     policy = load_file(out / "checkpoint-4" / "model.safetensors")
     assert saved["reference_version"] == 4
     assert all(torch.equal(saved["reference"][name], policy[name]) for name in policy)

@@ -407,6 +407,12 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)
 
 
+def test_a_warm_start_gives_new_settings_and_leaves_those_it_got(tmp_path):
+    config = tba.settings(model="m", output_dir=str(tmp_path), sft_data="d", steps=3)
+    tuned = tba.warm_start(config, None, [], print)  # of a resumed run: it is trained already
+    assert (tuned.model, tuned.steps) == (str(tmp_path / "sft"), 3) and config.model == "m"
+
+
 def test_the_scripts_settings_are_the_papers(tmp_path):
     """What the run scripts give to tba.py, read by its own parser, beside tables 2, 3 and B.3."""
     import subprocess
@@ -443,14 +449,20 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     tldr = settings_of("run_tldr.sh", "1b", STEPS="625")
     expected = {
         "prompts_per_step": 8, "trained_per_prompt": 20, "searched_per_prompt": 20,
-        "sync_every": 10, "recent_probability": 0.5, "learning_rate": "3e-6@0,0@end", "steps": 625,
+        "sync_every": 10, "recent_probability": 0.5, "steps": 625,
         "initial_trajectories": 10_000, "dtype": "float32", "max_response_tokens": 128,
     }  # fmt: skip
     assert {name: getattr(tldr, name) for name in expected} == expected
+    for step in range(625):  # linear
+        assert tba.at_step(tldr, step).learning_rate == pytest.approx(3e-6 * (1 - step / 625))
     assert tba.schedule_value(tldr.beta, 0) == 1 and tba.schedule_value(tldr.beta, 100) == 0.05
     attack = settings_of("run_redteam.sh", "gpt2", "--sft_data", "x.json")
     assert (attack.beta, attack.sync_every, attack.kept_per_prompt) == ("0.05", 10, 100_000)
     assert attack.prompts_per_step * attack.trained_per_prompt == 128 and attack.steps == 5000
+    rates = [tba.at_step(attack, step).learning_rate for step in (0, 49, 99, 4999)]
+    assert rates == pytest.approx([1e-6, 5e-5, 1e-4, 1e-4], rel=0.04)  # warmup over 100 steps
+    warm_start = [tba.schedule_value(attack.sft_learning_rate, step, 102) for step in range(102)]
+    assert warm_start == pytest.approx(np.linspace(0, 3e-5, 103)[:-1])  # warmup over all its steps
     flow = settings_of("run_redteam.sh", "gflownet", "--sft_data", "x.json")
     assert (flow.synchronous, flow.objective, flow.recent_probability) == (
         True, "tb_learned_z", 0.5,
