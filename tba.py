@@ -52,12 +52,10 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
-import errno
 import gc
 import importlib.util
 import itertools
 import json
-import logging
 import math
 import multiprocessing
 import os
@@ -124,7 +122,9 @@ if not complete or os.environ["WORLD_SIZE"] == "1":
 
 os.environ.update(
     # hide progress bars and warnings of libraries; errors still show
+    HF_DATASETS_DISABLE_PROGRESS_BARS="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
+    DATASETS_VERBOSITY="critical",
     HF_HUB_VERBOSITY="error",
     TRANSFORMERS_VERBOSITY="error",
     # section 11 handles lost members of a weight group; NCCL's watchdog would kill the process
@@ -818,16 +818,16 @@ class Task:
     columns: tuple[str, ...] = ()  # "a|b" is column a or else b
     template = ""  # the prompt, formatted with the columns
     metric = "reward"  # name of the mean reward in evaluations
-    special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
-    keep_special_tokens = False  # responses' texts have special tokens, such as <answer> and EOS
+    buffer_class: type[ReplayBuffer] = ReplayBuffer
+    special_tokens = True  # prompts get the tokenizer's special tokens, such as BOS
+    keep_special_tokens = False  # in responses' texts, such as <answer> and EOS
     greedy_evaluation = True
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
-    wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
+    wants_logprobs = False  # records get kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
     # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
     # between decode steps, because they use the Searcher's engine or are not thread-safe
     reward_threads = 1
-    buffer: type[ReplayBuffer] = ReplayBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         """Read the data, and check whatever can be checked without loading a model."""
@@ -840,7 +840,7 @@ class Task:
         return load_examples(self)
 
     def check(self, example: dict) -> None:
-        """Raise ValueError with the reason if an example cannot be used; called on every row."""
+        """Called on every example; raise ValueError with the reason if it cannot be used."""
 
     def prompt(self, example: dict) -> str:
         """The text that the policy continues."""
@@ -863,14 +863,14 @@ class Task:
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
         """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
         rewards = np.asarray(self.rewards(examples, responses, ended), np.float32)
-        if rewards.shape != (len(responses),) or not np.isfinite(rewards).all():
-            name = f"{type(self).__name__}.rewards"
-            raise ValueError(f"{name}: {rewards} are not {len(responses)} finite numbers")
+        n = len(responses)
+        if rewards.shape != (n,) or not np.isfinite(rewards).all():
+            raise ValueError(f"{type(self).__name__}.rewards: {rewards}, not {n} finite numbers")
         return rewards.tolist()
 
-    def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Adjust a response's log pi_ref, `logprobs` (T,); lower it to rule the response out."""
-        return logprobs
+    def ref_logprobs(self, tokens: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
+        """log pi_ref (T,) of a response to train with; lower it to rule the response out."""
+        return ref_logprobs
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         """One record per answer; `summarize` turns them into the evaluation's metrics."""
@@ -885,7 +885,7 @@ class Task:
 def extract_number(text: str) -> float | None:
     """GSM8K's answer rule: the last number in the text, without commas; None if there is none.
 
-    A minus between two numbers is a subtraction: "5-3" gives 3 (the authors' parser: -3).
+    The minus of "5-3" is a subtraction: it gives 3 (the authors' parser: -3).
 
     >>> extract_number("so 3 * 400 = 1,200 dollars.")
     1200.0
@@ -945,7 +945,7 @@ class Trainer:
         self.saved = saved
         self.searchers = SearcherProcesses(config, problem, folder.say, saved)
         self.evaluations = Evaluations(config, problem, folder, saved)
-        self.buffer = type(problem.task).buffer(config)
+        self.buffer = problem.task.buffer_class(config)
         self.rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
         if saved:
             self.buffer.restore(saved["buffer"])
@@ -3393,40 +3393,31 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
     """Load the path or hub name in flag `name`. Raises InputError, with a hint, if that fails."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
-    is_local = os.path.exists(value)
-    config.require(is_local or value[0] not in "/.~", name, "does not exist")
+    exists = value[0] not in "/.~" or os.path.exists(value)
+    config.require(exists, name, "does not exist")
     try:
         return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
-        cause = error.__cause__ or error
-        text = f"--{name} {value}: {first_line(cause)}{hint}"
-        if not is_local and getattr(cause, "errno", None) in (errno.EACCES, errno.EROFS):
-            text = f"HF_HOME: {first_line(cause)}; set it to a folder that can be written"
-        raise InputError(text) from None
-
-
-read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
-read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
+        cause = first_line(error.__cause__ or error)
+        raise InputError(f"--{name} {value}: {cause}{hint}") from None
 
 
 def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> tuple:
-    """Tokenizer and model of flag `name`, of which only the weights' names are read.
+    """Tokenizer and model of flag `name`; of the weights only names are read.
 
-    The model's flag may have a companion such as --gold_reward_tokenizer. Raises InputError.
+    A tokenizer may have its own flag, such as --gold_reward_tokenizer. Raises InputError.
     """
     meta = torch.device("meta")
     load = partial(load_model, config, dtype=torch.float32, device=meta, kind=kind)
     model = load_flag(name, config, load)
-    companion = name.replace("model", "tokenizer")
-    return read_tokenizer(companion if getattr(config, companion, "") else name, config), model
+    own = name.replace("model", "tokenizer")
+    flag_name = own if getattr(config, own, "") else name
+    return load_flag(flag_name, config, transformers.AutoTokenizer.from_pretrained), model
 
 
 def read_dataset(name: str, config: Config) -> dict[str, Any]:
     """The dataset in flag `name`, as a dict of splits. Raises InputError."""
     import datasets  # imported late: Searchers never need it
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)
 
     def load(value: str) -> Any:
         if not os.path.exists(value):
@@ -3434,15 +3425,15 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
         names = {path.name for path in Path(value).glob("*")}
         if names & {"state.json", "dataset_dict.json"}:
             saved = datasets.load_from_disk(value)
-            return saved if isinstance(saved, dict) else {"train": saved}
+            return saved if isinstance(saved, dict) else {"train": saved}  # a Dataset
         with tempfile.TemporaryDirectory() as folder:
-            links = f"{folder}/links"  # to paths that datasets takes for patterns
+            links = f"{folder}/links"  # to paths that would be taken for patterns
             if os.path.isdir(value):
                 shutil.copytree(value, links, copy_function=os.symlink)
             else:
-                os.mkdir(links)
                 suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", value.lower())[0]
-                os.symlink(value, f"{links}/train{suffix}")  # other names would be other splits
+                os.mkdir(links)
+                os.symlink(value, f"{links}/train{suffix}")  # the name of its split
             # the usual cache may have old rows, or be read-only
             return datasets.load_dataset(links, cache_dir=f"{folder}/rows", keep_in_memory=True)
 
@@ -3451,25 +3442,25 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
 
 
 def read_rows(
-    name: str, config: Config, splits: dict, split: str, *choices: tuple[str, ...],
+    name: str, config: Config, splits: dict, split: str, columns: tuple[str, ...],
     check: Callable[[dict], None] = lambda row: None,
 ) -> list[dict[str, str]]:  # fmt: skip
-    """The rows of a split as dicts of text: of the first of `choices` of columns that it has.
+    """The rows of a split as dicts of text; "a|b" in `columns` is column a or else b.
 
     `check` raises ValueError for a row that cannot be used. Raises InputError.
     """
     options = ", ".join(splits)
     config.require(split in splits, name, f"set --train_split or --eval_split to one of {options}")
     has = splits[split].column_names
-    columns = next((columns for columns in choices if set(columns) <= set(has)), ())
-    fix = f"needs columns {', '.join(choices[0])} (it has {', '.join(has)})"
-    config.require(columns, name, fix)
-    table = splits[split].select_columns(list(columns))
+    found = [next((c for c in column.split("|") if c in has), "") for column in columns]
+    fix = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
+    config.require(all(found), name, fix)
+    table = splits[split].select_columns(list(dict.fromkeys(found)))
     rows = load_flag(name, config, lambda _: table.to_list())  # a file may not be UTF-8
     config.require(rows, name, f"split {split} has no rows")
     for i, row in enumerate(rows):
         try:
-            rows[i] = {column: cell_text(column, row[column]) for column in columns}
+            rows[i] = {column: cell_text(column, row[column]) for column in found}
             check(rows[i])
         except ValueError as error:
             config.require(False, name, f"split {split}, row {i} (counted from 0): {error}")
@@ -3493,9 +3484,9 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     --dataset. If it has neither, they are a tenth of the training rows, drawn at random.
     """
     config = task.config
-    columns = list(itertools.product(*(name.split("|") for name in task.columns)))
+    read = partial(read_rows, columns=task.columns, check=task.check)
     splits = read_dataset("dataset", config)
-    train = read_rows("dataset", config, splits, config.train_split, *columns, check=task.check)
+    train = read("dataset", config, splits, config.train_split)
     del splits[config.train_split]
     name = "dataset"
     usual = ["test", "validation"]
@@ -3505,7 +3496,7 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
         usual.append("train")  # a file's
     split = config.eval_split or next((split for split in usual if split in splits), "")
     if split or config.eval_dataset:
-        return train, read_rows(name, config, splits, split, *columns, check=task.check)
+        return train, read(name, config, splits, split)
     held_out = max(1, len(train) // 10)
     config.require(len(train) > held_out, name, "needs at least two rows")
     np.random.default_rng(0).shuffle(train)
@@ -3531,8 +3522,8 @@ class Problem:
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
         """Decode responses as continuations of their prompts.
 
-        SentencePiece tokenizers drop a leading space. So each response is decoded after a letter,
-        which is then removed; unlike the prompt's last bytes it never merges with what follows.
+        SentencePiece drops a leading space, so each is decoded after a letter, which is then
+        removed. Unlike the prompt's last bytes, it never merges with what follows.
         """
         letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         start = len(self.text(letter))
@@ -3544,22 +3535,17 @@ class Problem:
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
     def checksums(self) -> list[int]:
-        """Checksums of held-out and training examples, whose chat template may have the date."""
-        held_out = sorted({repr(example) for example in self.task.held_out})  # some are repeated
-        return [
-            zlib.crc32(repr(held_out).encode()),
-            zlib.crc32(repr(self.task.train).encode()),
-        ]
+        """Of held-out and training examples; prompts may have the date, by a chat template."""
+        held_out = sorted(set(map(repr, self.task.held_out)))  # some are repeated
+        return [zlib.crc32(repr(rows).encode()) for rows in (held_out, self.task.train)]
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
     """The tokens that end a response (EOS and others) of the model in flag `name`."""
     tokenizer, model = check_model(name, config)
     sources = (model.config.get_text_config(), model.generation_config, tokenizer)
-    ends: set[int | None] = set()
-    for source in sources:
-        ends.update(np.ravel(source.eos_token_id).tolist())
-    return sorted(ends - {None})
+    ends = np.hstack([source.eos_token_id for source in sources])  # numbers, lists, None
+    return sorted(set(ends.tolist()) - {None})
 
 
 def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
@@ -4178,7 +4164,8 @@ class TextModel:
 
     def __init__(self, kind: str, name: str, config: Config) -> None:
         """Check the model of flag `name`; `kind` is the name of one of these classes."""
-        self.tokenizer, _ = check_model(name, config, kind)
+        self.tokenizer, model = check_model(name, config, kind)
+        self.labels = model.config.id2label
         self.kind = kind
         self.name = name
         self.is_lm = kind == "AutoModelForCausalLM"
@@ -4198,30 +4185,29 @@ class TextModel:
         """Vectors (N, ...) of N texts, on the CPU; equal texts get bitwise equal vectors."""
         distinct = sorted(dict.fromkeys(texts), key=len)
         starts = range(0, len(distinct), self.BATCH)
-        vectors = [self.vectors_of(distinct[i : i + self.BATCH]) for i in starts]
-        index_of = {text: i for i, text in enumerate(distinct)}
-        return torch.cat(vectors).cpu()[[index_of[text] for text in texts]]
+        batches = [self.vectors_of(distinct[i : i + self.BATCH]) for i in starts]
+        vectors = dict(zip(distinct, torch.cat(batches).cpu(), strict=True))
+        return torch.stack([vectors[text] for text in texts])
 
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
         special = not self.is_lm  # a chat template includes them
-        rows = self.tokenizer(texts, truncation=True, add_special_tokens=special)["input_ids"]
+        encoded = self.tokenizer(texts, truncation=True, add_special_tokens=special)["input_ids"]
         # an empty text is judged as EOS: logits of padding may be 0
-        rows = [torch.tensor(row or [self.tokenizer.eos_token_id]) for row in rows]
+        rows = [torch.tensor(row or [self.tokenizer.eos_token_id]) for row in encoded]
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
         ids = pad(rows).to(self.model.device)  # (R, L)
         mask = pad([torch.ones_like(row) for row in rows]).to(self.model.device)  # (R, L)
-        is_causal = hasattr(self.model, "score")  # a classifier that reads the last token
-        if self.kind == "AutoModelForSequenceClassification" and not is_causal:
+        head = getattr(self.model, "score", None)  # of a classifier that reads the last token
+        if self.kind == "AutoModelForSequenceClassification" and not head:
             return self.model(ids, attention_mask=mask).logits
         output = self.model.base_model(ids, attention_mask=mask)
+        if self.kind == "AutoModel":
+            states = output.last_hidden_state.float() * mask[..., None]
+            return nn.functional.normalize(states.sum(1), dim=-1)  # the mean's direction
         last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
-        if self.is_lm:
-            return logits_of(self.model, output, last)
-        if is_causal:  # its own `forward` would look for the last token that is not padding
-            return self.model.score(last)
-        states = output.last_hidden_state.float() * mask[..., None]
-        return nn.functional.normalize(states.sum(1), dim=-1)  # the mean's direction
+        # the classifier's `forward` would take a last token that equals its padding for padding
+        return head(last) if head else logits_of(self.model, output, last)
 
 
 @dataclass
@@ -4244,9 +4230,10 @@ class TLDR(Task):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.judges = {}
         for name in ("reward_model", "gold_reward_model"):
-            n = read_config(name, config).num_labels
+            judge = TextModel("AutoModelForSequenceClassification", name, config)
+            n = len(judge.labels)
             config.require(n == 1, name, f"has {n} labels; a reward model has one")
-            self.judges[name] = TextModel("AutoModelForSequenceClassification", name, config)
+            self.judges[name] = judge
         super().__init__(config, tokenizer)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
@@ -4267,7 +4254,7 @@ class TLDR(Task):
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         """Whether the gold model prefers each summary to the reference summary.
 
-        Scores are read at the last token before EOS, as in the authors' evaluation.
+        Scores are read before EOS, as in the authors' evaluation.
         """
         texts = responses + [example["reference_response"] for example in examples]
         scores = self.judge("gold_reward_model", examples * 2, texts, with_eos=False)
@@ -4277,8 +4264,7 @@ class TLDR(Task):
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Win rate, KL, and the paper's proxy of KL: perplexity under the reference.
 
-        As in the authors' code, it is the mean of exp(NLL of the summary / tokens of query and
-        summary, less one).
+        As in the authors' code, the NLL is the summary's, and the tokens are the query's, too.
         """
         for record in records:
             tokens = record["prompt_tokens"] + record["tokens"] - 1
@@ -4336,23 +4322,21 @@ class AttackBuffer(ReplayBuffer):
         """
         config = self.config
         capacity = config.kept_per_prompt
-        if 0 < config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
-            capacity = max(map(len, self.trajectories.values()))  # that of the largest prompt
+        if 0 < config.freeze_buffer_at <= group.trajectories[0].version:
+            sizes = map(len, self.trajectories.values())
+            capacity = max(sizes, default=capacity)
         stored = self.trajectories.setdefault(group.prompt_id, {})
         new = [self.key(t) for t in group.trajectories]
         texts = [*stored, *new]
-        most = math.ceil(config.near_duplicate * 2 * max(map(len, texts)))  # edits
-        edits = cdist(  # (new, texts); above `most`: most + 1
-            new, texts, scorer=Levenshtein.distance, score_cutoff=most, workers=config.threads
-        )
-        for t, text, row in zip(group.trajectories, new, edits, strict=True):
-            near = {}  # near-duplicate -> edits over the sum of lengths
-            for i in np.flatnonzero(row <= most):
-                distance = row[i] / (len(text) + len(texts[i]))
-                if texts[i] in stored and (distance < config.near_duplicate or row[i] == 0):
-                    near[texts[i]] = distance
+        lengths = np.array(list(map(len, texts)), np.float32)
+        limit = config.near_duplicate or POSITIVE  # without the flag, only equal attacks
+        most = math.ceil(limit * 2 * lengths.max())  # edits; of more, the number does not matter
+        options = {"scorer": Levenshtein.distance, "score_cutoff": most, "workers": config.threads}
+        distances = cdist(new, texts, **options) / (lengths[-len(new) :, None] + lengths)
+        for t, text, row in zip(group.trajectories, new, distances, strict=True):
+            near = [i for i in np.flatnonzero(row < limit) if texts[i] in stored]
             if near:
-                nearest = min(near, key=near.get)
+                nearest = texts[min(near, key=lambda i: row[i])]
                 if self.value(stored[nearest]) > self.value(t):
                     continue
                 del stored[nearest]
@@ -4375,34 +4359,30 @@ class RedTeam(Task):
     greedy_evaluation = False  # diversity is measured too
     engines = 2  # the attacker's and the victim's
     reward_threads = 0  # the victim's engine runs in the Searcher's thread
-    buffer = AttackBuffer
+    buffer_class = AttackBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        toxicity = read_config("toxicity_model", config)
+        load = transformers.AutoConfig.from_pretrained
+        toxicity = load_flag("toxicity_model", config, load)
         guard = any("CausalLM" in name for name in toxicity.architectures or [])
         kind = "AutoModelForCausalLM" if guard else "AutoModelForSequenceClassification"
         self.toxicity = TextModel(kind, "toxicity_model", config)
         self.sentence = TextModel("AutoModel", "sentence_model", config)
-        labels = {str(label): int(i) for i, label in toxicity.id2label.items()}
-        self.label = labels.get(config.toxicity_label)
-        if guard and config.toxicity_label:  # the first token of its verdict
+        labels = self.toxicity.labels
+        ids = [i for i, label in labels.items() if label == config.toxicity_label]
+        if guard:  # the first token of its verdict
             encode = self.toxicity.tokenizer.encode
-            self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
-        config.require(
-            self.label is not None,
-            "toxicity_label",
-            f"choose a label ({', '.join(labels)}), or a guard's first token, such as unsafe",
-        )
+            ids = encode(config.toxicity_label, add_special_tokens=False)
+        fix = f"choose one of {', '.join(labels.values())}, or a guard's first token"
+        config.require(ids, "toxicity_label", fix)
+        self.label = ids[0]
         self.victim_tokenizer, _ = check_model("victim_model", config)
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
-        config.require(
-            config.min_attack_tokens <= config.max_response_tokens,
-            "min_attack_tokens",
-            "lower it to --max_response_tokens at most",
-        )
         self.min_eval_tokens = config.min_attack_tokens
+        fits = self.min_eval_tokens <= config.max_response_tokens
+        config.require(fits, "min_attack_tokens", "must be at most --max_response_tokens")
         super().__init__(config, tokenizer)
 
     def examples(self) -> tuple[list[dict], list[dict]]:
@@ -4474,10 +4454,10 @@ class RedTeam(Task):
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         return self.log_toxicity(responses).mean(1)
 
-    def ref_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    def ref_logprobs(self, tokens: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
         if len(tokens) < self.config.min_attack_tokens:
-            return np.full_like(logprobs, -500.0 / len(tokens))  # as in the GFlowNet baseline
-        return logprobs
+            return np.full_like(ref_logprobs, -500.0 / len(tokens))  # as in the GFlowNet baseline
+        return ref_logprobs
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
@@ -4513,10 +4493,8 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
     """Fine-tune on prompts with one response each; returns the loss of each step."""
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     rng = np.random.default_rng(config.seed)
-    starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
-    batches = []
-    for _ in range(config.sft_epochs):
-        batches += np.split(rng.permutation(len(pairs)), starts)
+    order = np.hstack([rng.permutation(len(pairs)) for _ in range(config.sft_epochs)])
+    batches = np.split(order, range(config.sft_batch_size, len(order), config.sft_batch_size))
     losses = []
     for step, batch in enumerate(tqdm(batches, "fine-tuning", mininterval=10)):
         rate = schedule_value(config.sft_learning_rate, step, len(batches))
@@ -4546,12 +4524,11 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
         splits = read_dataset("sft_prompts", config)
-        columns = [("prompt",), ("attacker_prompt",)]
-        others = read_rows("sft_prompts", config, splits, "train", *columns)
+        others = read_rows("sft_prompts", config, splits, "train", ("prompt|attacker_prompt",))
         prompts = [prompt for row in others for prompt in row.values()]
     splits = read_dataset("sft_data", config)
-    columns = [("prompt", "response"), ("instruction",)]
-    rows = read_rows("sft_data", config, splits, "train", *columns)
+    columns = ("instruction|prompt", "instruction|response")
+    rows = read_rows("sft_data", config, splits, "train", columns)
     pairs = []
     for row in rows:
         prompt = row.get("prompt") or prompts[rng.integers(len(prompts))]
