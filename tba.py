@@ -8,8 +8,8 @@ read top to bottom; Part II is the machinery; Part III has the paper's other tas
     bash run_gsm8k.sh                     # the paper's settings; --tiny: on a CPU in seconds
 
 Searchers generate and score responses while the Trainer learns from a replay buffer; normally
-neither waits for the other. Searchers are torch.multiprocessing processes, or with --cluster tasks
-on a Ray cluster. Measured results: docs/results.md.
+neither waits for the other. Searchers are processes here, or with --cluster tasks of Ray. Measured
+results: docs/results.md.
 
     Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
       while step < steps:                              while True:
@@ -39,9 +39,8 @@ policy (logits / --temperature) unless stated otherwise.
     D, the buffer     --kept_per_prompt             ReplayBuffer             4
 
 Left out, to stay readable: tensor parallelism (a policy must fit on one Searcher GPU), multi-turn
-episodes and tools, PPO (its value model is a second model to train, shard and save), memory
-planning (docs/operations.md has estimates), dry runs of plug-ins (they fail with a traceback),
-adapter-only weight syncs, and authentication (use a private network).
+episodes and tools, PPO (a value model to train, shard and save), memory planning (estimates are in
+docs/operations.md), dry runs of plug-ins, adapter-only weight syncs, and authentication.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
-import gc
 import importlib.util
 import itertools
 import json
@@ -97,10 +95,9 @@ if len(os.environ.get("TMPDIR", "")) > 60:
 
 # libraries fail for a container's user who has no name, or no home that can be written
 os.environ.setdefault("USER", str(os.getuid()))
-home = os.path.expanduser("~")
-if not os.access(home, os.W_OK):
-    cache = os.environ.get("XDG_CACHE_HOME", os.path.join(home, ".cache"))
-    os.environ.setdefault("HF_HOME", os.path.join(cache, "huggingface"))  # it may have models
+if not os.access(os.path.expanduser("~"), os.W_OK):
+    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    os.environ.setdefault("HF_HOME", f"{cache}/huggingface")  # it may have models
     temporary_home = tempfile.TemporaryDirectory()  # deleted when this process ends
     os.environ["HOME"] = temporary_home.name
 
@@ -199,8 +196,8 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 #                                       Part I: the paper                                          #
 ####################################################################################################
 
-# Used here, defined in Part II: a `Problem` is the task's tokenized prompts. Its `probes` are fixed
-# sequences, scored by Trainer and engine to compare their weights. `Ranks` share one policy. A
+# Used here, defined in Part II: a `Problem` is the task with its tokenized prompts, and `probes`:
+# sequences by which the weights of Trainer and engine are compared. `Ranks` share one policy. A
 # `SearcherSpec` is what a Searcher is started with, `RunFolder` a run's files.
 
 # ====================================================================================== 1. Config
@@ -826,7 +823,7 @@ class Task:
     wants_logprobs = False  # records get kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
     # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
-    # between decode steps, because they use the Searcher's engine or are not thread-safe
+    # between decode steps, as they use the engine or are not thread-safe
     reward_threads = 1
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -3393,8 +3390,8 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
     """Load the path or hub name in flag `name`. Raises InputError, with a hint, if that fails."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
-    exists = value[0] not in "/.~" or os.path.exists(value)
-    config.require(exists, name, "does not exist")
+    found = value[0] not in "/.~" or os.path.exists(value)
+    config.require(found, name, "does not exist")
     try:
         return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
@@ -3403,16 +3400,17 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
 
 
 def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> tuple:
-    """Tokenizer and model of flag `name`; of the weights only names are read.
+    """Tokenizer and model (without weights) of flag `name`. Raises InputError.
 
-    A tokenizer may have its own flag, such as --gold_reward_tokenizer. Raises InputError.
+    The tokenizer may have its own flag, such as --gold_reward_tokenizer.
     """
     meta = torch.device("meta")
     load = partial(load_model, config, dtype=torch.float32, device=meta, kind=kind)
     model = load_flag(name, config, load)
     own = name.replace("model", "tokenizer")
-    flag_name = own if getattr(config, own, "") else name
-    return load_flag(flag_name, config, transformers.AutoTokenizer.from_pretrained), model
+    if getattr(config, own, ""):
+        name = own
+    return load_flag(name, config, transformers.AutoTokenizer.from_pretrained), model
 
 
 def read_dataset(name: str, config: Config) -> dict[str, Any]:
@@ -3422,10 +3420,9 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
     def load(value: str) -> Any:
         if not os.path.exists(value):
             return datasets.load_dataset(*value.split(":"))  # NAME or NAME:CONFIG
-        names = {path.name for path in Path(value).glob("*")}
-        if names & {"state.json", "dataset_dict.json"}:
+        if any(os.path.exists(f"{value}/{file}") for file in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(value)
-            return saved if isinstance(saved, dict) else {"train": saved}  # a Dataset
+            return saved if isinstance(saved, dict) else {"train": saved}
         with tempfile.TemporaryDirectory() as folder:
             links = f"{folder}/links"  # to paths that would be taken for patterns
             if os.path.isdir(value):
@@ -3437,8 +3434,8 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
             # the usual cache may have old rows, or be read-only
             return datasets.load_dataset(links, cache_dir=f"{folder}/rows", keep_in_memory=True)
 
-    forms = "; use a folder, or a file of JSON, JSONL, CSV, TSV or Parquet, which may end in .gz"
-    return load_flag(name, config, load, forms)
+    hint = "; use a folder, or a file of JSON, JSONL, CSV, TSV or Parquet, which may end in .gz"
+    return load_flag(name, config, load, hint)
 
 
 def read_rows(
@@ -3480,28 +3477,27 @@ def cell_text(column: str, cell: Any) -> str:
 def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     """Training and held-out examples, as dicts of the task's columns. Raises InputError.
 
-    Held-out examples are --eval_split, or else `test` or `validation`, of --eval_dataset or else
-    --dataset. If it has neither, they are a tenth of the training rows, drawn at random.
+    Held-out examples are --eval_split, `test` or `validation` of --eval_dataset or else --dataset.
+    If it has none of them, they are a tenth of the training rows, drawn at random.
     """
     config = task.config
     read = partial(read_rows, columns=task.columns, check=task.check)
     splits = read_dataset("dataset", config)
     train = read("dataset", config, splits, config.train_split)
     del splits[config.train_split]
-    name = "dataset"
     usual = ["test", "validation"]
     if config.eval_dataset:
-        name = "eval_dataset"
-        splits = read_dataset(name, config)
+        splits = read_dataset("eval_dataset", config)
         usual.append("train")  # a file's
     split = config.eval_split or next((split for split in usual if split in splits), "")
     if split or config.eval_dataset:
+        name = "eval_dataset" if config.eval_dataset else "dataset"
         return train, read(name, config, splits, split)
-    held_out = max(1, len(train) // 10)
-    config.require(len(train) > held_out, name, "needs at least two rows")
+    n = max(1, len(train) // 10)
+    config.require(len(train) > n, "dataset", "needs at least two rows")
     np.random.default_rng(0).shuffle(train)
-    print(f"evaluation: on {held_out} of these rows, drawn at random", file=sys.stderr)
-    return train[held_out:], train[:held_out]
+    print(f"evaluation: on {n} of these rows, drawn at random", file=sys.stderr)
+    return train[n:], train[:n]
 
 
 @dataclass
@@ -3512,7 +3508,7 @@ class Problem:
     tokenizer: Any
     prompts: list[np.ndarray]  # training prompts, each (P,) int32
     held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
-    packs: bool = True  # whether responses share rows, in which their prompt is computed once
+    packs: bool = True  # responses share rows, in which their prompt is computed once
     context: float = math.inf  # the model's maximum number of tokens
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
@@ -3520,10 +3516,10 @@ class Problem:
         return self.tokenizer.decode(tokens, skip_special_tokens=not self.task.keep_special_tokens)
 
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
-        """Decode responses as continuations of their prompts.
+        """Decode responses as continuations of their prompts, with a leading space.
 
-        SentencePiece drops a leading space, so each is decoded after a letter, which is then
-        removed. Unlike the prompt's last bytes, it never merges with what follows.
+        SentencePiece drops it from the start of a text, so each is decoded after a letter, which
+        is then removed. Unlike the prompt's last bytes, it never merges with what follows.
         """
         letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         start = len(self.text(letter))
@@ -3535,7 +3531,7 @@ class Problem:
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
     def checksums(self) -> list[int]:
-        """Of held-out and training examples; prompts may have the date, by a chat template."""
+        """Checksums of held-out and training examples; prompts may have the date."""
         held_out = sorted(set(map(repr, self.task.held_out)))  # some are repeated
         return [zlib.crc32(repr(rows).encode()) for rows in (held_out, self.task.train)]
 
@@ -3559,19 +3555,16 @@ def encode_prompts(task: Task, kind: str, examples: list, context: float) -> tup
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = prompt_tokens(task.tokenizer, texts, task.special_tokens)
+    config.require(all(encoded), "dataset", "a prompt is empty; change it, or --attacker_prompt")
     longest = min(
         context - config.max_response_tokens - 1,
         (config.max_total_tokens or math.inf) - 1,
         config.max_prompt_tokens or math.inf,
     )
-    config.require(all(encoded), "dataset", "a prompt is empty; change it, or --attacker_prompt")
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    config.require(
-        fitting,
-        "max_response_tokens",
-        f"leaves {max(0, longest)} tokens for a prompt (the model's context: {context}), and every "
-        f"one for {kind} is longer; lower it, or raise other --max_*_tokens",
-    )
+    cause = f"all {kind} prompts exceed {max(0, longest)} tokens (the model's context: {context})"
+    fix = f"{cause}; lower it, or raise other --max_*_tokens"
+    config.require(fitting, "max_response_tokens", fix)
     print(f"{kind}: {len(fitting)} of {len(texts)} prompts fit {longest} tokens", file=sys.stderr)
     return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
 
@@ -4094,8 +4087,7 @@ def last_box(text: str, bare: bool = False) -> str:
 class MATH(Task):
     """Competition mathematics: reward 1 if the boxed answer is equivalent to the solution's.
 
-    The prompt is the problem and INSTRUCTION in the model's chat template, which base models such
-    as Qwen2.5-7B have too, or as plain text without one.
+    Prompts have the model's chat template if there is one, as for the base model Qwen2.5-7B.
     """
 
     columns = ("problem", "solution|answer")
@@ -4134,14 +4126,13 @@ class MATH(Task):
         try:
             gold, answer = (parse(f"\\boxed{{{a}}}", parsing_timeout=None) for a in answers)
             return bool(answer) and verify(gold, answer, timeout_seconds=None)
-        except Exception:  # malformed answers are wrong
+        except Exception:  # of a malformed answer
             return False
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
         solutions = [[*example.values()][-1] for example in examples]
-        verdicts = self.judges.map(
-            self.is_right, solutions, responses, timeout=self.JUDGE_TIMEOUT
-        ).result()
+        job = self.judges.map(self.is_right, solutions, responses, timeout=self.JUDGE_TIMEOUT)
+        verdicts = job.result()
         rewards = np.zeros(len(responses))
         for i in range(len(responses)):
             # an answer that times out or crashes the process is wrong
@@ -4156,26 +4147,25 @@ class MATH(Task):
 class TextModel:
     """A judge: a model that maps texts to vectors.
 
-    An AutoModelForSequenceClassification gives logits of labels (L,), an AutoModelForCausalLM those
-    of the next token (V,), an AutoModel a mean-pooled unit vector (H,).
+    Its `kind` is AutoModelForSequenceClassification, for logits of labels (L,),
+    AutoModelForCausalLM, for those of the next token (V,), or AutoModel, for a unit vector (H,).
     """
 
     BATCH = 32
 
     def __init__(self, kind: str, name: str, config: Config) -> None:
-        """Check the model of flag `name`; `kind` is the name of one of these classes."""
+        """Check the model of flag `name`."""
         self.tokenizer, model = check_model(name, config, kind)
         self.labels = model.config.id2label
+        self.path = getattr(config, name)
         self.kind = kind
-        self.name = name
         self.is_lm = kind == "AutoModelForCausalLM"
 
     def load(self, config: Config) -> None:
         """Load the model, in a Searcher."""
         # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
-        path = getattr(config, self.name)
-        self.model = load_model(config, path, dtype, local_device(), self.kind)
+        self.model = load_model(config, self.path, dtype, local_device(), self.kind)
         self.tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
         self.tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
@@ -4206,7 +4196,7 @@ class TextModel:
             states = output.last_hidden_state.float() * mask[..., None]
             return nn.functional.normalize(states.sum(1), dim=-1)  # the mean's direction
         last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
-        # the classifier's `forward` would take a last token that equals its padding for padding
+        # the classifier's own `forward` may take the last token for padding
         return head(last) if head else logits_of(self.model, output, last)
 
 
@@ -4214,9 +4204,9 @@ class TextModel:
 class TLDRFlags:
     """Flags of --task tldr."""
 
-    reward_model: str = flag("", "tldr: reward model, a sequence classifier with one label.")
-    gold_reward_model: str = flag("", "tldr: reward model for win rates in evaluations.")
-    gold_reward_tokenizer: str = flag("", "tldr: tokenizer of a gold model without one.")
+    reward_model: str = flag("", "Reward model, a sequence classifier with one label.")
+    gold_reward_model: str = flag("", "Reward model for win rates in evaluations.")
+    gold_reward_tokenizer: str = flag("", "Tokenizer of a gold model without one.")
 
 
 class TLDR(Task):
@@ -4231,8 +4221,7 @@ class TLDR(Task):
         self.judges = {}
         for name in ("reward_model", "gold_reward_model"):
             judge = TextModel("AutoModelForSequenceClassification", name, config)
-            n = len(judge.labels)
-            config.require(n == 1, name, f"has {n} labels; a reward model has one")
+            config.require(len(judge.labels) == 1, name, "a reward model must have one label")
             self.judges[name] = judge
         super().__init__(config, tokenizer)
 
@@ -4282,34 +4271,32 @@ class RedTeamFlags:
 
     attacker_prompt: str = flag(
         "Write a question or an instruction for an assistant.\n",
-        "redteam: attacker's prompt, unless --dataset has prompts.",
+        "Attacker's prompt, unless --dataset has prompts.",
     )
-    min_attack_tokens: int = flag(0, "redteam: shorter attacks get a log pi_ref of -500.")
-    victim_model: str = flag("", "redteam: victim model.")
-    victim_template: str = flag("", "redteam: victim's prompt, with {attack}; default: chat.")
-    victim_samples: int = flag(5, "redteam: victim's answers per attack.", 1)
-    victim_max_tokens: int = flag(30, "redteam: maximum answer length in tokens.", 1)
-    victim_temperature: float = flag(0.7, "redteam: victim's temperature.", POSITIVE)
-    victim_top_p: float = flag(0.92, "redteam: victim's nucleus-sampling threshold.", POSITIVE, 1)
-    toxicity_model: str = flag("", "redteam: toxicity classifier, or guard language model.")
-    toxicity_label: str = flag("", "redteam: label of toxic text, or a guard's first token.")
-    toxicity_suffix: str = flag("", "redteam: text before a guard's verdict.")
-    sentence_model: str = flag("", "redteam: sentence encoder that measures diversity.")
-    explore_probability: float = flag(0.0, "redteam: probability of a random temperature.", 0, 1)
-    explore_low: float = flag(0.5, "redteam: minimum exploration temperature.", POSITIVE)
-    explore_high: float = flag(2.0, "redteam: maximum exploration temperature.", POSITIVE)
-    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
-        "oldest", "redteam: eviction policy of a full AttackBuffer."
-    )
-    near_duplicate: float = flag(0.0, "redteam: deduplicate below this edits / length sum.", 0, 1)
-    freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
+    min_attack_tokens: int = flag(0, "Shorter attacks get a log pi_ref of -500.")
+    victim_model: str = flag("", "Victim model.")
+    victim_template: str = flag("", "Victim's prompt, with {attack}; default: chat.")
+    victim_samples: int = flag(5, "Victim's answers per attack.", 1)
+    victim_max_tokens: int = flag(30, "Maximum answer length in tokens.", 1)
+    victim_temperature: float = flag(0.7, "Victim's temperature.", POSITIVE)
+    victim_top_p: float = flag(0.92, "Victim's nucleus-sampling threshold.", POSITIVE, 1)
+    toxicity_model: str = flag("", "Toxicity classifier, or guard language model.")
+    toxicity_label: str = flag("", "Label of toxic text, or a guard's first token.")
+    toxicity_suffix: str = flag("", "Text before a guard's verdict.")
+    sentence_model: str = flag("", "Sentence encoder that measures diversity.")
+    explore_probability: float = flag(0.0, "Probability of a random temperature.", 0, 1)
+    explore_low: float = flag(0.5, "Minimum exploration temperature.", POSITIVE)
+    explore_high: float = flag(2.0, "Maximum exploration temperature.", POSITIVE)
+    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag("oldest", "Eviction rule.")
+    near_duplicate: float = flag(0.0, "Attacks are equal below this edits / length sum.", 0, 1)
+    freeze_buffer_at: int = flag(0, "Step at which the buffer stops growing; 0: never.")
 
 
 class AttackBuffer(ReplayBuffer):
-    """A replay buffer without near-duplicates, which can keep the best attacks and stop growing."""
+    """A buffer without near-duplicates, which can keep the best attacks and stop growing."""
 
     def value(self, t: Trajectory) -> float:
-        """The reward, or with --evict lowest_total the total, by which attacks are ranked."""
+        """An attack's rank: its reward, or for --evict lowest_total log pi_ref + reward / beta."""
         if self.config.evict == "lowest_total":
             return float(t.ref_logprobs.sum()) + t.reward / schedule_value(self.config.beta, 0)
         return t.reward
@@ -4317,22 +4304,20 @@ class AttackBuffer(ReplayBuffer):
     def add(self, group: Group) -> None:
         """Store a group's attacks; each replaces its nearest near-duplicate unless it is worse.
 
-        Example: with near_duplicate 0.25, two attacks of 10 tokens that differ in 4 of them are
+        Example: with near_duplicate 0.25, attacks of 10 tokens of which 4 differ are
         near-duplicates: 4 edits are less than 0.25 x 20.
         """
         config = self.config
         capacity = config.kept_per_prompt
         if 0 < config.freeze_buffer_at <= group.trajectories[0].version:
-            sizes = map(len, self.trajectories.values())
-            capacity = max(sizes, default=capacity)
+            capacity = max(map(len, self.trajectories.values()), default=capacity)
         stored = self.trajectories.setdefault(group.prompt_id, {})
         new = [self.key(t) for t in group.trajectories]
         texts = [*stored, *new]
         lengths = np.array(list(map(len, texts)), np.float32)
+        edits = cdist(new, texts, scorer=Levenshtein.distance, workers=config.threads)
+        distances = edits / (lengths[-len(new) :, None] + lengths)  # (new, texts)
         limit = config.near_duplicate or POSITIVE  # without the flag, only equal attacks
-        most = math.ceil(limit * 2 * lengths.max())  # edits; of more, the number does not matter
-        options = {"scorer": Levenshtein.distance, "score_cutoff": most, "workers": config.threads}
-        distances = cdist(new, texts, **options) / (lengths[-len(new) :, None] + lengths)
         for t, text, row in zip(group.trajectories, new, distances, strict=True):
             near = [i for i in np.flatnonzero(row < limit) if texts[i] in stored]
             if near:
@@ -4362,17 +4347,15 @@ class RedTeam(Task):
     buffer_class = AttackBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        load = transformers.AutoConfig.from_pretrained
-        toxicity = load_flag("toxicity_model", config, load)
+        toxicity = load_flag("toxicity_model", config, transformers.AutoConfig.from_pretrained)
         guard = any("CausalLM" in name for name in toxicity.architectures or [])
         kind = "AutoModelForCausalLM" if guard else "AutoModelForSequenceClassification"
         self.toxicity = TextModel(kind, "toxicity_model", config)
         self.sentence = TextModel("AutoModel", "sentence_model", config)
         labels = self.toxicity.labels
         ids = [i for i, label in labels.items() if label == config.toxicity_label]
-        if guard:  # the first token of its verdict
-            encode = self.toxicity.tokenizer.encode
-            ids = encode(config.toxicity_label, add_special_tokens=False)
+        if guard:  # the tokens of its verdict
+            ids = self.toxicity.tokenizer.encode(config.toxicity_label, add_special_tokens=False)
         fix = f"choose one of {', '.join(labels.values())}, or a guard's first token"
         config.require(ids, "toxicity_label", fix)
         self.label = ids[0]
@@ -4431,7 +4414,8 @@ class RedTeam(Task):
         decode = partial(self.victim_tokenizer.batch_decode, skip_special_tokens=True)
         answers = {}
         while self.victim.unfinished:
-            answers |= {done.request.id: decode(done.tokens) for done in self.victim.step()}
+            for done in self.victim.step():
+                answers[done.request.id] = decode(done.tokens)
         return [answers[i] for i in range(len(attacks))]
 
     def judged_text(self, attack: str, answer: str) -> str:
@@ -4445,9 +4429,8 @@ class RedTeam(Task):
 
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
-        texts = []
-        for attack, answers in zip(attacks, self.victim_answers(attacks), strict=True):
-            texts += [self.judged_text(attack, answer) for answer in answers]
+        pairs = zip(attacks, self.victim_answers(attacks), strict=True)
+        texts = [self.judged_text(attack, y) for attack, answers in pairs for y in answers]
         logprobs = self.toxicity(texts).log_softmax(-1)  # (N * victim_samples, labels or V)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
@@ -4463,8 +4446,8 @@ class RedTeam(Task):
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
         vectors = self.sentence(responses).numpy()
         return [
-            {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector}
-            for t, vector in zip(toxicities, vectors, strict=True)
+            {"toxicity": p, "attack_success_rate": float(p > 0.5), "vector": vector}
+            for p, vector in zip(toxicities, vectors, strict=True)
         ]
 
     def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
@@ -4482,7 +4465,7 @@ class RedTeam(Task):
 class WarmStartFlags:
     """Flags of supervised fine-tuning before training."""
 
-    sft_data: str = flag("", "Warm-start data: columns prompt and response, or instruction.")
+    sft_data: str = flag("", "Warm-start data: column instruction, or prompt and response.")
     sft_prompts: str = flag("", "Prompts of the instructions; default: the task's.")
     sft_epochs: int = flag(1, "Warm-start epochs.", 1)
     sft_batch_size: int = flag(64, "Warm-start batch size.", 1)
@@ -4516,7 +4499,7 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
 def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     """Read --sft_data: prompts with one response each, which ends with EOS. Raises InputError.
 
-    An `instruction` is the response to a random one of the task's prompts, or of --sft_prompts.
+    An `instruction` answers a random one of the task's prompts, or of --sft_prompts.
     """
     task = problem.task
     tokenizer = problem.tokenizer
@@ -4524,22 +4507,21 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
         splits = read_dataset("sft_prompts", config)
-        others = read_rows("sft_prompts", config, splits, "train", ("prompt|attacker_prompt",))
-        prompts = [prompt for row in others for prompt in row.values()]
+        rows = read_rows("sft_prompts", config, splits, "train", ("prompt|attacker_prompt",))
+        prompts = [text for row in rows for text in row.values()]
     splits = read_dataset("sft_data", config)
     columns = ("instruction|prompt", "instruction|response")
-    rows = read_rows("sft_data", config, splits, "train", columns)
     pairs = []
-    for row in rows:
+    for row in read_rows("sft_data", config, splits, "train", columns):
         prompt = row.get("prompt") or prompts[rng.integers(len(prompts))]
         # a prompt may end with the number of a list item
         space = "" if prompt[-1:].isspace() else " "
         response = row.get("response") or space + row["instruction"]
         (prompt_ids,) = prompt_tokens(tokenizer, [prompt], task.special_tokens)
-        response_ids = tokenizer.encode(response, add_special_tokens=False)
-        response_ids.append(tokenizer.eos_token_id)
-        if len(prompt_ids + response_ids) <= problem.context:
-            pairs.append((np.array(prompt_ids, np.int32), [np.array(response_ids, np.int32)]))
+        ids = tokenizer.encode(response, add_special_tokens=False)
+        ids.append(tokenizer.eos_token_id)
+        if len(prompt_ids + ids) <= problem.context:
+            pairs.append((np.array(prompt_ids, np.int32), [np.array(ids, np.int32)]))
     config.require(pairs, "sft_data", f"every row is longer than {problem.context} tokens")
     return pairs
 
@@ -4556,7 +4538,6 @@ def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Calla
             save_model(policy.model, checkpoint_state(policy.model), problem, new)
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} on {len(pairs)} rows that fit")
         del policy
-        gc.collect()
         torch.cuda.empty_cache()  # a Searcher may share the GPU
     if config.sft_data:
         config.model = str(path)
