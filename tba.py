@@ -287,7 +287,7 @@ class Config:
     eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
     eval_split: str = flag("", "Split to evaluate on; default: test or validation.")
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
-    eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
+    eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
     report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Metrics tracker.")
 
@@ -3239,10 +3239,6 @@ class Evaluations:
                 text += f"======== step {message.version}\n{prompt}\n"
                 text += f"-------- answer\n{answers[0]}\n\n"
         metrics = self.problem.task.summarize(list(itertools.chain(*by_prompt)))
-        n = self.config.eval_responses
-        if n > 1 and "accuracy" in metrics:  # prompts with a correct response
-            solved = [max(record["accuracy"] for record in records) for records in by_prompt]
-            metrics[f"pass@{n}"] = float(np.mean(solved))
         self.folder.write_evaluation(message.version, len(by_prompt), metrics, text)
 
 
