@@ -91,9 +91,9 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     print(f"tba.py needs Python 3.11 to 3.13, not {sys.version.split()[0]}", file=sys.stderr)
     sys.exit(2)
 if len(os.environ.get("TMPDIR", "")) > 60:
-    os.environ["TMPDIR"] = "/tmp"  # the path of a multiprocessing socket has at most 107 bytes
+    os.environ["TMPDIR"] = "/tmp"  # a socket's path has at most 107 bytes
 
-# libraries fail for a container's user who has no name, or no home that can be written
+# libraries fail for a container's user without a name or a home that can be written
 os.environ.setdefault("USER", str(os.getuid()))
 if not os.access(os.path.expanduser("~"), os.W_OK):
     cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
@@ -101,7 +101,7 @@ if not os.access(os.path.expanduser("~"), os.W_OK):
     temporary_home = tempfile.TemporaryDirectory()  # deleted when this process ends
     os.environ["HOME"] = temporary_home.name
 
-# a launcher's variables: without all that ranks need to meet, they belong to something else
+# a launcher's variables; they mean something else without all that ranks need
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 
@@ -124,7 +124,7 @@ os.environ.update(
     DATASETS_VERBOSITY="critical",
     HF_HUB_VERBOSITY="error",
     TRANSFORMERS_VERBOSITY="error",
-    # section 11 handles lost members of a weight group; NCCL's watchdog would kill the process
+    # section 11 handles lost members; NCCL's watchdog would kill the process
     TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
     TORCH_NCCL_ENABLE_MONITORING="0",
     TORCH_NCCL_DUMP_ON_TIMEOUT="0",
@@ -151,7 +151,7 @@ def stop_signal_handler(handler: Any) -> Iterator[None]:
 def start_fork_server() -> None:
     """Start the process that local Searchers are forked from, unless it runs already.
 
-    It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM send to all processes of a run.
+    It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM send to all processes.
     """
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     with stop_signal_handler(signal.SIG_IGN):
@@ -159,7 +159,7 @@ def start_fork_server() -> None:
 
 
 if __name__ == "__main__":
-    for name in ("stdin", "stdout", "stderr"):  # closed streams, or a file would get their number
+    for name in ("stdin", "stdout", "stderr"):  # or a file gets a closed one's number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     if os.environ.get("RANK", "0") == "0" and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv):
@@ -189,7 +189,7 @@ from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in, if this file is renamed
+sys.modules["tba"] = sys.modules[__name__]  # for plug-ins, if this file is renamed
 torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 
 ####################################################################################################
@@ -822,12 +822,12 @@ class Task:
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
     wants_logprobs = False  # records get kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
-    # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
-    # between decode steps, as they use the engine or are not thread-safe
+    # threads that call `rewards` during decoding; one more calls `evaluate`
+    # 0: both are called between decode steps, as they use the engine or are not thread-safe
     reward_threads = 1
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        """Read the data, and check whatever can be checked without loading a model."""
+        """Read the data, and check all that needs no loaded model."""
         self.config = config
         self.tokenizer = tokenizer
         self.train, self.held_out = self.examples()
@@ -869,18 +869,18 @@ class Task:
         """log pi_ref (T,) of a response to train with; lower it to rule the response out."""
         return ref_logprobs
 
-    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
-        """One record per answer; `summarize` turns them into the evaluation's metrics."""
+    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
+        """One record per answer; `summarize` makes metrics of them."""
         rewards = self.checked_rewards(examples, responses, ended)
         return [{self.metric: reward} for reward in rewards]
 
-    def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def summarize(self, records: list[dict]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
         return {key: float(np.mean([record[key] for record in records])) for key in records[0]}
 
 
 def extract_number(text: str) -> float | None:
-    """GSM8K's answer rule: the last number in the text, without commas; None if there is none.
+    """GSM8K's answer: the last number in the text, without commas; None without one.
 
     The minus of "5-3" is a subtraction: it gives 3 (the authors' parser: -3).
 
@@ -903,7 +903,7 @@ class GSM8K(Task):
         if extract_number(example["answer"]) is None:
             raise ValueError(f"no number in answer {example['answer']!r:.60}")
 
-    def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
+    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         pairs = zip(examples, responses, strict=True)
         return np.array([extract_number(y) == extract_number(x["answer"]) for x, y in pairs])
 
@@ -3383,7 +3383,7 @@ def first_line(error: Any) -> str:
 
 
 def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str = "") -> Any:
-    """Load the path or hub name in flag `name`. Raises InputError, with a hint, if that fails."""
+    """Load the path or hub name in flag `name`. Raises InputError, with a hint."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
     found = value[0] not in "/.~" or os.path.exists(value)
@@ -3411,7 +3411,7 @@ def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -
 
 def read_dataset(name: str, config: Config) -> dict[str, Any]:
     """The dataset in flag `name`, as a dict of splits. Raises InputError."""
-    import datasets  # imported late: Searchers never need it
+    import datasets  # only the main process needs it
 
     def load(value: str) -> Any:
         if not os.path.exists(value):
@@ -3430,7 +3430,7 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
             # the usual cache may have old rows, or be read-only
             return datasets.load_dataset(links, cache_dir=f"{folder}/rows", keep_in_memory=True)
 
-    hint = "; use a folder, or a file of JSON, JSONL, CSV, TSV or Parquet, which may end in .gz"
+    hint = "; use a folder, or a file of JSON, JSONL, CSV, TSV or Parquet, also with .gz"
     return load_flag(name, config, load, hint)
 
 
@@ -3471,10 +3471,10 @@ def cell_text(column: str, cell: Any) -> str:
 
 
 def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
-    """Training and held-out examples, as dicts of the task's columns. Raises InputError.
+    """Training and held-out examples: dicts of the task's columns. Raises InputError.
 
-    Held-out examples are --eval_split, `test` or `validation` of --eval_dataset or else --dataset.
-    If it has none of them, they are a tenth of the training rows, drawn at random.
+    Held-out examples are --eval_split, `test` or `validation` of --eval_dataset or --dataset, or
+    without one a tenth of the training rows, drawn at random.
     """
     config = task.config
     read = partial(read_rows, columns=task.columns, check=task.check)
@@ -3498,7 +3498,7 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
 
 @dataclass
 class Problem:
-    """The task with its tokenizer and tokenized prompts. It is sent to the Searchers."""
+    """The task and its tokenized prompts, as sent to the Searchers."""
 
     task: Task
     tokenizer: Any
@@ -3514,8 +3514,8 @@ class Problem:
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
         """Decode responses as continuations of their prompts, with a leading space.
 
-        SentencePiece drops it from the start of a text, so each is decoded after a letter, which
-        is then removed. Unlike the prompt's last bytes, it never merges with what follows.
+        SentencePiece drops it from a text's start, so each is decoded after a letter, which is
+        then removed. Unlike the prompt's last bytes, it never merges with what follows.
         """
         letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         start = len(self.text(letter))
@@ -3533,7 +3533,7 @@ class Problem:
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
-    """The tokens that end a response (EOS and others) of the model in flag `name`."""
+    """The tokens that end a response of the model in flag `name`."""
     tokenizer, model = check_model(name, config)
     sources = (model.config.get_text_config(), model.generation_config, tokenizer)
     ends = np.hstack([source.eos_token_id for source in sources])  # numbers, lists, None
@@ -3541,24 +3541,24 @@ def end_tokens(name: str, config: Config) -> list[int]:
 
 
 def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
-    """Tokenize prompts, without the EOS that some tokenizers append: it ends the response."""
+    """Tokenize prompts, without the EOS that some tokenizers append."""
     prompts = tokenizer(texts, add_special_tokens=special)["input_ids"]
     return [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in prompts]
 
 
 def encode_prompts(task: Task, kind: str, examples: list, context: float) -> tuple[list, list]:
-    """Tokenize prompts; returns the examples that fit, and their prompts. Raises InputError."""
+    """The examples whose prompts fit, and these, tokenized. Raises InputError."""
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = prompt_tokens(task.tokenizer, texts, task.special_tokens)
-    config.require(all(encoded), "dataset", "a prompt is empty; change it, or --attacker_prompt")
+    config.require(all(encoded), "dataset", "a prompt is empty; see also --attacker_prompt")
     longest = min(
         context - config.max_response_tokens - 1,
         (config.max_total_tokens or math.inf) - 1,
         config.max_prompt_tokens or math.inf,
     )
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    cause = f"all {kind} prompts exceed {max(0, longest)} tokens (the model's context: {context})"
+    cause = f"all {kind} prompts exceed {max(0, longest)} tokens (context: {context})"
     fix = f"{cause}; lower it, or raise other --max_*_tokens"
     config.require(fitting, "max_response_tokens", fix)
     print(f"{kind}: {len(fitting)} of {len(texts)} prompts fit {longest} tokens", file=sys.stderr)
@@ -4058,7 +4058,7 @@ def finish(trainer: Trainer) -> None:
 
 
 def last_box(text: str, bare: bool = False) -> str:
-    r"""The answer in a text's last \boxed{...}, up to the brace that closes it, or "".
+    r"""The answer in a text's last \boxed{...}, up to its closing brace, or "".
 
     With `bare`, a text without a box is an answer itself, unless it is prose.
 
@@ -4081,9 +4081,9 @@ def last_box(text: str, bare: bool = False) -> str:
 
 
 class MATH(Task):
-    """Competition mathematics: reward 1 if the boxed answer is equivalent to the solution's.
+    """Competition mathematics: reward 1 if the boxed answer equals the solution's.
 
-    Prompts have the model's chat template if there is one, as for the base model Qwen2.5-7B.
+    Prompts have the chat template if there is one, as for the base model Qwen2.5-7B.
     """
 
     columns = ("problem", "solution|answer")
@@ -4116,7 +4116,7 @@ class MATH(Task):
     @staticmethod
     def is_right(solution: str, response: str) -> bool:
         """Whether the response's last boxed answer equals the solution's."""
-        from math_verify import parse, verify  # imported late: only this task needs it
+        from math_verify import parse, verify  # only this task needs it
 
         answers = (last_box(solution, bare=True), last_box(response))
         try:
@@ -4125,7 +4125,7 @@ class MATH(Task):
         except Exception:  # of a malformed answer
             return False
 
-    def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
+    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         solutions = [[*example.values()][-1] for example in examples]
         job = self.judges.map(self.is_right, solutions, responses, timeout=self.JUDGE_TIMEOUT)
         verdicts = job.result()
@@ -4143,14 +4143,14 @@ class MATH(Task):
 class TextModel:
     """A judge: a model that maps texts to vectors.
 
-    Its `kind` is AutoModelForSequenceClassification, for logits of labels (L,),
-    AutoModelForCausalLM, for those of the next token (V,), or AutoModel, for a unit vector (H,).
+    An AutoModelForSequenceClassification gives logits of labels (L,), an AutoModelForCausalLM
+    those of the next token (V,), an AutoModel a mean-pooled unit vector (H,).
     """
 
     BATCH = 32
 
     def __init__(self, kind: str, name: str, config: Config) -> None:
-        """Check the model of flag `name`."""
+        """Check the model of flag `name`; `kind` is one of these classes."""
         self.tokenizer, model = check_model(name, config, kind)
         self.labels = model.config.id2label
         self.path = getattr(config, name)
@@ -4159,7 +4159,7 @@ class TextModel:
 
     def load(self, config: Config) -> None:
         """Load the model, in a Searcher."""
-        # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
+        # bfloat16 scores are 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
         self.model = load_model(config, self.path, dtype, local_device(), self.kind)
         self.tokenizer.truncation_side = "left"  # keep the end of long texts
@@ -4168,7 +4168,7 @@ class TextModel:
 
     @torch.inference_mode()
     def __call__(self, texts: list[str]) -> Tensor:
-        """Vectors (N, ...) of N texts, on the CPU; equal texts get bitwise equal vectors."""
+        """Vectors (N, ...) of N texts, on the CPU; bitwise equal for equal texts."""
         distinct = sorted(dict.fromkeys(texts), key=len)
         starts = range(0, len(distinct), self.BATCH)
         batches = [self.vectors_of(distinct[i : i + self.BATCH]) for i in starts]
@@ -4184,7 +4184,7 @@ class TextModel:
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
         ids = pad(rows).to(self.model.device)  # (R, L)
         mask = pad([torch.ones_like(row) for row in rows]).to(self.model.device)  # (R, L)
-        head = getattr(self.model, "score", None)  # of a classifier that reads the last token
+        head = getattr(self.model, "score", None)  # it reads the last token
         if self.kind == "AutoModelForSequenceClassification" and not head:
             return self.model(ids, attention_mask=mask).logits
         output = self.model.base_model(ids, attention_mask=mask)
@@ -4206,7 +4206,7 @@ class TLDRFlags:
 
 
 class TLDR(Task):
-    """Summarization of posts: rewards from a reward model, win rates from a gold one."""
+    """Summaries of posts: rewards by a reward model, win rates by a gold one."""
 
     columns = ("query", "reference_response")
     template = "{query}"
@@ -4226,17 +4226,17 @@ class TLDR(Task):
             judge.load(self.config)
 
     def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
-        """Scores (N,) of N summaries by a reward model, at EOS or at the token before."""
+        """Scores (N,) of summaries by a reward model, at EOS or at the token before."""
         eos = self.judges[name].tokenizer.eos_token or ""
         ends = [summary.removesuffix(eos) + eos * with_eos for summary in summaries]
         texts = [example["query"] + end for example, end in zip(examples, ends, strict=True)]
         return self.judges[name](texts)[:, 0].numpy()
 
-    def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
+    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         scores = self.judge("reward_model", examples, responses, with_eos=True)
         return np.where(ended, scores, -1.0)
 
-    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
+    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
         """Whether the gold model prefers each summary to the reference summary.
 
         Scores are read before EOS, as in the authors' evaluation.
@@ -4246,10 +4246,10 @@ class TLDR(Task):
         own, reference = np.split(scores, 2)
         return [{"win_rate": float(won)} for won in own > reference]
 
-    def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def summarize(self, records: list[dict]) -> dict[str, float]:
         """Win rate, KL, and the paper's proxy of KL: perplexity under the reference.
 
-        As in the authors' code, the NLL is the summary's, and the tokens are the query's, too.
+        As in the authors' code: exp(NLL of the summary / tokens of query and summary).
         """
         for record in records:
             tokens = record["prompt_tokens"] + record["tokens"] - 1
@@ -4289,16 +4289,16 @@ class RedTeamFlags:
 
 
 class AttackBuffer(ReplayBuffer):
-    """A buffer without near-duplicates, which can keep the best attacks and stop growing."""
+    """A buffer without near-duplicates that can keep the best attacks and stop growing."""
 
     def value(self, t: Trajectory) -> float:
-        """An attack's rank: its reward, or for --evict lowest_total log pi_ref + reward / beta."""
+        """An attack's value: its reward, or with lowest_total log pi_ref + reward / beta."""
         if self.config.evict == "lowest_total":
             return float(t.ref_logprobs.sum()) + t.reward / schedule_value(self.config.beta, 0)
         return t.reward
 
     def add(self, group: Group) -> None:
-        """Store a group's attacks; each replaces its nearest near-duplicate unless it is worse.
+        """Store a group's attacks; each replaces its nearest near-duplicate unless worse.
 
         Example: with near_duplicate 0.25, attacks of 10 tokens of which 4 differ are
         near-duplicates: 4 edits are less than 0.25 x 20.
@@ -4313,7 +4313,7 @@ class AttackBuffer(ReplayBuffer):
         lengths = np.array(list(map(len, texts)), np.float32)
         edits = cdist(new, texts, scorer=Levenshtein.distance, workers=config.threads)
         distances = edits / (lengths[-len(new) :, None] + lengths)  # (new, texts)
-        limit = config.near_duplicate or POSITIVE  # without the flag, only equal attacks
+        limit = config.near_duplicate or POSITIVE  # 0: only equal attacks
         for t, text, row in zip(group.trajectories, new, distances, strict=True):
             near = [i for i in np.flatnonzero(row < limit) if texts[i] in stored]
             if near:
@@ -4384,7 +4384,7 @@ class RedTeam(Task):
         return self.config.temperature
 
     def victim_ids(self, attack: str) -> list[int]:
-        """Tokens of an attack in the victim's prompt format, without trailing spaces."""
+        """Tokens of an attack in the victim's prompt format."""
         tokenizer = self.victim_tokenizer
         if template := self.config.victim_template:
             text = template.replace("{attack}", attack.rstrip())
@@ -4415,7 +4415,7 @@ class RedTeam(Task):
         return [answers[i] for i in range(len(attacks))]
 
     def judged_text(self, attack: str, answer: str) -> str:
-        """A classifier's input: the answer; a guard's: the conversation up to its verdict."""
+        """A classifier reads the answer, a guard the conversation up to its verdict."""
         if not self.toxicity.is_lm:
             return answer
         chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
@@ -4426,19 +4426,19 @@ class RedTeam(Task):
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
         pairs = zip(attacks, self.victim_answers(attacks), strict=True)
-        texts = [self.judged_text(attack, y) for attack, answers in pairs for y in answers]
+        texts = [self.judged_text(x, y) for x, answers in pairs for y in answers]
         logprobs = self.toxicity(texts).log_softmax(-1)  # (N * victim_samples, labels or V)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
-    def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
+    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         return self.log_toxicity(responses).mean(1)
 
     def ref_logprobs(self, tokens: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
         if len(tokens) < self.config.min_attack_tokens:
-            return np.full_like(ref_logprobs, -500.0 / len(tokens))  # as in the GFlowNet baseline
+            return np.full_like(ref_logprobs, -500.0 / len(tokens))  # as in Lee et al.
         return ref_logprobs
 
-    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
+    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
         vectors = self.sentence(responses).numpy()
         return [
@@ -4446,8 +4446,8 @@ class RedTeam(Task):
             for p, vector in zip(toxicities, vectors, strict=True)
         ]
 
-    def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        """Means, and diversity: the mean pairwise cosine distance of the sentence vectors."""
+    def summarize(self, records: list[dict]) -> dict[str, float]:
+        """Means, and diversity: the mean pairwise cosine distance of the vectors."""
         vectors = np.stack([record.pop("vector") for record in records]).astype(np.float64)
         n = len(vectors)
         similarity = (np.square(vectors.sum(0)).sum() - n) / max(1, n * (n - 1))
@@ -4493,7 +4493,7 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
 
 
 def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
-    """Read --sft_data: prompts with one response each, which ends with EOS. Raises InputError.
+    """Prompts with one response each, which ends with EOS. Raises InputError.
 
     An `instruction` answers a random one of the task's prompts, or of --sft_prompts.
     """
@@ -4523,7 +4523,7 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
 
 
 def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Callable) -> None:
-    """On rank 0, fine-tune --model into the run's sft/, the new policy and reference."""
+    """On rank 0, fine-tune --model into sft/, the new policy and reference."""
     path = Path(config.output_dir) / "sft"
     if pairs:
         torch.manual_seed(config.seed)
