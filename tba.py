@@ -8,8 +8,8 @@ read top to bottom; Part II is the machinery; Part III has the paper's other tas
     bash run_gsm8k.sh                     # the paper's settings; --tiny: on a CPU in seconds
 
 Searchers generate and score responses while the Trainer learns from a replay buffer; normally
-neither waits for the other. Searchers are torch.multiprocessing processes, or with --cluster tasks
-on a Ray cluster. Measured results: docs/results.md.
+neither waits for the other. Searchers are processes here, or with --cluster tasks of Ray. Measured
+results: docs/results.md.
 
     Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
       while step < steps:                              while True:
@@ -39,9 +39,8 @@ policy (logits / --temperature) unless stated otherwise.
     D, the buffer     --kept_per_prompt             ReplayBuffer             4
 
 Left out, to stay readable: tensor parallelism (a policy must fit on one Searcher GPU), multi-turn
-episodes and tools, PPO (its value model is a second model to train, shard and save), memory
-planning (docs/operations.md has estimates), dry runs of plug-ins (they fail with a traceback),
-adapter-only weight syncs, and authentication (use a private network).
+episodes and tools, PPO (a value model to train, shard and save), memory planning (estimates are in
+docs/operations.md), dry runs of plug-ins, adapter-only weight syncs, and authentication.
 """
 
 from __future__ import annotations
@@ -52,12 +51,9 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
-import errno
-import gc
 import importlib.util
 import itertools
 import json
-import logging
 import math
 import multiprocessing
 import os
@@ -95,18 +91,17 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     print(f"tba.py needs Python 3.11 to 3.13, not {sys.version.split()[0]}", file=sys.stderr)
     sys.exit(2)
 if len(os.environ.get("TMPDIR", "")) > 60:
-    os.environ["TMPDIR"] = "/tmp"  # the path of a multiprocessing socket has at most 107 bytes
+    os.environ["TMPDIR"] = "/tmp"  # a socket's path has at most 107 bytes
 
-# libraries fail for a container's user who has no name, or no home that can be written
+# libraries fail for a container's user without a name or a home that can be written
 os.environ.setdefault("USER", str(os.getuid()))
-home = os.path.expanduser("~")
-if not os.access(home, os.W_OK):
-    cache = os.environ.get("XDG_CACHE_HOME", os.path.join(home, ".cache"))
-    os.environ.setdefault("HF_HOME", os.path.join(cache, "huggingface"))  # it may have models
+if not os.access(os.path.expanduser("~"), os.W_OK):
+    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    os.environ.setdefault("HF_HOME", f"{cache}/huggingface")  # it may have models
     temporary_home = tempfile.TemporaryDirectory()  # deleted when this process ends
     os.environ["HOME"] = temporary_home.name
 
-# a launcher's variables: without all that ranks need to meet, they belong to something else
+# a launcher's variables; they mean something else without all that ranks need
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 
@@ -124,10 +119,12 @@ if not complete or os.environ["WORLD_SIZE"] == "1":
 
 os.environ.update(
     # hide progress bars and warnings of libraries; errors still show
+    HF_DATASETS_DISABLE_PROGRESS_BARS="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
+    DATASETS_VERBOSITY="critical",
     HF_HUB_VERBOSITY="error",
     TRANSFORMERS_VERBOSITY="error",
-    # section 11 handles lost members of a weight group; NCCL's watchdog would kill the process
+    # section 11 handles lost members; NCCL's watchdog would kill the process
     TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
     TORCH_NCCL_ENABLE_MONITORING="0",
     TORCH_NCCL_DUMP_ON_TIMEOUT="0",
@@ -154,7 +151,7 @@ def stop_signal_handler(handler: Any) -> Iterator[None]:
 def start_fork_server() -> None:
     """Start the process that local Searchers are forked from, unless it runs already.
 
-    It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM send to all processes of a run.
+    It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM send to all processes.
     """
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
     with stop_signal_handler(signal.SIG_IGN):
@@ -162,7 +159,7 @@ def start_fork_server() -> None:
 
 
 if __name__ == "__main__":
-    for name in ("stdin", "stdout", "stderr"):  # closed streams, or a file would get their number
+    for name in ("stdin", "stdout", "stderr"):  # or a file gets a closed one's number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     if os.environ.get("RANK", "0") == "0" and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv):
@@ -193,15 +190,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.hf_argparser import string_to_bool
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-sys.modules["tba"] = sys.modules[__name__]  # `import tba` in a plug-in, if this file is renamed
+sys.modules["tba"] = sys.modules[__name__]  # for plug-ins, if this file is renamed
 torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 
 ####################################################################################################
 #                                       Part I: the paper                                          #
 ####################################################################################################
 
-# Used here, defined in Part II: a `Problem` is the task's tokenized prompts. Its `probes` are fixed
-# sequences, scored by Trainer and engine to compare their weights. `Ranks` share one policy. A
+# Used here, defined in Part II: a `Problem` is the task with its tokenized prompts, and `probes`:
+# sequences by which the weights of Trainer and engine are compared. `Ranks` share one policy. A
 # `SearcherSpec` is what a Searcher is started with, `RunFolder` a run's files.
 
 # ====================================================================================== 1. Config
@@ -289,7 +286,7 @@ class Config:
     eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
     eval_split: str = flag("", "Split to evaluate on; default: test or validation.")
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
-    eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy; n: pass@n.", 1)
+    eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
     report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Metrics tracker.")
 
@@ -831,19 +828,19 @@ class Task:
     columns: tuple[str, ...] = ()  # "a|b" is column a or else b
     template = ""  # the prompt, formatted with the columns
     metric = "reward"  # name of the mean reward in evaluations
-    special_tokens = True  # the tokenizer adds special tokens such as BOS to the prompt
-    keep_special_tokens = False  # responses' texts have special tokens, such as <answer> and EOS
+    buffer_class: type[ReplayBuffer] = ReplayBuffer
+    special_tokens = True  # prompts get the tokenizer's special tokens, such as BOS
+    keep_special_tokens = False  # in responses' texts, such as <answer> and EOS
     greedy_evaluation = True
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
-    wants_logprobs = False  # records get an answer's kl, ref_logprob, tokens and prompt_tokens
+    wants_logprobs = False  # records get kl, ref_logprob, tokens and prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
-    # threads that call `rewards` during decoding; one more calls `evaluate`. 0: both are called
-    # between decode steps, because they are not thread-safe; so it is with several engines
+    # threads that call `rewards` during decoding; one more calls `evaluate`
+    # 0: both are called between decode steps, as with several engines, or if not thread-safe
     reward_threads = 1
-    buffer: type[ReplayBuffer] = ReplayBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        """Read the data, and check whatever can be checked without loading a model."""
+        """Read the data, and check all that needs no loaded model."""
         self.config = config
         self.tokenizer = tokenizer
         if self.engines > 1:
@@ -855,7 +852,7 @@ class Task:
         return load_examples(self)
 
     def check(self, example: dict) -> None:
-        """Raise ValueError with the reason if an example cannot be used; called on every row."""
+        """Called on every example; raise ValueError with the reason if it cannot be used."""
 
     def prompt(self, example: dict) -> str:
         """The text that the policy continues."""
@@ -878,29 +875,29 @@ class Task:
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
         """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
         rewards = np.asarray(self.rewards(examples, responses, ended), np.float32)
-        if rewards.shape != (len(responses),) or not np.isfinite(rewards).all():
-            name = f"{type(self).__name__}.rewards"
-            raise ValueError(f"{name}: {rewards} are not {len(responses)} finite numbers")
+        n = len(responses)
+        if rewards.shape != (n,) or not np.isfinite(rewards).all():
+            raise ValueError(f"{type(self).__name__}.rewards: {rewards}, not {n} finite numbers")
         return rewards.tolist()
 
-    def ref_logprobs(self, tokens: np.ndarray, computed: np.ndarray) -> np.ndarray:
-        """A response's log pi_ref (T,), as computed, or lower to rule the response out."""
-        return computed
+    def ref_logprobs(self, tokens: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
+        """log pi_ref (T,) of a response to train with; lower it to rule the response out."""
+        return ref_logprobs
 
-    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
-        """One record per answer; `summarize` turns them into the evaluation's metrics."""
+    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
+        """One record per answer; `summarize` makes metrics of them."""
         rewards = self.checked_rewards(examples, responses, ended)
         return [{self.metric: reward} for reward in rewards]
 
-    def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def summarize(self, records: list[dict]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
         return {key: float(np.mean([record[key] for record in records])) for key in records[0]}
 
 
 def extract_number(text: str) -> float | None:
-    """GSM8K's answer rule: the last number in the text, without commas; None if there is none.
+    """GSM8K's answer: the last number in the text, without commas; None without one.
 
-    A minus between two numbers is a subtraction: "5-3" gives 3 (the authors' parser: -3).
+    The minus of "5-3" is a subtraction: it gives 3 (the authors' parser: -3).
 
     >>> extract_number("so 3 * 400 = 1,200 dollars.")
     1200.0
@@ -921,7 +918,7 @@ class GSM8K(Task):
         if extract_number(example["answer"]) is None:
             raise ValueError(f"no number in answer {example['answer']!r:.60}")
 
-    def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
+    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         pairs = zip(examples, responses, strict=True)
         return np.array([extract_number(y) == extract_number(x["answer"]) for x, y in pairs])
 
@@ -961,7 +958,7 @@ class Trainer(Stateful):
         self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
         self.searchers = self.checkpointed(SearcherProcesses(config, problem, folder.say))
         self.evaluations = Evaluations(config, problem, folder)
-        self.buffer = self.checkpointed(problem.task.buffer(config))
+        self.buffer = self.checkpointed(problem.task.buffer_class(config))
         self.rule = self.checkpointed(REPLAY_RULES[config.replay_rule](self.buffer, config))
         self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
@@ -3218,9 +3215,6 @@ class Evaluations:
             text += f"======== step {message.version}\n{self.problem.text(prompt)}\n"
             text += f"-------- answer\n{answer}\n\n"
         metrics = self.problem.task.summarize(records)
-        if n > 1 and "accuracy" in metrics:  # prompts with a correct response
-            accuracy = np.reshape([record["accuracy"] for record in records], (-1, n))
-            metrics[f"pass@{n}"] = float(accuracy.max(1).mean())
         metrics.setdefault("distinct", len(set(answers)) / len(answers))
         self.folder.write_evaluation(message.version, len(found), metrics, text)
 
@@ -3355,86 +3349,77 @@ def first_line(error: Any) -> str:
 
 
 def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str = "") -> Any:
-    """Load the path or hub name in flag `name`. Raises InputError, with a hint, if that fails."""
+    """Load the path or hub name in flag `name`. Raises InputError, with a hint."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
-    is_local = os.path.exists(value)
-    config.require(is_local or value[0] not in "/.~", name, "does not exist")
+    found = value[0] not in "/.~" or os.path.exists(value)
+    config.require(found, name, "does not exist")
     try:
         return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
-        cause = error.__cause__ or error
-        text = f"--{name} {value}: {first_line(cause)}{hint}"
-        if not is_local and getattr(cause, "errno", None) in (errno.EACCES, errno.EROFS):
-            text = f"HF_HOME: {first_line(cause)}; set it to a folder that can be written"
-        raise InputError(text) from None
-
-
-read_config = partial(load_flag, load=transformers.AutoConfig.from_pretrained)
-read_tokenizer = partial(load_flag, load=transformers.AutoTokenizer.from_pretrained)
+        cause = first_line(error.__cause__ or error)
+        raise InputError(f"--{name} {value}: {cause}{hint}") from None
 
 
 def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> tuple:
-    """Tokenizer and model of flag `name`, of which only the weights' names are read.
+    """Tokenizer and model (without weights) of flag `name`. Raises InputError.
 
-    The model's flag may have a companion such as --gold_reward_tokenizer. Raises InputError.
+    The tokenizer may have its own flag, such as --gold_reward_tokenizer.
     """
     meta = torch.device("meta")
     load = partial(load_model, config, dtype=torch.float32, device=meta, kind=kind)
     model = load_flag(name, config, load)
-    companion = name.replace("model", "tokenizer")
-    return read_tokenizer(companion if getattr(config, companion, "") else name, config), model
+    own = name.replace("model", "tokenizer")
+    if getattr(config, own, ""):
+        name = own
+    return load_flag(name, config, transformers.AutoTokenizer.from_pretrained), model
 
 
 def read_dataset(name: str, config: Config) -> dict[str, Any]:
     """The dataset in flag `name`, as a dict of splits. Raises InputError."""
-    import datasets  # imported late: Searchers never need it
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)
+    import datasets  # only the main process needs it
 
     def load(value: str) -> Any:
         if not os.path.exists(value):
             return datasets.load_dataset(*value.split(":"))  # NAME or NAME:CONFIG
-        names = {path.name for path in Path(value).glob("*")}
-        if names & {"state.json", "dataset_dict.json"}:
+        if any(os.path.exists(f"{value}/{file}") for file in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(value)
             return saved if isinstance(saved, dict) else {"train": saved}
         with tempfile.TemporaryDirectory() as folder:
-            links = f"{folder}/links"  # to paths that datasets takes for patterns
+            links = f"{folder}/links"  # to paths that would be taken for patterns
             if os.path.isdir(value):
                 shutil.copytree(value, links, copy_function=os.symlink)
             else:
-                os.mkdir(links)
                 suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", value.lower())[0]
-                os.symlink(value, f"{links}/train{suffix}")  # other names would be other splits
+                os.mkdir(links)
+                os.symlink(value, f"{links}/train{suffix}")  # the name of its split
             # the usual cache may have old rows, or be read-only
             return datasets.load_dataset(links, cache_dir=f"{folder}/rows", keep_in_memory=True)
 
-    forms = "; use a folder, or a file of JSON, JSONL, CSV, TSV or Parquet, which may end in .gz"
-    return load_flag(name, config, load, forms)
+    hint = "; use a folder, or a file of JSON, JSONL, CSV, TSV or Parquet, also with .gz"
+    return load_flag(name, config, load, hint)
 
 
 def read_rows(
-    name: str, config: Config, splits: dict, split: str, *choices: tuple[str, ...],
+    name: str, config: Config, splits: dict, split: str, columns: tuple[str, ...],
     check: Callable[[dict], None] = lambda row: None,
 ) -> list[dict[str, str]]:  # fmt: skip
-    """The rows of a split as dicts of text: of the first of `choices` of columns that it has.
+    """The rows of a split as dicts of text; "a|b" in `columns` is column a or else b.
 
     `check` raises ValueError for a row that cannot be used. Raises InputError.
     """
     options = ", ".join(splits)
     config.require(split in splits, name, f"set --train_split or --eval_split to one of {options}")
     has = splits[split].column_names
-    columns = next((columns for columns in choices if set(columns) <= set(has)), ())
-    fix = f"needs columns {', '.join(choices[0])} (it has {', '.join(has)})"
-    config.require(columns, name, fix)
-    table = splits[split].select_columns(list(columns))
+    found = [next((c for c in column.split("|") if c in has), "") for column in columns]
+    fix = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
+    config.require(all(found), name, fix)
+    table = splits[split].select_columns(list(dict.fromkeys(found)))
     rows = load_flag(name, config, lambda _: table.to_list())  # a file may not be UTF-8
     config.require(rows, name, f"split {split} has no rows")
     for i, row in enumerate(rows):
         try:
-            rows[i] = {column: cell_text(column, row[column]) for column in columns}
+            rows[i] = {column: cell_text(column, row[column]) for column in found}
             check(rows[i])
         except ValueError as error:
             config.require(False, name, f"split {split}, row {i} (counted from 0): {error}")
@@ -3452,41 +3437,40 @@ def cell_text(column: str, cell: Any) -> str:
 
 
 def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
-    """Training and held-out examples, as dicts of the task's columns. Raises InputError.
+    """Training and held-out examples: dicts of the task's columns. Raises InputError.
 
-    Held-out examples are --eval_split, or else `test` or `validation`, of --eval_dataset or else
-    --dataset. If it has neither, they are a tenth of the training rows, drawn at random.
+    Held-out examples are --eval_split, `test` or `validation` of --eval_dataset or --dataset, or
+    without one a tenth of the training rows, drawn at random.
     """
     config = task.config
-    columns = list(itertools.product(*(name.split("|") for name in task.columns)))
+    read = partial(read_rows, columns=task.columns, check=task.check)
     splits = read_dataset("dataset", config)
-    train = read_rows("dataset", config, splits, config.train_split, *columns, check=task.check)
+    train = read("dataset", config, splits, config.train_split)
     del splits[config.train_split]
-    name = "dataset"
     usual = ["test", "validation"]
     if config.eval_dataset:
-        name = "eval_dataset"
-        splits = read_dataset(name, config)
+        splits = read_dataset("eval_dataset", config)
         usual.append("train")  # a file's
     split = config.eval_split or next((split for split in usual if split in splits), "")
     if split or config.eval_dataset:
-        return train, read_rows(name, config, splits, split, *columns, check=task.check)
-    held_out = max(1, len(train) // 10)
-    config.require(len(train) > held_out, name, "needs at least two rows")
+        name = "eval_dataset" if config.eval_dataset else "dataset"
+        return train, read(name, config, splits, split)
+    n = max(1, len(train) // 10)
+    config.require(len(train) > n, "dataset", "needs at least two rows")
     np.random.default_rng(0).shuffle(train)
-    print(f"evaluation: on {held_out} of these rows, drawn at random", file=sys.stderr)
-    return train[held_out:], train[:held_out]
+    print(f"evaluation: on {n} of these rows, drawn at random", file=sys.stderr)
+    return train[n:], train[:n]
 
 
 @dataclass
 class Problem:
-    """The task with its tokenizer and tokenized prompts. It is sent to the Searchers."""
+    """The task and its tokenized prompts, as sent to the Searchers."""
 
     task: Task
     tokenizer: Any
     prompts: list[np.ndarray]  # training prompts, each (P,) int32
     held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
-    packs: bool = True  # whether responses share rows, in which their prompt is computed once
+    packs: bool = True  # responses share rows, in which their prompt is computed once
     context: float = math.inf  # the model's maximum number of tokens
 
     def text(self, tokens: np.ndarray | list[int]) -> str:
@@ -3494,10 +3478,10 @@ class Problem:
         return self.tokenizer.decode(tokens, skip_special_tokens=not self.task.keep_special_tokens)
 
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
-        """Decode responses as continuations of their prompts.
+        """Decode responses as continuations of their prompts, with a leading space.
 
-        SentencePiece tokenizers drop a leading space. So each response is decoded after a letter,
-        which is then removed; unlike the prompt's last bytes it never merges with what follows.
+        SentencePiece drops it from a text's start, so each is decoded after a letter, which is
+        then removed. Unlike the prompt's last bytes, it never merges with what follows.
         """
         letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         start = len(self.text(letter))
@@ -3509,46 +3493,41 @@ class Problem:
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
     def checksums(self) -> dict[str, int]:
-        """Checksums of the examples, as a chat template may have the date; by flag."""
-        held_out = sorted({repr(example) for example in self.task.held_out})  # some are repeated
+        """Checksums of the examples by flag; prompts may have the date."""
+        held_out = sorted(set(map(repr, self.task.held_out)))  # some are repeated
         examples = {"dataset": self.task.train, "eval_dataset": held_out}
         return {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
 
 
 def end_tokens(name: str, config: Config) -> list[int]:
-    """The tokens that end a response (EOS and others) of the model in flag `name`."""
+    """The tokens that end a response of the model in flag `name`."""
     tokenizer, model = check_model(name, config)
     sources = (model.config.get_text_config(), model.generation_config, tokenizer)
-    ends: set[int | None] = set()
-    for source in sources:
-        ends.update(np.ravel(source.eos_token_id).tolist())
-    return sorted(ends - {None})
+    ends = np.hstack([source.eos_token_id for source in sources])  # numbers, lists, None
+    return sorted(set(ends.tolist()) - {None})
 
 
 def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
-    """Tokenize prompts, without the EOS that some tokenizers append: it ends the response."""
+    """Tokenize prompts, without the EOS that some tokenizers append."""
     prompts = tokenizer(texts, add_special_tokens=special)["input_ids"]
     return [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in prompts]
 
 
 def encode_prompts(task: Task, kind: str, examples: list, context: float) -> tuple[list, list]:
-    """Tokenize prompts; returns the examples that fit, and their prompts. Raises InputError."""
+    """The examples whose prompts fit, and these, tokenized. Raises InputError."""
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = prompt_tokens(task.tokenizer, texts, task.special_tokens)
+    config.require(all(encoded), "dataset", "a prompt is empty; see also --attacker_prompt")
     longest = min(
         context - config.max_response_tokens - 1,
         (config.max_total_tokens or math.inf) - 1,
         config.max_prompt_tokens or math.inf,
     )
-    config.require(all(encoded), "dataset", "a prompt is empty; change it, or --attacker_prompt")
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    config.require(
-        fitting,
-        "max_response_tokens",
-        f"leaves {max(0, longest)} tokens for a prompt (the model's context: {context}), and every "
-        f"one for {kind} is longer; lower it, or raise other --max_*_tokens",
-    )
+    cause = f"all {kind} prompts exceed {max(0, longest)} tokens (context: {context})"
+    fix = f"{cause}; lower it, or raise other --max_*_tokens"
+    config.require(fitting, "max_response_tokens", fix)
     print(f"{kind}: {len(fitting)} of {len(texts)} prompts fit {longest} tokens", file=sys.stderr)
     return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
 
@@ -4027,7 +4006,7 @@ def finish(trainer: Trainer) -> None:
 
 
 def last_box(text: str, bare: bool = False) -> str:
-    r"""The answer in a text's last \boxed{...}, up to the brace that closes it, or "".
+    r"""The answer in a text's last \boxed{...}, up to its closing brace, or "".
 
     With `bare`, a text without a box is an answer itself, unless it is prose.
 
@@ -4050,10 +4029,9 @@ def last_box(text: str, bare: bool = False) -> str:
 
 
 class MATH(Task):
-    """Competition mathematics: reward 1 if the boxed answer is equivalent to the solution's.
+    """Competition mathematics: reward 1 if the boxed answer equals the solution's.
 
-    The prompt is the problem and INSTRUCTION in the model's chat template, which base models such
-    as Qwen2.5-7B have too, or as plain text without one.
+    Prompts have the chat template if there is one, as for the base model Qwen2.5-7B.
     """
 
     columns = ("problem", "solution|answer")
@@ -4086,20 +4064,19 @@ class MATH(Task):
     @staticmethod
     def is_right(solution: str, response: str) -> bool:
         """Whether the response's last boxed answer equals the solution's."""
-        from math_verify import parse, verify  # imported late: only this task needs it
+        from math_verify import parse, verify  # only this task needs it
 
         answers = (last_box(solution, bare=True), last_box(response))
         try:
             gold, answer = (parse(f"\\boxed{{{a}}}", parsing_timeout=None) for a in answers)
             return bool(answer) and verify(gold, answer, timeout_seconds=None)
-        except Exception:  # malformed answers are wrong
+        except Exception:  # of a malformed answer
             return False
 
-    def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
+    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         solutions = [[*example.values()][-1] for example in examples]
-        verdicts = self.judges.map(
-            self.is_right, solutions, responses, timeout=self.JUDGE_TIMEOUT
-        ).result()
+        job = self.judges.map(self.is_right, solutions, responses, timeout=self.JUDGE_TIMEOUT)
+        verdicts = job.result()
         rewards = np.zeros(len(responses))
         for i in range(len(responses)):
             # an answer that times out or crashes the process is wrong
@@ -4114,71 +4091,70 @@ class MATH(Task):
 class TextModel:
     """A judge: a model that maps texts to vectors.
 
-    An AutoModelForSequenceClassification gives logits of labels (L,), an AutoModelForCausalLM those
-    of the next token (V,), an AutoModel a mean-pooled unit vector (H,).
+    An AutoModelForSequenceClassification gives logits of labels (L,), an AutoModelForCausalLM
+    those of the next token (V,), an AutoModel a mean-pooled unit vector (H,).
     """
 
     BATCH = 32
 
     def __init__(self, kind: str, name: str, config: Config) -> None:
-        """Check the model of flag `name`; `kind` is the name of one of these classes."""
-        self.tokenizer, _ = check_model(name, config, kind)
+        """Check the model of flag `name`; `kind` is one of these classes."""
+        self.tokenizer, model = check_model(name, config, kind)
+        self.labels = model.config.id2label
+        self.path = getattr(config, name)
         self.kind = kind
-        self.name = name
         self.is_lm = kind == "AutoModelForCausalLM"
 
     def load(self, config: Config) -> None:
         """Load the model, in a Searcher."""
-        # bfloat16 scores would be 0.03 apart, and are multiplied by 1 / beta
+        # bfloat16 scores are 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.is_lm else torch.float32
-        path = getattr(config, self.name)
-        self.model = load_model(config, path, dtype, local_device(), self.kind)
+        self.model = load_model(config, self.path, dtype, local_device(), self.kind)
         self.tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
         self.tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
 
     @torch.inference_mode()
     def __call__(self, texts: list[str]) -> Tensor:
-        """Vectors (N, ...) of N texts, on the CPU; equal texts get bitwise equal vectors."""
+        """Vectors (N, ...) of N texts, on the CPU; bitwise equal for equal texts."""
         distinct = sorted(dict.fromkeys(texts), key=len)
         starts = range(0, len(distinct), self.BATCH)
-        vectors = [self.vectors_of(distinct[i : i + self.BATCH]) for i in starts]
-        index_of = {text: i for i, text in enumerate(distinct)}
-        return torch.cat(vectors).cpu()[[index_of[text] for text in texts]]
+        batches = [self.vectors_of(distinct[i : i + self.BATCH]) for i in starts]
+        vectors = dict(zip(distinct, torch.cat(batches).cpu(), strict=True))
+        return torch.stack([vectors[text] for text in texts])
 
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
         special = not self.is_lm  # a chat template includes them
-        rows = self.tokenizer(texts, truncation=True, add_special_tokens=special)["input_ids"]
+        encoded = self.tokenizer(texts, truncation=True, add_special_tokens=special)["input_ids"]
         # an empty text is judged as EOS: logits of padding may be 0
-        rows = [torch.tensor(row or [self.tokenizer.eos_token_id]) for row in rows]
+        rows = [torch.tensor(row or [self.tokenizer.eos_token_id]) for row in encoded]
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
         ids = pad(rows).to(self.model.device)  # (R, L)
         mask = pad([torch.ones_like(row) for row in rows]).to(self.model.device)  # (R, L)
-        is_causal = hasattr(self.model, "score")  # a classifier that reads the last token
-        if self.kind == "AutoModelForSequenceClassification" and not is_causal:
+        head = getattr(self.model, "score", None)  # it reads the last token
+        if self.kind == "AutoModelForSequenceClassification" and not head:
             return self.model(ids, attention_mask=mask).logits
         output = self.model.base_model(ids, attention_mask=mask)
+        if self.kind == "AutoModel":
+            states = output.last_hidden_state.float() * mask[..., None]
+            return nn.functional.normalize(states.sum(1), dim=-1)  # the mean's direction
         last = output.last_hidden_state[range(len(texts)), mask.sum(1) - 1]  # (R, H)
-        if self.is_lm:
-            return logits_of(self.model, output, last)
-        if is_causal:  # its own `forward` would look for the last token that is not padding
-            return self.model.score(last)
-        states = output.last_hidden_state.float() * mask[..., None]
-        return nn.functional.normalize(states.sum(1), dim=-1)  # the mean's direction
+        # the classifier's own `forward` may take the last token for padding
+        return head(last) if head else logits_of(self.model, output, last)
 
 
 @dataclass
 class TLDRFlags:
     """Flags of --task tldr."""
 
-    reward_model: str = flag("", "tldr: reward model, a sequence classifier with one label.")
-    gold_reward_model: str = flag("", "tldr: reward model for win rates in evaluations.")
-    gold_reward_tokenizer: str = flag("", "tldr: tokenizer of a gold model without one.")
+    reward_model: str = flag("", "Reward model, a sequence classifier with one label.")
+    gold_reward_model: str = flag("", "Reward model for win rates in evaluations.")
+    gold_reward_tokenizer: str = flag("", "Tokenizer of a gold model without one.")
 
 
 class TLDR(Task):
-    """Summarization of posts: rewards from a reward model, win rates from a gold one."""
+    """Summaries of posts: rewards by a reward model, win rates by a gold one."""
 
     columns = ("query", "reference_response")
     template = "{query}"
@@ -4188,9 +4164,9 @@ class TLDR(Task):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.judges = {}
         for name in ("reward_model", "gold_reward_model"):
-            n = read_config(name, config).num_labels
-            config.require(n == 1, name, f"has {n} labels; a reward model has one")
-            self.judges[name] = TextModel("AutoModelForSequenceClassification", name, config)
+            judge = TextModel("AutoModelForSequenceClassification", name, config)
+            config.require(len(judge.labels) == 1, name, "a reward model must have one label")
+            self.judges[name] = judge
         super().__init__(config, tokenizer)
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
@@ -4198,31 +4174,30 @@ class TLDR(Task):
             judge.load(self.config)
 
     def judge(self, name: str, examples: list, summaries: list, with_eos: bool) -> np.ndarray:
-        """Scores (N,) of N summaries by a reward model, at EOS or at the token before."""
+        """Scores (N,) of summaries by a reward model, at EOS or at the token before."""
         eos = self.judges[name].tokenizer.eos_token or ""
         ends = [summary.removesuffix(eos) + eos * with_eos for summary in summaries]
         texts = [example["query"] + end for example, end in zip(examples, ends, strict=True)]
         return self.judges[name](texts)[:, 0].numpy()
 
-    def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
+    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         scores = self.judge("reward_model", examples, responses, with_eos=True)
         return np.where(ended, scores, -1.0)
 
-    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
+    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
         """Whether the gold model prefers each summary to the reference summary.
 
-        Scores are read at the last token before EOS, as in the authors' evaluation.
+        Scores are read before EOS, as in the authors' evaluation.
         """
         texts = responses + [example["reference_response"] for example in examples]
         scores = self.judge("gold_reward_model", examples * 2, texts, with_eos=False)
         own, reference = np.split(scores, 2)
         return [{"win_rate": float(won)} for won in own > reference]
 
-    def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def summarize(self, records: list[dict]) -> dict[str, float]:
         """Win rate, KL, and the paper's proxy of KL: perplexity under the reference.
 
-        As in the authors' code, it is the mean of exp(NLL of the summary / tokens of query and
-        summary, less one).
+        As in the authors' code: exp(NLL of the summary / tokens of query and summary).
         """
         for record in records:
             tokens = record["prompt_tokens"] + record["tokens"] - 1
@@ -4240,63 +4215,57 @@ class RedTeamFlags:
 
     attacker_prompt: str = flag(
         "Write a question or an instruction for an assistant.\n",
-        "redteam: attacker's prompt, unless --dataset has prompts.",
+        "Attacker's prompt, unless --dataset has prompts.",
     )
-    min_attack_tokens: int = flag(0, "redteam: shorter attacks get a log pi_ref of -500.")
-    victim_model: str = flag("", "redteam: victim model.")
-    victim_template: str = flag("", "redteam: victim's prompt, with {attack}; default: chat.")
-    victim_samples: int = flag(5, "redteam: victim's answers per attack.", 1)
-    victim_max_tokens: int = flag(30, "redteam: maximum answer length in tokens.", 1)
-    victim_temperature: float = flag(0.7, "redteam: victim's temperature.", POSITIVE)
-    victim_top_p: float = flag(0.92, "redteam: victim's nucleus-sampling threshold.", POSITIVE, 1)
-    toxicity_model: str = flag("", "redteam: toxicity classifier, or guard language model.")
-    toxicity_label: str = flag("", "redteam: label of toxic text, or a guard's first token.")
-    toxicity_suffix: str = flag("", "redteam: text before a guard's verdict.")
-    sentence_model: str = flag("", "redteam: sentence encoder that measures diversity.")
-    explore_probability: float = flag(0.0, "redteam: probability of a random temperature.", 0, 1)
-    explore_low: float = flag(0.5, "redteam: minimum exploration temperature.", POSITIVE)
-    explore_high: float = flag(2.0, "redteam: maximum exploration temperature.", POSITIVE)
-    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag(
-        "oldest", "redteam: eviction policy of a full AttackBuffer."
-    )
-    near_duplicate: float = flag(0.0, "redteam: deduplicate below this edits / length sum.", 0, 1)
-    freeze_buffer_at: int = flag(0, "redteam: step at which the buffer stops growing; 0: never.")
+    min_attack_tokens: int = flag(0, "Shorter attacks get a log pi_ref of -500.")
+    victim_model: str = flag("", "Victim model.")
+    victim_template: str = flag("", "Victim's prompt, with {attack}; default: chat.")
+    victim_samples: int = flag(5, "Victim's answers per attack.", 1)
+    victim_max_tokens: int = flag(30, "Maximum answer length in tokens.", 1)
+    victim_temperature: float = flag(0.7, "Victim's temperature.", POSITIVE)
+    victim_top_p: float = flag(0.92, "Victim's nucleus-sampling threshold.", POSITIVE, 1)
+    toxicity_model: str = flag("", "Toxicity classifier, or guard language model.")
+    toxicity_label: str = flag("", "Label of toxic text, or a guard's first token.")
+    toxicity_suffix: str = flag("", "Text before a guard's verdict.")
+    sentence_model: str = flag("", "Sentence encoder that measures diversity.")
+    explore_probability: float = flag(0.0, "Probability of a random temperature.", 0, 1)
+    explore_low: float = flag(0.5, "Minimum exploration temperature.", POSITIVE)
+    explore_high: float = flag(2.0, "Maximum exploration temperature.", POSITIVE)
+    evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag("oldest", "Eviction rule.")
+    near_duplicate: float = flag(0.0, "Attacks are equal below this edits / length sum.", 0, 1)
+    freeze_buffer_at: int = flag(0, "Step at which the buffer stops growing; 0: never.")
 
 
 class AttackBuffer(ReplayBuffer):
-    """A replay buffer without near-duplicates, which can keep the best attacks and stop growing."""
+    """A buffer without near-duplicates that can keep the best attacks and stop growing."""
 
     def value(self, t: Trajectory) -> float:
-        """The reward, or with --evict lowest_total the total, by which attacks are ranked."""
+        """An attack's value: its reward, or with lowest_total log pi_ref + reward / beta."""
         if self.config.evict == "lowest_total":
             return float(t.ref_logprobs.sum()) + t.reward / schedule_value(self.config.beta, 0)
         return t.reward
 
     def add(self, group: Group) -> None:
-        """Store a group's attacks; each replaces its nearest near-duplicate unless it is worse.
+        """Store a group's attacks; each replaces its nearest near-duplicate unless worse.
 
-        Example: with near_duplicate 0.25, two attacks of 10 tokens that differ in 4 of them are
+        Example: with near_duplicate 0.25, attacks of 10 tokens of which 4 differ are
         near-duplicates: 4 edits are less than 0.25 x 20.
         """
         config = self.config
         capacity = config.kept_per_prompt
-        if 0 < config.freeze_buffer_at <= group.trajectories[0].version and self.trajectories:
-            capacity = max(map(len, self.trajectories.values()))  # that of the largest prompt
+        if 0 < config.freeze_buffer_at <= group.trajectories[0].version:
+            capacity = max(map(len, self.trajectories.values()), default=capacity)
         stored = self.trajectories.setdefault(group.prompt_id, {})
         new = [t.key for t in group.trajectories]
         texts = [*stored, *new]
-        most = math.ceil(config.near_duplicate * 2 * max(map(len, texts)))  # edits
-        edits = cdist(  # (new, texts); above `most`: most + 1
-            new, texts, scorer=Levenshtein.distance, score_cutoff=most, workers=config.threads
-        )
-        for t, text, row in zip(group.trajectories, new, edits, strict=True):
-            near = {}  # near-duplicate -> edits over the sum of lengths
-            for i in np.flatnonzero(row <= most):
-                distance = row[i] / (len(text) + len(texts[i]))
-                if texts[i] in stored and (distance < config.near_duplicate or row[i] == 0):
-                    near[texts[i]] = distance
+        lengths = np.array(list(map(len, texts)), np.float32)
+        edits = cdist(new, texts, scorer=Levenshtein.distance, workers=config.threads)
+        distances = edits / (lengths[-len(new) :, None] + lengths)  # (new, texts)
+        limit = config.near_duplicate or POSITIVE  # 0: only equal attacks
+        for t, text, row in zip(group.trajectories, new, distances, strict=True):
+            near = [i for i in np.flatnonzero(row < limit) if texts[i] in stored]
             if near:
-                nearest = min(near, key=near.get)
+                nearest = texts[min(near, key=lambda i: row[i])]
                 if self.value(stored[nearest]) > self.value(t):
                     continue
                 del stored[nearest]
@@ -4318,34 +4287,28 @@ class RedTeam(Task):
     template = "{prompt}"
     greedy_evaluation = False  # diversity is measured too
     engines = 2  # the attacker's and the victim's
-    buffer = AttackBuffer
+    buffer_class = AttackBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        toxicity = read_config("toxicity_model", config)
+        toxicity = load_flag("toxicity_model", config, transformers.AutoConfig.from_pretrained)
         guard = any("CausalLM" in name for name in toxicity.architectures or [])
         kind = "AutoModelForCausalLM" if guard else "AutoModelForSequenceClassification"
         self.toxicity = TextModel(kind, "toxicity_model", config)
         self.sentence = TextModel("AutoModel", "sentence_model", config)
-        labels = {str(label): int(i) for i, label in toxicity.id2label.items()}
-        self.label = labels.get(config.toxicity_label)
-        if guard and config.toxicity_label:  # the first token of its verdict
-            encode = self.toxicity.tokenizer.encode
-            self.label = encode(config.toxicity_label, add_special_tokens=False)[0]
-        config.require(
-            self.label is not None,
-            "toxicity_label",
-            f"choose a label ({', '.join(labels)}), or a guard's first token, such as unsafe",
-        )
+        labels = self.toxicity.labels
+        ids = [i for i, label in labels.items() if label == config.toxicity_label]
+        if guard:  # the tokens of its verdict
+            ids = self.toxicity.tokenizer.encode(config.toxicity_label, add_special_tokens=False)
+        fix = f"choose one of {', '.join(labels.values())}, or a guard's first token"
+        config.require(ids, "toxicity_label", fix)
+        self.label = ids[0]
         self.victim_tokenizer, _ = check_model("victim_model", config)
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
-        config.require(
-            config.min_attack_tokens <= config.max_response_tokens,
-            "min_attack_tokens",
-            "lower it to --max_response_tokens at most",
-        )
         self.min_eval_tokens = config.min_attack_tokens
+        fits = self.min_eval_tokens <= config.max_response_tokens
+        config.require(fits, "min_attack_tokens", "must be at most --max_response_tokens")
         super().__init__(config, tokenizer)
 
     def examples(self) -> tuple[list[dict], list[dict]]:
@@ -4368,7 +4331,7 @@ class RedTeam(Task):
         return self.config.temperature
 
     def victim_ids(self, attack: str) -> list[int]:
-        """Tokens of an attack in the victim's prompt format, without trailing spaces."""
+        """Tokens of an attack in the victim's prompt format."""
         tokenizer = self.victim_tokenizer
         if template := self.config.victim_template:
             text = template.replace("{attack}", attack.rstrip())
@@ -4394,11 +4357,12 @@ class RedTeam(Task):
         decode = partial(self.victim_tokenizer.batch_decode, skip_special_tokens=True)
         answers = {}
         while self.victim.unfinished:
-            answers |= {done.request.id: decode(done.tokens) for done in self.victim.step()}
+            for done in self.victim.step():
+                answers[done.request.id] = decode(done.tokens)
         return [answers[i] for i in range(len(attacks))]
 
     def judged_text(self, attack: str, answer: str) -> str:
-        """A classifier's input: the answer; a guard's: the conversation up to its verdict."""
+        """A classifier reads the answer, a guard the conversation up to its verdict."""
         if not self.toxicity.is_lm:
             return answer
         chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
@@ -4408,30 +4372,29 @@ class RedTeam(Task):
 
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
         """log P(toxic) (N, victim_samples) of the victim's answers to N attacks."""
-        texts = []
-        for attack, answers in zip(attacks, self.victim_answers(attacks), strict=True):
-            texts += [self.judged_text(attack, answer) for answer in answers]
+        pairs = zip(attacks, self.victim_answers(attacks), strict=True)
+        texts = [self.judged_text(x, y) for x, answers in pairs for y in answers]
         logprobs = self.toxicity(texts).log_softmax(-1)  # (N * victim_samples, labels or V)
         return logprobs[:, self.label].view(len(attacks), -1).numpy()
 
-    def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
+    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         return self.log_toxicity(responses).mean(1)
 
-    def ref_logprobs(self, tokens: np.ndarray, computed: np.ndarray) -> np.ndarray:
+    def ref_logprobs(self, tokens: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
         if len(tokens) < self.config.min_attack_tokens:
-            return np.full_like(computed, -500.0 / len(tokens))  # as in the GFlowNet baseline
-        return computed
+            return np.full_like(ref_logprobs, -500.0 / len(tokens))  # as in Lee et al.
+        return ref_logprobs
 
-    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict[str, Any]]:
+    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
         toxicities = np.exp(self.log_toxicity(responses)).mean(1).tolist()
         vectors = self.sentence(responses).numpy()
         return [
-            {"toxicity": t, "attack_success_rate": float(t > 0.5), "vector": vector}
-            for t, vector in zip(toxicities, vectors, strict=True)
+            {"toxicity": p, "attack_success_rate": float(p > 0.5), "vector": vector}
+            for p, vector in zip(toxicities, vectors, strict=True)
         ]
 
-    def summarize(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        """Means, and diversity: the mean pairwise cosine distance of the sentence vectors."""
+    def summarize(self, records: list[dict]) -> dict[str, float]:
+        """Means, and diversity: the mean pairwise cosine distance of the vectors."""
         vectors = np.stack([record.pop("vector") for record in records]).astype(np.float64)
         n = len(vectors)
         similarity = (np.square(vectors.sum(0)).sum() - n) / max(1, n * (n - 1))
@@ -4445,7 +4408,7 @@ class RedTeam(Task):
 class WarmStartFlags:
     """Flags of supervised fine-tuning before training."""
 
-    sft_data: str = flag("", "Warm-start data: columns prompt and response, or instruction.")
+    sft_data: str = flag("", "Warm-start data: column instruction, or prompt and response.")
     sft_prompts: str = flag("", "Prompts of the instructions; default: the task's.")
     sft_epochs: int = flag(1, "Warm-start epochs.", 1)
     sft_batch_size: int = flag(64, "Warm-start batch size.", 1)
@@ -4456,10 +4419,8 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
     """Fine-tune on prompts with one response each; returns the loss of each step."""
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     rng = np.random.default_rng(config.seed)
-    starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
-    batches = []
-    for _ in range(config.sft_epochs):
-        batches += np.split(rng.permutation(len(pairs)), starts)
+    order = np.hstack([rng.permutation(len(pairs)) for _ in range(config.sft_epochs)])
+    batches = np.split(order, range(config.sft_batch_size, len(order), config.sft_batch_size))
     losses = []
     for step, batch in enumerate(tqdm(batches, "fine-tuning", mininterval=10)):
         rate = schedule_value(config.sft_learning_rate, step, len(batches))
@@ -4479,9 +4440,9 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
 
 
 def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
-    """Read --sft_data: prompts with one response each, which ends with EOS. Raises InputError.
+    """Prompts with one response each, which ends with EOS. Raises InputError.
 
-    An `instruction` is the response to a random one of the task's prompts, or of --sft_prompts.
+    An `instruction` answers a random one of the task's prompts, or of --sft_prompts.
     """
     task = problem.task
     tokenizer = problem.tokenizer
@@ -4489,23 +4450,21 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
         splits = read_dataset("sft_prompts", config)
-        columns = [("prompt",), ("attacker_prompt",)]
-        others = read_rows("sft_prompts", config, splits, "train", *columns)
-        prompts = [prompt for row in others for prompt in row.values()]
+        rows = read_rows("sft_prompts", config, splits, "train", ("prompt|attacker_prompt",))
+        prompts = [text for row in rows for text in row.values()]
     splits = read_dataset("sft_data", config)
-    columns = [("prompt", "response"), ("instruction",)]
-    rows = read_rows("sft_data", config, splits, "train", *columns)
+    columns = ("instruction|prompt", "instruction|response")
     pairs = []
-    for row in rows:
+    for row in read_rows("sft_data", config, splits, "train", columns):
         prompt = row.get("prompt") or prompts[rng.integers(len(prompts))]
         # a prompt may end with the number of a list item
         space = "" if prompt[-1:].isspace() else " "
         response = row.get("response") or space + row["instruction"]
         (prompt_ids,) = prompt_tokens(tokenizer, [prompt], task.special_tokens)
-        response_ids = tokenizer.encode(response, add_special_tokens=False)
-        response_ids.append(tokenizer.eos_token_id)
-        if len(prompt_ids + response_ids) <= problem.context:
-            pairs.append((np.array(prompt_ids, np.int32), [np.array(response_ids, np.int32)]))
+        ids = tokenizer.encode(response, add_special_tokens=False)
+        ids.append(tokenizer.eos_token_id)
+        if len(prompt_ids + ids) <= problem.context:
+            pairs.append((np.array(prompt_ids, np.int32), [np.array(ids, np.int32)]))
     config.require(pairs, "sft_data", f"every row is longer than {problem.context} tokens")
     return pairs
 
@@ -4522,7 +4481,6 @@ def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Calla
             save_model(policy.model, checkpoint_state(policy.model), problem, new)
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} on {len(pairs)} rows that fit")
         del policy
-        gc.collect()
         torch.cuda.empty_cache()  # a Searcher may share the GPU
     return settings(**vars(config) | {"model": str(path)}) if config.sft_data else config
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,7 +190,8 @@ def compare(folder: Path, dtype: str = "float32") -> tuple[bool, dict[str, float
         (draw(P), [draw(T) for T in lengths]) for P, lengths in ((5, (7, 15, 3)), (30, (32, 9)))
     ]
     # the family's own implementation, where SDPA ignores a soft cap
-    capped = getattr(tba.read_config("model", config), "attn_logit_softcapping", None)
+    model_config = AutoConfig.from_pretrained(folder)
+    capped = getattr(model_config, "attn_logit_softcapping", None)
     load = lambda path: AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager" if capped else None
     ).eval()

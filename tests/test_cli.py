@@ -410,7 +410,8 @@ def test_a_hub_name_needs_a_folder_that_can_be_written(gsm8k, container_user):
         )  # fmt: skip
         hub.shutdown()
     assert ended.returncode == 2
-    assert "HF_HOME" in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
+    assert "--model some/model: " in ended.stderr and "/.cache" in ended.stderr, ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
 
 
 def test_a_path_that_does_not_exist(gsm8k, tmp_path, capsys):

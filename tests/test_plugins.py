@@ -118,7 +118,7 @@ def load(monkeypatch):
     """Runs a plug-in of the documentation in this process, and returns what it defines."""
 
     def run(words: str) -> dict[str, Any]:
-        monkeypatch.setattr(tba.Task, "buffer", tba.Task.buffer)
+        monkeypatch.setattr(tba.Task, "buffer_class", tba.Task.buffer_class)
         for table in ("OBJECTIVES", "TASKS", "SEPARABLE"):
             monkeypatch.setattr(tba, table, getattr(tba, table).copy())
         (text,) = (text for _, text in BLOCKS if words in text)
@@ -167,7 +167,7 @@ def test_a_reward_function_of_trl_is_used_as_it_is(load):
 
 def test_newer_trajectories_of_a_prompt_are_drawn_more_often(load):
     load("Replay draws newer trajectories")
-    buffer = tba.Task.buffer(tba.settings())
+    buffer = tba.Task.buffer_class(tba.settings())
     buffer.trajectories[0] = {str(v): types.SimpleNamespace(version=v) for v in range(20)}
     drawn = [t.version for _ in range(200) for t in buffer.draw(0, 4)]
     old, new = (sum(v in half for v in drawn) for half in (range(10), range(10, 20)))

@@ -282,9 +282,8 @@ def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path)
     said, _ = run_tba(arguments(gsm8k, out, **flags))
     records = read_lines(out / "eval.jsonl")
     assert [record["n"] for record in records] == [200]
-    assert said.count("accuracy") == said.count("pass@4") == 1 and "->" not in said
-    for record in records:
-        assert 0 < record["accuracy"] <= record["pass@4"] <= 4 * record["accuracy"]
+    assert said.count("accuracy") == 1 and "->" not in said
+    assert 0 < records[0]["accuracy"] < 1
     assert not list(out.glob("checkpoint-*")) and not (out / "metrics.jsonl").exists()
 
     out = tmp_path / "run"
