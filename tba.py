@@ -3856,6 +3856,9 @@ def resolve(given: Config) -> Config:
         config.dtype = "bfloat16" if gpus else "float32"
     free = join_cluster(config) if config.cluster else max(1, gpus - local_ranks())
     config.num_searchers = config.num_searchers or free
+    fits = config.cluster or not gpus or config.num_searchers <= free
+    fix = f"this machine has GPUs for {free}; --cluster uses those of other machines"
+    config.require(fits, "num_searchers", fix)
     if not config.logprob_tolerance:
         # in bfloat16, rounding alone causes gaps of 0.6 for unlikely tokens (SmolLM2)
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 1.0
@@ -3933,7 +3936,8 @@ def main(argv: list[str]) -> int:
 def run(trainer: Trainer) -> int:
     """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
-    folder.say(f"{folder.path}: loading the policy and {trainer.config.num_searchers} Searchers")
+    here = f"{trainer.config.num_searchers} Searchers; {torch.cuda.device_count()} GPUs here"
+    folder.say(f"{folder.path}: loading the policy and {here}")
     code = 1
     with stop_signal_handler(trainer.on_signal), contextlib.closing(trainer):
         whole = True  # whether the Trainer is not in the middle of a step
