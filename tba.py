@@ -1066,9 +1066,12 @@ class Trainer:
         """Poll until `condition` returns something true, and return it; log long waits."""
         start = time.monotonic()
         next_log = start + self.LOG_EVERY
+        news = self.searchers.news
+        news.set()  # poll at once
         while not (result := condition()):
+            news.wait(0.1)  # processes that died, late ones and signals are found by polling
+            news.clear()  # before polling: what comes meanwhile ends the next wait
             self.poll()
-            time.sleep(0.01)
             if time.monotonic() > next_log:
                 running = sum(s.state != "pending" for s in self.searchers.running)
                 self.folder.say(
@@ -1409,6 +1412,7 @@ class Searcher:
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.meeting.device)
         self.group = WeightGroup(spec.meeting)  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
+        self.news = threading.Event()  # a message has come, or the task has returned
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
         self.tokens = 0  # generated
@@ -1421,8 +1425,10 @@ class Searcher:
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
             else:
-                time.sleep(0.003)
-                self.idle += 0.003
+                start = time.perf_counter()
+                self.news.wait(0.1)
+                self.news.clear()  # before looking: what comes meanwhile ends the next wait
+                self.idle += time.perf_counter() - start
                 self.between_steps()
         following.result()  # raises what ended it
 
@@ -1436,6 +1442,7 @@ class Searcher:
                 case ReceiveWeights() as message:
                     if receive_weights(self, message):
                         self.staged = message
+            self.news.set()
 
     def between_steps(self) -> None:
         """Work between decode steps. Raises what the task raised."""
@@ -1596,9 +1603,8 @@ class Searcher:
 
         In lockstep, runs repeat exactly: calls do not depend on when a thread is free.
         """
-        scoring = sum(call.unscored > 0 for call in self.calls)
-        free = scoring < max(1, self.problem.task.reward_threads)
-        if self.unscored and (free or self.config.synchronous):
+        threads = math.inf if self.config.synchronous else max(1, self.problem.task.reward_threads)
+        while self.unscored and sum(call.unscored > 0 for call in self.calls) < threads:
             groups = self.unscored[: self.call_size]
             del self.unscored[: self.call_size]
             self.call_task(groups, held_out=False)
@@ -1639,7 +1645,9 @@ class Searcher:
             return
         threads = self.judge_thread if held_out else self.reward_threads
         unscored = 0 if held_out else len(rows)
-        self.calls.append(TaskCall(threads.submit(call), unscored, time.perf_counter()))
+        future = threads.submit(call)
+        future.add_done_callback(lambda _: self.news.set())
+        self.calls.append(TaskCall(future, unscored, time.perf_counter()))
 
     def collect_results(self) -> None:
         """Send what calls have returned. Raises what they raised, or TimeoutError."""
@@ -2636,6 +2644,7 @@ class WeightSync:
         held_out = 0 if reference else self.evaluations.begin_if_due(step, members)
         # in a new thread, as a stuck one may never return
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
+        transfer.sending.add_done_callback(lambda _: self.searchers.news.set())
         self.transfer = transfer
         self.seconds += time.perf_counter() - start
         return not reference
@@ -2845,6 +2854,7 @@ class SearcherProcesses:
         self.arrived_positions: set[int] = set(saved.get("arrived_positions", []))
         self.manager: SyncManager | None = None  # the process in which the queues live
         self.arrivals: queue.Queue = queue.Queue(4096)  # (start, message), unpickled
+        self.news = threading.Event()  # a message has come, or weights have been sent
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         # Searchers may submit prompts up to this position
@@ -2899,6 +2909,7 @@ class SearcherProcesses:
         while True:
             start, pickled = self.messages.get()
             self.arrivals.put((start, pickle.loads(pickled)))
+            self.news.set()
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process; it samples those of its positions that have not arrived."""
