@@ -1493,11 +1493,8 @@ class Searcher:
         pairs = [(prompt, y) for prompt, responses in self.problem.probes() for y in responses]
         # what follows a response has no influence, unless the model is not causal
         scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
-        logprobs = []
-        for row, (x, y) in zip(scored, pairs, strict=True):
-            start = len(x) - 1
-            logprobs.append(row[start : start + len(y)])
-        return logprobs
+        rows = zip(scored, pairs, strict=True)
+        return [logprobs[len(x) - 1 :][: len(y)] for logprobs, (x, y) in rows]
 
     def submit_prompts(self) -> None:
         """Keep the engine full, unless too many responses await rewards."""
@@ -3119,8 +3116,14 @@ class ClusterProcess:
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends; ignore STOP_SIGNALS."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    own_id = os.getpid()
+
+    def ignore(number: int, _: Any) -> None:
+        if number == signal.SIGTERM and os.getpid() != own_id:
+            os._exit(1)  # a process of a task's multiprocessing.Pool, which ends them so
+
     for number in STOP_SIGNALS:  # unlike SIG_IGN, a handler is not inherited by programs
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, ignore)
     server = forkserver._forkserver
     if server._forkserver_alive_fd:  # the fork server ends once nobody has it open
         os.close(server._forkserver_alive_fd)
@@ -3158,14 +3161,6 @@ def lenient_output() -> Iterator[None]:
 def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     """Run a Searcher; sends the Trainer the traceback of an exception."""
     end_with_parent()
-    # a task's process pool ends its workers with SIGTERM, even those that are just being forked
-    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
-    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
-    os.register_at_fork(
-        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
-        after_in_parent=unblock,
-        after_in_child=unblock,
-    )
     unset_variables(*LAUNCHER)  # they are the Trainer's, and would mislead vLLM
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
