@@ -137,6 +137,7 @@ os.environ.update(
 
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+POLL_SECONDS = 0.1  # how often a process that waits for news checks signals, deadlines and others
 
 
 @contextlib.contextmanager
@@ -201,7 +202,9 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 
 # Used here, defined in Part II: a `Problem` is the task's tokenized prompts. Its `probes` are fixed
 # sequences, scored by Trainer and engine to compare their weights. `Ranks` share one policy. A
-# `SearcherSpec` is what a Searcher is started with, `RunFolder` a run's files.
+# `SearcherSpec` is what a Searcher is started with: its `first` position in the prompt order, and
+# later ones whose groups have `arrived`; before `first_missing`, all have. Engines hold LOOKAHEAD
+# times --sequences_in_flight responses. `RunFolder` has a run's files.
 
 # ====================================================================================== 1. Config
 
@@ -927,8 +930,10 @@ class Trainer:
 
     An asynchronous run waits for generation before the first step (--initial_trajectories), if too
     few groups have draws left (--max_replays), and after a reference reset has emptied the buffer;
-    for the previous checkpoint to be written, in `save`; and for the final evaluation. Lockstep
-    also waits for the weight sync, a due evaluation, and each step's batch.
+    for the previous checkpoint to be written, in `save`; and for the final evaluation. It pauses to
+    store groups (at most 1 s per step), and to copy weights: at syncs, which also score the probes,
+    checkpoints and reference resets. Lockstep also waits for the weight sync, a due evaluation, and
+    each step's batch.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -1063,14 +1068,17 @@ class Trainer:
             self.sync.due = True
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
-        """Poll until `condition` returns something true, and return it; log long waits."""
+        """Poll until `condition` returns something true, and return it; log long waits.
+
+        `what` names the wait in log lines, and in `StepLog.waited`.
+        """
         start = time.monotonic()
         next_log = start + self.LOG_EVERY
         news = self.searchers.news
         news.set()  # poll at once
         while not (result := condition()):
-            news.wait(0.1)  # processes that died, late ones and signals are found by polling
-            news.clear()  # before polling: what comes meanwhile ends the next wait
+            news.wait(POLL_SECONDS)
+            news.clear()  # before polling, as later news must end the next wait
             self.poll()
             if time.monotonic() > next_log:
                 running = sum(s.state != "pending" for s in self.searchers.running)
@@ -1237,12 +1245,13 @@ class Learner:
 
         The objective sees the whole batch in its own order, and gives the loss's derivative by each
         log-probability, which micro-batches propagate to the weights. A derivative may depend on
-        log-probabilities of its whole group, or of all groups if the objective is not SEPARABLE. If
-        these exceed --tokens_per_microbatch, a first pass without gradient computes all of them, so
-        that gradients are always exact. Returns scalar metrics.
+        log-probabilities of its unit: its group, or all groups if the objective is not SEPARABLE.
+        If a unit exceeds --tokens_per_microbatch, a first pass without gradient computes all
+        log-probabilities, so that gradients are always exact. Returns scalar metrics.
 
-        Example: with groups of 60 and 90 padded tokens, a budget of 100 gives two micro-batches in
-        one pass; a budget of 80 needs a first pass.
+        Example: a group has one row of 60 tokens, another two rows of 45. With a budget of 100,
+        each group is a unit and a micro-batch. With a budget of 80, the second group exceeds it:
+        after a first pass over both, each of the three rows is a unit and a micro-batch.
         """
         budget = now.tokens_per_microbatch
         prompts = self.problem.prompts
@@ -1399,8 +1408,8 @@ class Searcher:
         self.reference_version = 0
         problem.task.setup(engine_of)
         threads = max(1, problem.task.reward_threads)
-        self.reward_threads = ThreadPoolExecutor(threads)
-        self.judge_thread = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
+        self.reward_pool = ThreadPoolExecutor(threads)
+        self.judge_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
         self.in_flight: dict[Source, int] = {}  # -> number of responses
         self.unscored: list[Group] = []  # they wait for a thread
@@ -1426,8 +1435,8 @@ class Searcher:
                 self.handle_completions(self.engine.step(self.between_steps))
             else:
                 start = time.perf_counter()
-                self.news.wait(0.1)
-                self.news.clear()  # before looking: what comes meanwhile ends the next wait
+                self.news.wait(POLL_SECONDS)
+                self.news.clear()  # before they are handled, as later news must end the next wait
                 self.idle += time.perf_counter() - start
                 self.between_steps()
         following.result()  # raises what ended it
@@ -1640,11 +1649,10 @@ class Searcher:
         if not task.reward_threads:
             self.spec.send(*call())
             return
-        threads = self.judge_thread if held_out else self.reward_threads
-        unscored = 0 if held_out else len(rows)
-        future = threads.submit(call)
+        pool = self.judge_pool if held_out else self.reward_pool
+        future = pool.submit(call)
         future.add_done_callback(lambda _: self.news.set())
-        self.calls.append(TaskCall(future, unscored, time.perf_counter()))
+        self.calls.append(TaskCall(future, 0 if held_out else len(rows), time.perf_counter()))
 
     def collect_results(self) -> None:
         """Send what calls have returned. Raises what they raised, or TimeoutError."""
