@@ -202,9 +202,9 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 
 # Used here, defined in Part II: a `Problem` is the task's tokenized prompts. Its `probes` are fixed
 # sequences, scored by Trainer and engine to compare their weights. `Ranks` share one policy. A
-# `SearcherSpec` is what a Searcher is started with: its `first` position in the prompt order, and
-# later ones whose groups have `arrived`; before `first_missing`, all have. Engines hold LOOKAHEAD
-# times --sequences_in_flight responses. `RunFolder` has a run's files.
+# `SearcherSpec` is what a Searcher is started with, such as its `first` position in the prompt
+# order; all groups before position `first_missing` have arrived. Engines hold LOOKAHEAD times
+# --sequences_in_flight responses. `RunFolder` has a run's files.
 
 # ====================================================================================== 1. Config
 
@@ -1383,8 +1383,8 @@ class Searcher:
     """Generates and scores responses; never waits for training.
 
     A thread receives messages and weights (`follow`), to be loaded between decode steps; others
-    compute rewards. If the process dies, groups not sent yet are lost: a new process submits their
-    prompts again, with the Trainer's current weights.
+    compute rewards. If the process dies, a new one submits its prompts again, from the first whose
+    group has not arrived, with the Trainer's current weights.
     """
 
     MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
@@ -1521,8 +1521,6 @@ class Searcher:
                 return
             index = self.index
             self.index += config.num_searchers
-            if index in self.spec.arrived:
-                continue
             epoch, position = divmod(index, len(prompts))
             prompt_id = int(epoch_order(config.seed, epoch, len(prompts))[position])
             rng = np.random.default_rng([config.seed, index])
@@ -1623,16 +1621,15 @@ class Searcher:
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
 
-        def rewards() -> list[Group]:
-            found = task.checked_rewards(examples, texts, ended)
-            for t, reward in zip(rows, found, strict=True):
-                t.reward = reward
-            return groups
-
-        def records() -> list[Evaluated]:
+        def messages() -> list[Group] | list[Evaluated]:
+            if not held_out:
+                rewards = task.checked_rewards(examples, texts, ended)
+                for t, reward in zip(rows, rewards, strict=True):
+                    t.reward = reward
+                return groups
             by_prompt = defaultdict(list)
-            found = task.evaluate(examples, texts, ended)
-            for t, text, record in zip(rows, texts, found, strict=True):
+            records = task.evaluate(examples, texts, ended)
+            for t, text, record in zip(rows, texts, records, strict=True):
                 record = record | {"answer": text}
                 if task.wants_logprobs:
                     ref_logprob = float(t.ref_logprobs.sum())
@@ -1645,12 +1642,11 @@ class Searcher:
                 by_prompt[t.prompt_id].append(record)
             return [Evaluated(rows[0].version, by_prompt)]
 
-        call = records if held_out else rewards
         if not task.reward_threads:
-            self.spec.send(*call())
+            self.spec.send(*messages())
             return
         pool = self.judge_pool if held_out else self.reward_pool
-        future = pool.submit(call)
+        future = pool.submit(messages)
         future.add_done_callback(lambda _: self.news.set())
         self.calls.append(TaskCall(future, 0 if held_out else len(rows), time.perf_counter()))
 
@@ -2789,7 +2785,6 @@ class SearcherSpec:
     searcher: int
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
-    arrived: set[int]  # later positions whose groups have arrived, which are not sampled again
     meeting: MeetingPoint
     shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
@@ -2917,16 +2912,16 @@ class SearcherProcesses:
             self.news.set()
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process; it samples those of its positions that have not arrived."""
+        """Start a process, at the first of its positions whose group has not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
         M = self.config.num_searchers
+        positions = itertools.count(self.first_missing + (searcher - self.first_missing) % M, M)
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
-            first=self.first_missing + (searcher - self.first_missing) % M,
-            arrived={index for index in self.arrived_positions if index % M == searcher},
+            first=next(i for i in positions if i not in self.arrived_positions),
             meeting=self.meeting,
             shared=self.shared,
             commands=commands,
@@ -3124,14 +3119,8 @@ class ClusterProcess:
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends; ignore STOP_SIGNALS."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    own_id = os.getpid()
-
-    def ignore(number: int, _: Any) -> None:
-        if number == signal.SIGTERM and os.getpid() != own_id:
-            os._exit(1)  # a process of a task's multiprocessing.Pool, which ends them so
-
     for number in STOP_SIGNALS:  # unlike SIG_IGN, a handler is not inherited by programs
-        signal.signal(number, ignore)
+        signal.signal(number, lambda *_: None)
     server = forkserver._forkserver
     if server._forkserver_alive_fd:  # the fork server ends once nobody has it open
         os.close(server._forkserver_alive_fd)
@@ -3169,6 +3158,14 @@ def lenient_output() -> Iterator[None]:
 def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     """Run a Searcher; sends the Trainer the traceback of an exception."""
     end_with_parent()
+    # a task's process pool ends its workers with SIGTERM, even those that are just being forked
+    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
+    os.register_at_fork(
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
+        after_in_parent=unblock,
+        after_in_child=unblock,
+    )
     unset_variables(*LAUNCHER)  # they are the Trainer's, and would mislead vLLM
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu

@@ -472,7 +472,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         for i in range(M):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, first=i, arrived=set(), meeting=self.meeting,
+                searcher=i, start=i + 1, first=i, meeting=self.meeting,
                 shared=None, commands=commands, messages=queue.SimpleQueue(),
             )  # fmt: skip
             searcher = tba.Searcher(self.config, self.problem, spec)
