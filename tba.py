@@ -770,7 +770,7 @@ class Newest(ReplayRule):
             self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
         if len(self.recent) < self.wanted:
             return None
-        drawn = self.newest_first()[: self.wanted]
+        drawn = self.newest_first(self.wanted)
         self.wanted = None
         for entry in drawn:
             entry.draws_left -= 1
@@ -781,16 +781,18 @@ class Newest(ReplayRule):
         used = {entry.group.prompt_id for entry in drawn}
         return groups + self.replay(B - len(groups), K, used)
 
-    def newest_first(self) -> list[RecentGroup]:
+    def newest_first(self, count: int) -> list[RecentGroup]:
         """Recent groups: latest window first, within it each prompt's newest first, then random."""
         newer: Counter[tuple[int, int]] = Counter()  # later groups of the same window and prompt
         ranked = []
         for entry in reversed(self.recent):
+            if len(ranked) >= count and entry.window < ranked[-1][-1].window:
+                break  # the others are older
             same = entry.window, entry.group.prompt_id
             ranked.append((-entry.window, newer[same], self.buffer.rng.random(), entry))
             newer[same] += 1
         ranked.sort(key=itemgetter(0, 1, 2))
-        return [entry for *_, entry in ranked]
+        return [entry for *_, entry in ranked[:count]]
 
     def distinct_first(self, group: Group, K: int) -> list[Trajectory]:
         """K of a group's S trajectories: distinct ones first, then duplicates.
