@@ -137,7 +137,7 @@ os.environ.update(
 
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-POLL_SECONDS = 0.1  # how often a process that waits for news checks signals, deadlines and others
+POLL_SECONDS = 0.1  # how often a process that waits checks for signals, deadlines and failures
 
 
 @contextlib.contextmanager
