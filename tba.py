@@ -134,6 +134,7 @@ os.environ.update(
 
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+POLL_SECONDS = 0.1  # how often a process that waits checks for signals, deadlines and failures
 
 
 @contextlib.contextmanager
@@ -199,7 +200,9 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
 
 # Used here, defined in Part II: a `Problem` is the task with its tokenized prompts, and `probes`:
 # sequences by which the weights of Trainer and engine are compared. `Ranks` share one policy. A
-# `SearcherSpec` is what a Searcher is started with, `RunFolder` a run's files.
+# `SearcherSpec` is what a Searcher is started with, such as its `first` position in the prompt
+# order; all groups before position `first_missing` have arrived. Engines hold LOOKAHEAD times
+# --sequences_in_flight responses. `RunFolder` has a run's files.
 
 # ====================================================================================== 1. Config
 
@@ -758,7 +761,7 @@ class Newest(ReplayRule):
             self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
         if len(self.recent) < self.wanted:
             return None
-        drawn = self.newest_first()[: self.wanted]
+        drawn = self.newest_first(self.wanted)
         self.wanted = None
         for entry in drawn:
             entry.draws_left -= 1
@@ -769,15 +772,19 @@ class Newest(ReplayRule):
         groups = [self.distinct_first(entry.group, K) for entry in drawn]
         return groups + self.replay(B - len(groups), K, used)
 
-    def newest_first(self) -> list[RecentGroup]:
+    def newest_first(self, count: int) -> list[RecentGroup]:
         """Recent groups: latest window first, in it each prompt's newest first, then random."""
         newer: Counter[tuple[int, int]] = Counter()  # groups of the same window and prompt
         rank = {}
+        window = self.window
         for entry in reversed(self.recent):
+            if len(rank) >= count and entry.window < window:
+                break  # the others are older
+            window = entry.window
             same = entry.window, entry.group.prompt_id
             rank[entry] = (-entry.window, newer[same], self.buffer.rng.random())
             newer[same] += 1
-        return sorted(rank, key=rank.get)
+        return sorted(rank, key=rank.get)[:count]
 
     def distinct_first(self, group: Group, K: int) -> list[Trajectory]:
         """K of a group's S trajectories: distinct ones first, then duplicates.
@@ -939,8 +946,10 @@ class Trainer(Stateful):
 
     An asynchronous run waits for generation before the first step (--initial_trajectories), if too
     few groups have draws left (--max_replays), and after a reference reset has emptied the buffer;
-    for the previous checkpoint to be written, in `save`; and for the final evaluation. Lockstep
-    also waits for the weight sync, a due evaluation, and each step's batch.
+    for the previous checkpoint to be written, in `save`; and for the final evaluation. It pauses to
+    store groups (at most 1 s per step), and to copy weights: at syncs, which also score the probes,
+    checkpoints and reference resets. Lockstep also waits for the weight sync, a due evaluation, and
+    each step's batch.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -1087,12 +1096,18 @@ class Trainer(Stateful):
             self.sync.due = True
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
-        """Poll until `condition` returns something true, and return it; log long waits."""
+        """Poll until `condition` returns something true, and return it; log long waits.
+
+        `what` names the wait in log lines, and in `StepLog.waited`.
+        """
         start = time.monotonic()
         next_log = start + self.LOG_EVERY
+        news = self.searchers.news
+        news.set()  # poll at once
         while not (result := condition()):
+            news.wait(POLL_SECONDS)
+            news.clear()  # before polling, as later news must end the next wait
             self.poll()
-            time.sleep(0.01)
             if time.monotonic() > next_log:
                 running = sum(s.state != "pending" for s in self.searchers.running)
                 self.folder.say(
@@ -1256,12 +1271,13 @@ class Learner(Stateful):
 
         The objective sees the whole batch in its own order, and gives the loss's derivative by each
         log-probability, which micro-batches propagate to the weights. A derivative may depend on
-        log-probabilities of its whole group, or of all groups if the objective is not SEPARABLE. If
-        these exceed --tokens_per_microbatch, a first pass without gradient computes all of them, so
-        that gradients are always exact. Returns scalar metrics.
+        log-probabilities of its unit: its group, or all groups if the objective is not SEPARABLE.
+        If a unit exceeds --tokens_per_microbatch, a first pass without gradient computes all
+        log-probabilities, so that gradients are always exact. Returns scalar metrics.
 
-        Example: with groups of 60 and 90 padded tokens, a budget of 100 gives two micro-batches in
-        one pass; a budget of 80 needs a first pass.
+        Example: a group has one row of 60 tokens, another two rows of 45. With a budget of 100,
+        each group is a unit and a micro-batch. With a budget of 80, the second group exceeds it:
+        after a first pass over both, each of the three rows is a unit and a micro-batch.
         """
         budget = now.tokens_per_microbatch
         prompts = self.problem.prompts
@@ -1393,8 +1409,8 @@ class Searcher:
     """Generates and scores responses; never waits for training.
 
     A thread receives messages and weights (`follow`), to be loaded between decode steps; others
-    compute rewards. If the process dies, groups not sent yet are lost: a new process submits their
-    prompts again, with the Trainer's current weights.
+    compute rewards. If the process dies, a new one submits its prompts again, from the first whose
+    group has not arrived, with the Trainer's current weights.
     """
 
     MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
@@ -1418,8 +1434,8 @@ class Searcher:
         self.reference_version = 0
         problem.task.setup(engine_of)
         threads = max(1, problem.task.reward_threads)
-        self.reward_threads = ThreadPoolExecutor(threads)
-        self.judge_thread = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
+        self.reward_pool = ThreadPoolExecutor(threads)
+        self.judge_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
         self.in_flight: dict[Source, int] = {}  # -> number of responses
         self.unscored: list[Group] = []  # they wait for a thread
@@ -1431,6 +1447,7 @@ class Searcher:
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.group.device)
         self.group = copy.copy(spec.group)  # in which it receives weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
+        self.news = threading.Event()  # a message has come, or the task has returned
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
         self.tokens = 0  # generated
@@ -1443,8 +1460,10 @@ class Searcher:
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
             else:
-                time.sleep(0.003)
-                self.idle += 0.003
+                start = time.perf_counter()
+                self.news.wait(POLL_SECONDS)
+                self.news.clear()  # before they are handled, as later news must end the next wait
+                self.idle += time.perf_counter() - start
                 self.between_steps()
         following.result()  # raises what ended it
 
@@ -1458,6 +1477,7 @@ class Searcher:
                 case ReceiveWeights() as message:
                     if receive_weights(self, message):
                         self.staged = message
+            self.news.set()
 
     def between_steps(self) -> None:
         """Work between decode steps. Raises what the task raised."""
@@ -1508,11 +1528,8 @@ class Searcher:
         pairs = [(prompt, y) for prompt, responses in self.problem.probes() for y in responses]
         # what follows a response has no influence, unless the model is not causal
         scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
-        logprobs = []
-        for row, (x, y) in zip(scored, pairs, strict=True):
-            start = len(x) - 1
-            logprobs.append(row[start : start + len(y)])
-        return logprobs
+        rows = zip(scored, pairs, strict=True)
+        return [logprobs[len(x) - 1 :][: len(y)] for logprobs, (x, y) in rows]
 
     def submit_prompts(self) -> None:
         """Keep the engine full, unless too many responses await rewards."""
@@ -1530,8 +1547,6 @@ class Searcher:
                 return
             index = self.index
             self.index += config.num_searchers
-            if index in self.spec.arrived:
-                continue
             epoch, position = divmod(index, len(prompts))
             prompt_id = int(epoch_order(config.seed, epoch, len(prompts))[position])
             rng = np.random.default_rng([config.seed, index])
@@ -1618,9 +1633,8 @@ class Searcher:
 
         In lockstep, runs repeat exactly: calls do not depend on when a thread is free.
         """
-        scoring = sum(call.unscored > 0 for call in self.calls)
-        free = scoring < max(1, self.problem.task.reward_threads)
-        if self.unscored and (free or self.config.synchronous):
+        threads = math.inf if self.config.synchronous else max(1, self.problem.task.reward_threads)
+        while self.unscored and sum(call.unscored > 0 for call in self.calls) < threads:
             groups = self.unscored[: self.call_size]
             del self.unscored[: self.call_size]
             self.call_task(groups, held_out=False)
@@ -1633,16 +1647,15 @@ class Searcher:
         texts = self.problem.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
 
-        def rewards() -> list[Group]:
-            found = task.checked_rewards(examples, texts, ended)
-            for t, reward in zip(rows, found, strict=True):
-                t.reward = reward
-            return groups
-
-        def records() -> list[Evaluated]:
+        def messages() -> list[Group] | list[Evaluated]:
+            if not held_out:
+                rewards = task.checked_rewards(examples, texts, ended)
+                for t, reward in zip(rows, rewards, strict=True):
+                    t.reward = reward
+                return groups
             by_prompt = defaultdict(list)
-            found = task.evaluate(examples, texts, ended)
-            for t, text, record in zip(rows, texts, found, strict=True):
+            records = task.evaluate(examples, texts, ended)
+            for t, text, record in zip(rows, texts, records, strict=True):
                 record = record | {"answer": text}
                 if task.wants_logprobs:
                     ref_logprob = float(t.ref_logprobs.sum())
@@ -1655,13 +1668,13 @@ class Searcher:
                 by_prompt[t.prompt_id].append(record)
             return [Evaluated(rows[0].version, by_prompt)]
 
-        call = records if held_out else rewards
         if not task.reward_threads:
-            self.spec.send(*call())
+            self.spec.send(*messages())
             return
-        threads = self.judge_thread if held_out else self.reward_threads
-        unscored = 0 if held_out else len(rows)
-        self.calls.append(TaskCall(threads.submit(call), unscored, time.perf_counter()))
+        pool = self.judge_pool if held_out else self.reward_pool
+        future = pool.submit(messages)
+        future.add_done_callback(lambda _: self.news.set())
+        self.calls.append(TaskCall(future, 0 if held_out else len(rows), time.perf_counter()))
 
     def collect_results(self) -> None:
         """Send what calls have returned. Raises what they raised, or TimeoutError."""
@@ -2622,6 +2635,7 @@ class WeightSync(Stateful):
         held_out = 0 if reference else self.evaluations.begin_if_due(step, members)
         # in a new thread, as a stuck one may never return
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
+        transfer.sending.add_done_callback(lambda _: self.searchers.news.set())
         self.transfer = transfer
         self.seconds += time.perf_counter() - start
         return not reference
@@ -2759,7 +2773,6 @@ class SearcherSpec:
     searcher: int
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
-    arrived: set[int]  # later positions whose groups have arrived, which are not sampled again
     group: WeightGroup  # not formed: how to connect to the Trainer
     shared: Any  # dict: path of the plug-in; the pickled Config and Problem
     commands: Any  # queue of the Trainer's messages to this process
@@ -2828,6 +2841,7 @@ class SearcherProcesses(Stateful):
         self.arrived_positions: set[int] = set()
         self.manager: SyncManager | None = None  # the process in which the queues live
         self.arrivals: queue.Queue = queue.Queue(4096)  # (start, message), unpickled
+        self.news = threading.Event()  # a message has come, or weights have been sent
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         self.limit = 0.0  # Searchers may submit prompts up to this position
@@ -2882,18 +2896,19 @@ class SearcherProcesses(Stateful):
         while True:
             start, pickled = self.messages.get()
             self.arrivals.put((start, pickle.loads(pickled)))
+            self.news.set()
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process; it samples those of its positions that have not arrived."""
+        """Start a process, at the first of its positions whose group has not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
         M = self.config.num_searchers
+        positions = itertools.count(self.first_missing + (searcher - self.first_missing) % M, M)
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
-            first=self.first_missing + (searcher - self.first_missing) % M,
-            arrived={index for index in self.arrived_positions if index % M == searcher},
+            first=next(i for i in positions if i not in self.arrived_positions),
             group=self.group,
             shared=self.shared,
             commands=commands,

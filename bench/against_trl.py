@@ -3,6 +3,7 @@
     pip install --no-deps trl==1.16.0
     python bench/against_trl.py run        # two hours on two cores; resumable
     python bench/against_trl.py report     # the table in docs/results.md
+    python bench/against_trl.py speed      # seconds per step relative to TRL's, in some ten minutes
 
 The protocol is that of claims.py: the same pretrained model, prompts, batches (8 prompts x 16
 responses), 80 steps and evaluations (4 responses to each held-out prompt every 10 steps). Each
@@ -10,7 +11,8 @@ setting has its own learning rate from the same grid, selected on two seeds and 
 others. TRL runs GRPO with its defaults (no KL term), and as published (with one); it clips
 gradients at its default, 1. Runs are sequential and use all cores: TRL generates and trains in turn
 with that many threads; in tba.py, Trainer and Searcher have a thread each. TRL's clock is paused
-during evaluations, that of tba.py is not. `seconds` excludes the first step.
+during evaluations, that of tba.py is not. `seconds` excludes the first step. `speed` runs TRL and
+tba.py alternately, and compares the median step, which has no evaluation, and `seconds`.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORES = len(os.sched_getaffinity(0))
 TRL_KL = {"TRL": 0.0, "TRL, KL 0.04": 0.04}
 SYNCHRONOUS = {"tb, lockstep": True, "tb, asynchronous": False}
+COMMANDS = ("run", "report", "speed", "child")
 SETTINGS = [claims.Setting("trl", name) for name in (*TRL_KL, *SYNCHRONOUS)]
 
 
@@ -116,7 +120,13 @@ def train_with_trl(files: Path, kl: float, rate: float, seed: int, out: Path) ->
     )
     trainer.train()
     path = [{name: round(point[name], 3) for name in claims.POINT} for point in path]
-    return {"seconds": round(ended_at[-1] - ended_at[0], 1), "path": path}
+    times = {"seconds": round(ended_at[-1] - ended_at[0], 1), "median_step": median_step(ended_at)}
+    return times | {"path": path}
+
+
+def median_step(ended_at: list[float]) -> float:
+    """The median of the seconds between the ends of two steps."""
+    return round(float(np.median(np.diff(ended_at))), 4)
 
 
 def run(
@@ -130,8 +140,14 @@ def run(
         if not flags["synchronous"]:
             flags["recent_probability"] = 0.9
         as_tb = claims.Setting("trl", "tb", flags=tuple(flags.items()))
-        result = claims.run(as_tb, role, rate, seed, clip, files)
-        return asdict(setting) | row | {"seconds": result["step_seconds"], "path": result["path"]}
+
+        def median(out: Path) -> dict[str, float]:
+            metrics = claims.read_lines(out / "metrics.jsonl")
+            return {"median_step": median_step([record["seconds"] for record in metrics])}
+
+        result = claims.run(as_tb, role, rate, seed, clip, files, median)
+        row |= {"seconds": result["step_seconds"], "median_step": result["median_step"]}
+        return asdict(setting) | row | {"path": result["path"]}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "child", "--rate", rate, "--seed", seed]
         command += ["--kl", TRL_KL[setting.objective]]
@@ -143,10 +159,25 @@ def run(
     return asdict(setting) | row | json.loads(child.stdout.splitlines()[-1])
 
 
+def print_speed(files: Path, rounds: int) -> None:
+    """Print how long a step of tba.py takes relative to TRL's, as medians over pairs of runs."""
+    ratios = defaultdict(list)
+    for seed in range(1, rounds + 1):
+        trl = run(SETTINGS[0], "speed", 3e-4, seed, 1.0, files)
+        for name in SYNCHRONOUS:
+            own = run(claims.Setting("trl", name), "speed", 1e-3, seed, 100.0, files)
+            for measure in ("median_step", "seconds"):
+                ratios[name, measure].append(own[measure] / trl[measure])
+    for (name, measure), values in ratios.items():
+        spread = f"{min(values):.2f} to {max(values):.2f} in {rounds} pairs of runs"
+        print(f"{name}: {measure} {np.median(values):.2f} of TRL's ({spread})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("command", nargs="?", choices=("run", "report", "child"), default="run")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, default="run")
     parser.add_argument("--minutes", type=float, default=1e9, help="time after which no run starts")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind for `speed`")
     parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "claims")
     for name, kind in (("seed", int), ("kl", float), ("rate", float), ("out", Path)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
@@ -156,6 +187,9 @@ def main() -> None:
         print(json.dumps(result))
         return
     claims.make_task("valence", args.files / "valence")
+    if args.command == "speed":
+        print_speed(args.files, args.rounds)
+        return
     rows = Rows(ROOT / "bench" / "results" / "trl.jsonl")
     if args.command == "run":
         claims.run_all(rows, SETTINGS, args.files, args.minutes, 1, run)

@@ -314,7 +314,7 @@ def searcher_of(gsm8k, tmp_path, **flags):
     flags = {"num_searchers": 1, "sequences_in_flight": 8, "dtype": "float32"} | flags
     config, problem = problem_of(gsm8k, tmp_path / "none", **flags)
     spec = tba.SearcherSpec(
-        searcher=0, start=1, first=0, arrived=set(), shared=None, commands=queue.Queue(),
+        searcher=0, start=1, first=0, shared=None, commands=queue.Queue(),
         group=tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30)),
         messages=queue.Queue(),
     )  # fmt: skip

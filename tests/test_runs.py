@@ -276,6 +276,16 @@ def test_a_reference_that_is_reset_scores_what_is_trained_on(gsm8k, tmp_path, mo
     assert references == sorted(references) and set(references) == {0, 4, 8}
 
 
+def test_news_ends_every_wait(gsm8k, tmp_path):
+    """Nothing that a run waits for is found by polling: it ends even if nobody ever polls."""
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("import tba\n\ntba.POLL_SECONDS = 1e6\n")
+    out = tmp_path / "run"
+    flags = {"plugin": plugin, "synchronous": True, "eval_every": 2, "eval_samples": 8}
+    run_tba(arguments(gsm8k, out, **flags))
+    assert len(read_lines(out / "metrics.jsonl")) == 4
+
+
 def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path):
     out = tmp_path / "evaluation"
     flags = {"steps": 0, "eval_responses": 4, "eval_samples": 20}
