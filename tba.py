@@ -8,8 +8,7 @@ read top to bottom; Part II is the machinery; Part III has the paper's other tas
     bash run_gsm8k.sh                     # the paper's settings; --tiny: on a CPU in seconds
 
 Searchers generate and score responses while the Trainer learns from a replay buffer; normally
-neither waits for the other. Searchers are processes here, or with --cluster tasks of Ray. Measured
-results: docs/results.md.
+neither waits for the other. With --cluster, Searchers are Ray tasks. Results: docs/results.md.
 
     Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
       while step < steps:                              while True:
@@ -39,8 +38,8 @@ policy (logits / --temperature) unless stated otherwise.
     D, the buffer     --kept_per_prompt             ReplayBuffer             4
 
 Left out, to stay readable: tensor parallelism (a policy must fit on one Searcher GPU), multi-turn
-episodes and tools, PPO (a value model to train, shard and save), memory planning (estimates are in
-docs/operations.md), dry runs of plug-ins, adapter-only weight syncs, and authentication.
+episodes and tools, PPO (its value model), memory planning (docs/operations.md has estimates),
+adapter-only weight syncs, and authentication.
 """
 
 from __future__ import annotations
@@ -93,15 +92,15 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 13):
 if len(os.environ.get("TMPDIR", "")) > 60:
     os.environ["TMPDIR"] = "/tmp"  # a socket's path has at most 107 bytes
 
-# libraries fail for a container's user without a name or a home that can be written
+# libraries need a user name and a writable home, which a container's user may lack
 os.environ.setdefault("USER", str(os.getuid()))
 if not os.access(os.path.expanduser("~"), os.W_OK):
     cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-    os.environ.setdefault("HF_HOME", f"{cache}/huggingface")  # it may have models
+    os.environ.setdefault("HF_HOME", f"{cache}/huggingface")  # models may be cached there
     temporary_home = tempfile.TemporaryDirectory()  # deleted when this process ends
     os.environ["HOME"] = temporary_home.name
 
-# a launcher's variables; they mean something else without all that ranks need
+# set by torchrun and accelerate; removed unless they describe several ranks
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 
@@ -112,7 +111,7 @@ def unset_variables(*prefixes: str) -> None:
             del os.environ[name]
 
 
-unset_variables("ACCELERATE_")  # a user's settings for other programs, such as FSDP
+unset_variables("ACCELERATE_")  # settings of `accelerate config`
 complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 if not complete or os.environ["WORLD_SIZE"] == "1":
     unset_variables(*LAUNCHER)
@@ -139,7 +138,7 @@ POLL_SECONDS = 0.1  # how often a process that waits checks for signals, deadlin
 
 @contextlib.contextmanager
 def stop_signal_handler(handler: Any) -> Iterator[None]:
-    """Handle STOP_SIGNALS by a function; under `nohup`, SIGHUP stays ignored."""
+    """Handle STOP_SIGNALS with `handler`; under `nohup`, SIGHUP stays ignored."""
     handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in handled}
     try:
@@ -160,7 +159,7 @@ def start_fork_server() -> None:
 
 
 if __name__ == "__main__":
-    for name in ("stdin", "stdout", "stderr"):  # or a file gets a closed one's number
+    for name in ("stdin", "stdout", "stderr"):  # or open() reuses a closed one's number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     if os.environ.get("RANK", "0") == "0" and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv):
@@ -192,17 +191,16 @@ from transformers.hf_argparser import string_to_bool
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 sys.modules["tba"] = sys.modules[__name__]  # for plug-ins, if this file is renamed
-torch.backends.cuda.enable_cudnn_sdp(False)  # it caches a plan per shape
+torch.backends.cuda.enable_cudnn_sdp(False)  # it keeps a plan for every shape
 
 ####################################################################################################
 #                                       Part I: the paper                                          #
 ####################################################################################################
 
-# Used here, defined in Part II: a `Problem` is the task with its tokenized prompts, and `probes`:
-# sequences by which the weights of Trainer and engine are compared. `Ranks` share one policy. A
-# `SearcherSpec` is what a Searcher is started with, such as its `first` position in the prompt
-# order; all groups before position `first_missing` have arrived. Engines hold LOOKAHEAD times
-# --sequences_in_flight responses. `RunFolder` has a run's files.
+# Defined in Part II: a `Problem` is the task with its tokenized prompts and its `probes`, on which
+# the log-probabilities of Trainer and engine are compared. `Ranks` are processes that share the
+# policy. A `SearcherSpec` is what a Searcher is started with, such as its `first` position in the
+# prompt order; all groups before `first_missing` have arrived. `RunFolder` and `StepLog` log a run.
 
 # ====================================================================================== 1. Config
 
@@ -260,7 +258,7 @@ class Config:
     replay_rule: str = flag("newest", "Replay rule: newest, anchored, or from --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
-    max_replays: float = flag(4.0, "Maximum draws of a group as recent, then wait; 0: unlimited.")
+    max_replays: float = flag(4.0, "Maximum draws of a recent group; 0: unlimited.")
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     weight_decay: float = flag(0.0, "Weight decay of AdamW.")
@@ -278,10 +276,10 @@ class Config:
     synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
     lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k]; lockstep: always 1.", 1)
-    logprob_tolerance: float = flag(0.0, "Abort above this `logprob_gap`; 0: 1e-3, 1 in bfloat16.")
+    logprob_tolerance: float = flag(0.0, "Maximum engine log-prob gap; 0: 1e-3, or 1 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
     searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
-    max_restarts: int = flag(5, "Maximum restarts of a Searcher in a row, each within an hour.")
+    max_restarts: int = flag(5, "Maximum consecutive restarts of a Searcher, each within an hour.")
     seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
     plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
 
@@ -313,7 +311,7 @@ class Config:
         return int(min(self.max_response_tokens, total - len(prompt)))
 
 
-# dataclasses whose fields are flags; tasks and plug-ins append theirs, and Config has all values
+# dataclasses of flags; tasks and plug-ins append theirs. A Config has the values of all of them
 FLAGS: list[type] = [Config]
 
 
@@ -334,7 +332,7 @@ def settings(**values: Any) -> Config:
 
 
 def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
-    """Add the flags of a dataclass. `settings` has their defaults."""
+    """Add the flags of a dataclass to a parser; their defaults come from `settings`."""
     section = parser.add_argument_group(re.split(r"[.(]", owner.__doc__)[0])
     types = typing.get_type_hints(owner)
     for f in dataclasses.fields(owner):
@@ -351,7 +349,7 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
 
 
 def number(f: dataclasses.Field, kind: type, text: str) -> Any:
-    """Parse an int, a float or, as a str, a schedule. Raises ArgumentTypeError."""
+    """Parse and check an int, a float or a schedule (a str). Raises ArgumentTypeError."""
     minimum, maximum = f.metadata["range"]
     with contextlib.suppress(ValueError):
         values = [value for _, value, _ in schedule_points(kind(text))]
@@ -386,7 +384,7 @@ def schedule_points(text: str | float) -> list[tuple[float, float, str]]:
 
 
 def schedule_value(text: str | float, step: int, end: float = math.inf) -> float:
-    """A schedule's value at a step: linear to points with "@", half a cosine to points with "~".
+    """A schedule's value at a step: linear up to "@" points, half a cosine up to "~" points.
 
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
@@ -411,21 +409,21 @@ def schedule_value(text: str | float, step: int, end: float = math.inf) -> float
 class Trajectory:
     """One response to one prompt."""
 
-    BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")
+    BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")  # (T,) each
 
     tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, when sampled, at its request's temperature
+    logprobs: np.ndarray  # (T,) float32, under the sampling policy and temperature
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
-    explored: bool  # sampled at another temperature than --temperature
+    explored: bool  # sampled at a temperature other than --temperature
     reward: float
     prompt_id: int
-    version: int  # step of the policy at submission; later tokens may be from newer ones
+    version: int  # policy's step at submission; later tokens may be from newer weights
     reference_version: int  # step of the reference
 
     @property
     def key(self) -> str:
-        """One character per token, by which responses are compared; AttackBuffer counts edits."""
+        """The tokens as characters, to compare responses; AttackBuffer computes edit distances."""
         return self.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
@@ -446,7 +444,7 @@ class Batch:
     """The input of an objective: B prompts x K responses, their N tokens concatenated."""
 
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
-    behaviour: Tensor  # (N,) when each token was sampled
+    behaviour: Tensor  # (N,) Trajectory.logprobs, those of the sampling policy
     ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
     lengths: Tensor  # (B*K,) int64
     rewards: Tensor  # (B, K)
@@ -459,7 +457,7 @@ class Batch:
         return torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum values (N,) over each response's tokens, (B, K); of logprobs: log pi(y|x)."""
+        """Sum values (N,) over each response, (B, K); log-probabilities give log pi(y|x)."""
         zeros = values.new_zeros(self.rewards.numel())
         return zeros.index_add(0, self.response_index(), values).view_as(self.rewards)
 
@@ -493,14 +491,14 @@ def trajectory_balance_loss(
 
 
 def tb(batch: Batch, config: Config) -> Loss:
-    """Trajectory Balance on a replay batch (equations 4 and 5); `config` is `at_step`'s."""
+    """Trajectory Balance (equations 4 and 5); `config` has the schedules' values at this step."""
     logprobs = batch.sums(batch.logprobs)  # (B, K)
     ref = batch.sums(batch.ref_logprobs)
     loss, log_z = trajectory_balance_loss(logprobs, ref, batch.rewards, config.beta, config.tau)
     return Loss(loss, {"log_z": log_z.mean()})
 
 
-LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z; it follows the policy's schedule
+LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, scaled by the policy's schedule
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
@@ -514,8 +512,8 @@ def tb_learned_z(batch: Batch, config: Config) -> Loss:
     """
     target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
     log_z = batch.learned_log_z[:, None]  # (B, 1)
-    D = log_z + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
-    return Loss(D.square().mean(), {"log_z": log_z.detach().mean()})
+    residual = log_z + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
+    return Loss(residual.square().mean(), {"log_z": log_z.detach().mean()})
 
 
 def tba_prime(batch: Batch, config: Config) -> Loss:
@@ -578,8 +576,8 @@ OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
     objective.__name__: objective
     for objective in (tb, tb_learned_z, tba_prime, rloo, proximal_rloo)
 }
-# sums over prompts of terms that depend on no other prompt's log-probabilities; all others cost a
-# second forward pass if a batch has several micro-batches (`Learner.backward`)
+# objectives that are sums over prompts, whose terms use no other prompt's log-probabilities; others
+# cost a second forward pass if a batch has several micro-batches (`Learner.backward`)
 SEPARABLE = set(OBJECTIVES.values())
 
 
@@ -608,12 +606,12 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
 
 
 class Stateful:
-    """Has a state that checkpoints save, once it is given to `Trainer.checkpointed`."""
+    """An object whose state checkpoints save, once it is passed to `Trainer.checkpointed`."""
 
     SAVED: ClassVar[tuple[str, ...]] = ()  # attributes: tensors, and containers of plain values
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` restores; its containers are copies, as a thread writes them."""
+        """The attributes in SAVED, copied: a thread writes them while training continues."""
         return {name: tree_map(copy.copy, getattr(self, name)) for name in self.SAVED}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -685,7 +683,7 @@ class ReplayRule(Stateful):
         """A group has just been stored."""
 
     def on_sync(self, step: int) -> None:
-        """The weights of `step` are about to be sent."""
+        """A sync of the weights of `step` has begun."""
 
     def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
         """Draw B groups of K trajectories of one prompt each; None: wait for another group."""
@@ -694,8 +692,8 @@ class ReplayRule(Stateful):
     def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
         """K trajectories of each of `count` prompts, drawn without replacement over an epoch.
 
-        Prompts in `used` come last; drawn prompts are added to it. If there are fewer than `count`
-        (red-teaming has one), they repeat, each time with another K trajectories.
+        Skips prompts in `used`, and adds the drawn ones to it. Once all are used (red-teaming has
+        one prompt), they repeat, each time with another draw of K trajectories.
         """
         stored = self.buffer.trajectories
         groups = []
@@ -724,13 +722,12 @@ class RecentGroup:
 class Newest(ReplayRule):
     """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
 
-    A group is recent until it has been drawn --max_replays times; those that arrived since the
-    latest sync, which alone are recent in the paper, come first. Without the bound, which the
-    authors' blocking sync implies, slow generation would mean training on the same groups over and
-    over. If too few groups are recent, the Trainer waits.
+    A group is recent until it has been drawn --max_replays times; groups that arrived since the
+    latest sync, the only recent ones in the paper, come first. If too few are recent, the Trainer
+    waits, as the authors' does at a sync, instead of training on the same groups over and over.
     """
 
-    MAX_RECENT = 1024  # groups besides a batch's; older ones are never drawn
+    MAX_RECENT = 1024  # groups in addition to a batch's; older ones are dropped
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
@@ -773,18 +770,18 @@ class Newest(ReplayRule):
         return groups + self.replay(B - len(groups), K, used)
 
     def newest_first(self, count: int) -> list[RecentGroup]:
-        """Recent groups: latest window first, in it each prompt's newest first, then random."""
+        """`count` recent groups: latest window first, then each prompt's newest, then at random."""
         newer: Counter[tuple[int, int]] = Counter()  # groups of the same window and prompt
-        rank = {}
+        order = {}
         window = self.window
         for entry in reversed(self.recent):
-            if len(rank) >= count and entry.window < window:
-                break  # the others are older
+            if len(order) >= count and entry.window < window:
+                break  # older windows are not needed
             window = entry.window
             same = entry.window, entry.group.prompt_id
-            rank[entry] = (-entry.window, newer[same], self.buffer.rng.random())
+            order[entry] = (-entry.window, newer[same], self.buffer.rng.random())
             newer[same] += 1
-        return sorted(rank, key=rank.get)[:count]
+        return sorted(order, key=order.get)[:count]
 
     def distinct_first(self, group: Group, K: int) -> list[Trajectory]:
         """K of a group's S trajectories: distinct ones first, then duplicates.
@@ -800,10 +797,10 @@ class Newest(ReplayRule):
 class Anchored(Newest):
     """Half of a replayed group by reward, half from the newest stored responses to the prompt.
 
-    TB-VarGrad's gradient is the covariance, within a group, of residual and score: a group of
-    successes only teaches nothing, and for 0/1 rewards the part between the classes is proportional
-    to n_success n_failure. Its fixed point is the regression of r / beta under the *sampling*
-    distribution, so the failures should be today's policy's. See also RePO (arXiv 2506.09340).
+    TB-VarGrad's gradient is the covariance of residual and score within a group: a group of equal
+    rewards has no signal but the KL's; for 0/1 rewards, the rest grows with n_success n_failure.
+    Its fixed point is the regression of r / beta under the *sampling* distribution: failures should
+    come from the current policy. See also RePO (arXiv 2506.09340).
     """
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
@@ -838,16 +835,16 @@ class Task:
     buffer_class: type[ReplayBuffer] = ReplayBuffer
     special_tokens = True  # prompts get the tokenizer's special tokens, such as BOS
     keep_special_tokens = False  # in responses' texts, such as <answer> and EOS
-    greedy_evaluation = True
+    greedy_evaluation = True  # with one response per prompt
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
-    wants_logprobs = False  # records get kl, ref_logprob, tokens and prompt_tokens
+    wants_logprobs = False  # evaluation records get kl, ref_logprob, tokens, prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
-    # threads that call `rewards` during decoding; one more calls `evaluate`
-    # 0: both are called between decode steps, as with several engines, or if not thread-safe
+    # threads that call `rewards` during decoding, besides one for `evaluate`; 0: both are called
+    # between decode steps, which several engines, or code that is not thread-safe, require
     reward_threads = 1
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        """Read the data, and check all that needs no loaded model."""
+        """Read the data, and check what can be checked before a model loads."""
         self.config = config
         self.tokenizer = tokenizer
         if self.engines > 1:
@@ -945,15 +942,14 @@ class Trainer(Stateful):
     """Trains on replayed groups while the Searchers generate new ones.
 
     An asynchronous run waits for generation before the first step (--initial_trajectories), if too
-    few groups have draws left (--max_replays), and after a reference reset has emptied the buffer;
-    for the previous checkpoint to be written, in `save`; and for the final evaluation. It pauses to
-    store groups (at most 1 s per step), and to copy weights: at syncs, which also score the probes,
-    checkpoints and reference resets. Lockstep also waits for the weight sync, a due evaluation, and
-    each step's batch.
+    few groups are recent (--max_replays), and once a reference reset has emptied the buffer; for
+    the previous checkpoint, in `save`; and for the final evaluation. It pauses to store groups (at
+    most 1 s per step), to score the probes at a sync, and to copy weights and states. Lockstep also
+    waits for syncs, evaluations and each batch.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
-    MAX_INBOX = 1024  # groups not stored yet, with which Searchers submit no more prompts
+    MAX_INBOX = 1024  # groups not stored yet; above this, Searchers pause
 
     def __init__(
         self, config: Config, problem: Problem, folder: RunFolder, ranks: Ranks, saved: dict
@@ -963,7 +959,7 @@ class Trainer(Stateful):
         self.problem = problem
         self.folder = folder
         self.ranks = ranks
-        self.saved = saved  # without the states that have been loaded
+        self.saved = saved  # `checkpointed` removes what it loads
         self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
         self.searchers = self.checkpointed(SearcherProcesses(config, problem, folder.say))
         self.evaluations = Evaluations(config, problem, folder)
@@ -980,7 +976,7 @@ class Trainer(Stateful):
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
 
     def checkpointed(self, owner: Stateful) -> Any:
-        """Have checkpoints save the state of a class's only object; in a resumed run, load it."""
+        """Save the owner's state in checkpoints, by class name; in a resumed run, load it now."""
         name = type(owner).__name__
         self.owners[name] = owner
         if name in self.saved:
@@ -1001,14 +997,14 @@ class Trainer(Stateful):
         self.learner = Learner(self.config, self.problem, self.ranks, folder)
         self.checkpointed(self.learner)
         self.learner.score_probes()  # returns once all ranks have loaded the policy
-        self.searchers.start_all()
+        self.searchers.start_all()  # on a shared GPU, only now
         self.sync = WeightSync(self.config, self.learner, self.searchers, self.evaluations)
         self.checkpointed(self.sync)
         if self.config.synchronous:
             self.run_lockstep()
         else:
             self.run_asynchronous()
-        self.searchers.search_up_to(0)
+        self.searchers.search_up_to(0)  # no more prompts
         self.wait_for("an evaluation", self.evaluations.idle)
 
     def run_asynchronous(self) -> None:
@@ -1023,17 +1019,17 @@ class Trainer(Stateful):
 
     def next_batch(self) -> list[list[Trajectory]] | None:
         """Store new groups and draw a batch; None if there is too little to draw from."""
-        deadline = time.monotonic() + 1  # comparing attacks can take 0.1 s per group
+        deadline = time.monotonic() + 1  # a group of red-teaming can take 0.1 s
         while self.inbox and time.monotonic() < deadline:
             self.store([self.inbox.pop(0)])
         limit = 0 if len(self.inbox) > self.MAX_INBOX else math.inf
         if limit != self.searchers.limit:
             self.searchers.search_up_to(limit)
         B = self.config.prompts_per_step
-        fresh = self.log.recent or self.log.arrived  # a resumed run waits for new groups
+        fresh = self.log.recent or self.log.arrived  # a resumed run first waits for a group
         enough = len(self.buffer.trajectories) >= min(B, len(self.problem.prompts))
-        groups = self.searchers.first_missing + len(self.searchers.arrived_positions)
-        arrived = groups * self.config.searched_per_prompt
+        count = self.searchers.first_missing + len(self.searchers.arrived_positions)
+        arrived = count * self.config.searched_per_prompt  # trajectories
         if not (fresh and enough and arrived >= self.config.initial_trajectories):
             return None
         return self.rule.sample(B, self.config.trained_per_prompt)
@@ -1048,9 +1044,8 @@ class Trainer(Stateful):
     def run_lockstep(self) -> None:
         """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
 
-        Weights are sent after every step, once all groups that were requested have arrived, so that
-        the next groups requested, those of step t + lag, are sampled with the weights of step t.
-        Its groups bypass the buffer: duplicates count as often as they were sampled. With
+        Once all requested groups have arrived, the weights of step t are sent, and the groups of
+        batch t + lag requested. They bypass the buffer, so duplicates count. With
         --recent_probability m < 1, the rule's `replay` supplies a fraction 1 - m of each batch.
         """
         config = self.config
@@ -1064,7 +1059,7 @@ class Trainer(Stateful):
             self.inbox.sort(key=attrgetter("index"))
             sampled = self.inbox[:n]
             self.inbox = self.inbox[n:]
-            self.log.arrived = sampled
+            self.log.arrived = sampled  # not those of later batches
             groups = [group.trajectories for group in sampled]
             if replayed > 0:
                 self.store(sampled)
@@ -1106,7 +1101,7 @@ class Trainer(Stateful):
         news.set()  # poll at once
         while not (result := condition()):
             news.wait(POLL_SECONDS)
-            news.clear()  # before polling, as later news must end the next wait
+            news.clear()  # before polling, so that later news ends the next wait
             self.poll()
             if time.monotonic() > next_log:
                 running = sum(s.state != "pending" for s in self.searchers.running)
@@ -1149,7 +1144,7 @@ class Trainer(Stateful):
         """Handle what the Searchers have sent."""
         for s, message in self.searchers.take():
             match message:
-                case Group() if self.searchers.record_arrival(message.index):
+                case Group() if self.searchers.record_arrival(message.index):  # not a repeat
                     self.inbox.append(message)
                     self.log.arrived.append(message)
                 case Received(failure):
@@ -1238,7 +1233,7 @@ class Learner(Stateful):
 
     @on_every_rank
     def step(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
-        """Take a step on B groups of K trajectories, unless not finite; `now`: Config `at_step`."""
+        """Take a step on B groups of K trajectories, unless not finite; `now` is from `at_step`."""
         start = time.perf_counter()
         measured = self.backward(groups, now, step)
         max_norm = self.config.max_grad_norm or math.inf
@@ -1269,11 +1264,10 @@ class Learner(Stateful):
     def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
         """Accumulate gradients of the objective on B groups of K trajectories, by micro-batches.
 
-        The objective sees the whole batch in its own order, and gives the loss's derivative by each
-        log-probability, which micro-batches propagate to the weights. A derivative may depend on
-        log-probabilities of its unit: its group, or all groups if the objective is not SEPARABLE.
-        If a unit exceeds --tokens_per_microbatch, a first pass without gradient computes all
-        log-probabilities, so that gradients are always exact. Returns scalar metrics.
+        The objective, evaluated on the whole batch, gives the loss's derivative by each
+        log-probability; micro-batches propagate it to the weights. It may depend on the unit's
+        log-probabilities: of a group, or if the objective is not SEPARABLE, of the batch. If a unit
+        exceeds --tokens_per_microbatch, a first pass without gradient computes them all.
 
         Example: a group has one row of 60 tokens, another two rows of 45. With a budget of 100,
         each group is a unit and a micro-batch. With a budget of 80, the second group exceeds it:
@@ -1300,7 +1294,7 @@ class Learner(Stateful):
             entropy += entropies.sum()
             if one_pass:  # groups not computed yet have no effect on the derivatives at `index`
                 batch, _ = evaluate(computed)
-            # FSDP divides by the size
+            # FSDP averages over ranks
             logprobs.backward(self.ranks.size * batch.logprobs.grad[index])
         self.ranks.all_reduce(computed)
         self.ranks.all_reduce(entropy)
@@ -1312,7 +1306,7 @@ class Learner(Stateful):
     def evaluate(
         self, groups: list[list[Trajectory]], logprobs: Tensor, now: Config, step: int
     ) -> tuple[Batch, Loss]:
-        """The objective at these log pi_theta (N,), and its Batch; `grad` has derivatives."""
+        """The Batch at these log pi_theta (N,), derivatives in `logprobs.grad`; and its Loss."""
         rows = [t for group in groups for t in group]
         gamma = np.float32(now.reference_temperature)
         load = partial(to_device, device=self.device)
@@ -1367,7 +1361,7 @@ class Learner(Stateful):
     @on_every_rank
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        """Copies in rank 0's host memory of what is restored besides the model."""
+        """Adapters, log Z and optimizer state, copied to rank 0's host memory."""
         extra = {name: p for name, p in self.trained.items() if ".lora_" in name or name == "log_z"}
         optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
         return tree_map(
@@ -1388,10 +1382,10 @@ class Learner(Stateful):
 
 
 class Source(NamedTuple):
-    """Where a request comes from; the id of the request."""
+    """The id of a request: where it comes from."""
 
     held_out: bool  # it belongs to an evaluation
-    index: int  # of a group, in the prompt order; of a held-out prompt: 0
+    index: int  # Group.index; 0 for a held-out prompt
     prompt_id: int
     version: int  # of the policy
 
@@ -1406,11 +1400,11 @@ class TaskCall:
 
 
 class Searcher:
-    """Generates and scores responses; never waits for training.
+    """Generates and scores responses; waits for training only in lockstep.
 
-    A thread receives messages and weights (`follow`), to be loaded between decode steps; others
-    compute rewards. If the process dies, a new one submits its prompts again, from the first whose
-    group has not arrived, with the Trainer's current weights.
+    One thread receives messages and weights (`follow`), others compute rewards; weights are loaded
+    between decode steps. If the process dies, a new one resumes at the first prompt whose group has
+    not arrived, with the Trainer's current weights.
     """
 
     MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
@@ -1419,7 +1413,7 @@ class Searcher:
         self.config = config
         self.problem = problem
         self.spec = spec
-        self.index = spec.first  # its next position in the prompt order
+        self.index = spec.first  # next position in the prompt order
         self.limit = 0.0  # it submits prompts before this position
         # a different seed for every start: identical samples would be a waste
         seed = int(np.random.default_rng([config.seed, spec.searcher, spec.start]).integers(2**31))
@@ -1438,14 +1432,14 @@ class Searcher:
         self.judge_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
         self.in_flight: dict[Source, int] = {}  # -> number of responses
-        self.unscored: list[Group] = []  # they wait for a thread
+        self.unscored: list[Group] = []  # complete; waiting for a thread
         self.calls: list[TaskCall] = []  # in progress
-        # groups in a call: the threads together take at most --sequences_in_flight responses
+        # groups per call: the threads together score at most --sequences_in_flight responses
         self.call_size = max(
             1, config.sequences_in_flight // (threads * config.searched_per_prompt)
         )
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.group.device)
-        self.group = copy.copy(spec.group)  # in which it receives weights
+        self.group = copy.copy(spec.group)  # the process group that sends it weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.news = threading.Event()  # a message has come, or the task has returned
         self.last_heartbeat = 0.0
@@ -1462,14 +1456,14 @@ class Searcher:
             else:
                 start = time.perf_counter()
                 self.news.wait(POLL_SECONDS)
-                self.news.clear()  # before they are handled, as later news must end the next wait
+                self.news.clear()  # before handling it, so that later news ends the next wait
                 self.idle += time.perf_counter() - start
                 self.between_steps()
         following.result()  # raises what ended it
 
     def follow(self) -> None:
         """In a thread: handle the Trainer's messages."""
-        self.group.connect("watch")  # before a transfer waits for it
+        self.group.connect("watch")  # now, as it can take seconds
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -1512,7 +1506,7 @@ class Searcher:
                 self.reference_weights[name].copy_(tensor)
             self.reference_version = message.version
         else:
-            if not isinstance(self.engine, TransformersEngine):  # others know checkpoint names
+            if not isinstance(self.engine, TransformersEngine):  # others use checkpoint names
                 weights = revert_weight_conversion(self.reference.model, weights)
             self.engine.load_weights(weights.items())
             self.version = message.version
@@ -1526,7 +1520,7 @@ class Searcher:
     def score_probes(self) -> list[np.ndarray]:
         """The engine's log-probabilities (T,) of the probes' responses, at temperature 1."""
         pairs = [(prompt, y) for prompt, responses in self.problem.probes() for y in responses]
-        # what follows a response has no influence, unless the model is not causal
+        # what follows a response reveals a model that is not causal
         scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
         rows = zip(scored, pairs, strict=True)
         return [logprobs[len(x) - 1 :][: len(y)] for logprobs, (x, y) in rows]
@@ -1540,7 +1534,7 @@ class Searcher:
         max_unscored = self.MAX_UNSCORED * max(S, config.sequences_in_flight)
         if self.version < 0 or unscored > max_unscored:
             return
-        capacity = config.sequences_in_flight * self.engine.LOOKAHEAD
+        capacity = config.sequences_in_flight * self.engine.LOOKAHEAD  # some wait in the engine
         while self.index < self.limit:
             in_flight = sum(self.in_flight.values())
             if in_flight and in_flight + S > capacity:
@@ -1601,7 +1595,7 @@ class Searcher:
         if first.id.held_out and not task.wants_logprobs:
             scored = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
         else:
-            # both policies have the temperature of the engine's log-probabilities
+            # the engine's log-probabilities of greedy answers have temperature 1
             temperature = config.temperature if first.temperature else 1.0
             sequences = [(done.request.prompt, done.tokens) for done in completions]
             scored = token_logprobs(self.reference, sequences, config, temperature)
@@ -1631,7 +1625,7 @@ class Searcher:
     def start_scoring(self) -> None:
         """Have the task score complete groups, several at once if they had to wait for a thread.
 
-        In lockstep, runs repeat exactly: calls do not depend on when a thread is free.
+        In lockstep, calls do not depend on when a thread is free: runs repeat exactly.
         """
         threads = math.inf if self.config.synchronous else max(1, self.problem.task.reward_threads)
         while self.unscored and sum(call.unscored > 0 for call in self.calls) < threads:
@@ -1761,7 +1755,7 @@ def can_pack(model: nn.Module, longest: int) -> bool:
         config._attn_implementation == "sdpa"  # others add a boolean mask to the scores
         and not getattr(config, "alibi", False)
         and {"full_attention", "sliding_attention", "chunked_attention"}.issuperset(layers)
-        and all(longest <= window for window in windows if window)  # the mask replaces theirs
+        and all(longest <= window for window in windows if window)  # `pack`'s mask has no window
     )
 
 
@@ -1846,7 +1840,7 @@ class Row:
 
     prompt: np.ndarray  # (P,) int32
     responses: list[np.ndarray]  # (T,) int32 each
-    indices: list[np.ndarray]  # (T,) each: of these tokens, among those of all responses
+    indices: list[np.ndarray]  # (T,) each: of their tokens among those of all responses
 
     @property
     def length(self) -> int:
@@ -2074,7 +2068,7 @@ def load_policy(
 ) -> TokenLogProbs:
     """Load the policy to be trained, in float32; with several ranks, sharded by FSDP2.
 
-    Then only host memory ever has all of it. FSDP gathers layers in --dtype, without autocast.
+    Then only host memory holds the whole model. FSDP gathers layers in --dtype, without autocast.
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device)
@@ -2286,7 +2280,7 @@ class VLLMEngine:
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
         os.environ.update(VLLM_ENVIRONMENT | os.environ)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs here
-        import vllm.compilation.cuda_graph  # late: it is slow, and reads the environment
+        import vllm.compilation.cuda_graph  # late: slow; reads the environment
 
         if not dist.is_initialized():  # vLLM's own group would open a port
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -2407,8 +2401,8 @@ def vllm_can_run() -> bool:
 #   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded
 #   WeightSync.on_loaded      compares the probes; after the last member's, the sync is over
 #
-# If a step fails, the group is abandoned, and the next sync, due at once, forms a new one. Only
-# members that do not reply in time, or that repeatedly miss weights on their own, are killed.
+# If a step fails, the next sync, due at once, forms a new group. Only members that do not reply in
+# time, or that repeatedly miss weights on their own, are killed.
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
@@ -2459,9 +2453,9 @@ class WeightGroup:
         return local_device() if self.nccl else torch.device("cpu")
 
     def connect(self, use: str) -> dist.TCPStore:
-        """A connection to the Trainer's TCPStore; one that waits for a member serves nothing else.
+        """A connection to the Trainer's TCPStore for one use, which may block it.
 
-        It is kept because connecting performs a reverse DNS lookup, which can take seconds.
+        It is kept: connecting performs a reverse DNS lookup, which can take seconds.
         """
         return connect_store(self.host, self.port, self.timeout, use)
 
@@ -2483,8 +2477,7 @@ class WeightGroup:
     def broadcast(self, weights: FlatWeights) -> None:
         """Broadcast rank 0's weights; the first broadcast forms the group.
 
-        Raises RuntimeError after the timeout, if the connection to a member is lost, or if the
-        Trainer says that a member has ended, for which others would wait.
+        Raises RuntimeError after the timeout, or if a connection or a member is lost.
         """
         deadline = time.monotonic() + self.timeout.total_seconds()
         running = ThreadPoolExecutor(1).submit(self.run, weights)  # may never return
@@ -2592,8 +2585,8 @@ class WeightSync(Stateful):
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
-        A changed reference is sent first, on its own. If all missed the weights, as one hangs,
-        each is sent the next ones alone. Returns whether the policy is being sent.
+        A changed reference is sent first, on its own. If all missed the weights, one may hang: each
+        is sent the next ones alone. Returns whether the policy is being sent.
         """
         ready = [s for s in self.searchers.running if s.state == "ready"]
         self.due |= self.evaluations.due or any(s.version < 0 for s in ready)
@@ -2653,7 +2646,7 @@ class WeightSync(Stateful):
         transfer.group.broadcast(self.snapshot)
 
     def on_received(self, s: RunningSearcher, failure: str) -> None:
-        """A member received the weights; or it did not, and keeps its current ones."""
+        """Record that a member received the weights, or why it keeps its current ones."""
         transfer = self.transfer
         transfer.owed[s] = Loaded
         if failure:
@@ -2675,7 +2668,7 @@ class WeightSync(Stateful):
             return
         s.version = transfer.version
         s.logprob_gap = float(np.abs(np.concatenate(probes) - self.probes).max())
-        if not s.logprob_gap <= self.config.logprob_tolerance:  # NaN is not, either
+        if not s.logprob_gap <= self.config.logprob_tolerance:  # or NaN
             raise RunEnded(
                 f"step {s.version}: log-probabilities of Trainer and engine differ by up to "
                 f"{s.logprob_gap:.3g} (--logprob_tolerance). At step 0, try another --engine; "
@@ -2786,15 +2779,13 @@ class SearcherSpec:
 
 @dataclass(eq=False)
 class RunningSearcher:
-    """The Trainer's view of one start of a Searcher, until the next one.
+    """The Trainer's view of one start of a Searcher.
 
     state    means                           ends with
     pending  Ray has no room for it yet      Started
     loading  it loads its models             the first Heartbeat
     ready    it searches
     ended    it failed, or was killed        `restart`: another start, or the end of the run
-
-    `end` kills it in any state: after Failed, no heartbeat for too long, or a transfer that failed.
     """
 
     spec: SearcherSpec
@@ -2810,7 +2801,7 @@ class RunningSearcher:
     heartbeats: deque[Heartbeat] = field(default_factory=lambda: deque(maxlen=20))  # last 10 s
 
     def end(self, reason: str) -> None:
-        """Kill its process; `SearcherProcesses.reap` then finds it."""
+        """Kill its process, in any state; `SearcherProcesses.reap` then finds it."""
         self.state = "ended"
         self.reason = reason
         self.process.kill()
@@ -2828,14 +2819,14 @@ class SearcherProcesses(Stateful):
 
     SAVED = ("first_missing", "arrived_positions", "limit")
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
-    HEALTHY_AFTER = 3600  # seconds after a start until a failure is the first one again
+    HEALTHY_AFTER = 3600  # seconds after which a failure no longer counts as consecutive
 
     def __init__(self, config: Config, problem: Problem, say: Callable[[str], None]) -> None:
         self.config = config
         self.problem = problem
         self.say = say
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
-        self.failures: Counter[int] = Counter()  # by Searcher, each soon after the start before
+        self.failures: Counter[int] = Counter()  # consecutive ones, by Searcher
         # all groups before this position of the prompt order have arrived, and some after it
         self.first_missing = 0
         self.arrived_positions: set[int] = set()
@@ -2883,8 +2874,7 @@ class SearcherProcesses(Stateful):
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
         if nccl or not torch.cuda.is_available():
             self.start_all()
-        # otherwise one shares the Trainer's GPU: vLLM, which measures its memory there when it
-        # starts, would take the policy that is being loaded for its own
+        # otherwise, vLLM on a shared GPU would take the policy being loaded for its own memory
 
     def start_all(self) -> None:
         """Start the Searchers that have not been started."""
@@ -2919,9 +2909,9 @@ class SearcherProcesses(Stateful):
         return RunningSearcher(spec, LocalProcess(spec), "loading")
 
     def take(self) -> Iterator[tuple[RunningSearcher, Any]]:
-        """Yield what processes that have not ended say to others, each process's in order.
+        """Yield running Searchers' messages in order, except those about their state.
 
-        A Searcher reports the probes of new weights before it sends groups generated with them, so
+        A Searcher reports the probes of new weights before it sends groups generated with them:
         wrong weights end the run before these are used.
         """
         if self.receiving.done():
@@ -2930,7 +2920,7 @@ class SearcherProcesses(Stateful):
         while not self.arrivals.empty():
             start, message = self.arrivals.get()
             s = by_start.get(start)
-            if not s or s.state == "ended":  # groups of the others are sampled again
+            if not s or s.state == "ended":  # its groups are sampled again
                 continue
             s.seen = time.monotonic()
             match message:
@@ -2973,7 +2963,7 @@ class SearcherProcesses(Stateful):
         delivered = {index % self.config.num_searchers for index in self.arrived_positions}
         if searcher >= self.first_missing and searcher not in delivered:
             raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
-        # a failure that takes --searcher_timeout to be noticed came that much earlier
+        # it may have failed --searcher_timeout seconds before this was noticed
         if time.monotonic() > s.started + self.HEALTHY_AFTER + self.config.searcher_timeout:
             self.failures[searcher] = 0
         self.failures[searcher] += 1
@@ -2996,7 +2986,7 @@ class SearcherProcesses(Stateful):
                 s.process.kill()
         if self.manager:
             self.manager.shutdown()
-        while not self.arrivals.empty():  # its thread, which may wait for room, finds that
+        while not self.arrivals.empty():  # the receiving thread may wait for room
             self.arrivals.get()
 
 
@@ -3031,7 +3021,7 @@ def join_cluster(config: Config) -> int:
     """
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts to connect, 40 s each
     try:
-        import ray  # in this function and others: it takes seconds, and only clusters need it
+        import ray  # imported late: it takes seconds, and only clusters need it
 
         host, _, port = config.cluster.rpartition(":")
         if host:  # fails at once if nothing listens there
@@ -3171,8 +3161,8 @@ class Evaluations:
     """The Trainer's side of evaluations: splits held-out prompts among the Searchers.
 
     Prompts are sent with the weights to evaluate, and answered before the next weights load.
-    Answers are scored while decoding continues, so evaluations may overlap. An evaluation that
-    loses a Searcher, or whose weights do not arrive, is repeated at the next sync.
+    Answers are scored during decoding, so evaluations may overlap. One that loses a Searcher, or
+    whose weights do not arrive, is repeated at the next sync.
     """
 
     def __init__(self, config: Config, problem: Problem, folder: RunFolder) -> None:
@@ -3259,7 +3249,7 @@ def save(trainer: Trainer) -> None:
             save_model(trainer.learner.model, weights, trainer.problem, new)
             torch.save(saved, new / "trainer.pt")
         folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
-        for old in checkpoints(folder.path)[2:]:  # NFS keeps open files, until a later attempt
+        for old in checkpoints(folder.path)[2:]:  # on NFS, open files stay until later
             shutil.rmtree(old, ignore_errors=True)
         folder.draw_curves()
         return saved["step"]
@@ -3293,7 +3283,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
         new.rename(path)
     finally:
-        shutil.rmtree(new, ignore_errors=True)  # its part would fill a full disk
+        shutil.rmtree(new, ignore_errors=True)  # a partial one would fill the disk
 
 
 def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]:
@@ -3307,7 +3297,7 @@ def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]
 
 
 def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
-    """The inverse of `trajectories_to_tensors`. Arrays are copies, freed by eviction."""
+    """The inverse of `trajectories_to_tensors`; copies, so that eviction frees memory."""
     lengths = tensors["lengths"].tolist()
     columns = []
     for name in Trajectory.__slots__:
@@ -3401,7 +3391,7 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
             saved = datasets.load_from_disk(value)
             return saved if isinstance(saved, dict) else {"train": saved}
         with tempfile.TemporaryDirectory() as folder:
-            links = f"{folder}/links"  # to paths that would be taken for patterns
+            links = f"{folder}/links"  # a path may look like a pattern
             if os.path.isdir(value):
                 shutil.copytree(value, links, copy_function=os.symlink)
             else:
@@ -3465,7 +3455,7 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     usual = ["test", "validation"]
     if config.eval_dataset:
         splits = read_dataset("eval_dataset", config)
-        usual.append("train")  # a file's
+        usual.append("train")  # the split of a file
     split = config.eval_split or next((split for split in usual if split in splits), "")
     if split or config.eval_dataset:
         name = "eval_dataset" if config.eval_dataset else "dataset"
@@ -3508,7 +3498,7 @@ class Problem:
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
     def checksums(self) -> dict[str, int]:
-        """Checksums of the examples by flag; prompts may have the date."""
+        """Checksums of examples, by flag; not of prompts, which may have the date."""
         held_out = sorted(set(map(repr, self.task.held_out)))  # some are repeated
         examples = {"dataset": self.task.train, "eval_dataset": held_out}
         return {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
@@ -3529,7 +3519,7 @@ def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> lis
 
 
 def encode_prompts(task: Task, kind: str, examples: list, context: float) -> tuple[list, list]:
-    """The examples whose prompts fit, and these, tokenized. Raises InputError."""
+    """The examples whose prompts fit, and their prompts' tokens. Raises InputError."""
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = prompt_tokens(task.tokenizer, texts, task.special_tokens)
@@ -3645,7 +3635,7 @@ class RunFolder:
             for place, (title, names, records, style) in enumerate(panels, 1):
                 axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
                 axes.set_title(title, fontsize=10)
-                shown = records[:: len(records) // 1000 + 1]  # a copy; fewer of a long run
+                shown = records[:: len(records) // 1000 + 1]  # at most 1,000
                 values = [[record.get(name, math.nan) for name in names] for record in shown]
                 axes.plot([record["step"] for record in shown], values, style, lw=1)
                 axes.legend(names, fontsize=8)
@@ -3669,7 +3659,7 @@ def make_accelerator(config: Config, step: int) -> Accelerator:
         "wandb": run | {"id": vars(config).get("run_id"), "resume": "allow"},
     }
     accelerator.init_trackers("tba", init_kwargs=options)
-    if config.report_to == "wandb":  # it refuses earlier steps, so its axes are metrics
+    if config.report_to == "wandb":  # W&B refuses earlier steps: use metrics as axes
         own = accelerator.get_tracker("wandb", unwrap=True)
         own.define_metric("*", step_metric="step")
         own.define_metric("held_out/*", step_metric="held_out/step")
@@ -3687,10 +3677,10 @@ class StepLog:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.contradicted: set[str] = set()  # warnings of `check_learning` that need not come
+        self.contradicted: set[str] = set()  # warnings of `check_learning` that do not apply
         self.arrived: list[Group] = []  # since the last step
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
-        self.diverse = False  # over 40 % of them were distinct, and under 10 % not yet since
+        self.diverse = False  # over 40 % were distinct, and since then never under 10 %
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = 0.0
@@ -3772,7 +3762,7 @@ class StepLog:
         self.trainer.folder.append("completions.jsonl", record)
 
     def check_learning(self, rows: list[Trajectory]) -> None:
-        """Warn, once, of a collapse, or of what has held for 20 steps: the run learns nothing."""
+        """Warn once of a collapse, and of signs, over 20 steps, that the run learns nothing."""
         signs = {
             "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
             "no prompt has two different rewards: check --dataset, or raise --searched_per_prompt":
@@ -3819,8 +3809,8 @@ def exit_with_error(message: str) -> NoReturn:
 def parse(argv: list[str]) -> Config:
     """Parse the command line into a Config; a mistake exits with one line and code 2.
 
-    `--resume DIR` loads the settings of that run; flags before it are ignored, flags after it
-    override. So a script with flags of its own can be given `--resume DIR --steps 1000`.
+    `--resume DIR` loads that run's settings; flags before it are ignored, those after it override.
+    So any script can be given `--resume DIR --steps 1000`.
     """
     after = itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)
     argv = list(after) or argv
@@ -4370,7 +4360,7 @@ class RedTeam(Task):
                 max_tokens=config.victim_max_tokens,
                 temperature=config.victim_temperature,
                 top_p=config.victim_top_p,
-                seed=zlib.crc32(prompt.tobytes()),  # lockstep runs repeat
+                seed=zlib.crc32(prompt.tobytes()),  # so that lockstep runs repeat
             )
             self.victim.submit(request)
         decode = partial(self.victim_tokenizer.batch_decode, skip_special_tokens=True)
@@ -4489,7 +4479,7 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
 
 
 def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Callable) -> Config:
-    """On rank 0, fine-tune --model into the run's sft/, the `model` of the settings returned."""
+    """On rank 0, fine-tune --model into the run's sft/; returns settings with that model."""
     path = Path(config.output_dir) / "sft"
     if pairs:
         torch.manual_seed(config.seed)
