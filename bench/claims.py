@@ -1611,7 +1611,8 @@ def grid(settings: list[Setting], column: str, cell: Callable[[Setting], str]) -
         own = {getattr(s, column): s for s in settings if s.objective == name}
         if own:
             cells = [cell(own[c]) if c in own else "" for c in columns]
-            lines.append([f"`{name}`", *cells])
+            if set(cells) - {NOT_YET, ""}:
+                lines.append([f"`{name}`", *cells])
     return table(["objective", *(f"{column} {c:g}" for c in columns)], lines)
 
 
@@ -1673,6 +1674,8 @@ def collapses(rows: Rows, settings: list[Setting]) -> str:
 def long_runs(rows: Rows, names: Iterable[str] = OBJECTIVES) -> str:
     """The experiment "collapse": how runs of 250 steps end, by objective, variant and lag."""
     settings = {key: setting for key, setting in collapse_settings().items() if key[1] in names}
+    if not any(rows.of(setting, "report") for setting in settings.values()):
+        return ""
     lags = sorted({lag for *_, lag in settings})
     lines = []
     for variant, name in dict.fromkeys((variant, name) for variant, name, _ in settings):
