@@ -4428,8 +4428,10 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
     """Fine-tune on prompts with one response each; returns the loss of each step."""
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     rng = np.random.default_rng(config.seed)
-    order = np.hstack([rng.permutation(len(pairs)) for _ in range(config.sft_epochs)])
-    batches = np.split(order, range(config.sft_batch_size, len(order), config.sft_batch_size))
+    starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
+    batches = []
+    for _ in range(config.sft_epochs):
+        batches += np.split(rng.permutation(len(pairs)), starts)
     losses = []
     for step, batch in enumerate(tqdm(batches, "fine-tuning", mininterval=10)):
         rate = schedule_value(config.sft_learning_rate, step, len(batches))

@@ -102,5 +102,5 @@ def test_math_with_tba_prime(tmp_path):
     }  # fmt: skip
     run_tba(arguments(None, tmp_path / "run", **flags), timeout=1800)
     before, after = evaluations(tmp_path / "run")
-    assert set(after) == {"step", "n", "accuracy"}
+    assert set(after) == {"step", "n", "accuracy", "distinct"}
     assert after["accuracy"] >= before["accuracy"] + 0.6
