@@ -1422,8 +1422,8 @@ DISTINCT = {"attacks": "cosine distance"}  # what a row's `distinct` is, if not 
 UNTRAINED = {"rare": 1 / 183, "rarer": 1 / 1820}
 # the rules of the figure's third panel -> a table of search_settings and its line, on "rarer"
 RULES = {
-    "by reward": ("anchored", "1 in 1,820, softmax(10 r)"),
-    "mixed": ("anchored", "1 in 1,820, mixed"),
+    "by reward": ("rarer, longer", "tb, 240 steps"),
+    "mixed": ("mixed, lower rates", "rarer, 240 steps, 3e-4"),
     "anchored": ("anchored", "1 in 1,820, anchored"),
 }
 RULE_COLOURS = {"by reward": "C4", "mixed": "C5", "anchored": "C9"}
