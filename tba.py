@@ -2648,8 +2648,9 @@ class WeightSync(Stateful):
     def on_received(self, s: RunningSearcher, failure: str) -> None:
         """Record that a member received the weights, or why it keeps its current ones."""
         transfer = self.transfer
-        transfer.owed[s] = Loaded
-        if failure:
+        if not failure:
+            transfer.owed[s] = Loaded
+        else:
             del transfer.owed[s]
             transfer.missed[s] = failure
             if not transfer.reference:

@@ -118,7 +118,7 @@ def test_optima_of_rare_rewards_are_those_of_a_search_over_policies(p):
 
 
 def test_the_report_counts_where_runs_end_beside_what_they_reach(tmp_path):
-    """Of three seeds two reach 0.5, one of them falls back, and one ends with one response."""
+    """Two of three seeds reach 0.5; one of these falls back, another ends with one response."""
     rows = claims.Rows(tmp_path / "rows.jsonl")
     setting = claims.search(M=8)
     ends = {1: [(0, 0), (3, 0.8)], 2: [(0, 0), (3, 0.6), (1, 0.1)], 3: [(0, 0), (2, 0.3)]}
@@ -266,7 +266,7 @@ def test_the_runs_of_an_experiment_come_in_an_order_that_keeps_tables_balanced(t
 
 
 def test_a_rate_of_a_fixed_grid_is_chosen_and_an_interrupted_comparison_resumes(tmp_path):
-    """Of three rates one fails, though it ends with the highest accuracy."""
+    """One of three rates fails, although it ends with the highest accuracy."""
     path = tmp_path / "rows.jsonl"
     settings = [s for s in inside.settings_of() if s.objective == "tb" and s.flags[1][1] == 10]
     of_rate = {1e-4: (0.7, 0.5), 3e-4: (0.8, 0.5), 1e-3: (0.9, 0.05)}  # accuracy, distinct
