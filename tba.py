@@ -677,7 +677,6 @@ class ReplayRule(Stateful):
         self.buffer = buffer
         self.config = config
         self.epoch: list[int] = []  # prompts left in this epoch of replay
-        self.recent_fraction = math.nan  # of the latest batch's groups
 
     def on_group(self, group: Group) -> None:
         """A group has just been stored."""
@@ -764,7 +763,6 @@ class Newest(ReplayRule):
             entry.draws_left -= 1
             if entry.draws_left == 0:
                 self.recent.remove(entry)
-        self.recent_fraction = len(drawn) / B
         used = {entry.group.prompt_id for entry in drawn}
         groups = [self.distinct_first(entry.group, K) for entry in drawn]
         return groups + self.replay(B - len(groups), K, used)
@@ -1012,7 +1010,7 @@ class Trainer(Stateful):
         while self.step < self.config.steps:
             self.poll()  # receives groups, sends weights
             groups = self.wait_for("generation", self.next_batch)
-            self.train_step(groups, self.rule.recent_fraction)
+            self.train_step(groups)
             self.mark_due()
             if self.config.save_every and self.step % self.config.save_every == 0:
                 save(self)
@@ -1065,7 +1063,7 @@ class Trainer(Stateful):
                 self.store(sampled)
                 used = {group.prompt_id for group in sampled}
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
-            self.train_step(groups, n / config.prompts_per_step)
+            self.train_step(groups)
             self.mark_due()
             self.sync.due = True
             self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
@@ -1161,12 +1159,12 @@ class Trainer(Stateful):
             self.sync.transfer.group.abandon()
         self.folder.accelerator.end_training()
 
-    def train_step(self, groups: list[list[Trajectory]], recent_fraction: float) -> None:
+    def train_step(self, groups: list[list[Trajectory]]) -> None:
         """Take one optimizer step on B groups of K trajectories, and log it."""
         now = at_step(self.config, self.step)
         metrics = self.learner.step(groups, now, self.step)
         self.step += 1
-        self.log.write(metrics | {"recent_fraction": recent_fraction}, groups)
+        self.log.write(metrics, groups)
         skipped = self.learner.skipped
         if skipped:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")

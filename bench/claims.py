@@ -51,7 +51,8 @@ p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
    refute it: no difference between M = 8 and 64, or other objectives that gain as much.
 13. The clock itself is validated first: real processes that sleep, M = 1, 2, 4, against simulated
    ones whose batch takes as long as in the real runs with M = 1. The clock is valid if the means of
-   reward, staleness, recent_fraction and buffer agree within two seed standard deviations.
+   reward, staleness, fraction of recent groups and buffer agree within two seed standard
+   deviations.
 14. + One collapse decides a comparison of three seeds, so "rare" has ten further seeds (TEN_SEEDS)
    of `tb` and `dr_grpo` at the chosen rates, and attacks have ten of `tb`, added after the results
    of the first three. Attacks and summaries use the rate of M = 8 at every M (on "rare" all M have
@@ -684,8 +685,8 @@ class SimulatedTrainer(tba.Trainer):
             self.poll()
         return found
 
-    def train_step(self, groups: list, recent: float) -> None:
-        super().train_step(groups, recent)
+    def train_step(self, groups: list) -> None:
+        super().train_step(groups)
         self.searchers.advance(self.searchers.now + 1)
         record = {"step": self.step, "time": float(self.searchers.now)}
         record |= {"waited": float(self.waited), "groups": self.searchers.groups_arrived}
@@ -1292,7 +1293,6 @@ def run(
             there = np.flatnonzero(smooth >= target)
             row[f"reached {target}"] = metrics[there[0] + 4]["seconds"] if len(there) else None
     if clock or "asynchronous" in dict(setting.flags):
-        row["recent"] = round(float(np.mean([m["recent_fraction"] for m in metrics])), 3)
         row["arrived_reward"] = round(float(np.mean([m["reward"] for m in metrics])), 3)
         row["buffer"] = metrics[-1]["buffer_trajectories"]
         row["recent_replay_ratio"] = round(metrics[-1]["replay_ratio"], 2)  # over 50 steps
@@ -1770,6 +1770,7 @@ def by_groups(rows: Rows, settings: list[Setting], groups: int) -> str:
 
 def validated(rows: Rows) -> str:
     """Runs with sleeping processes next to runs on the simulated clock."""
+    # "recent" was logged by an earlier version of tba.py
     names = ("arrived_reward", "staleness", "recent", "recent_replay_ratio", "buffer")
     lines = []
     for pair in zip(validation("slow"), validation("clock"), strict=True):
@@ -1782,7 +1783,7 @@ def validated(rows: Rows) -> str:
                 line.append(shown((row[name] for row in kept), 0 if name == "buffer" else 2))
             lines.append(line)
     head = ["M", "", "collapsed", "held-out reward", "KL", "reward of arrivals", "staleness"]
-    return table([*head, "recent_fraction", "replay ratio", "buffer"], lines)
+    return table([*head, "recent fraction", "replay ratio", "buffer"], lines)
 
 
 def more_searchers(rows: Rows, block: Block) -> str:

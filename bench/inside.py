@@ -30,8 +30,7 @@ bench/results/inside.jsonl is one run, with its settings, seed, commit and held-
 7. The paper's claim on stale data is supported, against an objective, if the accuracy of `tb` is
    higher at k = 30 by the 95 % interval over seeds, and by more than at k = 1, for both m. It is
    refuted if that of `tb` is lower at k = 30 by that interval, for both m.
-8. Beside them, without a verdict: staleness and the fraction of recent groups as measured, and how
-   many of the choosing runs failed at each rate.
+8. Beside them, without a verdict: staleness, and how many of the choosing runs failed at each rate.
 """
 
 import argparse
@@ -269,7 +268,7 @@ def report(rows: Rows) -> None:
             cells = [chosen_by(own, rate in chosen) for rate, own in tried.items()]
             lines["choices"].append([f"`{name}`, k = {k}", *cells])
     for what, title in (
-        ("staleness", "`tb`, staleness"), ("recent", "`tb`, share of recent groups"),
+        ("staleness", "`tb`, staleness"),
         ("trainer_busy", "`tb`, Trainer busy"), ("searcher_busy", "`tb`, Searcher busy"),
     ):  # fmt: skip
         lines["more"].append([title, *(mean(what, ("tb", *way)) for way in ways)])

@@ -108,7 +108,7 @@ def on_group(original, rule, group):
     original(rule, group)
 
 
-def train_step(original, trainer, groups, recent):
+def train_step(original, trainer, groups):
     for group in groups:
         versions = {t.version for t in group}
         rewards = [int(t.reward) for t in group]
@@ -121,7 +121,7 @@ def train_step(original, trainer, groups, recent):
         time.sleep(float((FOLDER / "slow-trainer").read_text()))
     while pauses_at(trainer.step) and not trainer.signals:
         time.sleep(0.02)
-    original(trainer, groups, recent)
+    original(trainer, groups)
 
 
 def pauses_at(step):

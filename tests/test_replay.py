@@ -68,14 +68,21 @@ def test_recent_prompts_are_drawn_with_probability_m(m):
     arrive(rule, group(0, [[0, 9], [0, 8]]))
     rule.on_sync(2)
     arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200, 240)))
-    recent = 0
+    counts = []  # of replayed groups
+    replay = rule.replay
+
+    def counted(count, *args):
+        counts.append(count)
+        return replay(count, *args)
+
+    rule.replay = counted
     drawn = np.zeros(240)
     for _ in range(500):
         groups = rule.sample(8, 2)
-        recent += round(rule.recent_fraction * 8)
         ids = [g[0].prompt_id for g in groups]
         assert len(set(ids)) == 8 and all(len(g) == 2 for g in groups)
         np.add.at(drawn, ids, 1)
+    recent = 4000 - sum(counts)
     if m in (0.0, 1.0):
         assert recent == m * 4000
     else:
@@ -95,7 +102,6 @@ def test_a_recent_draw_is_the_newest_group_as_it_was_sampled():
     assert sorted(tokens_of(drawn)) == [[5]] * 7 + [[6]]
     (drawn,) = rule.sample(1, 3)  # the distinct ones first
     assert sorted(tokens_of(drawn)) == [[5], [5], [6]]
-    assert rule.recent_fraction == 1.0
 
 
 def test_groups_of_one_prompt_are_drawn_newest_first_and_not_twice():
@@ -116,13 +122,11 @@ def test_groups_from_before_the_latest_sync_follow_only_where_newer_ones_are_too
     rule.on_sync(2)
     arrive(rule, *(group(p, [[p]], version=2) for p in (5, 6)))
     assert {g[0].prompt_id for g in rule.sample(2, 1)} == {5, 6}
-    assert rule.recent_fraction == 1.0
     drawn = [g[0].prompt_id for g in rule.sample(7, 1)]
     assert sorted(drawn) == list(range(7))
     rule.on_sync(3)
     arrive(rule, group(7, [[7]], version=3))
     assert {g[0].prompt_id for g in rule.sample(3, 1)} == {5, 6, 7}
-    assert rule.recent_fraction == 1.0
 
 
 EVENTS = st.lists(st.sampled_from(["arrive", "arrive", "sync", "sample"]), max_size=60)
@@ -162,7 +166,6 @@ def test_replays_of_the_rest_are_not_counted_and_do_not_wait():
     arrive(rule, *(group(p, [[p]]) for p in range(3)))
     for _ in range(20):
         assert len(rule.sample(3, 1)) == 3
-    assert rule.recent_fraction == 0.0
 
 
 @pytest.mark.parametrize("inverse_temperature", [0.0, 1.0, 3.0])

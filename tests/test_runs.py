@@ -27,7 +27,7 @@ METRICS = set(
     "step seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards distinct "
     "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
     "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
-    "recent_fraction buffer_trajectories version trainer_busy "
+    "buffer_trajectories version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
     "sync_wait_seconds logprob_gap searchers_alive gpu_memory_gib".split()
 )
@@ -200,7 +200,8 @@ def test_lockstep_repeats_exactly_whether_it_was_stopped_killed_or_neither(gsm8k
         assert same_weights(tmp_path / name / "final", tmp_path / "whole" / "final")
 
     rows = outcome("whole")[0]
-    assert all(row["recent_fraction"] == 0.5 for row in rows)
+    # half of each batch has just been sampled
+    assert all(row["replay_ratio"] == 2 for row in rows)
     assert rows[-1]["staleness_max"] > 2  # the other half is replayed
 
 
@@ -218,9 +219,9 @@ class Counting(tba.Trainer):
         super().__init__(*args)
         self.rewards = self.checkpointed(Rewards())
 
-    def train_step(self, groups, recent_fraction):
+    def train_step(self, groups):
         self.rewards.by_step[self.step] = [t.reward for group in groups for t in group]
-        super().train_step(groups, recent_fraction)
+        super().train_step(groups)
 
 tba.Trainer = Counting
 '''
