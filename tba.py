@@ -197,10 +197,9 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it keeps a plan for every shape
 #                                       Part I: the paper                                          #
 ####################################################################################################
 
-# Defined in Part II: a `Problem` is the task with its tokenized prompts and its `probes`, on which
-# the log-probabilities of Trainer and engine are compared. `Ranks` are processes that share the
-# policy. A `SearcherSpec` is what a Searcher is started with, such as its `first` position in the
-# prompt order; all groups before `first_missing` have arrived. `RunFolder` and `StepLog` log a run.
+# Defined in Part II: `Ranks` are processes that share the policy. A `SearcherSpec` is what a
+# Searcher is started with, such as its `first` position in the prompt order; all groups before
+# `first_missing` have arrived. `RunFolder` and `StepLog` log a run.
 
 # ====================================================================================== 1. Config
 
@@ -841,6 +840,12 @@ class Task:
     # between decode steps, which several engines, or code that is not thread-safe, require
     reward_threads = 1
 
+    # set by `load_task`, for examples that fit the model
+    train_prompts: list[np.ndarray]  # (P,) int32 each
+    held_out_prompts: list[np.ndarray]
+    packs: bool  # responses share rows, in which their prompt is computed once
+    context: float  # the model's maximum number of tokens
+
     def __init__(self, config: Config, tokenizer: Any) -> None:
         """Read the data, and check what can be checked before a model loads."""
         self.config = config
@@ -894,6 +899,31 @@ class Task:
     def summarize(self, records: list[dict]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
         return {key: float(np.mean([record[key] for record in records])) for key in records[0]}
+
+    def text(self, tokens: np.ndarray | list[int]) -> str:
+        """Decode a prompt, or other tokens at the start of a text."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=not self.keep_special_tokens)
+
+    def response_texts(self, responses: list[np.ndarray]) -> list[str]:
+        """Decode responses as continuations of their prompts, with a leading space.
+
+        SentencePiece drops it from a text's start, so each is decoded after a letter, which is
+        then removed. Unlike the prompt's last bytes, it never merges with what follows.
+        """
+        letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        start = len(self.text(letter))
+        return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
+
+    def probes(self) -> PromptGroups:
+        """Fixed prompts and responses, scored to compare Trainer and Searcher."""
+        rows = np.resize(np.concatenate(self.train_prompts[:16]), (3, 24))  # repeated if too short
+        return [(row[:8], [row[8:17], row[17:]]) for row in rows]
+
+    def checksums(self) -> dict[str, int]:
+        """Checksums of examples, by flag; not of prompts, which may have the date."""
+        held_out = sorted(set(map(repr, self.held_out)))  # some are repeated
+        examples = {"dataset": self.train, "eval_dataset": held_out}
+        return {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
 
 
 def extract_number(text: str) -> float | None:
@@ -950,18 +980,18 @@ class Trainer(Stateful):
     MAX_INBOX = 1024  # groups not stored yet; above this, Searchers pause
 
     def __init__(
-        self, config: Config, problem: Problem, folder: RunFolder, ranks: Ranks, saved: dict
+        self, config: Config, task: Task, folder: RunFolder, ranks: Ranks, saved: dict
     ) -> None:
         """`saved` is the checkpoint from `read_checkpoint`, or empty."""
         self.config = config
-        self.problem = problem
+        self.task = task
         self.folder = folder
         self.ranks = ranks
         self.saved = saved  # `checkpointed` removes what it loads
         self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
-        self.searchers = self.checkpointed(SearcherProcesses(config, problem, folder.say))
-        self.evaluations = Evaluations(config, problem, folder)
-        self.buffer = self.checkpointed(problem.task.buffer_class(config))
+        self.searchers = self.checkpointed(SearcherProcesses(config, task, folder.say))
+        self.evaluations = Evaluations(config, task, folder)
+        self.buffer = self.checkpointed(task.buffer_class(config))
         self.rule = self.checkpointed(REPLAY_RULES[config.replay_rule](self.buffer, config))
         self.learner: Learner | None = None  # loads while the Searchers load
         self.sync: WeightSync | None = None
@@ -992,7 +1022,7 @@ class Trainer(Stateful):
         """Train from start to end. Raises whatever ends the run early."""
         self.searchers.start()  # they load their models while this process loads its own
         folder = self.saved.get("model", "")
-        self.learner = Learner(self.config, self.problem, self.ranks, folder)
+        self.learner = Learner(self.config, self.task, self.ranks, folder)
         self.checkpointed(self.learner)
         self.learner.score_probes()  # returns once all ranks have loaded the policy
         self.searchers.start_all()  # on a shared GPU, only now
@@ -1025,7 +1055,7 @@ class Trainer(Stateful):
             self.searchers.search_up_to(limit)
         B = self.config.prompts_per_step
         fresh = self.log.recent or self.log.arrived  # a resumed run first waits for a group
-        enough = len(self.buffer.trajectories) >= min(B, len(self.problem.prompts))
+        enough = len(self.buffer.trajectories) >= min(B, len(self.task.train_prompts))
         count = self.searchers.first_missing + len(self.searchers.arrived_positions)
         arrived = count * self.config.searched_per_prompt  # trajectories
         if not (fresh and enough and arrived >= self.config.initial_trajectories):
@@ -1193,17 +1223,17 @@ def on_every_rank(method: Callable) -> Callable:
 class Learner(Stateful):
     """The policy and its optimizer, in one process or sharded over several ranks."""
 
-    def __init__(self, config: Config, problem: Problem, ranks: Ranks, folder: str = "") -> None:
+    def __init__(self, config: Config, task: Task, ranks: Ranks, folder: str = "") -> None:
         """Load the policy, from a checkpoint's folder if the run is resumed."""
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
-        self.problem = problem
+        self.task = task
         self.ranks = ranks
         self.device = local_device()
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
         path = config.model if config.lora_rank or not folder else folder
-        self.policy = load_policy(config, path, ranks, config.lora_rank, problem.packs)
+        self.policy = load_policy(config, path, ranks, config.lora_rank, task.packs)
         self.model = self.policy.model
         if config.gradient_checkpointing:
             # transformers' own needs training mode, in which dropout is on
@@ -1211,7 +1241,7 @@ class Learner(Stateful):
                 if isinstance(layer, GradientCheckpointingLayer):
                     layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         # (prompts,), for tb_learned_z; stays 0 with other objectives
-        self.log_z = nn.Parameter(torch.zeros(len(problem.prompts), device=self.device))
+        self.log_z = nn.Parameter(torch.zeros(len(task.train_prompts), device=self.device))
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
             [
@@ -1272,7 +1302,7 @@ class Learner(Stateful):
         after a first pass over both, each of the three rows is a unit and a micro-batch.
         """
         budget = now.tokens_per_microbatch
-        prompts = self.problem.prompts
+        prompts = self.task.train_prompts
         sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
         evaluate = partial(self.evaluate, groups, now=now, step=step)
         units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
@@ -1333,7 +1363,7 @@ class Learner(Stateful):
     @torch.no_grad()
     def score_probes(self) -> list[np.ndarray]:
         """The policy's log-probabilities (T,) of the probes at temperature 1."""
-        return token_logprobs(self.policy, self.problem.probes(), self.config, temperature=1.0)
+        return token_logprobs(self.policy, self.task.probes(), self.config, temperature=1.0)
 
     def merged(self, name: str) -> Tensor:
         """A weight by its checkpoint name, with its LoRA adapter merged if it has one."""
@@ -1407,9 +1437,9 @@ class Searcher:
 
     MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
 
-    def __init__(self, config: Config, problem: Problem, spec: SearcherSpec) -> None:
+    def __init__(self, config: Config, task: Task, spec: SearcherSpec) -> None:
         self.config = config
-        self.problem = problem
+        self.task = task
         self.spec = spec
         self.index = spec.first  # next position in the prompt order
         self.limit = 0.0  # it submits prompts before this position
@@ -1417,15 +1447,15 @@ class Searcher:
         seed = int(np.random.default_rng([config.seed, spec.searcher, spec.start]).integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
-        longest_prompt = max(map(len, problem.prompts + problem.held_out))
+        longest_prompt = max(map(len, task.train_prompts + task.held_out_prompts))
         self.engine = engine_of("model", longest_prompt + config.max_response_tokens)
         reference = load_model(config, config.model, config.torch_dtype, local_device())
         reference.requires_grad_(False)
-        self.reference = TokenLogProbs(reference, config.temperature, problem.packs)
+        self.reference = TokenLogProbs(reference, config.temperature, task.packs)
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
-        problem.task.setup(engine_of)
-        threads = max(1, problem.task.reward_threads)
+        task.setup(engine_of)
+        threads = max(1, task.reward_threads)
         self.reward_pool = ThreadPoolExecutor(threads)
         self.judge_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
@@ -1517,7 +1547,7 @@ class Searcher:
 
     def score_probes(self) -> list[np.ndarray]:
         """The engine's log-probabilities (T,) of the probes' responses, at temperature 1."""
-        pairs = [(prompt, y) for prompt, responses in self.problem.probes() for y in responses]
+        pairs = [(prompt, y) for prompt, responses in self.task.probes() for y in responses]
         # what follows a response reveals a model that is not causal
         scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
         rows = zip(scored, pairs, strict=True)
@@ -1526,7 +1556,7 @@ class Searcher:
     def submit_prompts(self) -> None:
         """Keep the engine full, unless too many responses await rewards."""
         config = self.config
-        prompts = self.problem.prompts
+        prompts = self.task.train_prompts
         S = config.searched_per_prompt
         unscored = S * len(self.unscored) + sum(call.unscored for call in self.calls)
         max_unscored = self.MAX_UNSCORED * max(S, config.sequences_in_flight)
@@ -1547,7 +1577,7 @@ class Searcher:
                 prompt=prompts[prompt_id],
                 n=S,
                 max_tokens=config.response_limit(prompts[prompt_id]),
-                temperature=self.problem.task.temperature(rng),
+                temperature=self.task.temperature(rng),
                 seed=int(rng.integers(2**31)),
             )
             self.engine.submit(request)
@@ -1556,11 +1586,11 @@ class Searcher:
     def submit_held_out(self, rows: range) -> None:
         """Submit held-out prompts, which are answered before newer weights load."""
         config = self.config
-        task = self.problem.task
+        task = self.task
         n = config.eval_responses
         greedy = task.greedy_evaluation and n == 1
         for row in rows:
-            prompt = self.problem.held_out[row]
+            prompt = self.task.held_out_prompts[row]
             request = Request(
                 id=Source(True, 0, row, self.version),
                 prompt=prompt,
@@ -1588,7 +1618,7 @@ class Searcher:
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
         config = self.config
-        task = self.problem.task
+        task = self.task
         first = completions[0].request
         if first.id.held_out and not task.wants_logprobs:
             scored = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
@@ -1625,7 +1655,7 @@ class Searcher:
 
         In lockstep, calls do not depend on when a thread is free: runs repeat exactly.
         """
-        threads = math.inf if self.config.synchronous else max(1, self.problem.task.reward_threads)
+        threads = math.inf if self.config.synchronous else max(1, self.task.reward_threads)
         while self.unscored and sum(call.unscored > 0 for call in self.calls) < threads:
             groups = self.unscored[: self.call_size]
             del self.unscored[: self.call_size]
@@ -1633,10 +1663,10 @@ class Searcher:
 
     def call_task(self, groups: list[Group], held_out: bool) -> None:
         """Have the task compute rewards, or evaluate held-out answers; the results are sent."""
-        task = self.problem.task
+        task = self.task
         rows = [t for group in groups for t in group.trajectories]
         examples = [(task.held_out if held_out else task.train)[t.prompt_id] for t in rows]
-        texts = self.problem.response_texts([t.tokens for t in rows])
+        texts = self.task.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
 
         def messages() -> list[Group] | list[Evaluated]:
@@ -1655,7 +1685,7 @@ class Searcher:
                         "ref_logprob": ref_logprob,
                         "kl": float(t.logprobs.sum()) - ref_logprob,
                         "tokens": len(t.tokens),
-                        "prompt_tokens": len(self.problem.held_out[t.prompt_id]),
+                        "prompt_tokens": len(self.task.held_out_prompts[t.prompt_id]),
                     }
                 by_prompt[t.prompt_id].append(record)
             return [Evaluated(rows[0].version, by_prompt)]
@@ -2766,7 +2796,7 @@ class SearcherSpec:
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
     group: WeightGroup  # not formed: how to connect to the Trainer
-    shared: Any  # dict: path of the plug-in; the pickled Config and Problem
+    shared: Any  # dict: path of the plug-in; the pickled Config and Task
     commands: Any  # queue of the Trainer's messages to this process
     messages: Any  # queue of all Searchers' messages
 
@@ -2820,9 +2850,9 @@ class SearcherProcesses(Stateful):
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
     HEALTHY_AFTER = 3600  # seconds after which a failure no longer counts as consecutive
 
-    def __init__(self, config: Config, problem: Problem, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, task: Task, say: Callable[[str], None]) -> None:
         self.config = config
-        self.problem = problem
+        self.task = task
         self.say = say
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
         self.failures: Counter[int] = Counter()  # consecutive ones, by Searcher
@@ -2862,7 +2892,7 @@ class SearcherProcesses(Stateful):
         if not self.config.cluster:
             start_fork_server()
         self.messages = self.manager.Queue(4096)  # Searchers wait while it is full
-        run = pickle.dumps((self.config, self.problem))
+        run = pickle.dumps((self.config, self.task))
         self.shared = self.manager.dict({"plugin": self.config.plugin, "run": run})
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
@@ -3143,9 +3173,9 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         spec.send(Started())
         if spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(spec.shared["plugin"])
-        config, problem = pickle.loads(spec.shared["run"])
+        config, task = pickle.loads(spec.shared["run"])
         torch.set_num_threads(config.threads)
-        Searcher(config, problem, spec).run()
+        Searcher(config, task, spec).run()
     except BaseException:
         with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
             spec.send(Failed(traceback.format_exc()))
@@ -3164,9 +3194,9 @@ class Evaluations:
     whose weights do not arrive, is repeated at the next sync.
     """
 
-    def __init__(self, config: Config, problem: Problem, folder: RunFolder) -> None:
+    def __init__(self, config: Config, task: Task, folder: RunFolder) -> None:
         self.config = config
-        self.problem = problem
+        self.task = task
         self.folder = folder
         # version of the weights -> Searchers, and the records so far: row -> one per response
         self.pending: dict[int, tuple[list[RunningSearcher], dict[int, list[dict]]]] = {}
@@ -3180,7 +3210,7 @@ class Evaluations:
 
     def size(self, step: int) -> int:
         """The number of prompts in an evaluation; the final one has all of them."""
-        n = len(self.problem.held_out)
+        n = len(self.task.held_out_prompts)
         return n if step == self.config.steps else min(n, self.config.eval_samples or n)
 
     def idle(self) -> bool:
@@ -3215,10 +3245,10 @@ class Evaluations:
         answers = [record.pop("answer") for record in records]
         n = self.config.eval_responses
         text = ""  # of eval_answers.txt
-        for prompt, answer in zip(self.problem.held_out[:5], answers[::n], strict=False):
-            text += f"======== step {message.version}\n{self.problem.text(prompt)}\n"
+        for prompt, answer in zip(self.task.held_out_prompts[:5], answers[::n], strict=False):
+            text += f"======== step {message.version}\n{self.task.text(prompt)}\n"
             text += f"-------- answer\n{answer}\n\n"
-        metrics = self.problem.task.summarize(records)
+        metrics = self.task.summarize(records)
         metrics.setdefault("distinct", len(set(answers)) / len(answers))
         self.folder.write_evaluation(message.version, len(found), metrics, text)
 
@@ -3237,7 +3267,7 @@ def save(trainer: Trainer) -> None:
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
         return
     saved = {name: owner.state() for name, owner in trainer.owners.items()}
-    saved |= {"step": trainer.step, "checksums": trainer.problem.checksums()}
+    saved |= {"step": trainer.step, "checksums": trainer.task.checksums()}
     weights = trainer.learner.saved_weights()
     folder = trainer.folder
 
@@ -3245,7 +3275,7 @@ def save(trainer: Trainer) -> None:
         """In a thread: write the checkpoint and delete old ones; returns the step."""
         path = folder.path / f"checkpoint-{saved['step']}"
         with atomic_folder(path) as new:
-            save_model(trainer.learner.model, weights, trainer.problem, new)
+            save_model(trainer.learner.model, weights, trainer.task, new)
             torch.save(saved, new / "trainer.pt")
         folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
         for old in checkpoints(folder.path)[2:]:  # on NFS, open files stay until later
@@ -3256,7 +3286,7 @@ def save(trainer: Trainer) -> None:
     trainer.writing = ThreadPoolExecutor(1).submit(write)
 
 
-def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) -> None:
+def save_model(model: nn.Module, weights: dict, task: Task, folder: Path) -> None:
     """Write weights and tokenizer so that `from_pretrained` can load them."""
     # checkpoints rename, split and merge weights
     weights = revert_weight_conversion(model, weights)
@@ -3264,7 +3294,7 @@ def save_model(model: nn.Module, weights: dict, problem: Problem, folder: Path) 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
     model.generation_config.to_json_file(folder / "generation_config.json")
-    problem.tokenizer.save_pretrained(folder)
+    task.tokenizer.save_pretrained(folder)
 
 
 @contextlib.contextmanager
@@ -3313,7 +3343,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
 
 
-def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
+def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
     """Load the newest intact checkpoint of --resume. Raises InputError."""
     for path in checkpoints(Path(config.resume)):
         try:
@@ -3323,7 +3353,7 @@ def read_checkpoint(config: Config, problem: Problem) -> dict[str, Any]:
             print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
     else:
         config.require(False, "resume", "has no checkpoint that loads; start a new run")
-    for name, checksum in problem.checksums().items():
+    for name, checksum in task.checksums().items():
         same = checksum == saved["checksums"][name]
         source = name if getattr(config, name) else "dataset"
         config.require(same, source, "its examples differ from the run's")
@@ -3466,43 +3496,6 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     return train[n:], train[:n]
 
 
-@dataclass
-class Problem:
-    """The task and its tokenized prompts, as sent to the Searchers."""
-
-    task: Task
-    tokenizer: Any
-    prompts: list[np.ndarray]  # training prompts, each (P,) int32
-    held_out: list[np.ndarray]  # held-out prompts, each (P,) int32
-    packs: bool = True  # responses share rows, in which their prompt is computed once
-    context: float = math.inf  # the model's maximum number of tokens
-
-    def text(self, tokens: np.ndarray | list[int]) -> str:
-        """Decode a prompt, or other tokens at the start of a text."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=not self.task.keep_special_tokens)
-
-    def response_texts(self, responses: list[np.ndarray]) -> list[str]:
-        """Decode responses as continuations of their prompts, with a leading space.
-
-        SentencePiece drops it from a text's start, so each is decoded after a letter, which is
-        then removed. Unlike the prompt's last bytes, it never merges with what follows.
-        """
-        letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        start = len(self.text(letter))
-        return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
-
-    def probes(self) -> PromptGroups:
-        """Fixed prompts and responses, scored to compare Trainer and Searcher."""
-        rows = np.resize(np.concatenate(self.prompts[:16]), (3, 24))  # repeated if too short
-        return [(row[:8], [row[8:17], row[17:]]) for row in rows]
-
-    def checksums(self) -> dict[str, int]:
-        """Checksums of examples, by flag; not of prompts, which may have the date."""
-        held_out = sorted(set(map(repr, self.task.held_out)))  # some are repeated
-        examples = {"dataset": self.task.train, "eval_dataset": held_out}
-        return {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
-
-
 def end_tokens(name: str, config: Config) -> list[int]:
     """The tokens that end a response of the model in flag `name`."""
     tokenizer, model = check_model(name, config)
@@ -3517,39 +3510,40 @@ def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> lis
     return [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in prompts]
 
 
-def encode_prompts(task: Task, kind: str, examples: list, context: float) -> tuple[list, list]:
+def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
     """The examples whose prompts fit, and their prompts' tokens. Raises InputError."""
     config = task.config
     texts = [task.prompt(example) for example in examples]
     encoded = prompt_tokens(task.tokenizer, texts, task.special_tokens)
     config.require(all(encoded), "dataset", "a prompt is empty; see also --attacker_prompt")
     longest = min(
-        context - config.max_response_tokens - 1,
+        task.context - config.max_response_tokens - 1,
         (config.max_total_tokens or math.inf) - 1,
         config.max_prompt_tokens or math.inf,
     )
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    cause = f"all {kind} prompts exceed {max(0, longest)} tokens (context: {context})"
+    cause = f"all {kind} prompts exceed {max(0, longest)} tokens (context: {task.context})"
     fix = f"{cause}; lower it, or raise other --max_*_tokens"
     config.require(fitting, "max_response_tokens", fix)
     print(f"{kind}: {len(fitting)} of {len(texts)} prompts fit {longest} tokens", file=sys.stderr)
     return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
 
 
-def load_problem(config: Config) -> Problem:
+def load_task(config: Config) -> Task:
     """Load and check tokenizer, model config and prompts. Raises InputError."""
     tokenizer, model = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
     text_config = model.config.get_text_config()
-    context = getattr(text_config, "max_position_embeddings", None) or math.inf
+    task.context = getattr(text_config, "max_position_embeddings", None) or math.inf
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
-    task.train, prompts = encode_prompts(task, "training", task.train, context)
-    task.held_out, held_out = encode_prompts(task, "evaluation", task.held_out, context)
-    packs = can_pack(model, max(map(len, prompts + held_out)) + config.max_response_tokens)
-    if not packs:
+    task.train, task.train_prompts = encode_prompts(task, "training", task.train)
+    task.held_out, task.held_out_prompts = encode_prompts(task, "evaluation", task.held_out)
+    longest = max(map(len, task.train_prompts + task.held_out_prompts))
+    task.packs = can_pack(model, longest + config.max_response_tokens)
+    if not task.packs:
         print(f"one response per row: a {type(model).__name__} cannot pack them", file=sys.stderr)
-    return Problem(task, tokenizer, prompts, held_out, packs, context)
+    return task
 
 
 # =========================================================================== 16. The run's folder
@@ -3750,12 +3744,12 @@ class StepLog:
         }
         self.check_learning(rows)
         t = rows[-1]
-        problem = self.trainer.problem
+        task = self.trainer.task
         record = {
             "step": self.trainer.step,
             "version": t.version,
-            "prompt": problem.text(problem.prompts[t.prompt_id]),
-            "response": problem.response_texts([t.tokens])[0],
+            "prompt": task.text(task.train_prompts[t.prompt_id]),
+            "response": task.response_texts([t.tokens])[0],
             "reward": t.reward,
         }
         self.trainer.folder.append("completions.jsonl", record)
@@ -3917,24 +3911,24 @@ def main(argv: list[str]) -> int:
     ranks = Ranks.connect()
     if ranks.rank > 0:
         with stop_signal_handler(signal.SIG_IGN):  # rank 0 handles them
-            config, problem, checkpoint = ranks.from_rank_zero(None)
-            learner = Learner(config, problem, ranks, checkpoint)
+            config, task, checkpoint = ranks.from_rank_zero(None)
+            learner = Learner(config, task, ranks, checkpoint)
             if checkpoint:
                 learner.load_state(open_checkpoint(Path(checkpoint))["Learner"])
             learner.follow()
         return 0
     try:
         config = resolve(given)
-        problem = load_problem(config)
-        saved = read_checkpoint(config, problem) if config.resume else {}
-        pairs = read_sft_pairs(config, problem) if config.sft_data and not config.resume else []
+        task = load_task(config)
+        saved = read_checkpoint(config, task) if config.resume else {}
+        pairs = read_sft_pairs(config, task) if config.sft_data and not config.resume else []
         claim_folder(given, config)
     except InputError as error:
         exit_with_error(str(error))
     folder = RunFolder(config, saved.get("step", 0))
-    config = warm_start(config, problem, pairs, folder.say)
-    ranks.from_rank_zero((config, problem, saved.get("model", "")))
-    return run(Trainer(config, problem, folder, ranks, saved))
+    config = warm_start(config, task, pairs, folder.say)
+    ranks.from_rank_zero((config, task, saved.get("model", "")))
+    return run(Trainer(config, task, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:
@@ -4449,13 +4443,12 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
     return losses
 
 
-def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
+def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
     """Prompts with one response each, which ends with EOS. Raises InputError.
 
     An `instruction` answers a random one of the task's prompts, or of --sft_prompts.
     """
-    task = problem.task
-    tokenizer = problem.tokenizer
+    tokenizer = task.tokenizer
     rng = np.random.default_rng(config.seed)
     prompts = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
@@ -4473,13 +4466,13 @@ def read_sft_pairs(config: Config, problem: Problem) -> PromptGroups:
         (prompt_ids,) = prompt_tokens(tokenizer, [prompt], task.special_tokens)
         ids = tokenizer.encode(response, add_special_tokens=False)
         ids.append(tokenizer.eos_token_id)
-        if len(prompt_ids + ids) <= problem.context:
+        if len(prompt_ids + ids) <= task.context:
             pairs.append((np.array(prompt_ids, np.int32), [np.array(ids, np.int32)]))
-    config.require(pairs, "sft_data", f"every row is longer than {problem.context} tokens")
+    config.require(pairs, "sft_data", f"every row is longer than {task.context} tokens")
     return pairs
 
 
-def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Callable) -> Config:
+def warm_start(config: Config, task: Task, pairs: PromptGroups, say: Callable) -> Config:
     """On rank 0, fine-tune --model into the run's sft/; returns settings with that model."""
     path = Path(config.output_dir) / "sft"
     if pairs:
@@ -4488,7 +4481,7 @@ def warm_start(config: Config, problem: Problem, pairs: PromptGroups, say: Calla
         policy = load_policy(config, config.model, Ranks())
         losses = supervised_fine_tune(policy, pairs, config)
         with atomic_folder(path) as new:
-            save_model(policy.model, checkpoint_state(policy.model), problem, new)
+            save_model(policy.model, checkpoint_state(policy.model), task, new)
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} on {len(pairs)} rows that fit")
         del policy
         torch.cuda.empty_cache()  # a Searcher may share the GPU

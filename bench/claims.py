@@ -505,10 +505,10 @@ tba.REPLAY_RULES["mixed"] = Mixed
 class SimulatedSearcher(tba.Searcher):
     """A Searcher that shares models with the first, as all have the same weights at all times."""
 
-    def __init__(self, config, problem, spec, others: list[tba.Searcher]) -> None:
+    def __init__(self, config, task, spec, others: list[tba.Searcher]) -> None:
         """`others`: the Searchers that exist."""
         if not others:
-            super().__init__(config, problem, spec)
+            super().__init__(config, task, spec)
             self.probe_scores: dict[int, list] = {}  # by version
             return
         self.__dict__ |= others[0].__dict__ | {
@@ -547,7 +547,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
     def start(self) -> None:
         """Load the Searchers."""
         self.group = tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30))
-        self.problem.task.reward_threads = 0  # compute rewards synchronously
+        self.task.reward_threads = 0  # compute rewards synchronously
         self.loaded: list[tba.Searcher] = []
         M = self.config.num_searchers
         for i in range(M):
@@ -556,7 +556,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
                 searcher=i, start=i + 1, first=i, group=self.group,
                 shared=None, commands=commands, messages=queue.SimpleQueue(),
             )  # fmt: skip
-            self.loaded.append(SimulatedSearcher(self.config, self.problem, spec, self.loaded))
+            self.loaded.append(SimulatedSearcher(self.config, self.task, spec, self.loaded))
             self.running.append(tba.RunningSearcher(spec, None, "ready"))
             if i:
                 self.busy.add(i)
@@ -653,11 +653,11 @@ class SimulatedTrainer(tba.Trainer):
 
     clock = os.environ.get("TBA_CLOCK") or "1"  # "DURATION" or "DURATION LATENCY"
 
-    def __init__(self, config, problem, folder, ranks, saved) -> None:
+    def __init__(self, config, task, folder, ranks, saved) -> None:
         """Takes the Trainer's arguments."""
-        super().__init__(config, problem, folder, ranks, saved)
+        super().__init__(config, task, folder, ranks, saved)
         duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
-        searchers = SimulatedSearchers(duration, latency, config, problem, folder.say)
+        searchers = SimulatedSearchers(duration, latency, config, task, folder.say)
         self.searchers = self.checkpointed(searchers)
         self.waited = Fraction(0)
 

@@ -74,7 +74,7 @@ if IN_A_RUN:
             return [np.full(len(tokens), -1, np.float32) for _, own in groups for tokens in own]
 
         tba.token_logprobs = token_logprobs
-        tba.Problem.response_texts = lambda problem, responses: ["7"] * len(responses)
+        tba.Task.response_texts = lambda task, responses: ["7"] * len(responses)
 
     spent: Counter[str] = Counter()  # seconds and events since the start, by name
     nested = np.zeros(2)  # wall-clock and CPU seconds in measured functions, outermost calls

@@ -182,9 +182,9 @@ def compare(folder: Path, dtype: str = "float32") -> tuple[bool, dict[str, float
         task="gsm8k", model=str(folder), dataset=str(FILES / "data"), dtype=dtype, lora_rank=0,
         engine="transformers", temperature=0.7, max_response_tokens=RESPONSES,
     )  # fmt: skip
-    problem = tba.load_problem(config)
+    task = tba.load_task(config)
     rng = np.random.default_rng(0)
-    vocabulary = len(problem.tokenizer)
+    vocabulary = len(task.tokenizer)
     draw = lambda n: rng.integers(4, vocabulary, n).astype(np.int32)
     groups = [
         (draw(P), [draw(T) for T in lengths]) for P, lengths in ((5, (7, 15, 3)), (30, (32, 9)))
@@ -202,7 +202,7 @@ def compare(folder: Path, dtype: str = "float32") -> tuple[bool, dict[str, float
     truth = score(plain)
     sum(map(torch.sum, truth)).backward()
     gaps = {}
-    policy = tba.load_policy(config, config.model, tba.Ranks(), 0, problem.packs)
+    policy = tba.load_policy(config, config.model, tba.Ranks(), 0, task.packs)
     gaps["logprobs"] = gap(tba.token_logprobs(policy, groups, config), [t.detach() for t in truth])
     units = tba.plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
     for _, logprobs, _ in tba.run_microbatches(policy, units, config):
@@ -236,10 +236,10 @@ def compare(folder: Path, dtype: str = "float32") -> tuple[bool, dict[str, float
         found = [row[len(p) - 1 :][: len(y)] for row, (p, y) in zip(found, pairs, strict=True)]
         gaps["transfer"] = gap(found, tba.token_logprobs(policy, groups, config, temperature=1.0))
         with tempfile.TemporaryDirectory() as saved:
-            tba.save_model(policy.model, weights, problem, Path(saved))
+            tba.save_model(policy.model, weights, task, Path(saved))
             ids = torch.from_numpy(draw(30)).long()[None]
             gaps["saved"] = float((load(saved)(ids).logits - policy.model(ids).logits).abs().max())
-    return problem.packs, gaps
+    return task.packs, gaps
 
 
 def report(name: str) -> str:

@@ -50,7 +50,7 @@ def load_learner(model: Path, files: Path) -> tba.Learner:
         num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95,
         max_response_tokens=32, temperature=1.0, tokens_per_microbatch=4096,
     )  # fmt: skip
-    return tba.Learner(config, tba.load_problem(config), tba.Ranks())
+    return tba.Learner(config, tba.load_task(config), tba.Ranks())
 
 
 def wide_model(files: Path, folder: Path) -> Path:
@@ -68,10 +68,10 @@ def wide_model(files: Path, folder: Path) -> Path:
 def random_groups(learner: tba.Learner, prompt: int, response: int) -> list[list[tba.Trajectory]]:
     """3 groups of 16 random responses of about this length; replaces 3 of the prompts."""
     rng = np.random.default_rng(0)
-    vocabulary = len(learner.problem.tokenizer)
+    vocabulary = len(learner.task.tokenizer)
     groups = []
     for prompt_id in range(3):
-        learner.problem.prompts[prompt_id] = rng.integers(0, vocabulary, prompt).astype(np.int32)
+        learner.task.train_prompts[prompt_id] = rng.integers(0, vocabulary, prompt).astype(np.int32)
         group = []
         for _ in range(16):
             T = int(rng.integers(response // 2, response * 3 // 2))
@@ -157,7 +157,7 @@ def main() -> None:
 
         steps = [lambda: step(packed), lambda: step(plain)]
         if importlib.util.find_spec("trl"):
-            steps.append(trl_step(model, groups, packed.problem.prompts))
+            steps.append(trl_step(model, groups, packed.task.train_prompts))
         packed_seconds, plain_seconds, *trl_seconds = median_seconds(*steps)
         speedup = plain_seconds / packed_seconds
         print(f"packed, {name}: {speedup:.2f} times as fast ({packed_seconds:.2f} s per step)")
@@ -166,7 +166,7 @@ def main() -> None:
 
         def generate(engine: tba.TransformersEngine, P: int = prompt, T: int = response) -> None:
             """16 responses of T tokens to a prompt of P."""
-            ids = packed.problem.prompts[0][:P]
+            ids = packed.task.train_prompts[0][:P]
             engine.submit(tba.Request(0, ids, 16, max_tokens=T, min_tokens=T, temperature=1.0))
             engine.step()
 

@@ -79,7 +79,7 @@ class Case:
     make: Callable[[], Any]  # writes its files into the current folder; may return more flags
     expected: tuple[Rows | Refused | str, ...]  # any of these will do; str: a flag that is refused
     flags: dict[str, Any]
-    check: Callable[..., bool] | None  # of the settings and the problem that was loaded
+    check: Callable[..., bool] | None  # of the settings and the task that was loaded
 
 
 @dataclass
@@ -152,7 +152,7 @@ TASK_FLAGS = {
 }
 
 
-def load(flags: dict[str, Any]) -> tuple[tba.Config, tba.Problem]:
+def load(flags: dict[str, Any]) -> tuple[tba.Config, tba.Task]:
     """Everything that tba.py does with its flags before it makes the run's folder."""
     task = flags.get("task", "gsm8k")
     flags = {
@@ -165,21 +165,20 @@ def load(flags: dict[str, Any]) -> tuple[tba.Config, tba.Problem]:
     }
     args = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     config = tba.resolve(tba.parse(args))
-    problem = tba.load_problem(config)
+    task = tba.load_task(config)
     if config.sft_data:
-        problem.pairs = tba.read_sft_pairs(config, problem)
-    return config, problem
+        task.pairs = tba.read_sft_pairs(config, task)
+    return config, task
 
 
-def faults_of(config: tba.Config, problem: tba.Problem) -> list[str]:
+def faults_of(config: tba.Config, task: tba.Task) -> list[str]:
     """What is wrong with rows that would be trained on."""
-    task = problem.task
     faults = []
     for split, examples, prompts in (
-        ("train", task.train, problem.prompts),
-        ("held-out", task.held_out, problem.held_out),
+        ("train", task.train, task.train_prompts),
+        ("held-out", task.held_out, task.held_out_prompts),
     ):
-        texts = [*map(task.prompt, examples), *map(problem.text, prompts)]
+        texts = [*map(task.prompt, examples), *map(task.text, prompts)]
         wrong = [t for t in texts if re.search(r"wrong|None|nan|\{'|\['|\[\{", t)]
         faults += [f"{split} prompt {text!r:.60}" for text in wrong]
         ends = tba.end_tokens("model", config)
@@ -212,7 +211,7 @@ def outcome_of(one: Case, folder: Path) -> Outcome:
         warnings.simplefilter("ignore")
         flags = one.flags | (one.make() or {})
         try:
-            config, problem = load(flags)
+            config, task = load(flags)
         except tba.InputError as error:
             code, line = 2, str(error)
         except SystemExit as error:
@@ -223,9 +222,9 @@ def outcome_of(one: Case, folder: Path) -> Outcome:
             line = f"{type(error).__name__}: {tba.first_line(error)} (tba.py:{own[-1]})"
             return Outcome(1, line, False)
         else:
-            rows = Rows(len(problem.task.train), len(problem.task.held_out))
-            faults = faults_of(config, problem)
-            if one.check and not one.check(config, problem):
+            rows = Rows(len(task.train), len(task.held_out))
+            faults = faults_of(config, task)
+            if one.check and not one.check(config, task):
                 faults.append("the case's own check")
             shown = f"trains on {rows.train} rows, evaluates on {rows.held_out}"
             line = "; ".join([shown, *dict.fromkeys(faults)])
@@ -267,7 +266,7 @@ def each(**columns: Callable[[int], Any]) -> list[dict]:
 
 def gold_is(number: float) -> Callable[..., bool]:
     """A check of what GSM8K takes for the first row's answer."""
-    return lambda config, problem: tba.extract_number(problem.task.train[0]["answer"]) == number
+    return lambda config, task: tba.extract_number(task.train[0]["answer"]) == number
 
 
 def without(i: int, column: str) -> list[dict]:
@@ -990,7 +989,7 @@ PAIR = {"prompt": "What is 2 and 2?", "response": "4"}
 
 
 def pairs(count: int) -> Callable[..., bool]:
-    return lambda config, problem: len(problem.pairs) == count
+    return lambda config, task: len(task.pairs) == count
 
 
 def sft(
@@ -1022,7 +1021,7 @@ sft("no rows", [], "sft_data")
 sft("responses over the context", [PAIR, PAIR | {"response": "4 and " * 300}], ALL, check=pairs(1))
 sft("all responses over the context", [PAIR | {"response": "4 and " * 300}], "sft_data")
 TELL = {"instruction": "Explain it."}
-named = lambda config, problem: "What" in problem.text(problem.pairs[0][0])
+named = lambda config, task: "What" in task.text(task.pairs[0][0])
 sft(
     "prompts with an id",
     [TELL],

@@ -116,7 +116,7 @@ def train_step(original, trainer, groups):
         note("trained", trainer.step, max(versions), min(versions), group[0].prompt_id,
              *rewards, *lengths)  # fmt: skip
         for t in group:
-            note("judged", int(t.reward), int(judged_alone(trainer.problem, t)))
+            note("judged", int(t.reward), int(judged_alone(trainer.task, t)))
     if (FOLDER / "slow-trainer").exists():
         time.sleep(float((FOLDER / "slow-trainer").read_text()))
     while pauses_at(trainer.step) and not trainer.signals:
@@ -129,11 +129,11 @@ def pauses_at(step):
     return (FOLDER / "pause").exists() and step >= int((FOLDER / "pause").read_text())
 
 
-def judged_alone(problem, t):
+def judged_alone(task, t):
     """The reward of a response in a call of its own."""
-    example = problem.task.train[t.prompt_id]
-    text = problem.response_texts([t.tokens])
-    return problem.task.rewards([example], text, np.array([t.ended]))[0]
+    example = task.train[t.prompt_id]
+    text = task.response_texts([t.tokens])
+    return task.rewards([example], text, np.array([t.ended]))[0]
 
 
 replace(tba.WeightGroup, "form", form)

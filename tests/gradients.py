@@ -60,7 +60,7 @@ def gradient_of(
 def budgets(learner: tba.Learner, groups: list, packs: bool) -> tuple[int, int, int]:
     """Tokens per micro-batch: for all groups, for each group, for less than a response."""
     row_tokens = learner.policy.ROW_TOKENS if packs else 0
-    prompts = learner.problem.prompts
+    prompts = learner.task.train_prompts
     sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
     units = tba.plan_rows(sequences, row_tokens, 10**6)
     return 10**6, max(map(tba.padded_tokens, units)), 5

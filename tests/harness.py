@@ -363,20 +363,20 @@ def run_tba(
     return said
 
 
-def problem_of(files: Path, out: Path, **flags: object) -> tuple[tba.Config, tba.Problem]:
+def config_and_task(files: Path, out: Path, **flags: object) -> tuple[tba.Config, tba.Task]:
     """The resolved settings of a very small run, and its data."""
     config = tba.resolve(tba.parse(arguments(files, out, **flags)))
-    return config, tba.load_problem(config)
+    return config, tba.load_task(config)
 
 
 def learner_of(files: Path, out: Path, **flags: object) -> tba.Learner:
     """A Learner of a very small run, without a Trainer."""
-    config, problem = problem_of(files, out, **flags)
-    return tba.Learner(config, problem, tba.Ranks())
+    config, task = config_and_task(files, out, **flags)
+    return tba.Learner(config, task, tba.Ranks())
 
 
 def random_groups(
-    problem: tba.Problem, B: int, K: int, longest: int = 24, first_prompt: int = 0
+    task: tba.Task, B: int, K: int, longest: int = 24, first_prompt: int = 0
 ) -> list[list[tba.Trajectory]]:
     """K random trajectories of each of B random prompts."""
     rng = np.random.default_rng(0)
@@ -386,7 +386,7 @@ def random_groups(
         for _ in range(K):
             length = int(rng.integers(1, longest))
             trajectory = tba.Trajectory(
-                tokens=rng.integers(0, len(problem.tokenizer), length).astype(np.int32),
+                tokens=rng.integers(0, len(task.tokenizer), length).astype(np.int32),
                 logprobs=np.zeros(length, np.float32),
                 ref_logprobs=-rng.uniform(0.1, 5, length).astype(np.float32),
                 ended=True,

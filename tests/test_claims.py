@@ -211,9 +211,9 @@ def simulate(folder, monkeypatch, max_replays, clock="3", searchers=1):
     flags |= {"plugin": "", "eval_responses": 1, "max_response_tokens": 16}
     config = tba.resolve(tba.settings(**flags | {"num_searchers": searchers}))
     tba.claim_folder(config, config)
-    problem = tba.load_problem(config)
+    task = tba.load_task(config)
     run = tba.RunFolder(config)
-    claims.SimulatedTrainer(config, problem, run, tba.Ranks(), {}).run()
+    claims.SimulatedTrainer(config, task, run, tba.Ranks(), {}).run()
     metrics = claims.read_lines(run.path / "metrics.jsonl")
     clock = [list(record.values())[:4] for record in claims.read_lines(run.path / "clock.jsonl")]
     return [(m["loss"], m["staleness_mean"]) for m in metrics], clock

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import PATIENCE, ROOT, Run, arguments, judges_of, problem_of, run_tba
+from harness import PATIENCE, ROOT, Run, arguments, config_and_task, judges_of, run_tba
 from safetensors.torch import load_file, save_file
 
 import tba
@@ -117,17 +117,21 @@ def test_a_folder_that_holds_a_run(gsm8k, tmp_path, capsys):
 def test_an_attention_window_skips_no_prompt(gsm8k, tmp_path, capsys):
     window = {"model_type": "mistral", "sliding_window": 32}
     model = changed(gsm8k / "model", tmp_path / "model", **window)
-    _, windowed = problem_of(gsm8k, tmp_path / "run", model=model)
+    _, windowed = config_and_task(gsm8k, tmp_path / "run", model=model)
     assert capsys.readouterr().err.count("one response per row") == 1
-    _, whole = problem_of(gsm8k, tmp_path / "run")
-    assert len(windowed.prompts) == len(whole.prompts) and whole.packs and not windowed.packs
+    _, whole = config_and_task(gsm8k, tmp_path / "run")
+    assert (
+        len(windowed.train_prompts) == len(whole.train_prompts)
+        and whole.packs
+        and not windowed.packs
+    )
 
 
 def test_a_decoder_may_have_an_encoders_fields_as_older_libraries_wrote_them(gsm8k, tmp_path):
     fields = {"is_decoder": False, "add_cross_attention": False}
     model = changed(gsm8k / "model", tmp_path / "model", **fields)
-    _, problem = problem_of(gsm8k, tmp_path / "run", model=model)
-    assert problem.packs
+    _, task = config_and_task(gsm8k, tmp_path / "run", model=model)
+    assert task.packs
 
 
 def test_flags_before_resume_are_ignored(tmp_path, monkeypatch):
@@ -219,7 +223,7 @@ def look(environment):
     tba.Ranks.JOIN_TIMEOUT = tba.timedelta(seconds=1)
     ranks = tba.Ranks.connect()
     learner = learner_of(Path(sys.argv[1]), Path("run"), dtype="bfloat16")
-    groups = random_groups(learner.problem, 2, 4)
+    groups = random_groups(learner.task, 2, 4)
     metrics = learner.step(groups, tba.at_step(learner.config, 0), 0)
     return [ranks.size, tba.local_ranks(), learner.config.threads, metrics["grad_norm"]]
 

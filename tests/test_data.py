@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pytest
 from conftest import MODELS
-from harness import arguments, judges_of, problem_of, run_tba
+from harness import arguments, config_and_task, judges_of, run_tba
 from test_cli import refused
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -241,7 +241,7 @@ def test_held_out_prompts_are_a_fixed_random_sample(read, tmp_path):
 def test_a_start_says_what_is_trained_and_evaluated_on(gsm8k, tmp_path, capsys):
     data = write(tmp_path / "data" / "train.jsonl", [*ROWS, ROWS[0] | {"question": "a " * 300}])
     other = write(tmp_path / "other.jsonl", ROWS[:3])
-    problem_of(gsm8k, tmp_path / "out", dataset=data.parent, eval_dataset=other)
+    config_and_task(gsm8k, tmp_path / "out", dataset=data.parent, eval_dataset=other)
     said = capsys.readouterr().err
     assert f"--dataset {data.parent}: 21 rows of split train\n" in said
     assert f"--eval_dataset {other}: 3 rows of split train\n" in said
@@ -263,21 +263,21 @@ def appending_eos(model, out):
 
 def test_no_prompt_ends_with_eos(gsm8k, redteam, tmp_path):
     """In training, evaluation, warm start, and as the victim reads it."""
-    _, plain = problem_of(gsm8k, tmp_path / "out")
+    _, plain = config_and_task(gsm8k, tmp_path / "out")
     model = appending_eos(gsm8k / "model", tmp_path / "model")
-    _, problem = problem_of(gsm8k, tmp_path / "out", model=model)
-    for name in ("prompts", "held_out"):
-        for own, expected in zip(getattr(problem, name), getattr(plain, name), strict=True):
+    _, task = config_and_task(gsm8k, tmp_path / "out", model=model)
+    for name in ("train_prompts", "held_out_prompts"):
+        for own, expected in zip(getattr(task, name), getattr(plain, name), strict=True):
             assert np.array_equal(own, expected)
     write(tmp_path / "sft.jsonl", [{"instruction": "Explain it."}])
     flags = judges_of(redteam) | {"sft_data": tmp_path / "sft.jsonl", "victim_template": "{attack}"}
     flags["model"] = appending_eos(redteam / "model", tmp_path / "attacker")
     flags["victim_model"] = appending_eos(redteam / "victim", tmp_path / "victim")
-    config, problem = problem_of(redteam, tmp_path / "out", **flags)
-    ((prompt, (response,)),) = tba.read_sft_pairs(config, problem)
-    assert np.array_equal(prompt, problem.prompts[0])
-    assert prompt[-1] != problem.tokenizer.eos_token_id == response[-1] != response[-2]
-    assert problem.task.victim_ids("a")[-1] != problem.task.victim_tokenizer.eos_token_id
+    config, task = config_and_task(redteam, tmp_path / "out", **flags)
+    ((prompt, (response,)),) = tba.read_sft_pairs(config, task)
+    assert np.array_equal(prompt, task.train_prompts[0])
+    assert prompt[-1] != task.tokenizer.eos_token_id == response[-1] != response[-2]
+    assert task.victim_ids("a")[-1] != task.victim_tokenizer.eos_token_id
 
 
 def test_rewards_may_see_special_tokens(gsm8k, tmp_path, monkeypatch):
@@ -287,10 +287,10 @@ def test_rewards_may_see_special_tokens(gsm8k, tmp_path, monkeypatch):
         keep_special_tokens = True
 
     monkeypatch.setitem(tba.TASKS, "marked", Marked)
-    for task, text in (("gsm8k", " 3 4"), ("marked", " 3<assistant> 4")):
-        _, problem = problem_of(gsm8k, tmp_path / "out", task=task)
-        ids = problem.tokenizer(" 3<assistant> 4", add_special_tokens=False)["input_ids"]
-        assert problem.response_texts([np.array(ids)]) == [text]
+    for name, text in (("gsm8k", " 3 4"), ("marked", " 3<assistant> 4")):
+        _, task = config_and_task(gsm8k, tmp_path / "out", task=name)
+        ids = task.tokenizer(" 3<assistant> 4", add_special_tokens=False)["input_ids"]
+        assert task.response_texts([np.array(ids)]) == [text]
 
 
 def test_warm_start_data_are_read_as_others_are(redteam, tmp_path):
@@ -298,13 +298,13 @@ def test_warm_start_data_are_read_as_others_are(redteam, tmp_path):
     flags = judges_of(redteam) | {"sft_data": write(tmp_path / "sft.jsonl", [sft] * 8)}
     prompts = [{"id": i, "prompt": f"Number {i}:"} for i in range(3)]
     flags["sft_prompts"] = write(tmp_path / "prompts.jsonl", prompts)
-    config, problem = problem_of(redteam, tmp_path / "out", **flags)
-    texts = {problem.text(prompt) for prompt, _ in tba.read_sft_pairs(config, problem)}
+    config, task = config_and_task(redteam, tmp_path / "out", **flags)
+    texts = {task.text(prompt) for prompt, _ in tba.read_sft_pairs(config, task)}
     assert texts <= {f"Number {i}:" for i in range(3)} and len(texts) > 1
 
     def refuse(name, rows):
         setattr(config, name, str(write(tmp_path / f"bad_{name}.jsonl", rows)))
-        line = error_of(tba.read_sft_pairs, config, problem)
+        line = error_of(tba.read_sft_pairs, config, task)
         setattr(config, name, str(flags[name]))
         assert f"--{name} {tmp_path}" in line
         return line
@@ -318,7 +318,7 @@ def test_warm_start_data_are_read_as_others_are(redteam, tmp_path):
     # rows that are longer than the model's context are left out
     assert "256" in refuse("sft_data", [{"instruction": "a b " * 300}])
     config.sft_data = str(write(tmp_path / "mixed.jsonl", [sft, {"instruction": "a b " * 300}]))
-    assert len(tba.read_sft_pairs(config, problem)) == 1
+    assert len(tba.read_sft_pairs(config, task)) == 1
 
 
 def test_a_run_resumes_on_the_examples_that_it_had(tmp_path, capsys):

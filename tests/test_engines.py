@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from harness import learner_of, problem_of
+from harness import config_and_task, learner_of
 from transformers import AutoModelForCausalLM
 
 import tba
@@ -17,20 +17,20 @@ FAMILIES = ["llama", "tied_llama", "gpt2", "gpt_neox", "qwen2"]
 
 @pytest.fixture
 def engine_of(gsm8k, model_of, tmp_path):
-    """Function: engine and architecture -> (engine, settings, problem)."""
+    """Function: engine and architecture -> (engine, settings, task)."""
 
     def make(name, architecture="llama", **flags):
         flags = {"temperature": 0.7, "max_response_tokens": 12} | flags
         model = model_of(architecture)
-        config, problem = problem_of(gsm8k, tmp_path, model=model, engine=name, **flags)
-        return tba.ENGINES[name](config, 0, "model", 200), config, problem
+        config, task = config_and_task(gsm8k, tmp_path, model=model, engine=name, **flags)
+        return tba.ENGINES[name](config, 0, "model", 200), config, task
 
     return make
 
 
-def request(problem, i, n, **settings):
+def request(task, i, n, **settings):
     settings = {"max_tokens": 12, "temperature": 0.7, "seed": i} | settings
-    return tba.Request(id=i, prompt=problem.prompts[i], n=n, **settings)
+    return tba.Request(id=i, prompt=task.train_prompts[i], n=n, **settings)
 
 
 def finish(engine, between_steps=lambda: None):
@@ -55,14 +55,14 @@ def test_after_a_transfer_the_engine_computes_what_the_trainer_does(
     engine, architecture, engine_of, model_of
 ):
     """New weights, by the names that it knows; then the probes, packed, beside the engine's own."""
-    served, config, problem = engine_of(engine, architecture)
+    served, config, task = engine_of(engine, architecture)
     torch.manual_seed(1)
     model = tba.load_model(config, config.model, torch.float32, CPU)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     sequences, expected = [], []
-    for prompt, responses in problem.probes():
+    for prompt, responses in task.probes():
         scores = tba.token_logprobs(
             tba.TokenLogProbs(model, 0.7), [(prompt, responses)], config, temperature=1.0
         )
@@ -82,16 +82,16 @@ def test_after_a_transfer_the_engine_computes_what_the_trainer_does(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_completions_are_whole_and_their_logprobs_the_policys(engine, engine_of):
-    served, config, problem = engine_of(engine)
+    served, config, task = engine_of(engine)
     for i in range(3):
-        served.submit(request(problem, i, 4, temperature=(0.7, 1.3, 0.5)[i]))
-    served.submit(request(problem, 3, 1, temperature=0.0))
+        served.submit(request(task, i, 4, temperature=(0.7, 1.3, 0.5)[i]))
+    served.submit(request(task, 3, 1, temperature=0.0))
     done = finish(served)
     model = tba.load_model(config, config.model, torch.float32, CPU)
     policy = tba.TokenLogProbs(model, 0.7)
     for i, completion in done.items():
         temperature = completion.request.temperature or 1.0
-        groups = [(problem.prompts[i], completion.tokens)]
+        groups = [(task.train_prompts[i], completion.tokens)]
         scored = tba.token_logprobs(policy, groups, config, temperature)
         assert len(completion.tokens) == completion.request.n
         for tokens, logprobs, ended, own in zip(
@@ -101,7 +101,7 @@ def test_completions_are_whole_and_their_logprobs_the_policys(engine, engine_of)
             closes = np.isin(tokens, tba.end_tokens("model", config))
             assert not closes[:-1].any() and closes[-1] == ended
             assert ended or len(tokens) == 12
-    ids = torch.from_numpy(problem.prompts[3]).long()[None]
+    ids = torch.from_numpy(task.train_prompts[3]).long()[None]
     for token in done[3].tokens[0]:  # greedy is the argmax, beside requests that sample
         assert int(model(ids).logits[0, -1].argmax()) == token
         ids = torch.cat([ids, torch.tensor([[int(token)]])], 1)
@@ -110,15 +110,15 @@ def test_completions_are_whole_and_their_logprobs_the_policys(engine, engine_of)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_samples_follow_the_policy(engine, engine_of):
     """The mean log-probability of first tokens is minus the entropy, and so for second ones."""
-    served, config, problem = engine_of(engine, max_response_tokens=2, sequences_in_flight=512)
+    served, config, task = engine_of(engine, max_response_tokens=2, sequences_in_flight=512)
     n = 4096
     for i in range(8):
-        served.submit(request(problem, i, n // 8, max_tokens=1))
+        served.submit(request(task, i, n // 8, max_tokens=1))
     done = finish(served)
     model = tba.load_model(config, config.model, torch.float32, CPU)
     surprise = []
     for i, completion in done.items():
-        ids = torch.from_numpy(problem.prompts[i]).long()[None]
+        ids = torch.from_numpy(task.train_prompts[i]).long()[None]
         logprobs = (model(ids).logits[0, -1] / 0.7).log_softmax(-1).detach()
         entropy = -(logprobs.exp() * logprobs).sum()
         sampled = torch.tensor([int(tokens[0]) for tokens in completion.tokens])
@@ -132,7 +132,7 @@ def test_samples_follow_the_policy(engine, engine_of):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_load_with_requests_in_flight(engine, engine_of, model_of):
     """What is begun after the load has the new weights' log-probabilities."""
-    served, config, problem = engine_of(engine, max_response_tokens=24)
+    served, config, task = engine_of(engine, max_response_tokens=24)
     other = AutoModelForCausalLM.from_pretrained(model_of("llama"))
     with torch.no_grad():
         for parameter in other.parameters():
@@ -145,35 +145,35 @@ def test_weights_load_with_requests_in_flight(engine, engine_of, model_of):
         if steps == 6:
             send(served, other)
 
-    served.submit(request(problem, 0, 4, max_tokens=24))
+    served.submit(request(task, 0, 4, max_tokens=24))
     before = finish(served, load)[0]
     assert steps > 6 and all(np.isfinite(values).all() for values in before.logprobs)
-    served.submit(request(problem, 0, 4, max_tokens=24))
+    served.submit(request(task, 0, 4, max_tokens=24))
     after = finish(served)[0]
-    groups = [(problem.prompts[0], after.tokens)]
+    groups = [(task.train_prompts[0], after.tokens)]
     scored = tba.token_logprobs(tba.TokenLogProbs(other, 0.7), groups, config)
     for logprobs, own in zip(after.logprobs, scored, strict=True):
         np.testing.assert_allclose(logprobs, own, atol=1e-3)
 
 
 def test_same_seeds_same_samples_whatever_happens_between_decode_steps(engine_of):
-    served, _, problem = engine_of("transformers")
+    served, _, task = engine_of("transformers")
     other, _, _ = engine_of("transformers")
 
     def generate_more():
         """As a victim's engine does while answers are judged."""
-        other.submit(request(problem, 2, 2, max_tokens=2))
+        other.submit(request(task, 2, 2, max_tokens=2))
         finish(other)
 
     def sample(between_steps):
         for i in range(2):
-            served.submit(request(problem, i, 4))
+            served.submit(request(task, i, 4))
         done = finish(served, between_steps)
         return [tokens.tolist() for i in range(2) for tokens in done[i].tokens]
 
     first = sample(lambda: None)
     assert sample(generate_more) == first
-    served.submit(request(problem, 0, 8, seed=5))
+    served.submit(request(task, 0, 8, seed=5))
     others = [tokens.tolist() for tokens in finish(served)[0].tokens]
     assert len({tuple(tokens) for tokens in others}) > 1 and others[:4] != first[:4]
 
@@ -192,14 +192,14 @@ def test_saved_weights_are_the_models_under_its_files_names(
                 parameter.add_(0.1 * torch.randn_like(parameter))
     (tmp_path / "saved").mkdir()
     weights = learner.saved_weights()
-    tba.save_model(learner.model, weights, learner.problem, tmp_path / "saved")
+    tba.save_model(learner.model, weights, learner.task, tmp_path / "saved")
     names = []
     for folder in (path, tmp_path / "saved"):
         with tba.safe_open(folder / "model.safetensors", "pt") as file:
             names.append(set(file.keys()))
     assert names[0] == names[1]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    ids = torch.from_numpy(learner.problem.prompts[0]).long()[None]
+    ids = torch.from_numpy(learner.task.train_prompts[0]).long()[None]
     with torch.no_grad():
         expected = learner.model.eval()(ids.to(learner.model.device)).logits.cpu()
         torch.testing.assert_close(loaded(ids).logits, expected, atol=1e-4, rtol=1e-4)
@@ -219,10 +219,12 @@ def test_a_member_that_never_comes_ends_a_transfer_in_time():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_nucleus_of_almost_nothing_is_the_argmax(engine, engine_of):
-    served, _, problem = engine_of(engine)
-    served.submit(request(problem, 0, 8, temperature=1.5, top_p=0.001))
-    served.submit(request(problem, 1, 8, temperature=1.5))
-    served.submit(tba.Request(id=2, prompt=problem.prompts[0], n=1, max_tokens=12, temperature=0.0))
+    served, _, task = engine_of(engine)
+    served.submit(request(task, 0, 8, temperature=1.5, top_p=0.001))
+    served.submit(request(task, 1, 8, temperature=1.5))
+    served.submit(
+        tba.Request(id=2, prompt=task.train_prompts[0], n=1, max_tokens=12, temperature=0.0)
+    )
     done = finish(served)
     (greedy,) = done[2].tokens
     assert all(np.array_equal(tokens, greedy) for tokens in done[0].tokens)

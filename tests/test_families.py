@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import learner_of, problem_of, random_groups
+from harness import config_and_task, learner_of, random_groups
 
 import tba
 
@@ -61,7 +61,7 @@ def test_gradient_checkpointing_changes_no_gradient_of_a_model_with_dropout(gsm8
             gsm8k, tmp_path / "run", model=tmp_path / "model", gradient_checkpointing=flag
         )
         now = tba.at_step(learner.config, 0)
-        learner.backward(random_groups(learner.problem, 2, 3), now, 0)
+        learner.backward(random_groups(learner.task, 2, 3), now, 0)
         gradients.append({name: p.grad for name, p in learner.model.named_parameters()})
     plain, checkpointed = gradients
     for name, gradient in plain.items():
@@ -77,12 +77,12 @@ def test_a_response_ends_where_generation_config_json_says(gsm8k, tmp_path):
     eos = settings["eos_token_id"]
     stops = [5, 6, 7]
     path.write_text(json.dumps(settings | {"eos_token_id": stops, "top_k": 7}))
-    config, problem = problem_of(gsm8k, tmp_path / "run", model=given, engine="transformers")
+    config, task = config_and_task(gsm8k, tmp_path / "run", model=given, engine="transformers")
     assert tba.end_tokens("model", config) == sorted({eos, *stops})
     engine = tba.TransformersEngine(config, 0, "model", 200)
     with torch.no_grad():  # any token may come next
         engine.model.get_output_embeddings().weight.zero_()
-    engine.submit(tba.Request(0, problem.prompts[0], 64, max_tokens=100, temperature=1.0))
+    engine.submit(tba.Request(0, task.train_prompts[0], 64, max_tokens=100, temperature=1.0))
     (completion,) = engine.step()
     last = {
         int(tokens[-1])
@@ -94,7 +94,7 @@ def test_a_response_ends_where_generation_config_json_says(gsm8k, tmp_path):
     model = tba.load_policy(config, config.model, tba.Ranks()).model
     saved = tmp_path / "saved"
     saved.mkdir()
-    tba.save_model(model, tba.checkpoint_state(model), problem, saved)
+    tba.save_model(model, tba.checkpoint_state(model), task, saved)
     kept = json.loads((saved / "generation_config.json").read_text())
     assert kept["eos_token_id"] == stops and kept["top_k"] == 7
 
@@ -104,11 +104,11 @@ def test_dropout_is_off_and_saved_models_keep_it(gsm8k, tmp_path):
     shutil.copytree(gsm8k / "model", given)
     settings = json.loads((given / "config.json").read_text())
     (given / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.5}))
-    config, problem = problem_of(gsm8k, tmp_path / "run", model=given)
+    config, task = config_and_task(gsm8k, tmp_path / "run", model=given)
     policy = tba.load_policy(config, config.model, tba.Ranks())
-    first, second = (tba.token_logprobs(policy, problem.probes(), config) for _ in range(2))
+    first, second = (tba.token_logprobs(policy, task.probes(), config) for _ in range(2))
     np.testing.assert_array_equal(np.concatenate(first), np.concatenate(second))
     saved = tmp_path / "saved"
     saved.mkdir()
-    tba.save_model(policy.model, tba.checkpoint_state(policy.model), problem, saved)
+    tba.save_model(policy.model, tba.checkpoint_state(policy.model), task, saved)
     assert json.loads((saved / "config.json").read_text())["attention_dropout"] == 0.5

@@ -22,7 +22,7 @@ from harness import (
     Run,
     arguments,
     check_positions,
-    problem_of,
+    config_and_task,
     processes_of,
     run_tba,
 )
@@ -203,11 +203,11 @@ import tba
 write = tba.save_model
 written = []
 
-def full(model, weights, problem, folder):
+def full(model, weights, task, folder):
     written.append(folder.name)
     if written[1:] == [".checkpoint-4"]:
         raise OSError(28, "No space left on device")
-    write(model, weights, problem, folder)
+    write(model, weights, task, folder)
 
 tba.save_model = full
 '''
@@ -312,13 +312,13 @@ def test_a_reward_that_raises_ends_the_searcher_with_its_traceback(gsm8k, tmp_pa
 def searcher_of(gsm8k, tmp_path, **flags):
     """A Searcher in this process, of a run with one Searcher; it has weights of step 0."""
     flags = {"num_searchers": 1, "sequences_in_flight": 8, "dtype": "float32"} | flags
-    config, problem = problem_of(gsm8k, tmp_path / "none", **flags)
+    config, task = config_and_task(gsm8k, tmp_path / "none", **flags)
     spec = tba.SearcherSpec(
         searcher=0, start=1, first=0, shared=None, commands=queue.Queue(),
         group=tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30)),
         messages=queue.Queue(),
     )  # fmt: skip
-    searcher = tba.Searcher(config, problem, spec)
+    searcher = tba.Searcher(config, task, spec)
     searcher.limit = math.inf
     with torch.no_grad():
         for name, tensor in searcher.staging.views.items():
@@ -371,7 +371,7 @@ def test_a_version_is_that_of_the_weights_at_submission(gsm8k, tmp_path):
 def test_answers_are_judged_and_sent_by_their_own_prompts(gsm8k, tmp_path, monkeypatch):
     searcher = searcher_of(gsm8k, tmp_path, eval_responses=2)
     monkeypatch.setattr(
-        searcher.problem.task, "evaluate",
+        searcher.task, "evaluate",
         lambda examples, responses, ended: [
             {"seen": (example["question"], response, bool(one))}
             for example, response, one in zip(examples, responses, ended, strict=True)
@@ -394,8 +394,8 @@ def test_answers_are_judged_and_sent_by_their_own_prompts(gsm8k, tmp_path, monke
     assert list(records) == [3, 0, 5, 1]
     for done in answers:
         row = done.request.id.prompt_id
-        question = searcher.problem.task.held_out[row]["question"]
-        texts = searcher.problem.response_texts(done.tokens)
+        question = searcher.task.held_out[row]["question"]
+        texts = searcher.task.response_texts(done.tokens)
         seen = [record["seen"] for record in records[row]]
         assert seen == [(question, texts[0], True), (question, texts[1], False)]
 
@@ -408,9 +408,12 @@ def test_an_evaluation_has_one_record_of_each_prompt(members, prompts, random, l
     folder = SimpleNamespace(
         step=0, evaluations=[], write_evaluation=lambda *args: written.append(args)
     )
-    task = SimpleNamespace(summarize=lambda records: {"ids": [r["id"] for r in records]})
-    problem = SimpleNamespace(held_out=[None] * prompts, task=task, text=lambda tokens: "a prompt")
-    evaluations = tba.Evaluations(config, problem, folder)
+    task = SimpleNamespace(
+        held_out_prompts=[None] * prompts,
+        text=lambda tokens: "a prompt",
+        summarize=lambda records: {"ids": [r["id"] for r in records]},
+    )
+    evaluations = tba.Evaluations(config, task, folder)
     searchers = [tba.RunningSearcher(None, None, "ready") for _ in range(members)]
     for attempt in (1, 2):
         assert evaluations.begin_if_due(5, searchers) == prompts

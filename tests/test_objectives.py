@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gradients import OTHERS, SEPARABLE, budgets, gradients
-from harness import ROOT, learner_of, problem_of, random_groups
+from harness import ROOT, config_and_task, learner_of, random_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -464,13 +464,13 @@ def test_gradient_and_metrics_equal_brute_force(gsm8k, tmp_path, budget, variant
         gradient_checkpointing=recomputed, reference_temperature=1.2 if recomputed else 1,
     )  # fmt: skip
     learner.policy.CHUNK = 37
-    groups = random_groups(learner.problem, 3, 6)
+    groups = random_groups(learner.task, 3, 6)
     measured = learner.backward(groups, tba.at_step(learner.config, 0), 5)
 
     exact = tba.load_model(learner.config, learner.config.model, torch.float64, DEVICE)
     logprobs, ref_logprobs, rewards, entropy = [], [], [], 0.0
     for t in (t for group in groups for t in group):
-        prompt = learner.problem.prompts[t.prompt_id]
+        prompt = learner.task.train_prompts[t.prompt_id]
         values, entropies = plain_logprobs(exact, prompt, t.tokens, temperature)
         logprobs.append(values.sum())
         entropy += float(entropies.sum().detach())
@@ -504,10 +504,10 @@ def near_policy(gsm8k, tmp_path_factory):
     learner = learner_of(gsm8k, folder, **flags)
     learner.policy.CHUNK = 37
     model = tba.load_model(learner.config, learner.config.model, torch.float64, DEVICE)
-    groups = random_groups(learner.problem, 3, 6)
+    groups = random_groups(learner.task, 3, 6)
     flat = [t for group in groups for t in group]
     exact = [
-        plain_logprobs(model, learner.problem.prompts[t.prompt_id], t.tokens, 1)[0] for t in flat
+        plain_logprobs(model, learner.task.train_prompts[t.prompt_id], t.tokens, 1)[0] for t in flat
     ]
     torch.manual_seed(0)
     for t, own in zip(flat, exact, strict=True):
@@ -581,7 +581,7 @@ def test_metrics_are_of_the_whole_batch_whatever_the_micro_batches(gsm8k, tmp_pa
     for i, budget in enumerate((100_000, 500, 130)):
         flags = {"tokens_per_microbatch": budget, "objective": "mine", "beta": 0.5}
         learner = learner_of(gsm8k, tmp_path / str(i), **flags)
-        groups = random_groups(learner.problem, 3, 6)
+        groups = random_groups(learner.task, 3, 6)
         groups[1][2].version = 2
         measured = learner.backward(groups, tba.at_step(learner.config, 0), 9)
         metrics.append({name: value.item() for name, value in measured.items()})
@@ -595,7 +595,7 @@ def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_lo
 ):
     learner = learner_of(gsm8k, tmp_path, objective="tb_learned_z", max_grad_norm=1)
     now = tba.at_step(learner.config, 0)
-    groups = random_groups(learner.problem, 3, 6)
+    groups = random_groups(learner.task, 3, 6)
     ids = [group[0].prompt_id for group in groups]
     metrics = learner.step(groups, now, 0)
     # AdamW's mean of gradients is a tenth of the clipped one, whose norm was above 1
@@ -604,7 +604,7 @@ def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_lo
     assert metrics["grad_norm"] > 2 and clipped == pytest.approx(1, rel=1e-3)
     after_first = learner.log_z.detach().clone()
     assert (after_first[ids] != 0).all() and (after_first != 0).sum() == 3
-    others = random_groups(learner.problem, 3, 6, first_prompt=60)
+    others = random_groups(learner.task, 3, 6, first_prompt=60)
     learner.step(others, now, 1)
     assert torch.equal(learner.log_z[ids], after_first[ids])  # momentum does not move them
     weights = [p.detach().clone() for p in learner.model.parameters()]
@@ -621,9 +621,9 @@ def test_logits_of_a_bfloat16_policy_are_in_float32(gsm8k, model_of, tmp_path, n
     """Weights in bfloat16, as a Searcher's, or autocast over float32, as the Trainer's: with logits
     of 85, which bfloat16 would round by up to 0.25.
     """
-    config, problem = problem_of(gsm8k, tmp_path, model=model_of(name), dtype="bfloat16")
+    config, task = config_and_task(gsm8k, tmp_path, model=model_of(name), dtype="bfloat16")
     model = tba.load_model(config, config.model, weights, DEVICE)
-    ids = torch.from_numpy(problem.prompts[0][:24]).long()[None].to(DEVICE)
+    ids = torch.from_numpy(task.train_prompts[0][:24]).long()[None].to(DEVICE)
     head = model.get_output_embeddings()
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         scale = 85 / model(ids).logits.abs().max()
@@ -635,7 +635,7 @@ def test_logits_of_a_bfloat16_policy_are_in_float32(gsm8k, model_of, tmp_path, n
     targets = ids[0, 1:, None]
     exact = logits.log_softmax(-1).gather(1, targets)[:, 0]
     assert (rounded.log_softmax(-1).gather(1, targets)[:, 0] - exact).abs().max() > 0.05
-    prompt = problem.prompts[0]
+    prompt = task.train_prompts[0]
     groups = [(prompt[:1], [prompt[1:24]])]
     (scored,) = tba.token_logprobs(tba.TokenLogProbs(model, 1.0), groups, config)
     np.testing.assert_allclose(scored, exact.detach().cpu().numpy(), atol=2e-3, rtol=0)
@@ -697,7 +697,7 @@ def test_plan_rows_covers_all_evenly_within_budget():
 @pytest.mark.parametrize("rows", [[[0, 1, 2], [3], [5, 4]], [[0], [3], [4]]])
 def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, rows):
     """Rows of several responses and of one, padded, and what `token_logprobs` makes of them."""
-    config, _ = problem_of(gsm8k, tmp_path, model=model_of(name))
+    config, _ = config_and_task(gsm8k, tmp_path, model=model_of(name))
     model = tba.load_model(config, config.model, torch.float32, DEVICE)
     policy = tba.TokenLogProbs(model, 0.7)
     policy.CHUNK = 5

@@ -14,7 +14,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from harness import Run, arguments, check_positions, problem_of, run_tba
+from harness import Run, arguments, check_positions, config_and_task, run_tba
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -402,10 +402,10 @@ def logged_arrivals(steps):
     """`distinct` after each step, and the warnings, if these groups of responses arrive."""
     said = []
     folder = SimpleNamespace(say=said.append, append=lambda name, record: None)
-    problem = SimpleNamespace(
-        prompts=[None] * 1000, text=str, response_texts=lambda responses: responses
+    task = SimpleNamespace(
+        train_prompts=[None] * 1000, text=str, response_texts=lambda responses: responses
     )
-    log = tba.StepLog(SimpleNamespace(folder=folder, problem=problem, step=0))
+    log = tba.StepLog(SimpleNamespace(folder=folder, task=task, step=0))
     found = []
     for groups in steps:
         log.arrived = []
@@ -512,10 +512,10 @@ def test_evaluations_take_a_fixed_random_sample(gsm8k, tmp_path):
     """Held-out data may be sorted, for instance by difficulty."""
     samples = []
     for seed in (0, 1):
-        _, problem = problem_of(gsm8k, tmp_path, seed=seed)
-        samples.append([example["question"] for example in problem.task.held_out[:40]])
-        encoded = problem.tokenizer(problem.task.prompt(problem.task.held_out[3]))["input_ids"]
-        assert encoded == problem.held_out[3].tolist()
+        _, task = config_and_task(gsm8k, tmp_path, seed=seed)
+        samples.append([example["question"] for example in task.held_out[:40]])
+        encoded = task.tokenizer(task.prompt(task.held_out[3]))["input_ids"]
+        assert encoded == task.held_out_prompts[3].tolist()
     lines = read_lines(gsm8k / "data" / "test.jsonl")
     places = [i for i, line in enumerate(lines) if line["question"] in samples[0]]
     assert samples[0] == samples[1] and len(places) >= 40 and np.ptp(places) > 150

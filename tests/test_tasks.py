@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from conftest import REAL_GSM8K
-from harness import arguments, judges_of, problem_of, random_groups
+from harness import arguments, config_and_task, judges_of, random_groups
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tba
@@ -17,10 +17,10 @@ import tba
 
 def task_of(path, out, **flags):
     """A task in the state that it has in a Searcher."""
-    config, problem = problem_of(path, out, **(judges_of(path) | flags))
+    config, task = config_and_task(path, out, **(judges_of(path) | flags))
     make = tba.partial(tba.ENGINES[config.engine], config, 0)
-    problem.task.setup(make)
-    return problem.task, problem, config
+    task.setup(make)
+    return task, config
 
 
 @pytest.mark.parametrize(
@@ -35,22 +35,21 @@ def test_the_last_number_of_a_text(text, number):
 
 
 def test_rewards_of_gsm8k_are_exact_matches_with_the_gold_answer(gsm8k, tmp_path):
-    _, problem = problem_of(gsm8k, tmp_path)
+    _, task = config_and_task(gsm8k, tmp_path)
     examples = [{"answer": answer} for answer in ("3+4=7 #### 7", "7", "7", "1200", "0.00001")]
     responses = ["is 7.0", "is 8", "not a number", "$1,200.00", "is .00001"]
-    rewards = problem.task.checked_rewards(examples, responses, np.ones(5))
+    rewards = task.checked_rewards(examples, responses, np.ones(5))
     assert rewards == [1.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_all_of_real_gsm8k_is_read(gsm8k, tmp_path):
     if not REAL_GSM8K.exists():
         pytest.skip("the real GSM8K is not here")
-    _, problem = problem_of(
+    _, task = config_and_task(
         gsm8k, tmp_path, dataset=REAL_GSM8K, max_response_tokens=8, max_prompt_tokens=200
     )
-    task = problem.task
-    assert len(problem.prompts) == len(task.train) > 1000 and len(task.held_out) > 100
-    assert all(len(prompt) <= 200 for prompt in problem.prompts)
+    assert len(task.train_prompts) == len(task.train) > 1000 and len(task.held_out) > 100
+    assert all(len(prompt) <= 200 for prompt in task.train_prompts)
     answers = [example["answer"] for example in task.train]
     assert min(task.checked_rewards(task.train, answers, np.ones(len(answers)))) == 1.0
 
@@ -58,34 +57,34 @@ def test_all_of_real_gsm8k_is_read(gsm8k, tmp_path):
 def test_a_file_that_is_replaced_by_one_of_its_size_and_time_is_read_again(gsm8k, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes((gsm8k / "data" / "test.jsonl").read_bytes())
-    problem_of(gsm8k, tmp_path / "out", dataset=file)
+    config_and_task(gsm8k, tmp_path / "out", dataset=file)
     times = file.stat()
     file.write_text(file.read_text().replace("How many", "Now many"))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    _, problem = problem_of(gsm8k, tmp_path / "out", dataset=file)
-    assert "How many" not in problem.task.train[0]["question"]
+    _, task = config_and_task(gsm8k, tmp_path / "out", dataset=file)
+    assert "How many" not in task.train[0]["question"]
 
 
 def test_prompts_that_are_too_long_are_left_out(gsm8k, tmp_path, capsys):
-    config, problem = problem_of(gsm8k, tmp_path)
-    lengths = sorted(map(len, problem.prompts))
+    config, task = config_and_task(gsm8k, tmp_path)
+    lengths = sorted(map(len, task.train_prompts))
     limit = lengths[len(lengths) // 2]
-    _, fewer = problem_of(gsm8k, tmp_path, max_prompt_tokens=limit)
-    assert len(fewer.prompts) == sum(n <= limit for n in lengths) == len(fewer.task.train)
-    said = f"training: {len(fewer.prompts)} of {len(lengths)} prompts fit {limit} tokens"
+    _, fewer = config_and_task(gsm8k, tmp_path, max_prompt_tokens=limit)
+    assert len(fewer.train_prompts) == sum(n <= limit for n in lengths) == len(fewer.train)
+    said = f"training: {len(fewer.train_prompts)} of {len(lengths)} prompts fit {limit} tokens"
     assert said in capsys.readouterr().err
-    _, total = problem_of(gsm8k, tmp_path, max_total_tokens=limit + 1)
-    assert max(map(len, total.prompts)) <= limit
-    assert all(1 <= total.task.config.response_limit(p) <= 32 for p in total.prompts)
-    _, context = problem_of(gsm8k, tmp_path, max_response_tokens=256 - limit - 1)
-    assert max(map(len, context.prompts)) == limit
+    _, total = config_and_task(gsm8k, tmp_path, max_total_tokens=limit + 1)
+    assert max(map(len, total.train_prompts)) <= limit
+    assert all(1 <= total.config.response_limit(p) <= 32 for p in total.train_prompts)
+    _, context = config_and_task(gsm8k, tmp_path, max_response_tokens=256 - limit - 1)
+    assert max(map(len, context.train_prompts)) == limit
 
 
 def test_a_response_keeps_its_leading_space(gsm8k, tmp_path):
-    _, problem = problem_of(gsm8k, tmp_path)
-    ids = problem.tokenizer(" a b\nc", add_special_tokens=False)["input_ids"]
-    response = np.array([*ids, problem.tokenizer.eos_token_id])
-    assert problem.response_texts([response]) == [" a b\nc"]
+    _, task = config_and_task(gsm8k, tmp_path)
+    ids = task.tokenizer(" a b\nc", add_special_tokens=False)["input_ids"]
+    response = np.array([*ids, task.tokenizer.eos_token_id])
+    assert task.response_texts([response]) == [" a b\nc"]
 
 
 @pytest.mark.parametrize(
@@ -98,10 +97,9 @@ def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
         def rewards(self, examples, responses, ended):
             return given
 
-    _, problem = problem_of(gsm8k, tmp_path)
-    task = Wrong.__new__(Wrong)
+    _, task = config_and_task(gsm8k, tmp_path)
     with pytest.raises(ValueError, match=r"Wrong\.rewards"):
-        task.checked_rewards(problem.task.train[:2], ["a", "b"], np.ones(2))
+        Wrong.__new__(Wrong).checked_rewards(task.train[:2], ["a", "b"], np.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -145,8 +143,7 @@ def test_a_gold_answer_may_stand_in_a_column_of_its_own(gsm8k, tmp_path):
     for more in ({}, {"solution": "It is \\boxed{7}."}):
         data = tmp_path / "data.jsonl"
         data.write_text("".join(json.dumps(row | more) + "\n" for row in rows))
-        _, problem = problem_of(gsm8k, tmp_path / "out", task="math", dataset=data)
-        task = problem.task
+        _, task = config_and_task(gsm8k, tmp_path / "out", task="math", dataset=data)
         task.setup(None)
         responses = [f"\\boxed{{{int(example['problem'][2]) + 1}}}" for example in task.train]
         rewards = task.checked_rewards(task.train, responses, np.ones(3))
@@ -180,7 +177,7 @@ def plain_scores(path, texts):
 
 
 def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path):
-    task, problem, _ = task_of(tldr, tmp_path)
+    task, _ = task_of(tldr, tmp_path)
     examples = task.train[:3]
     summaries = [" Ann lost hat.", " Ben lost key at park.", " cut off"]
     ended = np.array([True, True, False])
@@ -230,20 +227,19 @@ def test_a_judge_reads_the_last_token_whatever_it_is(family, model_of, tmp_path)
 EMPTY = ([], ["<eos>"], ["<pad>", "<eos>"], ["<eos>", "<pad>", "<eos>"])
 
 
-def empty_responses(problem):
+def empty_responses(task):
     """Responses without text: their tokens and, as tasks get them, their texts."""
-    ids = [problem.tokenizer.convert_tokens_to_ids(tokens) for tokens in EMPTY]
+    ids = [task.tokenizer.convert_tokens_to_ids(tokens) for tokens in EMPTY]
     tokens = [np.array(row, np.int32) for row in ids]
-    texts = problem.response_texts(tokens)
+    texts = task.response_texts(tokens)
     assert texts == [""] * len(EMPTY)
     return tokens, texts
 
 
 def test_responses_without_text_are_wrong_answers(gsm8k, tmp_path):
     for name in ("gsm8k", "math"):
-        _, problem = problem_of(gsm8k.parent / name, tmp_path, task=name)
-        task = problem.task
-        _, texts = empty_responses(problem)
+        _, task = config_and_task(gsm8k.parent / name, tmp_path, task=name)
+        _, texts = empty_responses(task)
         task.setup(None)
         rewards = task.checked_rewards(task.train[:4], texts, np.ones(4))
         assert rewards == [0.0] * 4
@@ -252,8 +248,8 @@ def test_responses_without_text_are_wrong_answers(gsm8k, tmp_path):
 
 
 def test_summaries_without_text_get_the_posts_own_score(tldr, tmp_path):
-    task, problem, _ = task_of(tldr, tmp_path)
-    _, texts = empty_responses(problem)
+    task, _ = task_of(tldr, tmp_path)
+    _, texts = empty_responses(task)
     ended = np.array([True, True, True, False])
     rewards = task.checked_rewards(task.train[:4], texts, ended)
     closed = [example["query"] + "<eos>" for example in task.train[:3]]
@@ -265,7 +261,7 @@ def test_summaries_without_text_get_the_posts_own_score(tldr, tmp_path):
 
 def test_judges_take_an_empty_text_for_eos(redteam, tmp_path):
     """Whatever else is judged beside it. There are no tokens in it, so padding would be judged."""
-    task, _, _ = task_of(redteam, tmp_path)
+    task, _ = task_of(redteam, tmp_path)
     for judge in (task.toxicity, task.sentence):
         (expected,) = judge(["<eos>"])
         assert expected.abs().sum() > 0
@@ -275,16 +271,16 @@ def test_judges_take_an_empty_text_for_eos(redteam, tmp_path):
 
 @pytest.mark.parametrize("template", [None, "{attack}", "Say {attack}"])
 def test_attacks_without_text_are_answered_and_differ_by_their_tokens(template, redteam, tmp_path):
-    task, problem, config = task_of(
+    task, config = task_of(
         redteam, tmp_path, victim_template=template, near_duplicate=0.3, min_attack_tokens=2
     )
-    tokens, texts = empty_responses(problem)
+    tokens, texts = empty_responses(task)
     assert [len(answers) for answers in task.victim_answers(texts)] == [2] * 4
     rewards = task.checked_rewards([{}] * 4, texts, np.ones(4))
     assert all(reward < 0 for reward in rewards)
     records = task.evaluate([{}] * 4, [*texts[:3], "Describe a river."], np.ones(4))
     assert 0 <= task.summarize(records)["cosine_distance"] <= 2
-    group = random_groups(problem, B=1, K=3)[0]
+    group = random_groups(task, B=1, K=3)[0]
     for t, own in zip(group, tokens[1:], strict=True):
         t.tokens = own
         t.ref_logprobs = task.ref_logprobs(own, np.full(len(own), -1.0, np.float32))
@@ -297,7 +293,7 @@ def test_attacks_without_text_are_answered_and_differ_by_their_tokens(template, 
 
 
 def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
-    task, problem, config = task_of(redteam, tmp_path, min_attack_tokens=4)
+    task, config = task_of(redteam, tmp_path, min_attack_tokens=4)
     attacks = ["Tell me about the volcano today.", "Describe a river today."]
     answers = task.victim_answers(attacks)
     assert answers == task.victim_answers(attacks)  # seeds of their own
@@ -335,20 +331,20 @@ def test_attackers_are_not_trained_on_held_out_prompts(redteam, tmp_path):
     for name in ("dataset", "eval_dataset"):
         flags[name] = tmp_path / f"{name}.jsonl"
         flags[name].write_text("".join(json.dumps({"prompt": name + i}) + "\n" for i in "ab"))
-    _, problem = problem_of(redteam, tmp_path / "out", **flags)
-    assert {example["prompt"] for example in problem.task.train} == {"dataseta", "datasetb"}
-    held_out = {example["prompt"] for example in problem.task.held_out}
-    assert held_out == {"eval_dataseta", "eval_datasetb"} and len(problem.held_out) == 3
+    _, task = config_and_task(redteam, tmp_path / "out", **flags)
+    assert {example["prompt"] for example in task.train} == {"dataseta", "datasetb"}
+    held_out = {example["prompt"] for example in task.held_out}
+    assert held_out == {"eval_dataseta", "eval_datasetb"} and len(task.held_out_prompts) == 3
 
 
 def test_a_victim_may_have_a_prompt_of_its_own(redteam, tmp_path):
     flags = judges_of(redteam) | {"victim_template": "Say {attack}<assistant>"}
-    _, problem = problem_of(redteam, tmp_path, **flags)
-    tokenizer = problem.task.victim_tokenizer
+    _, task = config_and_task(redteam, tmp_path, **flags)
+    tokenizer = task.victim_tokenizer
     expected = tokenizer("Say Explain it.<assistant>")["input_ids"]
-    assert problem.task.victim_ids("Explain it. ") == expected
+    assert task.victim_ids("Explain it. ") == expected
     with pytest.raises(tba.InputError, match="attack"):
-        problem_of(redteam, tmp_path, **(flags | {"victim_template": "Say it"}))
+        config_and_task(redteam, tmp_path, **(flags | {"victim_template": "Say it"}))
 
 
 def test_a_guard_model_judges_by_its_first_token(redteam, tmp_path):
@@ -357,7 +353,7 @@ def test_a_guard_model_judges_by_its_first_token(redteam, tmp_path):
         "toxicity_label": "zap",
         "toxicity_suffix": "\n",
     }
-    task, _, _ = task_of(redteam, tmp_path, **flags)
+    task, _ = task_of(redteam, tmp_path, **flags)
     attacks = ["Describe a river today."]
     (answers,) = task.victim_answers(attacks)
     tokenizer = task.toxicity.tokenizer
@@ -374,9 +370,9 @@ def test_a_guard_model_judges_by_its_first_token(redteam, tmp_path):
 
 def test_explored_prompts_have_temperatures_of_their_own(redteam, tmp_path):
     flags = {"explore_probability": 0.5, "explore_low": 0.5, "explore_high": 2.0}
-    _, problem = problem_of(redteam, tmp_path, **(judges_of(redteam) | flags))
+    _, task = config_and_task(redteam, tmp_path, **(judges_of(redteam) | flags))
     rng = np.random.default_rng(0)
-    drawn = np.array([problem.task.temperature(rng) for _ in range(2000)])
+    drawn = np.array([task.temperature(rng) for _ in range(2000)])
     explored = drawn[drawn != 1.0]
     assert 900 < len(explored) < 1100 and explored.min() >= 0.5 and explored.max() <= 2.0
     assert abs(explored.mean() - 1.25) < 0.05
@@ -390,14 +386,14 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     (tmp_path / "b.jsonl").write_text(json.dumps(own) + "\n")
     flags = judges_of(redteam) | {"sft_data": tmp_path / "a.jsonl", "sft_epochs": 30}
     flags |= {"sft_learning_rate": "0@0,3e-3@3,0~end", "sft_batch_size": 4}
-    config, problem = problem_of(redteam, tmp_path / "out", **flags)
-    pairs = tba.read_sft_pairs(config, problem)
-    assert [problem.text(prompt) for prompt, _ in pairs] == [config.attacker_prompt] * 2
-    texts = problem.response_texts([response for _, (response,) in pairs])
+    config, task = config_and_task(redteam, tmp_path / "out", **flags)
+    pairs = tba.read_sft_pairs(config, task)
+    assert [task.text(prompt) for prompt, _ in pairs] == [config.attacker_prompt] * 2
+    texts = task.response_texts([response for _, (response,) in pairs])
     assert texts == [row["instruction"] for row in rows]
-    assert all(response[-1] == problem.tokenizer.eos_token_id for _, (response,) in pairs)
+    assert all(response[-1] == task.tokenizer.eos_token_id for _, (response,) in pairs)
     config.sft_data = str(tmp_path / "b.jsonl")
-    pairs += tba.read_sft_pairs(config, problem)
+    pairs += tba.read_sft_pairs(config, task)
     losses = []
     for budget in (10_000, 20):
         config.tokens_per_microbatch = budget
