@@ -1075,10 +1075,14 @@ def mode_collapsed(row: dict) -> bool:
     return min(point["distinct"] for point in row["path"]) < FEW_DISTINCT
 
 
+def lost_at_any_time(row: dict) -> bool:
+    """Whether a run collapsed in either way (point 18)."""
+    return collapsed(row) or mode_collapsed(row)
+
+
 def reward_at_the_end(row: dict) -> float:
     """0 after a collapse of either kind."""
-    lost = collapsed(row) or mode_collapsed(row)
-    return 0.0 if lost else row["path"][-1]["reward"]
+    return 0.0 if lost_at_any_time(row) else row["path"][-1]["reward"]
 
 
 def score(rows: list[dict]) -> float:
@@ -1583,10 +1587,10 @@ def rate_of(rows: list[dict]) -> str:
 STUDENT_T = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
-def paired(found: list[dict], others: list[dict]) -> str:
-    """The mean difference in gain over the seeds that both have, with its 95 % interval."""
-    by_seed = {row["seed"]: area(row) for row in others}
-    gaps = [area(row) - by_seed[row["seed"]] for row in found if row["seed"] in by_seed]
+def paired(found: list[dict], others: list[dict], value: Callable[[dict], float] = area) -> str:
+    """The mean difference in `value` over the seeds that both have, with its 95 % interval."""
+    by_seed = {row["seed"]: value(row) for row in others}
+    gaps = [value(row) - by_seed[row["seed"]] for row in found if row["seed"] in by_seed]
     if len(gaps) - 1 not in STUDENT_T:
         return NOT_YET
     half = STUDENT_T[len(gaps) - 1] * np.std(gaps, ddof=1) / math.sqrt(len(gaps))
@@ -1845,20 +1849,38 @@ def gains_by_searchers(rows: Rows, block: Block, what: str) -> str:
     return table([*head, "waited"], lines)
 
 
-def ends_by_searchers(rows: Rows, block: Block) -> str:
+def ahead_at_the_end(rows: Rows, block: Block) -> str:
+    """By how much `anchored` ends above each other way (point 19), paired by seed."""
+    lines: dict[str, list[str]] = {}
+    columns = list(itertools.product(("rare", "rarer"), (8, 64)))
+    end = lambda row: last(row)["reward"]
+    for task, M in columns:
+        own = {
+            line.partition(", ")[2]: s
+            for (line, m), s in block.items()
+            if m == M and s.task == task
+        }
+        anchored = rows.of(own.pop("anchored"), "report")
+        for way, setting in own.items():
+            lines.setdefault(way, [way]).append(paired(anchored, rows.of(setting, "report"), end))
+    head = [f"{LABELS[task]}, {M} Searchers" for task, M in columns]
+    return table(["`anchored` minus", *head], lines.values())
+
+
+def ends_by_searchers(rows: Rows, block: Block, collapse: Callable[[dict], bool] = lost) -> str:
     """Where runs on sparse tasks end, beside the optimum: a row per line, cells by M."""
     lines = []
     for name in dict.fromkeys(line for line, _ in block):
         own = {M: setting for (line, M), setting in block.items() if line == name}
         (task,) = {setting.task for setting in own.values()}
         found = [rows.of(setting, "report") for setting in own.values()]
-        lines.append([name, "; ".join(map(str, own)), *end_cells(task, found)])
+        lines.append([name, "; ".join(map(str, own)), *end_cells(task, found, collapse)])
     head = ["", "Searchers", "rate", "gain", "reward at the end", "median J at the end"]
     head += ["reach 0.5", "end there", "median step to 0.5", "collapse", "seeds"]
     return table(head, lines)
 
 
-def end_cells(task: str, found: list[list[dict]]) -> list[str]:
+def end_cells(task: str, found: list[list[dict]], collapse: Callable[[dict], bool]) -> list[str]:
     """The cells of `ends_by_searchers` from the runs for each M."""
 
     def cell(value_of: Callable[[list[dict]], object], best: str = "") -> str:
@@ -1884,7 +1906,7 @@ def end_cells(task: str, found: list[list[dict]]) -> list[str]:
         cell(lambda runs: reached(runs).split(" ")[0]),
         cell(end_there),
         cell(median_step),
-        cell(lambda runs: sum(map(lost, runs))),
+        cell(lambda runs: sum(map(collapse, runs))),
         "; ".join(dict.fromkeys(str(len(runs)) for runs in found)),
     ]
 
@@ -2020,7 +2042,9 @@ def tables_of_search(rows: Rows) -> dict[str, str]:
         own = {M: setting for (other, M), setting in blocks[block].items() if other == line}
         shown_lines |= {(name, M): setting for M, setting in own.items()}
     tables = {"search": ends_by_searchers(rows, shown_lines)}
-    tables["anchored"] = ends_by_searchers(rows, blocks.pop("anchored"))
+    of_rules = blocks.pop("anchored")
+    tables["anchored"] = ends_by_searchers(rows, of_rules, lost_at_any_time)
+    tables["anchored, ahead at the end"] = ahead_at_the_end(rows, of_rules)
     for name, block in blocks.items():
         title = f"search, {name}"
         if not any(rows.of(setting, "report") for setting in block.values()):
