@@ -374,7 +374,7 @@ def schedule_points(text: str | float) -> list[tuple[float, float, str]]:
     """
     points = []
     for part in str(text).split(","):
-        value, curve, step = re.fullmatch("([^@~]*)([@~]?)(.*)", part).groups()
+        value, curve, step = re.fullmatch("([^@~]*)([@~]?)(.*)", part, re.DOTALL).groups()
         points.append((math.inf if step == "end" else int(step or 0), float(value), curve))
     steps = [step for step, *_ in points]
     if steps != sorted(steps) or steps[0] != 0:
@@ -414,7 +414,7 @@ class Trajectory:
     logprobs: np.ndarray  # (T,) float32, under the sampling policy and temperature
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
-    explored: bool  # sampled at a temperature other than --temperature
+    in_kl: bool  # sampled at --temperature, log pi_ref as it is: counts in the metric kl
     reward: float
     prompt_id: int
     version: int  # policy's step at submission; later tokens may be from newer weights
@@ -844,7 +844,7 @@ class Task:
     train_prompts: list[np.ndarray]  # (P,) int32 each
     held_out_prompts: list[np.ndarray]
     packs: bool  # responses share rows, in which their prompt is computed once
-    context: float  # the model's maximum number of tokens
+    max_context: float  # the model's maximum number of tokens
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         """Read the data, and check what can be checked before a model loads."""
@@ -1634,12 +1634,14 @@ class Searcher:
             del self.in_flight[source]
             group = Group(source.index, [])
             for tokens, logprobs, ended in zip(done.tokens, done.logprobs, done.ended, strict=True):
+                scored = next(ref_logprobs)
+                altered = task.ref_logprobs(tokens, scored)
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
-                    ref_logprobs=task.ref_logprobs(tokens, next(ref_logprobs)),
+                    ref_logprobs=altered,
                     ended=bool(ended),
-                    explored=done.request.temperature != config.temperature,
+                    in_kl=altered is scored and done.request.temperature == config.temperature,
                     reward=math.nan,
                     prompt_id=source.prompt_id,
                     version=source.version,
@@ -1894,14 +1896,18 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     for prompt, responses in groups:
         max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
         room = max(1, max_tokens - len(prompt))  # for responses, in each row
-        row_count = min(len(responses), math.ceil(sum(map(len, responses)) / room))
-        rows = [Row(prompt, [], []) for _ in range(row_count)]
+        fewest = min(len(responses), math.ceil(sum(map(len, responses)) / room))
+        limit = max(budget, len(prompt) + max(map(len, responses)))
         starts = start + np.cumsum([0, *map(len, responses)])
         start = starts[-1]
-        for i in sorted(range(len(responses)), key=lambda i: -len(responses[i])):
-            shortest = min(rows, key=attrgetter("length"))
-            shortest.indices.append(np.arange(starts[i], starts[i + 1]))
-            shortest.responses.append(responses[i])
+        for row_count in range(fewest, len(responses) + 1):
+            rows = [Row(prompt, [], []) for _ in range(row_count)]
+            for i in sorted(range(len(responses)), key=lambda i: -len(responses[i])):
+                shortest = min(rows, key=attrgetter("length"))
+                shortest.indices.append(np.arange(starts[i], starts[i + 1]))
+                shortest.responses.append(responses[i])
+            if max(row.length for row in rows) <= limit:
+                break
         plan.append(rows)
     return plan
 
@@ -3256,7 +3262,9 @@ class Evaluations:
 # ================================================================================ 14. Checkpoints
 
 # settings that a resumed run cannot change: its stored groups were sampled and scored with them
-FIXED = ("synchronous", "model", "temperature", "lora_rank", "reset_reference_every")
+FIXED = (
+    "task", "model", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every"
+)  # fmt: skip
 ASYNCHRONOUS = (*FIXED, "searched_per_prompt")
 LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
 
@@ -3265,6 +3273,7 @@ def save(trainer: Trainer) -> None:
     """Copy the run's state, unless it is saved already; a thread writes checkpoint-STEP."""
     previous = trainer.writing
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
+        trainer.folder.draw_curves()  # with evaluations that have ended since
         return
     saved = {name: owner.state() for name, owner in trainer.owners.items()}
     saved |= {"step": trainer.step, "checksums": trainer.task.checksums()}
@@ -3517,12 +3526,12 @@ def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
     encoded = prompt_tokens(task.tokenizer, texts, task.special_tokens)
     config.require(all(encoded), "dataset", "a prompt is empty; see also --attacker_prompt")
     longest = min(
-        task.context - config.max_response_tokens - 1,
+        task.max_context - config.max_response_tokens - 1,
         (config.max_total_tokens or math.inf) - 1,
         config.max_prompt_tokens or math.inf,
     )
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    cause = f"all {kind} prompts exceed {max(0, longest)} tokens (context: {task.context})"
+    cause = f"all {kind} prompts exceed {max(0, longest)} tokens (context: {task.max_context})"
     fix = f"{cause}; lower it, or raise other --max_*_tokens"
     config.require(fitting, "max_response_tokens", fix)
     print(f"{kind}: {len(fitting)} of {len(texts)} prompts fit {longest} tokens", file=sys.stderr)
@@ -3535,7 +3544,7 @@ def load_task(config: Config) -> Task:
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
     text_config = model.config.get_text_config()
-    task.context = getattr(text_config, "max_position_embeddings", None) or math.inf
+    task.max_context = getattr(text_config, "max_position_embeddings", None) or math.inf
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, task.train_prompts = encode_prompts(task, "training", task.train)
     task.held_out, task.held_out_prompts = encode_prompts(task, "evaluation", task.held_out)
@@ -3568,6 +3577,8 @@ class RunFolder:
         self.step = step  # of the checkpoint that is resumed, or 0
         self.path = Path(config.output_dir)
         self.accelerator = make_accelerator(config, step)
+        for partial_checkpoint in self.path.glob(".checkpoint-*"):  # of a process that was killed
+            shutil.rmtree(partial_checkpoint, ignore_errors=True)
         if step:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 rows = [row for row in read_lines(self.path / name) if row["step"] <= step]
@@ -3731,8 +3742,8 @@ class StepLog:
     def log_arrivals(self) -> None:
         """Average over arrived trajectories; append the last to completions.jsonl."""
         rows = [t for group in self.arrived for t in group.trajectories]
-        # of the generating policy to the reference, over responses sampled at --temperature
-        kl = [(t.logprobs - t.ref_logprobs).sum() for t in rows if not t.explored]
+        # of the generating policy to the reference
+        kl = [(t.logprobs - t.ref_logprobs).sum() for t in rows if t.in_kl]
         self.responses += [t.tokens.tobytes() for g in self.arrived for t in g.trajectories[:2]]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
@@ -3805,12 +3816,16 @@ def parse(argv: list[str]) -> Config:
     `--resume DIR` loads that run's settings; flags before it are ignored, those after it override.
     So any script can be given `--resume DIR --steps 1000`.
     """
-    after = itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)
-    argv = list(after) or argv
+    after = [*itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)]
+    argv = after or argv
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", default="")
     early.add_argument("--resume", default="")
+    early.add_argument("--output_dir", default="")
+    early.error = exit_with_error
     known = early.parse_known_args(argv)[0]
+    if after and (known.output_dir or not known.resume):
+        exit_with_error("--resume needs a run's folder, which stays its --output_dir")
     saved = {}
     if known.resume:
         try:
@@ -3885,21 +3900,24 @@ def resolve(given: Config) -> Config:
 def claim_folder(given: Config, config: Config) -> None:
     """Make the run's folder with its config.json. Raises InputError if it has another run."""
     folder = Path(config.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        config.require(False, "output_dir", f"{error.strerror}; choose another folder")
     free = config.resume or not any(folder.glob("*.jsonl"))
     again = shlex.quote(config.output_dir)
+    here = shlex.quote(str(Path(__file__).parent))
     config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
     record = {
         "config": vars(given),  # a resumed run resolves them again
         "resolved": vars(config),
-        "git_commit": subprocess.getoutput(f"git -C {Path(__file__).parent} rev-parse HEAD"),
+        "git_commit": subprocess.getoutput(f"git -C {here} rev-parse HEAD"),
         "command": sys.argv,
         "versions": {package.name: package.version for package in metadata.distributions()},
     }
-    (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+    new = folder / ".config.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(record, indent=2) + "\n")
+        new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
+    except OSError as error:
+        config.require(False, "output_dir", f"{error.strerror}; choose another folder")
 
 
 @lenient_output()
@@ -4308,6 +4326,8 @@ class RedTeam(Task):
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
+        fix = f"must be at most --explore_high {config.explore_high}"
+        config.require(config.explore_low <= config.explore_high, "explore_low", fix)
         self.min_eval_tokens = config.min_attack_tokens
         fits = self.min_eval_tokens <= config.max_response_tokens
         config.require(fits, "min_attack_tokens", "must be at most --max_response_tokens")
@@ -4464,11 +4484,12 @@ def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
         space = "" if prompt[-1:].isspace() else " "
         response = row.get("response") or space + row["instruction"]
         (prompt_ids,) = prompt_tokens(tokenizer, [prompt], task.special_tokens)
+        config.require(prompt_ids, "sft_data", "a prompt has no tokens")
         ids = tokenizer.encode(response, add_special_tokens=False)
         ids.append(tokenizer.eos_token_id)
-        if len(prompt_ids + ids) <= task.context:
+        if len(prompt_ids + ids) <= task.max_context:
             pairs.append((np.array(prompt_ids, np.int32), [np.array(ids, np.int32)]))
-    config.require(pairs, "sft_data", f"every row is longer than {task.context} tokens")
+    config.require(pairs, "sft_data", f"every row is longer than {task.max_context} tokens")
     return pairs
 
 

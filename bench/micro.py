@@ -80,7 +80,7 @@ def random_groups(learner: tba.Learner, prompt: int, response: int) -> list[list
                 logprobs=np.full(T, -5, np.float32),
                 ref_logprobs=np.full(T, -5, np.float32),
                 ended=True,
-                explored=False,
+                in_kl=True,
                 reward=float(rng.random()),
                 prompt_id=prompt_id,
                 version=0,

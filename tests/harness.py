@@ -390,7 +390,7 @@ def random_groups(
                 logprobs=np.zeros(length, np.float32),
                 ref_logprobs=-rng.uniform(0.1, 5, length).astype(np.float32),
                 ended=True,
-                explored=False,
+                in_kl=True,
                 reward=float(rng.integers(0, 2)),
                 prompt_id=int(prompt_id),
                 version=0,

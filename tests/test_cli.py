@@ -1,12 +1,15 @@
 """The command line: mistakes end in one line that names the flag, with exit code 2."""
 
+import contextlib
 import dataclasses
 import http.server
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -86,6 +89,8 @@ def test_a_flag_that_is_misspelt_and_data_that_do_not_fit(gsm8k, tldr, redteam, 
     assert "--dataset" in refused(arguments(gsm8k, out, dataset=data), capsys)
     empty = judges_of(redteam) | {"attacker_prompt": ""}
     assert "--attacker_prompt" in refused(arguments(redteam, out, **empty), capsys)
+    low = judges_of(redteam) | {"explore_low": 3}
+    assert "--explore_low 3" in refused(arguments(redteam, out, **low), capsys)
     short = judges_of(redteam) | {"min_attack_tokens": 33}
     assert "--min_attack_tokens 33" in refused(arguments(redteam, out, **short), capsys)
     judges = {"task": "tldr", "reward_model": tldr / "model", "gold_reward_model": tldr / "gold"}
@@ -112,6 +117,38 @@ def test_a_folder_that_holds_a_run(gsm8k, tmp_path, capsys):
         assert f"{name} {value}" in refused(["--resume", out, name, value], capsys)
     flags = ["--resume", out, "--dataset", gsm8k / "data" / "test.jsonl"]
     assert "--dataset" in refused(flags, capsys)
+    plugin = tmp_path / "same.py"
+    plugin.write_text("import tba\n\ntba.TASKS['same'] = type('Same', (tba.GSM8K,), {})\n")
+    assert "--task same" in refused(["--resume", out, "--plugin", plugin, "--task", "same"], capsys)
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
+    assert f"--sft_data {pairs}" in refused(["--resume", out, "--sft_data", pairs], capsys)
+    assert "--output_dir" in refused(["--resume", out, "--output_dir", tmp_path / "b"], capsys)
+    record = (out / "config.json").read_text()
+    given = tba.parse(["--resume", str(out)])
+    with limited_file_size(1000), pytest.raises(tba.InputError):  # as on a full disk
+        tba.claim_folder(given, tba.resolve(given))
+    assert (out / "config.json").read_text() == record
+
+
+@contextlib.contextmanager
+def limited_file_size(size):
+    """Make writes of larger files fail in this process, with an error instead of a signal."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("resume", (["--resume", ""], ["--resume="], ["--resume"]))
+def test_a_run_to_resume_must_be_named(gsm8k, tmp_path, capsys, resume):
+    """An unset variable of a shell does not start a run without the flags before it."""
+    flags = arguments(gsm8k, tmp_path / "run")
+    assert "--resume" in refused([*flags, *resume], capsys)
 
 
 def test_an_attention_window_skips_no_prompt(gsm8k, tmp_path, capsys):

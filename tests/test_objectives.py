@@ -682,6 +682,7 @@ def test_plan_rows_covers_all_evenly_within_budget():
                 most = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
                 assert row.prompt is prompt
                 assert row.length <= max(most, len(prompt) + 1) + longest
+                assert row.length <= max(budget, len(prompt) + longest)
                 assert row_tokens or len(row.indices) == 1
                 for index, response in zip(row.indices, row.responses, strict=True):
                     assert np.array_equal(all_tokens[index], response)

@@ -28,7 +28,7 @@ def group(prompt_id, responses, rewards=None, version=0, index=0):
             logprobs=tokens.astype(np.float32),
             ref_logprobs=np.full(len(tokens), -1.0 - i, np.float32),
             ended=i % 2 == 0,
-            explored=i % 3 == 0,
+            in_kl=i % 3 == 0,
             reward=0.0 if rewards is None else float(np.float32(rewards[i])),
             prompt_id=prompt_id,
             version=version,
