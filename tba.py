@@ -82,7 +82,7 @@ from functools import lru_cache, partial, wraps
 from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -1041,7 +1041,6 @@ class Trainer(Stateful):
             self.poll()  # receives groups, sends weights
             groups = self.wait_for("generation", self.next_batch)
             self.train_step(groups)
-            self.mark_due()
             if self.config.save_every and self.step % self.config.save_every == 0:
                 save(self)
 
@@ -1094,7 +1093,6 @@ class Trainer(Stateful):
                 used = {group.prompt_id for group in sampled}
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
             self.train_step(groups)
-            self.mark_due()
             self.sync.due = True
             self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
             self.poll()  # stops here after a signal
@@ -1194,6 +1192,7 @@ class Trainer(Stateful):
         now = at_step(self.config, self.step)
         metrics = self.learner.step(groups, now, self.step)
         self.step += 1
+        self.mark_due()
         self.log.write(metrics, groups)
         skipped = self.learner.skipped
         if skipped:
@@ -1560,7 +1559,8 @@ class Searcher:
         S = config.searched_per_prompt
         unscored = S * len(self.unscored) + sum(call.unscored for call in self.calls)
         max_unscored = self.MAX_UNSCORED * max(S, config.sequences_in_flight)
-        if self.version < 0 or unscored > max_unscored:
+        # in lockstep, it does not depend on how fast rewards are: runs repeat exactly
+        if self.version < 0 or (unscored > max_unscored and not config.synchronous):
             return
         capacity = config.sequences_in_flight * self.engine.LOOKAHEAD  # some wait in the engine
         while self.index < self.limit:
@@ -3617,6 +3617,7 @@ class RunFolder:
         record = {"step": step, "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
+        self.evaluations.sort(key=itemgetter("step"))  # a slow judge's may be late
         self.track({f"held_out/{name}": value for name, value in record.items()}, step)
         self.say(self.describe(**record))
 

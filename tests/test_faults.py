@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -366,6 +367,34 @@ def test_a_version_is_that_of_the_weights_at_submission(gsm8k, tmp_path):
     groups = sent(searcher, tba.Group, 3)
     versions = [{t.version for t in group.trajectories} for group in groups]
     assert versions == [{version} for version in submitted]
+
+
+def test_slow_rewards_do_not_change_what_lockstep_samples(gsm8k, tmp_path, monkeypatch):
+    batches = []
+    scored = threading.Event()
+    rewards = tba.GSM8K.rewards
+    monkeypatch.setattr(
+        tba.GSM8K, "rewards", lambda *args: scored.wait(PATIENCE) and rewards(*args)
+    )
+    for slow in (False, True):
+        searcher = searcher_of(gsm8k, tmp_path, synchronous=True)
+        searcher.limit = 12
+        searcher.engine.shares_prompts = False  # prompts of other lengths wait in the engine
+        scored.set()
+        if slow:
+            scored.clear()
+        sampled = []
+        for _ in range(12):
+            searcher.submit_prompts()
+            if searcher.engine.unfinished:
+                done = searcher.engine.step(searcher.between_steps)
+                sampled.append([(c.request.id, [y.tolist() for y in c.tokens]) for c in done])
+                searcher.handle_completions(done)
+        scored.set()
+        assert searcher.index == 12 and not searcher.engine.unfinished
+        assert len(sent(searcher, tba.Group, 12)) == 12
+        batches.append(sampled)
+    assert batches[0] == batches[1]
 
 
 def test_answers_are_judged_and_sent_by_their_own_prompts(gsm8k, tmp_path, monkeypatch):
