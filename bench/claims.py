@@ -1409,7 +1409,9 @@ def optimum(files: Path, count: int = 2) -> str:
 # ------------------------------------------------------------------------------------- the report
 
 GREY = "0.75"
-COLOURS = {"tb": "C0", "proximal_rloo": "C1", "dr_grpo": "C2", "rloo": "C3"}  # the rest are grey
+COLOURS = {  # the rest are grey
+    "tb": "C0", "proximal_rloo": "C1", "proximal_rloo truncate": "C6", "dr_grpo": "C2", "rloo": "C3"
+}  # fmt: skip
 MAIN = COLOURS["tb"]
 LINE = {"capsize": 3, "markersize": 6, "linewidth": 2}
 # of tasks, in the figures
