@@ -113,6 +113,7 @@ KL coefficient beta.
 
 22. + Objectives whose ratios are truncated or masked (--ratio, with its default cap of 3), which
    peers have in 2026, joined the first experiment at lags 0, 10 and 40, with rates chosen as in 2.
+   After their results, so did `tb` with truncated importance weights.
 """
 
 import argparse
@@ -499,6 +500,12 @@ class Mixed(tba.Newest):
 
 tba.REPLAY_RULES["mixed"] = Mixed
 
+# the plug-in that weights TB's squares with truncated ratios
+_, _, weighted_tb = (
+    (ROOT / "docs" / "hacking.md").read_text().partition("--objective tb_weighted\n")
+)
+exec(weighted_tb.partition("```")[0])
+
 # ------------------------------------------------------------------------------ a simulated clock
 
 
@@ -776,6 +783,7 @@ OBJECTIVES = {  # name in the tables -> flags
     "proximal_rloo mask": {"objective": "proximal_rloo", "ratio": "mask"},
     "dr_grpo truncate": {"objective": "dr_grpo", "ratio": "truncate"},
     "dr_grpo mask": {"objective": "dr_grpo", "ratio": "mask"},
+    "tb truncate": {"objective": "tb_weighted"},  # a plug-in of docs/hacking.md
 }
 CAPPED = [name for name in OBJECTIVES if name.endswith((" truncate", " mask"))]
 AS_PUBLISHED = [name for name in OBJECTIVES if name not in CAPPED]
