@@ -501,10 +501,8 @@ class Mixed(tba.Newest):
 tba.REPLAY_RULES["mixed"] = Mixed
 
 # the plug-in that weights TB's squares with truncated ratios
-_, _, weighted_tb = (
-    (ROOT / "docs" / "hacking.md").read_text().partition("--objective tb_weighted\n")
-)
-exec(weighted_tb.partition("```")[0])
+plugins = (ROOT / "docs" / "hacking.md").read_text()
+exec(plugins.partition("--objective tb_weighted\n")[2].partition("```")[0])
 
 # ------------------------------------------------------------------------------ a simulated clock
 
