@@ -1416,7 +1416,8 @@ def optimum(files: Path, count: int = 2) -> str:
 
 GREY = "0.75"
 COLOURS = {  # the rest are grey
-    "tb": "C0", "proximal_rloo": "C1", "proximal_rloo truncate": "C6", "dr_grpo": "C2", "rloo": "C3"
+    "tb": "C0", "tb truncate": "C0", "proximal_rloo": "C1", "proximal_rloo truncate": "C1",
+    "dr_grpo": "C2", "rloo": "C3",
 }  # fmt: skip
 MAIN = COLOURS["tb"]
 LINE = {"capsize": 3, "markersize": 6, "linewidth": 2}
@@ -2126,14 +2127,16 @@ def draw_stale_data(rows: Rows, axes) -> None:
     """The gain by the lag of the data."""
     settings = [s for s in settings_of() if s.experiment == "staleness"]
     lags = sorted({s.lag for s in settings})
-    for name in sorted(OBJECTIVES, key=lambda name: name in COLOURS):
+    grey = [name for name in OBJECTIVES if name not in COLOURS]
+    for name in (*grey, *COLOURS):
         found = [s for s in settings if s.objective == name and rows.of(s, "report")]
         found.sort(key=attrgetter("lag"))
         gains = [list(map(area, rows.of(s, "report"))) for s in found]
         shift = list(COLOURS).index(name) * 0.04 if name in COLOURS else 0
         x, means, bars = spread([lags.index(s.lag) + shift for s in found], gains)
         if name in COLOURS:
-            axes.errorbar(x, means, bars, fmt="o-", label=name, color=COLOURS[name], **LINE)
+            style = "o--" if name.endswith("truncate") else "o-"
+            axes.errorbar(x, means, bars, fmt=style, label=name, color=COLOURS[name], **LINE)
         else:
             axes.plot(x, means, color=GREY, linewidth=1, zorder=0)
     axes.set_xticks(range(len(lags)), map(str, lags))
@@ -2141,7 +2144,7 @@ def draw_stale_data(rows: Rows, axes) -> None:
     axes.set_ylabel("gain in reward")
     axes.set_ylim(0, 0.38)
     axes.set_title("2  Learning from stale data")
-    axes.legend(frameon=False, loc="lower left", labelspacing=0.2)
+    axes.legend(frameon=False, loc="lower left", labelspacing=0.2, handlelength=3, fontsize=12)
 
 
 def draw_rules(rows: Rows, axes) -> None:
