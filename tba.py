@@ -1188,7 +1188,7 @@ class Trainer(Stateful):
         self.folder.accelerator.end_training()
 
     def train_step(self, groups: list[list[Trajectory]]) -> None:
-        """Take one optimizer step on B groups of K trajectories, and log it."""
+        """Take one optimizer step on B groups of K trajectories, mark what is due, and log it."""
         now = at_step(self.config, self.step)
         metrics = self.learner.step(groups, now, self.step)
         self.step += 1
@@ -3825,7 +3825,7 @@ def parse(argv: list[str]) -> Config:
     early.add_argument("--output_dir", default="")
     early.error = exit_with_error
     known = early.parse_known_args(argv)[0]
-    if after and (known.output_dir or not known.resume):
+    if after and (not known.resume or known.output_dir not in ("", known.resume)):
         exit_with_error("--resume needs a run's folder, which stays its --output_dir")
     saved = {}
     if known.resume:
