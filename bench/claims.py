@@ -1438,8 +1438,9 @@ RULES = {
     "by reward": ("rarer, longer", "tb, 240 steps"),
     "mixed": ("mixed, lower rates", "rarer, 240 steps, 3e-4"),
     "anchored": ("anchored", "1 in 1,820, anchored"),
+    "learned log Z": ("anchored", "1 in 1,820, softmax(10 r), learned log Z"),
 }
-RULE_COLOURS = {"by reward": "C4", "mixed": "C5", "anchored": "C9"}
+RULE_COLOURS = dict(zip(RULES, ("C4", "C5", "C9", "C8"), strict=True))
 # the lines of the table "search": name -> a table of search_settings and its line
 SEARCH_LINES = {
     "1 in 183, by reward": ("ten seeds", "tb"),
@@ -2168,7 +2169,9 @@ def draw_rules(rows: Rows, axes) -> None:
     axes.set_ylim(-0.02, 1.02)
     axes.set_ylabel("reward at the end")
     axes.set_title("3  More search, rare rewards")
-    axes.legend(frameon=False, loc="upper left", labelspacing=0.2, bbox_to_anchor=(0, 0.9))
+    axes.legend(
+        frameon=False, loc="upper left", labelspacing=0.2, bbox_to_anchor=(0, 0.9), fontsize=12
+    )
 
 
 def all_seeds(rows: Rows, setting: Setting) -> list[dict]:
