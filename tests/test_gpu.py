@@ -277,7 +277,9 @@ send = tba.SearcherSpec.send
 def send_and_note(spec, *messages):
     send(spec, *messages)
     if any(isinstance(message, tba.Group) for message in messages):
-        (FOLDER / f"pid-{spec.searcher}").write_text(str(os.getpid()))
+        own = FOLDER / str(os.getpid())  # renamed, so that nobody reads it half-written
+        own.write_text(own.name)
+        own.replace(FOLDER / f"pid-{spec.searcher}")
 
 def hanging(method):
     def wrapped(group, *args):
