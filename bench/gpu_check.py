@@ -34,6 +34,7 @@ GB = 1e9
 Shape = tuple[int, int, int, int, int]
 SIZES: dict[str, Shape] = {  # hidden, intermediate, layers, vocabulary; tokens of a micro-batch
     "1.1 B": (2048, 5632, 22, 32_000, 16_384),  # RhoMath-1B
+    "1.1 B, small micro-batches": (2048, 5632, 22, 32_000, 4096),
     "0.3 B": (1024, 2816, 20, 32_000, 4096),
     "tiny": (64, 192, 2, 428, 4096),  # where kernels do not compute
 }
@@ -97,7 +98,7 @@ class Checks:
             "task": "gsm8k", "model": MODELS / "gsm8k/model", "dataset": MODELS / "gsm8k/data",
             "output_dir": out, "engine": self.engine, "prompts_per_step": 8,
             "trained_per_prompt": 16, "searched_per_prompt": 16, "initial_trajectories": 128,
-            "beta": 0.05, "learning_rate": 1e-4, "max_grad_norm": 1, "temperature": 1.0,
+            "beta": 0.05, "learning_rate": "1e-4@0,0@end", "max_grad_norm": 1, "temperature": 1.0,
             "max_response_tokens": 32, "sequences_in_flight": 128, "eval_every": 0,
             "gpu_memory_utilization": SHARE if self.gpus == 1 else 0.5,
         } | flags  # fmt: skip
