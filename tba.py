@@ -1130,10 +1130,10 @@ class Trainer(Stateful):
             news.clear()  # before polling, so that later news ends the next wait
             self.poll()
             if time.monotonic() > next_log:
-                running = sum(s.state != "pending" for s in self.searchers.running)
+                ready = sum(s.state == "ready" for s in self.searchers.running)
                 self.folder.say(
                     f"step {self.step}: waiting for {what} for {next_log - start:.0f} s; "
-                    f"{running}/{self.config.num_searchers} Searchers running"
+                    f"{ready}/{self.config.num_searchers} Searchers ready"
                 )
                 next_log += self.LOG_EVERY
         self.log.waited[what] += time.monotonic() - start

@@ -98,7 +98,7 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
         continues(run)
 
         cluster.lose(nodes[1])
-        run.says("0/3 Searchers running")
+        run.says("0/3 Searchers ready")
         cluster.join()
         continues(run)
         os.kill(run.process.pid, signal.SIGINT)
