@@ -288,7 +288,7 @@ class Config:
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Metrics tracker.")
+    report_to: Literal["none", "wandb", "tensorboard"] = flag("none", "Metrics tracker.")
 
     def require(self, ok: Any, name: str, fix: str) -> None:
         """Raise InputError with the flag, its value and a fix, unless `ok`."""
@@ -3657,11 +3657,14 @@ def make_accelerator(config: Config, step: int) -> Accelerator:
         log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
-    run = {"name": Path(config.output_dir).name, "config": vars(config)}
     options = {
         "tensorboard": {"purge_step": step + 1},  # later ones are repeated
-        "trackio": run,
-        "wandb": run | {"id": vars(config).get("run_id"), "resume": "allow"},
+        "wandb": {
+            "name": Path(config.output_dir).name,
+            "config": vars(config),
+            "id": vars(config).get("run_id"),
+            "resume": "allow",
+        },
     }
     accelerator.init_trackers("tba", init_kwargs=options)
     if config.report_to == "wandb":  # W&B refuses earlier steps: use metrics as axes

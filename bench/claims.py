@@ -967,6 +967,12 @@ def anchored_settings() -> dict[tuple[str, int], Setting]:
 def collapse_settings() -> dict[tuple[str, str, int], Setting]:
     """The settings of the experiment "collapse", by (variant, objective, lag)."""
     half = (("lr_schedule", "warmup_stable_decay"), ("stable_steps", 125), ("decay_steps", 125))
+    variants = {  # name -> price, steps, own flags
+        "constant": (1.0, 250, ()),
+        "decaying": (1.0, 250, half),
+        "4 x beta": (4.0, 250, ()),
+        "3e-4, 830 steps": (1.0, 830, (("learning_rate", 3e-4),)),
+    }
     names = ("tb", "proximal_rloo", "dr_grpo")
     lags = (0, 10, 40)
     keys = list(itertools.product(("constant", "decaying", "4 x beta"), names, lags))
@@ -974,13 +980,10 @@ def collapse_settings() -> dict[tuple[str, str, int], Setting]:
     keys += [("3e-4, 830 steps", "tb", 0), ("3e-4, 830 steps", "proximal_rloo", 0)]
     found = {}
     for variant, name, lag in keys:
-        price = 4.0 if variant == "4 x beta" else 1.0
-        flags = (("clock", "1"), ("synchronous", True))
-        flags += half if variant == "decaying" else ()
-        flags += (("learning_rate", 3e-4),) if "830" in variant else ()
+        price, steps, own = variants[variant]
+        flags = (("clock", "1"), ("synchronous", True), *own)
         if name in ("dr_grpo", "grpo"):
             flags += (("kl_coefficient", BETA["valence"] * price),)
-        steps = 830 if "830" in variant else 250
         setting = Setting("collapse", name, lag, price=price, steps=steps, flags=flags)
         found[variant, name, lag] = setting
     return found
