@@ -1339,8 +1339,12 @@ def run_all(
     rows: Rows, settings: list[Setting], files: Path, minutes: float, workers: int,
     run: Callable[..., dict] = run,
 ) -> None:  # fmt: skip
-    """Run what is missing, `workers` at a time, until all is done or time is up."""
+    """Run what is missing, `workers` at a time, until all is done or time is up.
+
+    When a run fails, no more are started, and its exception is raised once the others have ended.
+    """
     rows.check(settings, files)
+    failure = None
     end = time.monotonic() + 60 * minutes
     # fork now: everything is imported and no other thread is running
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
@@ -1354,10 +1358,14 @@ def run_all(
                 clip = 0.0 if role == "pilot" else rows.clip(setting)
                 under_way[pool.submit(run, *job, clip, files)] = job
             if not under_way:
-                return
+                break
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                 job = under_way.pop(future)
                 rows.under_way.remove(job)
+                if future.exception():
+                    failure = future.exception()
+                    end = -math.inf
+                    continue
                 row = future.result()
                 rows.add(row)
                 setting, role, rate, seed = job
@@ -1366,6 +1374,8 @@ def run_all(
                 what += "".join(f"{name} {value}, " for name, value in setting.flags)
                 what += f"{role} {rate:g}"
                 print(f"{what}, seed {seed}: {text} ({row['seconds']} s)", flush=True)
+    if failure:
+        raise failure
 
 
 # ------------------------------------------------------------------------------------ the optimum
