@@ -29,8 +29,10 @@
 #   top-p 0.9); here TBA waits for as many samples, and gflownet starts with an empty buffer.
 # * The baseline's batch has 8 parts, each new or replayed at random; here half of 8 groups are new.
 #   It forbids an empty attack, appends EOS to truncated attacks in replay, computes in float32
-#   (--dtype float32), has 100 batches of warm start (here 102) with a weight decay of 0.1 (here 0),
-#   and decays the learning rate linearly, to 88 %.
+#   (--dtype float32), and has a warm start of 100 batches of 90 % of the rows (here 102 of all)
+#   with a weight decay of 0.1 (here 0).
+# * For GPT-2 it keeps that one of two near-duplicates whose log pi_ref + reward / beta is higher;
+#   here gflownet does, and the others, whose --evict is another, keep the higher reward.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
@@ -144,7 +146,7 @@ settings=(
   --sentence_model sentence-transformers/all-MiniLM-L6-v2
   --steps 5000
   --reward_inverse_temperature 1               # replay by reward
-  --learning_rate 1e-6@0,1e-4@99,0~40000       # half a cosine, which ends at 96 % of the peak
+  --learning_rate 1e-6@0,1e-4@99,0@40000       # linear; the run ends at 88 % of the peak
   --weight_decay 0.01 --max_grad_norm 1
   --temperature 1.0
   --explore_probability 0.5 --explore_high 2.0

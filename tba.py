@@ -257,7 +257,7 @@ class Config:
     replay_rule: str = flag("newest", "Replay rule: newest, anchored, or from --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
-    max_replays: float = flag(4.0, "Maximum draws of a recent group; 0: unlimited.")
+    max_replays: float = flag(4.0, "Maximum draws per recent group, on average; 0: any number.")
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     weight_decay: float = flag(0.0, "Weight decay of AdamW.")
@@ -355,7 +355,8 @@ def number(f: dataclasses.Field, kind: type, text: str) -> Any:
         if all(minimum <= value <= maximum and math.isfinite(value) for value in values):
             return kind(text)
     forms = {int: "an integer", str: "VALUE, or VALUE@0,VALUE@STEP,... with rising steps,"}
-    fix = f"must be {forms.get(kind, 'a number')} from {minimum:g} to {maximum:g}"
+    lowest = "> 0" if minimum == POSITIVE else f">= {minimum:g}"
+    fix = f"must be {forms.get(kind, 'a number')} {lowest} and <= {maximum:g}"
     raise argparse.ArgumentTypeError(f"{text}: {fix}")
 
 
@@ -610,7 +611,10 @@ class Stateful:
     SAVED: ClassVar[tuple[str, ...]] = ()  # attributes: tensors, and containers of plain values
 
     def state(self) -> dict[str, Any]:
-        """The attributes in SAVED, copied: a thread writes them while training continues."""
+        """The attributes in SAVED, for a thread that writes them while training continues.
+
+        Containers are copied and tensors are not: replace those, and do not change them in place.
+        """
         return {name: tree_map(copy.copy, getattr(self, name)) for name in self.SAVED}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -1041,8 +1045,7 @@ class Trainer(Stateful):
             self.poll()  # receives groups, sends weights
             groups = self.wait_for("generation", self.next_batch)
             self.train_step(groups)
-            if self.config.save_every and self.step % self.config.save_every == 0:
-                save(self)
+            self.save_if_due()
 
     def next_batch(self) -> list[list[Trajectory]] | None:
         """Store new groups and draw a batch; None if there is too little to draw from."""
@@ -1096,12 +1099,18 @@ class Trainer(Stateful):
             self.sync.due = True
             self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
             self.poll()  # stops here after a signal
-            if config.save_every and self.step % config.save_every == 0:
-                save(self)
+            self.save_if_due()
 
     def at_barrier(self) -> bool:
         """Lockstep: whether all requested groups have arrived, as an exact resume requires."""
         return self.searchers.first_missing >= self.searchers.limit
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint every --save_every steps, once the previous one is written."""
+        every = self.config.save_every
+        if every and self.step % every == 0:
+            self.wait_for("the previous checkpoint", self.writing.done)
+            save(self)
 
     def mark_due(self) -> None:
         """Mark evaluations, reference resets and syncs as due after this step."""
@@ -1110,8 +1119,7 @@ class Trainer(Stateful):
             self.evaluations.due = True
         if config.reset_reference_every and self.step % config.reset_reference_every == 0:
             self.sync.reset_reference(self.step)
-            # empty, refilled by groups that the new reference scores
-            self.buffer = self.checkpointed(type(self.buffer)(config))
+            self.buffer.trajectories.clear()  # refilled by groups that the new reference scores
             self.rule = self.checkpointed(type(self.rule)(self.buffer, config))
         if self.step % config.sync_every == 0:
             self.sync.due = True
@@ -1203,7 +1211,7 @@ class Trainer(Stateful):
 
 
 def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
-    """A weight of the next reference: the policy's (paper section 6). Plug-ins may replace this."""
+    """A weight of the next reference, a new tensor: the policy's (section 6), or a plug-in's."""
     return policy
 
 
@@ -1569,6 +1577,8 @@ class Searcher:
                 return
             index = self.index
             self.index += config.num_searchers
+            if index in self.spec.arrived:
+                continue
             epoch, position = divmod(index, len(prompts))
             prompt_id = int(epoch_order(config.seed, epoch, len(prompts))[position])
             rng = np.random.default_rng([config.seed, index])
@@ -1769,7 +1779,10 @@ def load_model(
         raise ValueError(f"a {type(model).__name__} is not supported; choose another decoder")
     is_body = kind == "AutoModel"  # only its last hidden states are used: no pooler, no head
     wrong = [name for name in loaded["missing_keys"] if not (is_body and "pooler" in name)]
-    wrong += [name for name in loaded["unexpected_keys"] if not (is_body or "pooler" in name)]
+    # until 2023 GPT-2, GPT-J and GPT-Neo saved their causal masks, too
+    unused = r"pooler|\.attn\.(attention\.)?(masked_)?bias$"
+    unexpected = () if is_body else loaded["unexpected_keys"]
+    wrong += [name for name in unexpected if not re.search(unused, name)]
     wrong += [name for name, *_ in loaded["mismatched_keys"]]
     if wrong:
         raise ValueError(f"{len(wrong)} weights are missing or unexpected, such as {min(wrong)}")
@@ -2801,6 +2814,7 @@ class SearcherSpec:
     searcher: int
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
+    arrived: frozenset[int]  # later positions whose groups have arrived already
     group: WeightGroup  # not formed: how to connect to the Trainer
     shared: Any  # dict: path of the plug-in; the pickled Config and Task
     commands: Any  # queue of the Trainer's messages to this process
@@ -2924,16 +2938,15 @@ class SearcherProcesses(Stateful):
             self.news.set()
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process, at the first of its positions whose group has not arrived."""
+        """Start a process, which searches those of its positions whose groups have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.limit))
-        M = self.config.num_searchers
-        positions = itertools.count(self.first_missing + (searcher - self.first_missing) % M, M)
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
-            first=next(i for i in positions if i not in self.arrived_positions),
+            first=self.first_missing + (searcher - self.first_missing) % self.config.num_searchers,
+            arrived=frozenset(self.arrived_positions),
             group=self.group,
             shared=self.shared,
             commands=commands,
@@ -3045,7 +3058,8 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
         """Kill it and its children."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.pid).children(recursive=True):
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
         super().kill()
 
 
@@ -3261,9 +3275,11 @@ class Evaluations:
 
 # ================================================================================ 14. Checkpoints
 
-# settings that a resumed run cannot change: its stored groups were sampled and scored with them
+# settings that a resumed run cannot change: its stored groups were sampled and scored with them,
+# in the order of prompts that the seed gives
 FIXED = (
-    "task", "model", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every"
+    "task", "model", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every",
+    "seed",
 )  # fmt: skip
 ASYNCHRONOUS = (*FIXED, "searched_per_prompt")
 LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
@@ -3361,16 +3377,18 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         except Exception as error:  # from torch, safetensors or the file system
             print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
     else:
-        config.require(False, "resume", "has no checkpoint that loads; start a new run")
+        fix = "has no checkpoint that loads; start a new run in another folder, or delete this one"
+        config.require(False, "resume", fix)
     for name, checksum in task.checksums().items():
         same = checksum == saved["checksums"][name]
         source = name if getattr(config, name) else "dataset"
-        config.require(same, source, "its examples differ from the run's")
+        fix = "its examples, or those that fit --max_response_tokens, differ from the run's"
+        config.require(same, source, fix)
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
         value = record["resolved"][name]
-        config.require(getattr(config, name) == value, name, f"a resumed run must keep {value}")
+        config.require(getattr(config, name) == value, name, f"was {value} before the resume")
     return saved
 
 
@@ -3400,8 +3418,10 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
     try:
         return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
-        cause = first_line(error.__cause__ or error)
-        raise InputError(f"--{name} {value}: {cause}{hint}") from None
+        # an OSError explains the HTTP error that caused it; other wrappers explain nothing
+        cause = error if isinstance(error, OSError) else error.__cause__ or error
+        text = " ".join(str(cause).split()) or type(cause).__name__
+        raise InputError(f"--{name} {value}: {text[:300]}{hint}") from None
 
 
 def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> tuple:
@@ -3439,7 +3459,7 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
             # the usual cache may have old rows, or be read-only
             return datasets.load_dataset(links, cache_dir=f"{folder}/rows", keep_in_memory=True)
 
-    hint = "; use a folder, or a file of JSON, JSONL, CSV, TSV or Parquet, also with .gz"
+    hint = "; use a folder, a file of JSON, JSONL, CSV, TSV or Parquet (also .gz), or NAME:CONFIG"
     return load_flag(name, config, load, hint)
 
 
@@ -3452,7 +3472,10 @@ def read_rows(
     `check` raises ValueError for a row that cannot be used. Raises InputError.
     """
     options = ", ".join(splits)
-    config.require(split in splits, name, f"set --train_split or --eval_split to one of {options}")
+    fix = f"set --train_split or --eval_split to one of {options}"
+    if name.startswith("sft"):
+        fix = f"needs a split named train (it has {options})"
+    config.require(split in splits, name, fix)
     has = splits[split].column_names
     found = [next((c for c in column.split("|") if c in has), "") for column in columns]
     fix = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
@@ -3525,15 +3548,15 @@ def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
     texts = [task.prompt(example) for example in examples]
     encoded = prompt_tokens(task.tokenizer, texts, task.special_tokens)
     config.require(all(encoded), "dataset", "a prompt is empty; see also --attacker_prompt")
-    longest = min(
-        task.max_context - config.max_response_tokens - 1,
-        (config.max_total_tokens or math.inf) - 1,
-        config.max_prompt_tokens or math.inf,
-    )
+    limits = {
+        "max_response_tokens": task.max_context - config.max_response_tokens - 1,
+        "max_total_tokens": (config.max_total_tokens or math.inf) - 1,
+        "max_prompt_tokens": config.max_prompt_tokens or math.inf,
+    }
+    name, longest = min(limits.items(), key=itemgetter(1))
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    cause = f"all {kind} prompts exceed {max(0, longest)} tokens (context: {task.max_context})"
-    fix = f"{cause}; lower it, or raise other --max_*_tokens"
-    config.require(fitting, "max_response_tokens", fix)
+    fix = f"all {kind} prompts exceed the {max(0, longest)} tokens that it leaves"
+    config.require(fitting, name, f"{fix} (context: {task.max_context})")
     print(f"{kind}: {len(fitting)} of {len(texts)} prompts fit {longest} tokens", file=sys.stderr)
     return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
 
@@ -3551,7 +3574,7 @@ def load_task(config: Config) -> Task:
     longest = max(map(len, task.train_prompts + task.held_out_prompts))
     task.packs = can_pack(model, longest + config.max_response_tokens)
     if not task.packs:
-        print(f"one response per row: a {type(model).__name__} cannot pack them", file=sys.stderr)
+        print(f"packing is off: a {type(model).__name__} does not support it", file=sys.stderr)
     return task
 
 
@@ -3773,7 +3796,7 @@ class StepLog:
         """Warn once of a collapse, and of signs, over 20 steps, that the run learns nothing."""
         signs = {
             "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
-            "no prompt has two different rewards: check --dataset, or raise --searched_per_prompt":
+            "no prompt has two different rewards: check --dataset, or sample more responses":
             all(len({t.reward for t in group.trajectories}) == 1 for group in self.arrived),
             "the KL stays below 1e-4 nats: raise --learning_rate": abs(self.means["kl"]) < 1e-4,
         }  # fmt: skip
@@ -3911,7 +3934,7 @@ def claim_folder(given: Config, config: Config) -> None:
     record = {
         "config": vars(given),  # a resumed run resolves them again
         "resolved": vars(config),
-        "git_commit": subprocess.getoutput(f"git -C {here} rev-parse HEAD"),
+        "git_commit": subprocess.getoutput(f"git -C {here} describe --always --dirty --abbrev=40"),
         "command": sys.argv,
         "versions": {package.name: package.version for package in metadata.distributions()},
     }
@@ -4243,7 +4266,7 @@ class RedTeamFlags:
     )
     min_attack_tokens: int = flag(0, "Shorter attacks get a log pi_ref of -500.")
     victim_model: str = flag("", "Victim model.")
-    victim_template: str = flag("", "Victim's prompt, with {attack}; default: chat.")
+    victim_template: str = flag("", "Victim's prompt, with {attack}; default: chat template.")
     victim_samples: int = flag(5, "Victim's answers per attack.", 1)
     victim_max_tokens: int = flag(30, "Maximum answer length in tokens.", 1)
     victim_temperature: float = flag(0.7, "Victim's temperature.", POSITIVE)
@@ -4256,8 +4279,8 @@ class RedTeamFlags:
     explore_low: float = flag(0.5, "Minimum exploration temperature.", POSITIVE)
     explore_high: float = flag(2.0, "Maximum exploration temperature.", POSITIVE)
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag("oldest", "Eviction rule.")
-    near_duplicate: float = flag(0.0, "Attacks are equal below this edits / length sum.", 0, 1)
-    freeze_buffer_at: int = flag(0, "Step at which the buffer stops growing; 0: never.")
+    near_duplicate: float = flag(0.0, "Duplicates: edits / (sum of two lengths) below this.", 0, 1)
+    freeze_buffer_at: int = flag(0, "Step from which a prompt's attacks do not increase; 0: never.")
 
 
 class AttackBuffer(ReplayBuffer):
@@ -4276,10 +4299,10 @@ class AttackBuffer(ReplayBuffer):
         near-duplicates: 4 edits are less than 0.25 x 20.
         """
         config = self.config
-        capacity = config.kept_per_prompt
-        if 0 < config.freeze_buffer_at <= group.trajectories[0].version:
-            capacity = max(map(len, self.trajectories.values()), default=capacity)
         stored = self.trajectories.setdefault(group.prompt_id, {})
+        capacity = config.kept_per_prompt
+        if stored and 0 < config.freeze_buffer_at <= group.trajectories[0].version:
+            capacity = len(stored)
         new = [t.key for t in group.trajectories]
         texts = [*stored, *new]
         lengths = np.array(list(map(len, texts)), np.float32)

@@ -564,7 +564,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         for i in range(M):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, first=i, group=self.group,
+                searcher=i, start=i + 1, first=i, arrived=frozenset(), group=self.group,
                 shared=None, commands=commands, messages=queue.SimpleQueue(),
             )  # fmt: skip
             self.loaded.append(SimulatedSearcher(self.config, self.task, spec, self.loaded))

@@ -1116,6 +1116,13 @@ def weights(rename: Callable[[dict], dict]) -> Callable[[Path], None]:
     return change
 
 
+def with_masks(tensors: dict) -> dict:
+    """The weights, and the buffers that transformers saved until 2023."""
+    masks = {"bias": torch.ones(1, 1, 64, 64).tril().byte(), "masked_bias": torch.tensor(-1e4)}
+    name = "transformer.h.0.attn"
+    return tensors | {f"{name}.{key}": mask for key, mask in masks.items()}
+
+
 def as_bin(path: Path) -> None:
     """PyTorch's own format in place of safetensors."""
     torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
@@ -1293,6 +1300,7 @@ model(
     "model",
 )
 model("model: a layer too many", edit("config.json", num_hidden_layers=1), "model")
+model("model: a GPT-2 of 2023, with causal masks", weights(with_masks), ALL, source="redteam")
 model(
     "model: names of torch.compile",
     weights(lambda t: {f"_orig_mod.{k}": v for k, v in t.items()}),

@@ -224,6 +224,39 @@ tba.save_model = full
     ]
 
 
+def test_a_slow_write_of_a_checkpoint_is_waited_for_with_a_notice(gsm8k, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        '''"""Writing a checkpoint lasts until a file says so."""
+import os, time
+from pathlib import Path
+import tba
+
+tba.Trainer.LOG_EVERY = 0.5
+write = tba.save_model
+
+def slow(*args):
+    while not Path(os.environ["TBA_FAULTS"], "write").exists():
+        time.sleep(0.05)
+    write(*args)
+
+tba.save_model = slow
+'''
+    )
+    out = tmp_path / "run"
+    flags = {"num_searchers": 1, "save_every": 2, "plugin": plugin}
+    run = Run(out, endless(gsm8k, out, **flags), hooks=False)
+    run.says("step 4: waiting for the previous checkpoint")
+    os.kill(run.process.pid, signal.SIGINT)
+    run.says("SIGINT")
+    (run.faults / "write").touch()
+    run.ends(128 + signal.SIGINT)
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
+
+
 BLOCKING = '''"""Rewards, or verdicts on held-out answers, that come when a file says so."""
 import multiprocessing, os, time
 from pathlib import Path
@@ -315,7 +348,7 @@ def searcher_of(gsm8k, tmp_path, **flags):
     flags = {"num_searchers": 1, "sequences_in_flight": 8, "dtype": "float32"} | flags
     config, task = config_and_task(gsm8k, tmp_path / "none", **flags)
     spec = tba.SearcherSpec(
-        searcher=0, start=1, first=0, shared=None, commands=queue.Queue(),
+        searcher=0, start=1, first=0, arrived=frozenset(), shared=None, commands=queue.Queue(),
         group=tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30)),
         messages=queue.Queue(),
     )  # fmt: skip
@@ -327,6 +360,14 @@ def searcher_of(gsm8k, tmp_path, **flags):
     searcher.staged = weights_of_step(0)
     searcher.between_steps()
     return searcher
+
+
+def test_a_searcher_skips_positions_whose_groups_have_arrived(gsm8k, tmp_path):
+    searcher = searcher_of(gsm8k, tmp_path, sequences_in_flight=1000)
+    searcher.spec.arrived = frozenset({1, 2, 4})  # before the run was resumed
+    searcher.limit = 6
+    searcher.submit_prompts()
+    assert [source.index for source in searcher.in_flight] == [0, 3, 5]
 
 
 def sent(searcher, kind, count):
