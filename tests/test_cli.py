@@ -441,6 +441,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.root
+def test_a_library_explains_an_http_error_better_than_the_error():
+    def load(name):
+        try:
+            raise ConnectionError("401 Client Error. (Request ID: 7)")
+        except ConnectionError as error:
+            raise OSError(f"{name} is not a local folder\nand not a hub name") from error
+
+    with pytest.raises(tba.InputError, match="^--model gtp2: gtp2 is not a local folder and not"):
+        tba.load_flag("model", tba.settings(model="gtp2"), load)
+
+
 def test_a_hub_name_needs_a_folder_that_can_be_written(gsm8k, container_user):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()

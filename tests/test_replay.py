@@ -340,9 +340,13 @@ def test_near_duplicates_are_told_by_edits_over_the_sum_of_lengths(one, other, s
 
 def test_a_frozen_buffer_of_attacks_takes_in_new_ones_but_does_not_grow():
     buffer = tba.AttackBuffer(tba.settings(kept_per_prompt=100, freeze_buffer_at=5))
+    buffer.add(group(1, [[9]]))
     for step in range(12):
         buffer.add(group(0, [[step, j] for j in range(4)], version=step))
+        if step > 4:
+            buffer.add(group(1, [[step, j] for j in range(4)], version=step))
     assert sorted({t.version for t in buffer.trajectories[0].values()}) == [7, 8, 9, 10, 11]
+    assert [t.version for t in buffer.trajectories[1].values()] == [11]  # each prompt's own size
     total = tba.AttackBuffer(tba.settings(evict="lowest_total", kept_per_prompt=2, beta="0.5"))
     total.add(group(0, [[1], [2], [3]], [0.0, 0.4, 1.0]))  # log pi_ref -1, -2, -3
     # totals -1 + 0, -2 + 0.8, -3 + 2
