@@ -448,7 +448,7 @@ def test_a_library_explains_an_http_error_better_than_the_error():
         except ConnectionError as error:
             raise OSError(f"{name} is not a local folder\nand not a hub name") from error
 
-    with pytest.raises(tba.InputError, match="^--model gtp2: gtp2 is not a local folder and not"):
+    with pytest.raises(tba.InputError, match="gtp2: gtp2 is not a local folder and not"):
         tba.load_flag("model", tba.settings(model="gtp2"), load)
 
 
