@@ -3574,7 +3574,7 @@ def load_task(config: Config) -> Task:
     longest = max(map(len, task.train_prompts + task.held_out_prompts))
     task.packs = can_pack(model, longest + config.max_response_tokens)
     if not task.packs:
-        print(f"packing is off: a {type(model).__name__} does not support it", file=sys.stderr)
+        print(f"one response per row: no packing of a {type(model).__name__}", file=sys.stderr)
     return task
 
 

@@ -456,7 +456,8 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     assert (attack.beta, attack.sync_every, attack.kept_per_prompt) == ("0.05", 10, 100_000)
     assert attack.prompts_per_step * attack.trained_per_prompt == 128 and attack.steps == 5000
     rates = [tba.at_step(attack, step).learning_rate for step in (0, 49, 99, 4999)]
-    assert rates == pytest.approx([1e-6, 5e-5, 1e-4, 1e-4], rel=0.04)  # warmup over 100 steps
+    # warmup over 100 steps, then linear to 0 at step 40,000
+    assert rates == pytest.approx([1e-6, 5e-5, 1e-4, 0.88e-4], rel=0.02)
     warm_start = [tba.schedule_value(attack.sft_learning_rate, step, 102) for step in range(102)]
     assert warm_start == pytest.approx(np.linspace(0, 3e-5, 103)[:-1])  # warmup over all its steps
     flow = settings_of("run_redteam.sh", "gflownet", "--sft_data", "x.json")
