@@ -440,7 +440,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.root
 def test_a_library_explains_an_http_error_better_than_the_error():
     def load(name):
         try:
@@ -452,6 +451,7 @@ def test_a_library_explains_an_http_error_better_than_the_error():
         tba.load_flag("model", tba.settings(model="gtp2"), load)
 
 
+@pytest.mark.root
 def test_a_hub_name_needs_a_folder_that_can_be_written(gsm8k, container_user):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
