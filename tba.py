@@ -2880,7 +2880,7 @@ class SearcherProcesses(Stateful):
         self.first_missing = 0
         self.arrived_positions: set[int] = set()
         self.manager: SyncManager | None = None  # the process in which the queues live
-        self.arrivals: queue.Queue = queue.Queue(4096)  # (start, message), unpickled
+        self.arrivals: queue.SimpleQueue = queue.SimpleQueue()  # (start, message), unpickled
         self.news = threading.Event()  # a message has come, or weights have been sent
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
@@ -2911,7 +2911,7 @@ class SearcherProcesses(Stateful):
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
         if not self.config.cluster:
             start_fork_server()
-        self.messages = self.manager.Queue(4096)  # Searchers wait while it is full
+        self.messages = self.manager.Queue(4096)  # full only if this process is suspended
         run = pickle.dumps((self.config, self.task))
         self.shared = self.manager.dict({"plugin": self.config.plugin, "run": run})
         # without a socket of its own, TCPStore would listen on all addresses
@@ -3034,8 +3034,6 @@ class SearcherProcesses(Stateful):
                 s.process.kill()
         if self.manager:
             self.manager.shutdown()
-        while not self.arrivals.empty():  # the receiving thread may wait for room
-            self.arrivals.get()
 
 
 class LocalProcess(multiprocessing.context.ForkServerProcess):

@@ -37,7 +37,6 @@ import tba
 sys.path.append({str(Path(__file__).parent)!r})
 import faults
 
-tba.Trainer.PATIENCE = 3
 tba.Trainer.LOG_EVERY = 3
 """
 

@@ -594,6 +594,18 @@ def test_no_state_of_a_searcher_is_without_an_exit(on_a_cluster, events):
             assert (after is s) == (event in ("started", "heartbeat") or waits)
 
 
+def test_searchers_do_not_wait_for_a_long_training_step():
+    """However many messages come before the Trainer handles them."""
+    config = tba.settings(num_searchers=0)
+    processes = tba.SearcherProcesses(config, None, print)
+    processes.start()
+    try:
+        for _ in range(9000):
+            processes.messages.put((1, pickle.dumps(tba.Started())), timeout=PATIENCE)
+    finally:
+        processes.stop()
+
+
 def searcher_processes(config):
     """SearcherProcesses without a Manager."""
     processes = tba.SearcherProcesses(config, None, lambda text: None)
