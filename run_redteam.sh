@@ -31,8 +31,8 @@
 #   It forbids an empty attack, appends EOS to truncated attacks in replay, computes in float32
 #   (--dtype float32), and has a warm start of 100 batches of 90 % of the rows (here 102 of all)
 #   with a weight decay of 0.1 (here 0).
-# * For GPT-2 it keeps that one of two near-duplicates whose log pi_ref + reward / beta is higher;
-#   here gflownet does, and the others, whose --evict is another, keep the higher reward.
+# * Of two near-duplicates, the baseline's GPT-2 run keeps the one with the higher log pi_ref +
+#   reward / beta; here only gflownet does (--evict lowest_total), others keep the higher reward.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}

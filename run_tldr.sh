@@ -68,16 +68,18 @@ settings=(
   --kept_per_prompt 100                      # as in the authors' code; the paper keeps all
   --initial_trajectories 10000
   --learning_rate 3e-6@0,0@end
-  # linear, as if to reach 0.05 at half of the steps, but jumps to it at an eighth of them
+  # falls at a rate that would reach 0.05 at half of the steps; drops to it at an eighth of them
   --beta "1@0,0.7625@$eighth,0.05@$eighth"
   --temperature 0.7
   --max_prompt_tokens 512
   --max_response_tokens 128
   --dtype float32                            # as in the paper; bfloat16 is faster and smaller
+  --gpu_memory_utilization 0.3               # the judges take 30 GB of a Searcher's GPU
   --eval_every 0
   --eval_samples 512                         # all after the last step
 )
 if [ "$size" = 2.8b ]; then
-  settings+=(--gradient_checkpointing)
+  # unlike the paper: in float32 too little of a Searcher's 80 GB is left for vLLM
+  settings+=(--gradient_checkpointing --dtype bfloat16 --gpu_memory_utilization 0.25)
 fi
 exec "$python" "$here/tba.py" --task tldr "${settings[@]}" "$@"

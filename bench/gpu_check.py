@@ -5,7 +5,7 @@
 In this order: driver and versions; kernels (vLLM's log-probabilities against the Trainer's, in runs
 that must learn); races (checksums of 500 weight syncs); nccl; size (memory and times of a random
 model like RhoMath-1B, or of a smaller one); redteam (two vLLM engines in a process). Prints a table
-for docs/results.md. Exits with 0 if no check failed, with 1 if any did, with 3 without a GPU.
+for docs/operations.md. Exits with 0 if no check failed, with 1 if any did, with 3 without a GPU.
 """
 
 import argparse
