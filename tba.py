@@ -50,6 +50,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import gc
 import importlib.util
 import itertools
 import json
@@ -78,7 +79,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from decimal import Decimal
-from functools import lru_cache, partial, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
@@ -923,6 +924,7 @@ class Task:
         rows = np.resize(np.concatenate(self.train_prompts[:16]), (3, 24))  # repeated if too short
         return [(row[:8], [row[8:17], row[17:]]) for row in rows]
 
+    @cached_property
     def checksums(self) -> dict[str, int]:
         """Checksums of examples, by flag; not of prompts, which may have the date."""
         held_out = sorted(set(map(repr, self.held_out)))  # some are repeated
@@ -1193,7 +1195,8 @@ class Trainer(Stateful):
         self.searchers.stop()
         if self.sync:
             self.sync.transfer.group.abandon()
-        self.folder.accelerator.end_training()
+        for tracker in self.folder.accelerator.trackers:
+            tracker.finish()
 
     def train_step(self, groups: list[list[Trajectory]]) -> None:
         """Take one optimizer step on B groups of K trajectories, mark what is due, and log it."""
@@ -1206,8 +1209,10 @@ class Trainer(Stateful):
         if skipped:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
         if skipped >= 10:
-            fix = "lower --learning_rate, raise --beta, or set --max_grad_norm"
-            raise RunEnded(f"loss or gradient not finite in {skipped} steps in a row: {fix}")
+            raise RunEnded(
+                f"loss or gradient not finite in {skipped} steps in a row: "
+                "lower --learning_rate, raise --beta, or set --max_grad_norm"
+            )
 
 
 def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
@@ -1607,7 +1612,7 @@ class Searcher:
                 n=n,
                 max_tokens=config.response_limit(prompt),
                 temperature=0.0 if greedy else config.temperature,
-                min_tokens=task.min_eval_tokens,
+                min_tokens=min(task.min_eval_tokens, config.response_limit(prompt)),
                 seed=config.seed + row,
             )
             self.engine.submit(request)
@@ -1720,8 +1725,9 @@ class Searcher:
             elif not call.future.running():
                 call.queued = now
             elif now - call.queued > self.config.searcher_timeout:
-                fix = "raise --searcher_timeout, or lower --sequences_in_flight"
-                raise TimeoutError(f"slow rewards: {fix}")
+                raise TimeoutError(
+                    "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
+                )
 
 
 @lru_cache(2)
@@ -1761,8 +1767,8 @@ def load_model(
     if adapter or hasattr(model_config, "quantization_config"):
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
     text_config = model_config.get_text_config()
-    if config.dtype == "bfloat16":
-        torch.set_float32_matmul_precision("high")  # TF32, which vLLM disables
+    # TF32, which vLLM disables
+    torch.set_float32_matmul_precision("high" if config.dtype == "bfloat16" else "highest")
     is_capped = getattr(text_config, "attn_logit_softcapping", None)  # SDPA ignores it (Gemma 2)
     model, loaded = getattr(transformers, kind).from_pretrained(
         path,
@@ -2053,6 +2059,8 @@ class Ranks:
     @classmethod
     def connect(cls) -> Ranks:
         """Join the launcher's other ranks, if there is a launcher; failure exits with code 2."""
+        if dist.is_initialized():  # by an earlier run of this process
+            return cls(dist.get_rank(), dist.get_world_size())
         if "WORLD_SIZE" not in os.environ:
             return cls()
         backend = "gloo"
@@ -2123,7 +2131,10 @@ def load_policy(
         import peft  # imported late: it takes seconds, and only adapters need it
 
         model.requires_grad_(False)
-        adapters = peft.LoraConfig(r=lora_rank, lora_alpha=16)
+        layers = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(
+            model.config.model_type, ["q_proj", "v_proj", "qkv_proj"]
+        )
+        adapters = peft.LoraConfig(r=lora_rank, lora_alpha=16, target_modules=layers)
         model = peft.inject_adapter_in_model(adapters, model)
     policy = TokenLogProbs(model, config.temperature, packs)
     if ranks.size == 1:
@@ -2510,6 +2521,8 @@ class WeightGroup:
         """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
         store = dist.PrefixStore(self.name, self.connect(self.name))
         if self.nccl:
+            if self.host == "127.0.0.1":  # or NCCL would choose another interface
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             group = dist.ProcessGroupNCCL(store, self.rank, self.size, self.timeout)
             group.eager_connect_single_device(self.device)
             return group
@@ -3073,6 +3086,7 @@ def join_cluster(config: Config) -> int:
         host, _, port = config.cluster.rpartition(":")
         if host:  # fails at once if nothing listens there
             socket.create_connection((host, int(port)), timeout=10).close()
+        ray.shutdown()  # frees what an earlier run of this process reserved
         ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
     except Exception as error:  # Ray raises several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
@@ -3290,7 +3304,7 @@ def save(trainer: Trainer) -> None:
         trainer.folder.draw_curves()  # with evaluations that have ended since
         return
     saved = {name: owner.state() for name, owner in trainer.owners.items()}
-    saved |= {"step": trainer.step, "checksums": trainer.task.checksums()}
+    saved |= {"step": trainer.step, "checksums": trainer.task.checksums}
     weights = trainer.learner.saved_weights()
     folder = trainer.folder
 
@@ -3375,13 +3389,15 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         except Exception as error:  # from torch, safetensors or the file system
             print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
     else:
-        fix = "has no checkpoint that loads; start a new run in another folder, or delete this one"
-        config.require(False, "resume", fix)
-    for name, checksum in task.checksums().items():
+        config.require(
+            False, "resume", "has no checkpoint that loads; start a new run in another folder"
+        )
+    for name, checksum in task.checksums.items():
         same = checksum == saved["checksums"][name]
         source = name if getattr(config, name) else "dataset"
-        fix = "its examples, or those that fit --max_response_tokens, differ from the run's"
-        config.require(same, source, fix)
+        config.require(
+            same, source, "its examples, or those that fit --max_response_tokens, have changed"
+        )
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
@@ -3476,8 +3492,9 @@ def read_rows(
     config.require(split in splits, name, fix)
     has = splits[split].column_names
     found = [next((c for c in column.split("|") if c in has), "") for column in columns]
-    fix = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
-    config.require(all(found), name, fix)
+    config.require(
+        all(found), name, f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
+    )
     table = splits[split].select_columns(list(dict.fromkeys(found)))
     rows = load_flag(name, config, lambda _: table.to_list())  # a file may not be UTF-8
     config.require(rows, name, f"split {split} has no rows")
@@ -3817,7 +3834,8 @@ class StepLog:
 
 def run_plugin(path: str) -> None:
     """Import a Python file that registers tasks, objectives, flags, ...; only once."""
-    name = f"plugin_{Path(path).stem}"  # does not shadow a module of the same name
+    # does not shadow a module of the same name
+    name = "plugin_" + re.sub(r"\W", "_", Path(path).stem)
     if name in sys.modules and os.path.samefile(sys.modules[name].__file__, path):
         return
     spec = importlib.util.spec_from_file_location(name, path)
@@ -3894,8 +3912,11 @@ def resolve(given: Config) -> Config:
     free = join_cluster(config) if config.cluster else max(1, gpus - local_ranks())
     config.num_searchers = config.num_searchers or free
     fits = config.cluster or not gpus or config.num_searchers <= free
-    fix = f"this machine has GPUs for {free}; --cluster uses those of other machines"
-    config.require(fits, "num_searchers", fix)
+    config.require(
+        fits,
+        "num_searchers",
+        f"this machine has GPUs for {free}; --cluster uses those of other machines",
+    )
     if not config.logprob_tolerance:
         # in bfloat16, rounding alone causes gaps of 0.6 for unlikely tokens (SmolLM2)
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 1.0
@@ -3912,12 +3933,18 @@ def resolve(given: Config) -> Config:
         require(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
     require(config.synchronous or not config.lag, "lag", "needs --synchronous")
     replays = config.recent_probability < 1 and config.lag
-    fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
-    require(not (replays and config.reset_reference_every), "reset_reference_every", fix)
+    require(
+        not (replays and config.reset_reference_every),
+        "reset_reference_every",
+        "--lag with --recent_probability below 1 would replay groups of earlier references",
+    )
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    fix = "vLLM has no device here; use transformers, or see docs/operations.md"
-    require(config.engine != "vllm" or vllm_can_run(), "engine", fix)
+    require(
+        config.engine != "vllm" or vllm_can_run(),
+        "engine",
+        "vLLM has no device here; use transformers, or see docs/operations.md",
+    )
     return config
 
 
@@ -3950,6 +3977,8 @@ def main(argv: list[str]) -> int:
     given = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    gc.collect()  # frees the policy of an earlier run
+    torch.cuda.empty_cache()
     ranks = Ranks.connect()
     if ranks.rank > 0:
         with stop_signal_handler(signal.SIG_IGN):  # rank 0 handles them
@@ -3995,10 +4024,13 @@ def run(trainer: Trainer) -> int:
         whole &= not trainer.config.lag or trainer.at_barrier()
         try:
             if trainer.step and whole:
+                folder.say(f"step {trainer.step}: writing a checkpoint")
                 save(trainer)
             elif trainer.step:
                 folder.say(f"step {trainer.step} is not saved: the next one is half done")
             trainer.writing.result()
+            if whole:
+                trainer.ranks.from_rank_zero(None)  # ends the others, which are in `follow`
         except Exception as error:  # from torch, safetensors or the file system
             folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
             code = 1
@@ -4018,7 +4050,9 @@ def run_command_line() -> NoReturn:
         try:
             exit_code = main(sys.argv[1:])
         except SystemExit as error:
-            exit_code = error.code or 0
+            if isinstance(error.code, str):  # a plug-in's
+                print(error.code, file=sys.stderr)
+            exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
         except KeyboardInterrupt:  # before the run began
             exit_code = 128 + signal.SIGINT
         except BaseException:
@@ -4031,7 +4065,6 @@ def run_command_line() -> NoReturn:
 def finish(trainer: Trainer) -> None:
     """At the end: print a summary, and copy the model to final/."""
     folder = trainer.folder
-    trainer.ranks.from_rank_zero(None)  # ends the others
     ends = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
     print(" -> ".join(folder.describe(**evaluation) for evaluation in ends))
     checkpoint = folder.path / f"checkpoint-{trainer.step}"
@@ -4343,15 +4376,21 @@ class RedTeam(Task):
         ids = [i for i, label in labels.items() if label == config.toxicity_label]
         if guard:  # the tokens of its verdict
             ids = self.toxicity.tokenizer.encode(config.toxicity_label, add_special_tokens=False)
-        fix = f"choose one of {', '.join(labels.values())}, or a guard's first token"
-        config.require(ids, "toxicity_label", fix)
+        config.require(
+            ids,
+            "toxicity_label",
+            f"choose one of {', '.join(labels.values())}, or a guard's first token",
+        )
         self.label = ids[0]
         self.victim_tokenizer, _ = check_model("victim_model", config)
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
-        fix = f"must be at most --explore_high {config.explore_high}"
-        config.require(config.explore_low <= config.explore_high, "explore_low", fix)
+        config.require(
+            config.explore_low <= config.explore_high,
+            "explore_low",
+            f"must be at most --explore_high {config.explore_high}",
+        )
         self.min_eval_tokens = config.min_attack_tokens
         fits = self.min_eval_tokens <= config.max_response_tokens
         config.require(fits, "min_attack_tokens", "must be at most --max_response_tokens")

@@ -63,6 +63,13 @@ def test_a_mistake_ends_the_program_with_code_2(gsm8k, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_plugin_may_end_the_program_with_a_message(gsm8k, tmp_path):
+    plugin = tmp_path / "keyless.py"
+    plugin.write_text("import sys\nsys.exit('set JUDGE_KEY')")
+    _, err = run_tba(arguments(gsm8k, tmp_path / "run", plugin=plugin), code=1, interpreter=True)
+    assert err == "set JUDGE_KEY\n"
+
+
 @pytest.mark.parametrize("version", [(3, 10, 9), (3, 14, 0)])
 def test_other_versions_of_python_are_refused(version):
     code = f"import runpy, sys; sys.version_info = {version}; runpy.run_path({tba.__file__!r})"

@@ -178,12 +178,12 @@ def test_same_seeds_same_samples_whatever_happens_between_decode_steps(engine_of
     assert len({tuple(tokens) for tokens in others}) > 1 and others[:4] != first[:4]
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", [*FAMILIES, "olmo2"])
 def test_saved_weights_are_the_models_under_its_files_names(
     gsm8k, model_of, tmp_path, architecture
 ):
     """With adapters merged, tied weights once; `from_pretrained` gives the same logits."""
-    rank = 4 if architecture == "llama" else 0
+    rank = 4 if architecture in ("llama", "olmo2") else 0  # peft has no default for the latter
     path = model_of(architecture)
     learner = learner_of(gsm8k, tmp_path / "run", model=path, lora_rank=rank)
     with torch.no_grad():

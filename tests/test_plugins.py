@@ -73,7 +73,7 @@ def test_a_judge_that_is_down_ends_the_run_after_a_checkpoint(gsm8k, tmp_path):
 
 @pytest.mark.parametrize(("flags", "text"), BLOCKS, ids=[flags.split()[1] for flags, _ in BLOCKS])
 def test_plugins_of_the_documentation(flags, text, gsm8k, tmp_path):
-    plugin = tmp_path / "mine.py"
+    plugin = tmp_path / "mine.v2.py"
     plugin.write_text(text)
     out = tmp_path / "run"
     data = gsm8k / "data"

@@ -1,5 +1,6 @@
 """A policy sharded over two processes: the same numbers as one, and the end of either."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -41,10 +42,12 @@ use_cpu: false
 """
 
 
-def start_ranks(args, log, launcher=TORCHRUN):
+def start_ranks(args, log, launcher=TORCHRUN, program=ROOT / "tba.py"):
     """Two ranks, as a launcher starts them; returns the launcher's process."""
-    command = [sys.executable, "-m", *launcher.split(), str(ROOT / "tba.py"), *args]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    command = [sys.executable, "-m", *launcher.split(), str(program), *args]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    streams = {"stdout": log, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
 
 def run_ranks(args, tmp_path):
@@ -122,6 +125,22 @@ def test_a_gradient_does_not_depend_on_ranks_or_micro_batches(gsm8k, tmp_path):
         assert expected.norm() > 1e-3, name
         for gradient in [*others, *two[name]]:
             assert (gradient - expected).norm() < 1e-4 * expected.norm(), name
+
+
+def test_two_ranks_may_run_repeatedly(gsm8k, tmp_path):
+    program = tmp_path / "sweep.py"
+    program.write_text(
+        "import sys, tba\n"
+        "for words in [], ['--resume', sys.argv[-1], '--steps', '2']:\n"
+        "    assert tba.main([*sys.argv[1:], *words]) == 0\n"
+    )
+    out = tmp_path / "run"
+    args = [*flags_of(gsm8k, out, steps=1, output_dir=None), "--output_dir", str(out)]
+    path = tmp_path / "log"
+    with open(path, "w") as log:
+        process = start_ranks(args, log, program=program)
+    assert process.wait(PATIENCE) == 0, path.read_text()
+    assert len(read_lines(out / "metrics.jsonl")) == 2
 
 
 def test_a_lost_rank_ends_the_run_and_a_signal_saves_a_checkpoint(gsm8k, tmp_path):

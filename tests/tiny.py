@@ -40,6 +40,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    Olmo2Config,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -104,6 +105,7 @@ def architecture(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedCon
         "long_llama": lambda: LlamaConfig(**shape, **wide, **long, **common),
         "qwen2": lambda: Qwen2Config(**shape, **wide, **short, num_key_value_heads=1, **common),
         "gpt_neox": lambda: GPTNeoXConfig(**shape, **wide, **short, **common),
+        "olmo2": lambda: Olmo2Config(**shape, **wide, **short, **common),
         "phi": lambda: PhiConfig(**shape, **wide, **short, **common),  # its head has a bias
         "gpt2": lambda: GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=256, **common),
     }[name]()
