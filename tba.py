@@ -3570,8 +3570,12 @@ def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
     }
     name, longest = min(limits.items(), key=itemgetter(1))
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    fix = f"all {kind} prompts exceed the {max(0, longest)} tokens that it leaves"
-    config.require(fitting, name, f"{fix} (context: {task.max_context})")
+    config.require(
+        fitting,
+        name,
+        f"all {kind} prompts exceed the {max(0, longest)} tokens that it leaves "
+        f"(context: {task.max_context})",
+    )
     print(f"{kind}: {len(fitting)} of {len(texts)} prompts fit {longest} tokens", file=sys.stderr)
     return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
 
@@ -3704,7 +3708,10 @@ def make_accelerator(config: Config, step: int) -> Accelerator:
             "resume": "allow",
         },
     }
-    accelerator.init_trackers("tba", init_kwargs=options)
+    try:
+        accelerator.init_trackers("tba", init_kwargs=options)
+    except Exception as error:  # W&B raises several types
+        raise InputError(f"--report_to {config.report_to}: {first_line(error)}") from None
     if config.report_to == "wandb":  # W&B refuses earlier steps: use metrics as axes
         own = accelerator.get_tracker("wandb", unwrap=True)
         own.define_metric("*", step_metric="step")
@@ -3994,9 +4001,9 @@ def main(argv: list[str]) -> int:
         saved = read_checkpoint(config, task) if config.resume else {}
         pairs = read_sft_pairs(config, task) if config.sft_data and not config.resume else []
         claim_folder(given, config)
+        folder = RunFolder(config, saved.get("step", 0))
     except InputError as error:
         exit_with_error(str(error))
-    folder = RunFolder(config, saved.get("step", 0))
     config = warm_start(config, task, pairs, folder.say)
     ranks.from_rank_zero((config, task, saved.get("model", "")))
     return run(Trainer(config, task, folder, ranks, saved))
@@ -4392,8 +4399,11 @@ class RedTeam(Task):
             f"must be at most --explore_high {config.explore_high}",
         )
         self.min_eval_tokens = config.min_attack_tokens
-        fits = self.min_eval_tokens <= config.max_response_tokens
-        config.require(fits, "min_attack_tokens", "must be at most --max_response_tokens")
+        config.require(
+            self.min_eval_tokens <= config.max_response_tokens,
+            "min_attack_tokens",
+            "must be at most --max_response_tokens",
+        )
         super().__init__(config, tokenizer)
 
     def examples(self) -> tuple[list[dict], list[dict]]:

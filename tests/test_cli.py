@@ -56,6 +56,15 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(mistake, gsm8k, tmp_pat
     assert not out.exists()
 
 
+def test_a_tracker_that_cannot_start_is_told_in_one_line(gsm8k, tmp_path, capsys, monkeypatch):
+    def no_key(*args, **kwargs):
+        raise RuntimeError("No API key configured.")
+
+    monkeypatch.setattr(tba.Accelerator, "init_trackers", no_key)
+    line = refused(arguments(gsm8k, tmp_path / "run", report_to="tensorboard"), capsys)
+    assert "--report_to tensorboard: No API key" in line
+
+
 def test_a_mistake_ends_the_program_with_code_2(gsm8k, tmp_path):
     flags = arguments(gsm8k, tmp_path / "run", model="/nowhere/model")
     out, err = run_tba(flags, code=2, interpreter=True)
