@@ -1767,7 +1767,7 @@ def load_model(
     if adapter or hasattr(model_config, "quantization_config"):
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
     text_config = model_config.get_text_config()
-    # TF32, which vLLM disables
+    # bfloat16 runs use TF32, which vLLM disables
     torch.set_float32_matmul_precision("high" if config.dtype == "bfloat16" else "highest")
     is_capped = getattr(text_config, "attn_logit_softcapping", None)  # SDPA ignores it (Gemma 2)
     model, loaded = getattr(transformers, kind).from_pretrained(
@@ -2131,6 +2131,7 @@ def load_policy(
         import peft  # imported late: it takes seconds, and only adapters need it
 
         model.requires_grad_(False)
+        # the family's default layers, or those of Llama
         layers = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(
             model.config.model_type, ["q_proj", "v_proj", "qkv_proj"]
         )
@@ -3918,9 +3919,8 @@ def resolve(given: Config) -> Config:
         config.dtype = "bfloat16" if gpus else "float32"
     free = join_cluster(config) if config.cluster else max(1, gpus - local_ranks())
     config.num_searchers = config.num_searchers or free
-    fits = config.cluster or not gpus or config.num_searchers <= free
     config.require(
-        fits,
+        config.cluster or not gpus or config.num_searchers <= free,
         "num_searchers",
         f"this machine has GPUs for {free}; --cluster uses those of other machines",
     )
@@ -3984,8 +3984,9 @@ def main(argv: list[str]) -> int:
     given = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    gc.collect()  # frees the policy of an earlier run
-    torch.cuda.empty_cache()
+    if torch.cuda.is_initialized():  # by an earlier run of this process: free its policy
+        gc.collect()
+        torch.cuda.empty_cache()
     ranks = Ranks.connect()
     if ranks.rank > 0:
         with stop_signal_handler(signal.SIG_IGN):  # rank 0 handles them
@@ -4031,16 +4032,17 @@ def run(trainer: Trainer) -> int:
         whole &= not trainer.config.lag or trainer.at_barrier()
         try:
             if trainer.step and whole:
-                folder.say(f"step {trainer.step}: writing a checkpoint")
+                folder.say(f"step {trainer.step}: waiting for its checkpoint")
                 save(trainer)
             elif trainer.step:
                 folder.say(f"step {trainer.step} is not saved: the next one is half done")
             trainer.writing.result()
-            if whole:
-                trainer.ranks.from_rank_zero(None)  # ends the others, which are in `follow`
         except Exception as error:  # from torch, safetensors or the file system
             folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
             code = 1
+        else:
+            if whole:
+                trainer.ranks.from_rank_zero(None)  # ends the others, which are in `follow`
         if code == 0:
             finish(trainer)
     return code
