@@ -123,7 +123,9 @@ class Rows(claims.Rows):
         return found
 
     def chosen_rate(self, setting: claims.Setting) -> float:
-        """The rate with the highest mean score; of equal ones the lowest."""
+        """The rate with the best mean score; of equal ones the lowest. A fixed one is kept."""
+        if fixed := dict(setting.flags).get("learning_rate"):
+            return fixed
         scores = {rate: np.mean(list(map(score, self.tried(setting, rate)))) for rate in self.rates}
         return max(sorted(scores), key=lambda rate: round(scores[rate], 6))
 
