@@ -13,7 +13,7 @@
 #
 # Unlike the paper, the authors' code decays the learning rate over 600 steps, not 500.
 # Unlike tba.py, it trains bfloat16 weights without float32 master weights, transfers data only at
-# blocking syncs, and draws recent prompts without replacement.
+# blocking syncs, and draws recent prompts without replacement, over and over until the next sync.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
@@ -44,13 +44,13 @@ esac
 if [ "$run" = table2 ]; then
   lengths=(
     --steps 1000
-    --learning_rate 2e-7@0,1e-5@49,1e-5@499,0~1000     # warmup, stable, half a cosine over 500
+    --learning_rate 2e-7@0,1e-5@49,1e-5@499,0~999      # warmup, stable, half a cosine over 500
     --beta 0.012@0,0.004@500                 # linear, then constant
   )
 else
   lengths=(
     --steps 700                              # ends before the learning rate has fully decayed
-    --learning_rate 2e-7@0,1e-5@49,1e-5@399,0~900
+    --learning_rate 2e-7@0,1e-5@49,1e-5@399,0~899
     --beta 0.014@0,0.004@500
   )
 fi

@@ -28,9 +28,10 @@
 # * The baseline's buffer starts with the 3,003 warm-start attacks and 160 samples (temperature 0.7,
 #   top-p 0.9); here TBA waits for as many samples, and gflownet starts with an empty buffer.
 # * The baseline's batch has 8 parts, each new or replayed at random; here half of 8 groups are new.
-#   It forbids an empty attack, appends EOS to truncated attacks in replay, computes in float32
-#   (--dtype float32), and has a warm start of 100 batches of 90 % of the rows (here 102 of all)
-#   with a weight decay of 0.1 (here 0).
+#   It forbids an empty attack, appends EOS to truncated attacks (for log pi_ref always, for the
+#   policy in replay), ignores EOS in edit distances, computes in float32 (--dtype float32), and
+#   has a warm start of 100 batches of 90 % of the rows (here 102 of all) with a weight decay of
+#   0.1 (here 0).
 # * Of two near-duplicates, the baseline's GPT-2 run keeps the one with the higher log pi_ref +
 #   reward / beta; here only gflownet does (--evict lowest_total), others keep the higher reward.
 set -euo pipefail
@@ -67,6 +68,14 @@ case "${1:-}" in
   *)
     echo "run_redteam.sh: error: unknown run $1: choose gpt2, llama, llama-130k, gflownet or" \
       "gflownet-llama" >&2
+    exit 2
+    ;;
+esac
+case " $*" in
+  *" --sft_data"* | *" --model"* | *" --resume"* | *" --help"*) ;;
+  *)
+    echo "run_redteam.sh: error: --sft_data: missing: pass the warm start's data, or --model with" \
+      "an attacker that had its warm start" >&2
     exit 2
     ;;
 esac

@@ -112,7 +112,8 @@ def unset_variables(*prefixes: str) -> None:
             del os.environ[name]
 
 
-unset_variables("ACCELERATE_")  # settings of `accelerate config`
+# settings of `accelerate config`, and ranks of MPI, which Accelerate would take for its own
+unset_variables("ACCELERATE_", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 if not complete or os.environ["WORLD_SIZE"] == "1":
     unset_variables(*LAUNCHER)
@@ -175,7 +176,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from accelerate import Accelerator
-from pebble import ProcessExpired, ProcessPool
+from pebble import CONSTS, ProcessExpired, ProcessPool
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 from safetensors import safe_open
@@ -650,17 +651,16 @@ class ReplayBuffer(Stateful):
     def draw(self, prompt_id: int, K: int) -> list[Trajectory]:
         """K trajectories of a prompt, p ~ softmax(--reward_inverse_temperature * reward).
 
-        Without replacement, but repeating if fewer than K are stored.
+        Without replacement; with replacement if fewer than K are stored (paper section 4.2).
         """
         stored = list(self.trajectories[prompt_id].values())
-        rewards = np.array([t.reward for t in stored])
-        drawn: list[Trajectory] = []
-        while len(drawn) < K:
-            # the largest of score + Gumbel noise are softmax draws without replacement
-            noise = self.rng.gumbel(size=len(stored))
-            order = np.argsort(-(self.config.reward_inverse_temperature * rewards + noise))
-            drawn += [stored[i] for i in order]
-        return drawn[:K]
+        scores = self.config.reward_inverse_temperature * np.array([t.reward for t in stored])
+        # the largest of score + Gumbel noise is a softmax draw, the K largest K without replacement
+        if len(stored) < K:
+            indices = (scores + self.rng.gumbel(size=(K, len(stored)))).argmax(1)
+        else:
+            indices = np.argsort(-(scores + self.rng.gumbel(size=len(stored))))[:K]
+        return [stored[i] for i in indices]
 
     def state(self) -> dict[str, Any]:
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
@@ -1151,7 +1151,9 @@ class Trainer(Stateful):
 
     def poll(self) -> None:
         """Handle messages and signals, restart failed Searchers, advance the sync."""
-        if self.signals and (not self.config.synchronous or self.at_barrier()):
+        # a Searcher that Ray has no room for may never complete a batch
+        lost = any(s.state == "pending" for s in self.searchers.running)
+        if self.signals and (lost or not self.config.synchronous or self.at_barrier()):
             raise KeyboardInterrupt(next(iter(self.signals)))
         if self.writing.done() and (error := self.writing.exception()):
             raise RunEnded(f"writing a checkpoint failed: {error!r}")
@@ -1613,7 +1615,7 @@ class Searcher:
                 max_tokens=config.response_limit(prompt),
                 temperature=0.0 if greedy else config.temperature,
                 min_tokens=min(task.min_eval_tokens, config.response_limit(prompt)),
-                seed=config.seed + row,
+                seed=config.seed + row * n,  # vLLM adds 0 to n - 1 for the responses
             )
             self.engine.submit(request)
             self.in_flight[request.id] = request.n
@@ -3295,7 +3297,7 @@ FIXED = (
     "seed",
 )  # fmt: skip
 ASYNCHRONOUS = (*FIXED, "searched_per_prompt")
-LOCKSTEP = (*FIXED, "prompts_per_step", "trained_per_prompt", "recent_probability")
+LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
 def save(trainer: Trainer) -> None:
@@ -3855,7 +3857,7 @@ def run_plugin(path: str) -> None:
 
 def exit_with_error(message: str) -> NoReturn:
     """Print one line and exit with code 2."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each machine
         print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
     sys.exit(2)
 
@@ -4144,7 +4146,8 @@ class MATH(Task):
     def setup(self, engine_of: Callable[..., Any]) -> None:
         import math_verify  # noqa: F401 - here, so that judges need not import it
 
-        # a process that can be killed: simplifying an expression may never end
+        # a process that can be killed, at once: simplifying an expression may never end
+        CONSTS.term_timeout = 0
         self.judges = ProcessPool(1, initializer=end_with_parent, context=mp.get_context("fork"))
 
     @staticmethod
@@ -4332,10 +4335,11 @@ class AttackBuffer(ReplayBuffer):
         return t.reward
 
     def add(self, group: Group) -> None:
-        """Store a group's attacks; each replaces its nearest near-duplicate unless worse.
+        """Store a group's new attacks; each replaces its nearest near-duplicate unless worse.
 
         Example: with near_duplicate 0.25, attacks of 10 tokens of which 4 differ are
-        near-duplicates: 4 edits are less than 0.25 x 20.
+        near-duplicates: 4 edits are less than 0.25 x 20. An attack that is already stored is
+        skipped: the best of its noisy rewards would overestimate it.
         """
         config = self.config
         stored = self.trajectories.setdefault(group.prompt_id, {})
@@ -4352,7 +4356,7 @@ class AttackBuffer(ReplayBuffer):
             near = [i for i in np.flatnonzero(row < limit) if texts[i] in stored]
             if near:
                 nearest = texts[min(near, key=lambda i: row[i])]
-                if self.value(stored[nearest]) > self.value(t):
+                if text in stored or self.value(stored[nearest]) > self.value(t):
                     continue
                 del stored[nearest]
             stored[text] = t

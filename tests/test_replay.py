@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tba
 
 # chi-square at p = 0.001, by degrees of freedom
-CRITICAL = {1: 10.8, 3: 16.3, 5: 20.5, 11: 31.3}
+CRITICAL = {1: 10.8, 3: 16.3, 5: 20.5, 11: 31.3, 15: 37.7}
 
 
 def group(prompt_id, responses, rewards=None, version=0, index=0):
@@ -169,7 +169,7 @@ def test_replays_of_the_rest_are_not_counted_and_do_not_wait():
 
 
 @pytest.mark.parametrize("inverse_temperature", [0.0, 1.0, 3.0])
-def test_reward_sampling_is_softmax_without_replacement(inverse_temperature):
+def test_reward_sampling_is_softmax_without_replacement_if_enough_are_stored(inverse_temperature):
     rewards = [0.0, 0.5, 1.0, -0.5]
     buffer = tba.ReplayBuffer(tba.settings(reward_inverse_temperature=inverse_temperature))
     buffer.add(group(0, [[i] for i in range(4)], rewards))
@@ -183,6 +183,12 @@ def test_reward_sampling_is_softmax_without_replacement(inverse_temperature):
         first = weights[i] / weights.sum()
         expected.append(n * first * weights[j] / (weights.sum() - weights[i]))
     assert chi_square(counts.values(), expected) < CRITICAL[11]
+    for i, j in itertools.product(range(4), repeat=2):  # with replacement: independent draws
+        expected.append(n * weights[i] * weights[j] / weights.sum() ** 2)
+    counts = dict.fromkeys(itertools.product(range(4), repeat=2), 0)
+    for _ in range(n):
+        counts[tuple(int(t.tokens[0]) for t in buffer.draw(0, 6)[:2])] += 1
+    assert chi_square(counts.values(), expected[-16:]) < CRITICAL[15]
     buffer.add(group(1, [[i] for i in range(4)], [1e6, -1e6, 0.0, 1e6]))
     assert len(buffer.draw(1, 3)) == 3
 
@@ -305,8 +311,8 @@ def test_attacks_that_resemble_others_and_the_worst_ones_go(attacks, share, kept
                 shares.append(equal if equal < share or equal < 0 else math.inf)
             nearest = int(np.argmin(shares)) if expected and min(shares) < math.inf else None
             if nearest is not None:
-                if expected[nearest][1] > reward:
-                    continue
+                if shares[nearest] < 0 or expected[nearest][1] > reward:
+                    continue  # equal, or better
                 del expected[nearest]
             expected.append((tokens, reward))
         while len(expected) > kept:

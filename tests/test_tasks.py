@@ -439,7 +439,7 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     assert (table2.steps, table2.beta) == (1000, "0.012@0,0.004@500")
     for config, stable in ((gsm8k, 350), (table2, 450)):  # warmup over 50, cosine over 500 steps
         for step in range(config.steps):
-            decayed = max(0, step - 49 - stable) / 501
+            decayed = max(0, step - 49 - stable) / 500
             factor = min((step + 1) / 50, (1 + math.cos(math.pi * decayed)) / 2)
             assert tba.at_step(config, step).learning_rate == pytest.approx(1e-5 * factor)
     tldr = settings_of("run_tldr.sh", "1b", STEPS="625")
@@ -460,6 +460,8 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     assert rates == pytest.approx([1e-6, 5e-5, 1e-4, 0.88e-4], rel=0.02)
     warm_start = [tba.schedule_value(attack.sft_learning_rate, step, 102) for step in range(102)]
     assert warm_start == pytest.approx(np.linspace(0, 3e-5, 103)[:-1])  # warmup over all its steps
+    with pytest.raises(subprocess.CalledProcessError, match="status 2"):
+        settings_of("run_redteam.sh", "gpt2")  # the attacker had no warm start
     flow = settings_of("run_redteam.sh", "gflownet", "--sft_data", "x.json")
     assert (flow.synchronous, flow.objective, flow.recent_probability) == (
         True, "tb_learned_z", 0.5,
