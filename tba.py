@@ -243,7 +243,7 @@ class Config:
     temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
     max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
     max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
-    sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
+    sequences_in_flight: int = flag(256, "Maximum concurrent sequences of a Searcher (from S).", 1)
 
     objective: str = flag(
         "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, or from --plugin."
@@ -855,8 +855,7 @@ class Task:
         """Read the data, and check what can be checked before a model loads."""
         self.config = config
         self.tokenizer = tokenizer
-        if self.engines > 1:
-            self.reward_threads = 0
+        self.reward_threads = self.reward_threads if self.engines == 1 else 0
         self.train, self.held_out = self.examples()
 
     def examples(self) -> tuple[list[dict], list[dict]]:
@@ -1151,9 +1150,11 @@ class Trainer(Stateful):
 
     def poll(self) -> None:
         """Handle messages and signals, restart failed Searchers, advance the sync."""
-        # a Searcher that Ray has no room for may never complete a batch
-        lost = any(s.state == "pending" for s in self.searchers.running)
-        if self.signals and (lost or not self.config.synchronous or self.at_barrier()):
+        if self.signals and (
+            not self.config.synchronous
+            or self.at_barrier()
+            or any(s.state == "pending" for s in self.searchers.running)  # may never get room
+        ):
             raise KeyboardInterrupt(next(iter(self.signals)))
         if self.writing.done() and (error := self.writing.exception()):
             raise RunEnded(f"writing a checkpoint failed: {error!r}")
@@ -4395,10 +4396,20 @@ class RedTeam(Task):
             f"choose one of {', '.join(labels.values())}, or a guard's first token",
         )
         self.label = ids[0]
-        self.victim_tokenizer, _ = check_model("victim_model", config)
+        config.require(
+            guard or (len(labels) > 1 and toxicity.problem_type != "multi_label_classification"),
+            "toxicity_model",
+            "its labels are not the classes of a softmax; choose another one",
+        )
+        self.victim_tokenizer, victim = check_model("victim_model", config)
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
+        context = getattr(victim.config, "max_position_embeddings", None) or math.inf
+        self.longest = min(
+            len(self.victim_ids("")) + 8 * config.max_response_tokens,
+            context - config.victim_max_tokens - 1,
+        )
         config.require(
             config.explore_low <= config.explore_high,
             "explore_low",
@@ -4420,11 +4431,10 @@ class RedTeam(Task):
         return train, [held_out[i % len(held_out)] for i in range(count)]
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
-        config = self.config
-        self.longest = len(self.victim_ids("")) + 8 * config.max_response_tokens
-        self.victim = engine_of("victim_model", self.longest + config.victim_max_tokens)
-        self.toxicity.load(config)
-        self.sentence.load(config)
+        longest = self.longest + self.config.victim_max_tokens
+        self.victim = engine_of("victim_model", longest)
+        self.toxicity.load(self.config)
+        self.sentence.load(self.config)
 
     def temperature(self, rng: np.random.Generator) -> float:
         if rng.random() < self.config.explore_probability:
@@ -4509,7 +4519,7 @@ class RedTeam(Task):
 class WarmStartFlags:
     """Flags of supervised fine-tuning before training."""
 
-    sft_data: str = flag("", "Warm-start data: column instruction, or prompt and response.")
+    sft_data: str = flag("", "Warm-start data: instruction (the response), or prompt and response.")
     sft_prompts: str = flag("", "Prompts of the instructions; default: the task's.")
     sft_epochs: int = flag(1, "Warm-start epochs.", 1)
     sft_batch_size: int = flag(64, "Warm-start batch size.", 1)

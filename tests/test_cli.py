@@ -391,6 +391,11 @@ def test_models_of_another_kind_are_refused(gsm8k, tldr, redteam, tmp_path, caps
     assert "adapter" in refused(arguments(gsm8k, out, model=adapter), capsys)
     guard = judges_of(redteam) | {"toxicity_model": redteam / "victim", "toxicity_label": None}
     assert "--toxicity_label" in refused(arguments(redteam, out, **guard), capsys)
+    # labels that do not exclude each other are not read by a softmax
+    independent = {"problem_type": "multi_label_classification"}
+    toxicity = changed(redteam / "toxicity", tmp_path / "toxicity", **independent)
+    judges = judges_of(redteam) | {"toxicity_model": toxicity}
+    assert f"--toxicity_model {toxicity}" in refused(arguments(redteam, out, **judges), capsys)
     assert not out.exists()
 
 
