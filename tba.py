@@ -4405,11 +4405,6 @@ class RedTeam(Task):
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
-        context = getattr(victim.config, "max_position_embeddings", None) or math.inf
-        self.longest = min(
-            len(self.victim_ids("")) + 8 * config.max_response_tokens,
-            context - config.victim_max_tokens - 1,
-        )
         config.require(
             config.explore_low <= config.explore_high,
             "explore_low",
@@ -4422,6 +4417,11 @@ class RedTeam(Task):
             "must be at most --max_response_tokens",
         )
         super().__init__(config, tokenizer)
+        context = getattr(victim.config, "max_position_embeddings", None) or math.inf
+        self.longest = min(
+            len(self.victim_ids("")) + 8 * config.max_response_tokens,
+            context - config.victim_max_tokens - 1,
+        )
 
     def examples(self) -> tuple[list[dict], list[dict]]:
         train = held_out = [{"prompt": self.config.attacker_prompt}]
