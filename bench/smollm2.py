@@ -254,12 +254,8 @@ def report(rows: inside.Rows) -> None:
     answers: dict[str, str] = {}
     for setting in settings["lockstep"] + settings["one rate"] + settings["asynchronous"]:
         found = rows.of(setting, "report")
-        fixed_rate = dict(setting.flags).get("learning_rate")
         name = f"`{setting.objective}`, {way_of(setting)}"
-        if fixed_rate:
-            name += f", at {fixed_rate:g}"
         if not found:
-            lines.append([name, "0", *[claims.NOT_YET] * 7, ""])
             continue
         answers = samples(found[0])
         texts.append([name, *answers.values()])
@@ -274,7 +270,7 @@ def report(rows: inside.Rows) -> None:
             of_tb = rows.of(replace(setting, objective="tb"), "report")
             if min(len(found), len(of_tb)) == len(SEEDS):
                 gap = "{:+.2f} ± {:.2f}".format(*inside.difference(of_tb, found))
-        rate = f"{fixed_rate or found[0]['rate']:g}"
+        rate = f"{found[0]['rate']:g}"
         lost = str(sum(map(inside.failed, found)))
         lines.append([name, str(len(found)), rate, stale, before, *after, kl, lost, gap])
     head = ["", "seeds", "rate", "staleness", "accuracy before", "after 100 steps", "worst seed"]
