@@ -4,7 +4,7 @@
     python bench/smollm2.py make      # the model and prompts in .cache/smollm2; two minutes
     python bench/smollm2.py run --only lockstep --workers 2     # two hours; resumable
     python bench/smollm2.py run --only "one rate" --workers 2   # another hour
-    python bench/smollm2.py run       # the rest, one run at a time; another hour and three quarters
+    python bench/smollm2.py run       # the rest, one run at a time; another two hours
     python bench/smollm2.py report    # its tables in docs/results.md
     python bench/smollm2.py engines   # logprob_gap, memory and time for each engine and dtype
 
