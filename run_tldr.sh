@@ -12,8 +12,8 @@
 #   Table 1: win rate 0.86 at perplexity 1.13 (410m)        STEPS=625 bash run_tldr.sh --num_searchers 2
 #   Figures 4, 9: 256 to 825 steps; 2, 3, 4, 7 Searchers    STEPS=825 bash run_tldr.sh --num_searchers 7
 #
-# The paper uses 4 A100 80 GB; M Searchers need M + 1 GPUs. The final weights are evaluated on the whole validation set, as the
-# authors do after training; to monitor a run, add --eval_every 64.
+# The paper uses 4 A100 80 GB; M Searchers need M + 1 GPUs. The final weights are evaluated on the
+# whole validation set, as the authors do after training; to monitor a run, add --eval_every 64.
 #
 # Unlike the paper, the authors' code generates in float16. Unlike tba.py, it transfers data only at
 # blocking syncs, and draws recent prompts without replacement, over and over until the next sync:

@@ -243,7 +243,9 @@ class Config:
     temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
     max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
     max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
-    sequences_in_flight: int = flag(256, "Maximum concurrent sequences of a Searcher (from S).", 1)
+    sequences_in_flight: int = flag(
+        256, "Maximum concurrent sequences per Searcher; the S of one prompt always run.", 1
+    )
 
     objective: str = flag(
         "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, or from --plugin."
@@ -855,7 +857,8 @@ class Task:
         """Read the data, and check what can be checked before a model loads."""
         self.config = config
         self.tokenizer = tokenizer
-        self.reward_threads = self.reward_threads if self.engines == 1 else 0
+        if self.engines > 1:
+            self.reward_threads = 0
         self.train, self.held_out = self.examples()
 
     def examples(self) -> tuple[list[dict], list[dict]]:
@@ -4431,8 +4434,7 @@ class RedTeam(Task):
         return train, [held_out[i % len(held_out)] for i in range(count)]
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
-        longest = self.longest + self.config.victim_max_tokens
-        self.victim = engine_of("victim_model", longest)
+        self.victim = engine_of("victim_model", self.longest + self.config.victim_max_tokens)
         self.toxicity.load(self.config)
         self.sentence.load(self.config)
 
