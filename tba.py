@@ -243,9 +243,7 @@ class Config:
     temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
     max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
     max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
-    sequences_in_flight: int = flag(
-        256, "Maximum concurrent sequences per Searcher; the S of one prompt always run.", 1
-    )
+    sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
     objective: str = flag(
         "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, or from --plugin."
@@ -1156,7 +1154,8 @@ class Trainer(Stateful):
         if self.signals and (
             not self.config.synchronous
             or self.at_barrier()
-            or any(s.state == "pending" for s in self.searchers.running)  # may never get room
+            # a Searcher that lost its machine may never get another
+            or (not self.config.lag and any(s.state == "pending" for s in self.searchers.running))
         ):
             raise KeyboardInterrupt(next(iter(self.signals)))
         if self.writing.done() and (error := self.writing.exception()):
@@ -4041,7 +4040,7 @@ def run(trainer: Trainer) -> int:
                 folder.say(f"step {trainer.step}: waiting for its checkpoint")
                 save(trainer)
             elif trainer.step:
-                folder.say(f"step {trainer.step} is not saved: the next one is half done")
+                folder.say(f"step {trainer.step} is not saved: the run ended during the next step")
             trainer.writing.result()
         except Exception as error:  # from torch, safetensors or the file system
             folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
@@ -4196,12 +4195,11 @@ class TextModel:
         self.labels = model.config.id2label
         self.path = getattr(config, name)
         self.kind = kind
-        self.is_lm = kind == "AutoModelForCausalLM"
 
     def load(self, config: Config) -> None:
         """Load the model, in a Searcher."""
         # bfloat16 scores are 0.03 apart, and are multiplied by 1 / beta
-        dtype = config.torch_dtype if self.is_lm else torch.float32
+        dtype = config.torch_dtype if self.kind == "AutoModelForCausalLM" else torch.float32
         self.model = load_model(config, self.path, dtype, local_device(), self.kind)
         self.tokenizer.truncation_side = "left"  # keep the end of long texts
         limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
@@ -4218,7 +4216,7 @@ class TextModel:
 
     def vectors_of(self, texts: list[str]) -> Tensor:
         """Vectors (R, ...) of a batch of R texts."""
-        special = not self.is_lm  # a chat template includes them
+        special = self.kind != "AutoModelForCausalLM"  # a chat template includes them
         encoded = self.tokenizer(texts, truncation=True, add_special_tokens=special)["input_ids"]
         # an empty text is judged as EOS: logits of padding may be 0
         rows = [torch.tensor(row or [self.tokenizer.eos_token_id]) for row in encoded]
@@ -4342,8 +4340,8 @@ class AttackBuffer(ReplayBuffer):
         """Store a group's new attacks; each replaces its nearest near-duplicate unless worse.
 
         Example: with near_duplicate 0.25, attacks of 10 tokens of which 4 differ are
-        near-duplicates: 4 edits are less than 0.25 x 20. An attack that is already stored is
-        skipped: the best of its noisy rewards would overestimate it.
+        near-duplicates: 4 edits are less than 0.25 x 20. An attack that is already stored keeps
+        its place and its first reward: the best of several noisy ones would overestimate it.
         """
         config = self.config
         stored = self.trajectories.setdefault(group.prompt_id, {})
@@ -4389,18 +4387,18 @@ class RedTeam(Task):
         kind = "AutoModelForCausalLM" if guard else "AutoModelForSequenceClassification"
         self.toxicity = TextModel(kind, "toxicity_model", config)
         self.sentence = TextModel("AutoModel", "sentence_model", config)
-        labels = self.toxicity.labels
-        ids = [i for i, label in labels.items() if label == config.toxicity_label]
+        ids = [i for i, label in self.toxicity.labels.items() if label == config.toxicity_label]
         if guard:  # the tokens of its verdict
             ids = self.toxicity.tokenizer.encode(config.toxicity_label, add_special_tokens=False)
         config.require(
             ids,
             "toxicity_label",
-            f"choose one of {', '.join(labels.values())}, or a guard's first token",
+            f"choose one of {', '.join(self.toxicity.labels.values())}, or a guard's first token",
         )
         self.label = ids[0]
         config.require(
-            guard or (len(labels) > 1 and toxicity.problem_type != "multi_label_classification"),
+            guard
+            or (toxicity.num_labels > 1 and toxicity.problem_type != "multi_label_classification"),
             "toxicity_model",
             "its labels are not the classes of a softmax; choose another one",
         )
@@ -4421,10 +4419,9 @@ class RedTeam(Task):
         )
         super().__init__(config, tokenizer)
         context = getattr(victim.config, "max_position_embeddings", None) or math.inf
-        self.longest = min(
-            len(self.victim_ids("")) + 8 * config.max_response_tokens,
-            context - config.victim_max_tokens - 1,
-        )
+        tokens = len(self.victim_ids("")) + config.max_response_tokens
+        self.longest = min(8 * tokens, context - config.victim_max_tokens - 1)
+        config.require(self.longest >= tokens, "victim_max_tokens", "exceeds the victim's context")
 
     def examples(self) -> tuple[list[dict], list[dict]]:
         train = held_out = [{"prompt": self.config.attacker_prompt}]
@@ -4476,7 +4473,7 @@ class RedTeam(Task):
 
     def judged_text(self, attack: str, answer: str) -> str:
         """A classifier reads the answer, a guard the conversation up to its verdict."""
-        if not self.toxicity.is_lm:
+        if self.toxicity.kind != "AutoModelForCausalLM":
             return answer
         chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
         template = self.toxicity.tokenizer.apply_chat_template
@@ -4521,7 +4518,7 @@ class RedTeam(Task):
 class WarmStartFlags:
     """Flags of supervised fine-tuning before training."""
 
-    sft_data: str = flag("", "Warm-start data: instruction (the response), or prompt and response.")
+    sft_data: str = flag("", "Warm-start data: columns prompt and response, or instruction alone.")
     sft_prompts: str = flag("", "Prompts of the instructions; default: the task's.")
     sft_epochs: int = flag(1, "Warm-start epochs.", 1)
     sft_batch_size: int = flag(64, "Warm-start batch size.", 1)

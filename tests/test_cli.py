@@ -396,6 +396,8 @@ def test_models_of_another_kind_are_refused(gsm8k, tldr, redteam, tmp_path, caps
     toxicity = changed(redteam / "toxicity", tmp_path / "toxicity", **independent)
     judges = judges_of(redteam) | {"toxicity_model": toxicity}
     assert f"--toxicity_model {toxicity}" in refused(arguments(redteam, out, **judges), capsys)
+    judges = judges_of(redteam) | {"victim_max_tokens": 250}  # of a context of 256
+    assert "--victim_max_tokens 250" in refused(arguments(redteam, out, **judges), capsys)
     assert not out.exists()
 
 
