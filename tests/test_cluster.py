@@ -119,7 +119,7 @@ def test_lockstep_that_waits_for_a_machine_saves_after_a_signal(gsm8k, tmp_path)
         flags = {"synchronous": True, "num_searchers": 1}
         run = Run(out, endless(gsm8k, out, cluster.address, **flags), hooks=False)
         run.reaches(3)
-        cluster.lose(cluster.worker_nodes[0])
+        cluster.lose(*cluster.worker_nodes)
         run.says("lost its machine and waits for another one")
         os.kill(run.process.pid, signal.SIGINT)
         run.ends(128 + signal.SIGINT)
