@@ -2568,10 +2568,13 @@ class WeightGroup:
             work.wait()  # returns immediately, or raises the broadcast's error
 
     def abandon(self) -> None:
-        """Abort the group, in a thread, as it may block; this ends a stuck NCCL kernel."""
+        """Abort the group, in a thread, as it may block; this ends a stuck NCCL kernel.
+
+        A script that exits waits for this thread: a daemon in C++ code could abort its exit.
+        """
         self.abandoned = True
         if self.formed is not None:
-            threading.Thread(target=self.formed.abort, daemon=True).start()
+            ThreadPoolExecutor(1).submit(self.formed.abort)
             self.formed = None
 
 
