@@ -4424,7 +4424,7 @@ class RedTeam(Task):
         context = getattr(victim.config, "max_position_embeddings", None) or math.inf
         tokens = len(self.victim_ids("")) + config.max_response_tokens
         self.longest = min(8 * tokens, context - config.victim_max_tokens - 1)
-        config.require(self.longest >= tokens, "victim_max_tokens", "exceeds the victim's context")
+        config.require(self.longest >= tokens, "victim_max_tokens", "leaves no context for attacks")
 
     def examples(self) -> tuple[list[dict], list[dict]]:
         train = held_out = [{"prompt": self.config.attacker_prompt}]

@@ -34,6 +34,6 @@ def test_a_model_that_is_made_again_is_the_same(gsm8k, tmp_path):
         scored = tba.token_logprobs(tba.TokenLogProbs(model, 1.0), groups, config)
         scores.append(np.array([logprobs.sum() for logprobs in scored]))
     stored, made = scores  # log-probabilities of right solutions, about -1.3
-    # 0.05 and 0.2 between a CPU's instruction sets (ATEN_CPU_CAPABILITY)
-    assert abs(stored.mean() - made.mean()) < 0.1
+    # 0.05 and 0.2 between a CPU's instruction sets (ATEN_CPU_CAPABILITY); 1.4 after fewer steps
+    assert abs(stored.mean() - made.mean()) < 0.2
     assert np.abs(stored - made).mean() < 0.4
