@@ -42,7 +42,7 @@ At temperature 0.7 the untrained model is right in one of eight samples.
    ones (`tb` at 3e-6: 0.20; not used): the two seeds had preferred 3e-5 to 1e-5 by at most 0.03,
    but 6 of 11 reported runs at 3e-5 lost accuracy after step 50, and 2 of all 11 runs at 1e-5. (In
    60 steps at 1e-5, rewards would hardly reach 0.5.) "one rate": the three settings in lockstep for
-   which 3e-5 was chosen, at 1e-5.
+   which 3e-5 was chosen, at 1e-5; two of the five seeds have been run.
 
 Runs in lockstep may share the two cores (--workers 2), others must not: their data depend on time.
 
