@@ -2570,7 +2570,7 @@ class WeightGroup:
     def abandon(self) -> None:
         """Abort the group, in a thread, as it may block; this ends a stuck NCCL kernel.
 
-        A script that exits waits for this thread: a daemon in C++ code could abort its exit.
+        A script that exits waits for this thread: a daemon thread in C++ could crash the exit.
         """
         self.abandoned = True
         if self.formed is not None:
@@ -3461,6 +3461,11 @@ def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -
     return load_flag(name, config, transformers.AutoTokenizer.from_pretrained), model
 
 
+def context_of(model: nn.Module) -> float:
+    """The model's longest sequence, in tokens; infinite if its config sets no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+
 def read_dataset(name: str, config: Config) -> dict[str, Any]:
     """The dataset in flag `name`, as a dict of splits. Raises InputError."""
     import datasets  # only the main process needs it
@@ -3594,8 +3599,7 @@ def load_task(config: Config) -> Task:
     tokenizer, model = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    text_config = model.config.get_text_config()
-    task.max_context = getattr(text_config, "max_position_embeddings", None) or math.inf
+    task.max_context = context_of(model)
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, task.train_prompts = encode_prompts(task, "training", task.train)
     task.held_out, task.held_out_prompts = encode_prompts(task, "evaluation", task.held_out)
@@ -3739,7 +3743,6 @@ class StepLog:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.contradicted: set[str] = set()  # warnings of `check_learning` that do not apply
         self.arrived: list[Group] = []  # since the last step
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
         self.diverse = False  # over 40 % were distinct, and since then never under 10 %
@@ -3811,7 +3814,7 @@ class StepLog:
             # for any S: 0.5 if the policy has one response to each prompt, 0.01 if one to all
             "distinct": len(set(self.responses)) / len(self.responses),
         }
-        self.check_learning(rows)
+        self.warn_of_collapse()
         t = rows[-1]
         task = self.trainer.task
         record = {
@@ -3823,18 +3826,8 @@ class StepLog:
         }
         self.trainer.folder.append("completions.jsonl", record)
 
-    def check_learning(self, rows: list[Trajectory]) -> None:
-        """Warn once of a collapse, and of signs, over 20 steps, that the run learns nothing."""
-        signs = {
-            "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
-            "no prompt has two different rewards: check --dataset, or sample more responses":
-            all(len({t.reward for t in group.trajectories}) == 1 for group in self.arrived),
-        }  # fmt: skip
-        self.contradicted |= {text for text, holds in signs.items() if not holds}
-        if min(len(self.recent), rows[-1].version) >= 20:
-            for text in sorted(signs.keys() - self.contradicted):
-                self.trainer.folder.say(f"warning: {text}")
-            self.contradicted |= signs.keys()
+    def warn_of_collapse(self) -> None:
+        """Warn when responses that were diverse have become nearly all the same."""
         distinct = self.means["distinct"]
         self.diverse |= distinct > 0.4 and len(self.responses) == self.responses.maxlen
         if self.diverse and distinct < 0.1:
@@ -4076,7 +4069,7 @@ def run_command_line() -> NoReturn:
             traceback.print_exc()
         atexit._run_exitfuncs()  # libraries clean up
         sys.stdout.flush()
-    os._exit(exit_code)  # a blocked Gloo or NCCL thread can abort the interpreter's own exit
+    os._exit(exit_code)  # the interpreter's own exit would wait for a blocked Gloo or NCCL thread
 
 
 def finish(trainer: Trainer) -> None:
@@ -4205,7 +4198,7 @@ class TextModel:
         dtype = config.torch_dtype if self.kind == "AutoModelForCausalLM" else torch.float32
         self.model = load_model(config, self.path, dtype, local_device(), self.kind)
         self.tokenizer.truncation_side = "left"  # keep the end of long texts
-        limit = getattr(self.model.config, "max_position_embeddings", None) or 2**20
+        limit = min(context_of(self.model), 2**20)
         self.tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
 
     @torch.inference_mode()
@@ -4399,9 +4392,9 @@ class RedTeam(Task):
             f"choose one of {', '.join(self.toxicity.labels.values())}, or a guard's first token",
         )
         self.label = ids[0]
+        softmax = toxicity.num_labels > 1 and toxicity.problem_type != "multi_label_classification"
         config.require(
-            guard
-            or (toxicity.num_labels > 1 and toxicity.problem_type != "multi_label_classification"),
+            guard or softmax,
             "toxicity_model",
             "its labels are not the classes of a softmax; choose another one",
         )
@@ -4421,10 +4414,10 @@ class RedTeam(Task):
             "must be at most --max_response_tokens",
         )
         super().__init__(config, tokenizer)
-        context = getattr(victim.config, "max_position_embeddings", None) or math.inf
-        tokens = len(self.victim_ids("")) + config.max_response_tokens
-        self.longest = min(8 * tokens, context - config.victim_max_tokens - 1)
-        config.require(self.longest >= tokens, "victim_max_tokens", "leaves no context for attacks")
+        # in the attacker's tokens; the victim's tokenizer may split an attack into more
+        needed = len(self.victim_ids("")) + config.max_response_tokens
+        self.longest = min(8 * needed, context_of(victim) - config.victim_max_tokens - 1)
+        config.require(self.longest >= needed, "victim_max_tokens", "leaves no context for attacks")
 
     def examples(self) -> tuple[list[dict], list[dict]]:
         train = held_out = [{"prompt": self.config.attacker_prompt}]
