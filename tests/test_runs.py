@@ -388,17 +388,6 @@ def test_wandb_gets_every_evaluation_on_its_own_axis_and_resumes_its_run(
     assert evaluated == [e["step"] for e in read_lines(out / "eval.jsonl")]
 
 
-def test_a_run_that_learns_nothing_says_so_once(gsm8k, tmp_path):
-    out = tmp_path / "run"
-    flags = {"max_response_tokens": 1, "learning_rate": 1e-12, "steps": 26, "synchronous": True}
-    flags |= {"eval_every": 0, "eval_samples": 1, "prompts_per_step": 1}
-    _, err = run_tba(arguments(gsm8k, out, **flags))
-    warnings = [line for line in err.splitlines() if "warning" in line]
-    for name in ("--max_response_tokens", "--dataset"):
-        assert sum(name in line for line in warnings) == 1, err
-    assert len(warnings) == 2
-
-
 def logged_arrivals(steps):
     """`distinct` after each step, and the warnings, if these groups of responses arrive."""
     said = []
