@@ -409,7 +409,11 @@ def schedule_value(text: str | float, step: int, end: float = math.inf) -> float
 
 @dataclass(slots=True)
 class Trajectory:
-    """One response to one prompt."""
+    """One response to one prompt.
+
+    Its staleness in an optimizer step is the step's number - `version`: about k for the syncs, plus
+    the steps taken while it was generated, scored and, in the replay buffer, stored.
+    """
 
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")  # (T,) each
 
@@ -420,7 +424,8 @@ class Trajectory:
     in_kl: bool  # sampled at --temperature, log pi_ref as it is: counts in the metric kl
     reward: float
     prompt_id: int
-    version: int  # policy's step at submission; later tokens may be from newer weights
+    version: int  # optimizer step of the weights that its first token was sampled with
+    last_version: int  # of those of its last token; they load between two decode steps
     reference_version: int  # step of the reference
 
     @property
@@ -1432,7 +1437,6 @@ class Source(NamedTuple):
     held_out: bool  # it belongs to an evaluation
     index: int  # Group.index; 0 for a held-out prompt
     prompt_id: int
-    version: int  # of the policy
 
 
 @dataclass(eq=False)
@@ -1553,7 +1557,7 @@ class Searcher:
         else:
             if not isinstance(self.engine, TransformersEngine):  # others use checkpoint names
                 weights = revert_weight_conversion(self.reference.model, weights)
-            self.engine.load_weights(weights.items())
+            self.engine.load_weights(weights.items(), message.version)
             self.version = message.version
             probes = self.score_probes()
         if self.staging.flat.is_cuda:
@@ -1593,7 +1597,7 @@ class Searcher:
             prompt_id = int(epoch_order(config.seed, epoch, len(prompts))[position])
             rng = np.random.default_rng([config.seed, index])
             request = Request(
-                id=Source(False, index, prompt_id, self.version),
+                id=Source(False, index, prompt_id),
                 prompt=prompts[prompt_id],
                 n=S,
                 max_tokens=config.response_limit(prompts[prompt_id]),
@@ -1612,7 +1616,7 @@ class Searcher:
         for row in rows:
             prompt = self.task.held_out_prompts[row]
             request = Request(
-                id=Source(True, 0, row, self.version),
+                id=Source(True, 0, row),
                 prompt=prompt,
                 n=n,
                 max_tokens=config.response_limit(prompt),
@@ -1653,7 +1657,8 @@ class Searcher:
             source = done.request.id
             del self.in_flight[source]
             group = Group(source.index, [])
-            for tokens, logprobs, ended in zip(done.tokens, done.logprobs, done.ended, strict=True):
+            fields = (done.tokens, done.logprobs, done.ended, done.versions)
+            for tokens, logprobs, ended, (first, last) in zip(*fields, strict=True):
                 scored = next(ref_logprobs)
                 altered = task.ref_logprobs(tokens, scored)
                 trajectory = Trajectory(
@@ -1664,7 +1669,8 @@ class Searcher:
                     in_kl=altered is scored and done.request.temperature == config.temperature,
                     reward=math.nan,
                     prompt_id=source.prompt_id,
-                    version=source.version,
+                    version=first,
+                    last_version=last,
                     reference_version=self.reference_version,
                 )
                 group.trajectories.append(trajectory)
@@ -2183,6 +2189,7 @@ class Completion:
     tokens: list[np.ndarray]  # n x (T,) int32, including EOS
     logprobs: list[np.ndarray]  # n x (T,) float32, of the tempered policy; greedy: temperature 1
     ended: list[bool]  # finished with EOS (not truncated)
+    versions: list[tuple[int, int]]  # n x those of the first and the last token's weights
 
 
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
@@ -2191,10 +2198,14 @@ class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
     `generate` calls it with logits (R, V) before sampling a token, and with None after it.
     """
 
-    def __init__(self, temperature: Tensor, between_steps: Callable) -> None:
+    def __init__(
+        self, engine: TransformersEngine, temperature: Tensor, between_steps: Callable
+    ) -> None:
+        self.engine = engine
         self.temperature = temperature  # (R, 1)
         self.between_steps = between_steps
         self.logprobs: list[Tensor] = []  # (R, 1) of each token sampled so far
+        self.versions: list[int] = []  # of the weights that each token was sampled with
 
     def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
         """Log-probabilities (R, V) to sample from, or zeros (R,): no row stops."""
@@ -2202,6 +2213,7 @@ class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
             self.distribution = (scores.float() / self.temperature).log_softmax(-1)
             return self.distribution
         self.logprobs.append(self.distribution.gather(1, ids[:, -1:]))
+        self.versions.append(self.engine.version)
         self.between_steps()
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
@@ -2221,6 +2233,7 @@ class TransformersEngine:
         self.state = checkpoint_state(self.model)
         self.shares_prompts = can_pack(self.model, longest)
         self.waiting: deque[Request] = deque()
+        self.version = -1  # of the weights; -1: those of the checkpoint
 
     @property
     def unfinished(self) -> int:
@@ -2254,7 +2267,7 @@ class TransformersEngine:
         batch = self.take_batch()
         rows = [b for b, request in enumerate(batch) for _ in range(request.n)]  # R indices
         temperatures = [[batch[b].temperature or 1.0] for b in rows]
-        hook = DecodeHook(torch.tensor(temperatures, device=self.device), between_steps)
+        hook = DecodeHook(self, torch.tensor(temperatures, device=self.device), between_steps)
         prompts = [torch.from_numpy(request.prompt).long() for request in batch]  # B x (P,)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         prompt_ids = pad(prompts).to(self.device)  # (B, P), with the longest prompt's P
@@ -2288,30 +2301,35 @@ class TransformersEngine:
             )
         tokens = ids[:, prompt_ids.shape[1] :].int().cpu().numpy()  # (R, T)
         logprobs = torch.cat(hook.logprobs, 1).cpu().numpy()  # (R, T)
-        return self.completions_of(batch, tokens, logprobs)
+        return self.completions_of(batch, tokens, logprobs, hook.versions)
 
     def completions_of(
-        self, batch: list[Request], tokens: np.ndarray, logprobs: np.ndarray
+        self, batch: list[Request], tokens: np.ndarray, logprobs: np.ndarray, versions: list[int]
     ) -> list[Completion]:
-        """Split arrays (R, T) by request, and cut rows after EOS or at their maximum length."""
+        """Split arrays (R, T) by request, and cut rows after EOS or at their maximum length.
+
+        `versions` (T,) are those of the weights that each token was sampled with.
+        """
         completions = []
         rows = zip(tokens, logprobs, np.isin(tokens, self.end_tokens), strict=True)
         for request in batch:
-            done = Completion(request, [], [], [])
+            done = Completion(request, [], [], [], [])
             for row, row_logprobs, is_end in itertools.islice(rows, request.n):
                 ends = np.flatnonzero(is_end[: request.max_tokens])
                 T = ends[0] + 1 if len(ends) else request.max_tokens
                 done.tokens.append(row[:T].copy())
                 done.logprobs.append(row_logprobs[:T].copy())
                 done.ended.append(len(ends) > 0)
+                done.versions.append((versions[0], versions[T - 1]))
             completions.append(done)
         return completions
 
     @torch.inference_mode()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace weights by checkpoint name; a running batch keeps its KV cache."""
         for name, tensor in weights:
             self.state[name].copy_(tensor)
+        self.version = version
 
     @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
@@ -2325,7 +2343,7 @@ class TransformersEngine:
 
 
 VLLM_ENVIRONMENT = {  # defaults
-    # untested: model runner V2 and asynchronous scheduling do not run on a CPU
+    # model runner V2 and asynchronous scheduling are not tested: docs/operations.md
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "FLASHINFER_LOGGING_LEVEL": "ERROR",
@@ -2344,31 +2362,35 @@ class VLLMEngine:
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
         os.environ.update(VLLM_ENVIRONMENT | os.environ)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs here
-        import vllm.compilation.cuda_graph  # late: slow; reads the environment
+        import vllm.compilation.breakable_cudagraph  # late: slow; reads the environment
+        import vllm.compilation.cuda_graph
 
         if not dist.is_initialized():  # vLLM's own group would open a port
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         # or vLLM deletes the other engines' graphs
         vllm.compilation.cuda_graph.CUDAGraphWrapper._all_instances.clear()
-        self.llm = vllm.LLM(
-            model=getattr(config, name),
-            dtype=config.dtype,
-            skip_tokenizer_init=True,
-            enforce_eager=local_device().type == "cpu",
-            gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
-            max_model_len=max(longest, 25) + 1,  # the probes have 25 tokens
-            max_num_seqs=config.sequences_in_flight,
-            enable_prefix_caching=True,  # a prompt is computed once for its S responses
-            logprobs_mode="processed_logprobs",  # of the tempered policy
-            hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
-            async_scheduling=False,
-            generation_config="vllm",
-            seed=seed,  # vLLM seeds PyTorch
-            use_tqdm_on_load=False,
-        )
+        vllm.compilation.breakable_cudagraph.BreakableCUDAGraphWrapper._all_instances.clear()
+        path = getattr(config, name)
+        with copied_class(path):
+            self.llm = vllm.LLM(
+                model=path,
+                dtype=config.dtype,
+                skip_tokenizer_init=True,
+                enforce_eager=local_device().type == "cpu",
+                gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
+                max_model_len=max(longest, 25) + 1,  # the probes have 25 tokens
+                max_num_seqs=config.sequences_in_flight,
+                enable_prefix_caching=True,  # a prompt is computed once for its S responses
+                logprobs_mode="processed_logprobs",  # of the tempered policy
+                hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
+                async_scheduling=False,
+                generation_config="vllm",
+                seed=seed,  # vLLM seeds PyTorch
+                use_tqdm_on_load=False,
+            )
         self.config = config
-        self.loads = 0  # of weights; salts the prefix cache
+        self.label_weights(-1)
         self.requests: dict[str, Request] = {}  # unfinished, by the engine's request id
         self.outputs: dict[str, Any] = {}  # finished, and not returned yet
         ends = end_tokens(name, config)
@@ -2401,8 +2423,7 @@ class VLLMEngine:
     def _add(self, prompt: np.ndarray, params: Any) -> str:
         """Add a request to the engine; returns its id there."""
         request_id = str(next(self.llm.request_counter))
-        # the salt excludes cached prefixes of older weights
-        inputs = {"prompt_token_ids": prompt.tolist(), "cache_salt": str(self.loads)}
+        inputs = {"prompt_token_ids": prompt.tolist(), "cache_salt": str(self.version)}
         self.llm.llm_engine.add_request(request_id, inputs, params)
         return request_id
 
@@ -2414,20 +2435,34 @@ class VLLMEngine:
             tokens = [np.array(o.token_ids, np.int32) for o in output.outputs]
             logprobs = [np.array(o.logprobs.logprobs, np.float32) for o in output.outputs]
             ended = [o.finish_reason == "stop" for o in output.outputs]
-            completions.append(Completion(request, tokens, logprobs, ended))
+            spans = [[int(s.version) for s in o.weight_versions] for o in output.outputs]
+            versions = [(span[0], span[-1]) for span in spans]
+            completions.append(Completion(request, tokens, logprobs, ended, versions))
         self.outputs.clear()
         between_steps()
         return completions
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if local_device().type == "cpu":
             self.llm.apply_model(self._repack_heads)
-        self.loads += 1
+        self.label_weights(version)
+
+    def label_weights(self, version: int) -> None:
+        """Label the tokens to come, and keep requests that are waiting from older weights' KV.
+
+        Running requests keep their KV cache.
+        """
+        self.version = version  # of the weights; salts the prefix cache
+        self.llm.update_weight_version(str(version))
+        for request in self.llm.llm_engine.engine_core.engine_core.scheduler.waiting:
+            request.cache_salt = str(version)
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
     @staticmethod
     def _repack_heads(model: nn.Module) -> None:
-        """Repack heads for CPU kernels: vLLM 0.26 forgets tied ones after a reload."""
+        """Repack heads for CPU kernels: vLLM 0.32 forgets tied ones after a reload."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         for layer in model.modules():
@@ -2441,6 +2476,23 @@ class VLLMEngine:
             # other requests advance too
             self.outputs |= {output.request_id: output for output in self.llm.llm_engine.step()}
         return [np.array(self.outputs.pop(i).prompt_logprobs.logprobs) for i in ids]
+
+
+@contextlib.contextmanager
+def copied_class(path: str) -> Iterator[None]:
+    """While vLLM loads a model, let it have a copy of transformers' class of that family.
+
+    vLLM runs families without code of its own, such as GPT-NeoX, through transformers' class, and
+    alters it for good: our own models of the family could not be made any more.
+    """
+    family = type(transformers.AutoConfig.from_pretrained(path))
+    original = transformers.MODEL_MAPPING[family]
+    copied = type(original.__name__, (original,), {"__module__": original.__module__})
+    transformers.MODEL_MAPPING.register(family, copied, exist_ok=True)
+    try:
+        yield
+    finally:
+        transformers.MODEL_MAPPING.register(family, original, exist_ok=True)
 
 
 ENGINES: dict[str, type] = {"transformers": TransformersEngine, "vllm": VLLMEngine}
@@ -3811,6 +3863,7 @@ class StepLog:
             "kl": float(np.mean(kl)) if kl else math.nan,
             "response_length": float(np.mean([len(t.tokens) for t in rows])),
             "eos_fraction": float(np.mean([t.ended for t in rows])),
+            "version_span": float(np.mean([t.last_version - t.version for t in rows])),
             # for any S: 0.5 if the policy has one response to each prompt, 0.01 if one to all
             "distinct": len(set(self.responses)) / len(self.responses),
         }

@@ -367,9 +367,9 @@ class SmallLlama(tba.TransformersEngine):
     the same: on-policy, a row's `ess` is 1, so its log-probabilities match the Trainer's.
     """
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the weights, and fuse those that multiply the same hidden states."""
-        super().load_weights(weights)
+        super().load_weights(weights, version)
         self.fuse()
 
     def fuse(self) -> None:
@@ -408,6 +408,7 @@ class SmallLlama(tba.TransformersEngine):
         }  # fmt: skip
         tokens = torch.full((R, T), self.end_tokens[0])
         logprobs = torch.zeros(R, T)
+        versions = []
         ends = torch.tensor(self.end_tokens)
         ended = torch.zeros(R, dtype=torch.bool)
         source = torch.Generator().manual_seed(batch[0].seed)
@@ -420,6 +421,7 @@ class SmallLlama(tba.TransformersEngine):
             ids = torch.searchsorted(below, point).clamp(max=below.shape[1] - 1)  # (R, 1)
             tokens[state["row"], t] = ids[:, 0]
             logprobs[state["row"], t] = distribution.gather(1, ids)[:, 0]
+            versions.append(self.version)
             ended |= torch.isin(ids[:, 0], ends)
             between_steps()
             if ended.all():
@@ -428,7 +430,8 @@ class SmallLlama(tba.TransformersEngine):
                 left = ~ended
                 state = {name: tensor[left] for name, tensor in state.items()}
                 kept, ids, ended = kept[:, :, left], ids[left], ended[left]
-        return self.completions_of(batch, tokens[:, : t + 1].int().numpy(), logprobs.numpy())
+        sampled = tokens[:, : t + 1].int().numpy()
+        return self.completions_of(batch, sampled, logprobs.numpy(), versions)
 
     def forward(
         self, ids: torch.Tensor, kept: torch.Tensor, state: dict, first: int

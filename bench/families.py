@@ -230,7 +230,7 @@ def compare(folder: Path, dtype: str = "float32") -> tuple[bool, dict[str, float
         gaps["generation"] = gap(found, own)
         perturb(policy.model)
         weights = tba.checkpoint_state(policy.model)
-        engine.load_weights(weights.items())
+        engine.load_weights(weights.items(), 1)
         pairs = [(p, y) for p, responses in groups for y in responses]
         found = engine.prompt_logprobs([np.concatenate([p, y, p]) for p, y in pairs])
         found = [row[len(p) - 1 :][: len(y)] for row, (p, y) in zip(found, pairs, strict=True)]

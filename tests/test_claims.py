@@ -186,7 +186,7 @@ def test_the_small_engine_samples_what_it_says_from_the_models_own_distribution(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    engine.load_weights(tba.checkpoint_state(model).items())
+    engine.load_weights(tba.checkpoint_state(model).items(), 1)
 
     prompts = [np.arange(5, 5 + n, dtype=np.int32) for n in (3, 9, 6)]
     for i, prompt in enumerate(prompts):

@@ -41,12 +41,12 @@ def finish(engine, between_steps=lambda: None):
     return done
 
 
-def send(served, model):
+def send(served, model, version=1):
     """Load a model's weights, as a Searcher does."""
     weights = tba.checkpoint_state(model)
     if not isinstance(served, tba.TransformersEngine):
         weights = tba.revert_weight_conversion(model, weights)
-    served.load_weights(weights.items())
+    served.load_weights(weights.items(), version)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -143,17 +143,54 @@ def test_weights_load_with_requests_in_flight(engine, engine_of, model_of):
         nonlocal steps
         steps += 1
         if steps == 6:
-            send(served, other)
+            send(served, other, version=3)
 
     served.submit(request(task, 0, 4, max_tokens=24))
     before = finish(served, load)[0]
     assert steps > 6 and all(np.isfinite(values).all() for values in before.logprobs)
+    lasts = [3 if len(tokens) > 6 else -1 for tokens in before.tokens]
+    assert before.versions == [(-1, last) for last in lasts] and 3 in lasts
     served.submit(request(task, 0, 4, max_tokens=24))
     after = finish(served)[0]
+    assert after.versions == [(3, 3)] * 4
     groups = [(task.train_prompts[0], after.tokens)]
     scored = tba.token_logprobs(tba.TokenLogProbs(other, 0.7), groups, config)
     for logprobs, own in zip(after.logprobs, scored, strict=True):
         np.testing.assert_allclose(logprobs, own, atol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_responses_that_waited_for_a_slot_while_weights_loaded_use_nothing_of_the_old_ones(
+    engine, engine_of, model_of
+):
+    """Nor the prompt's KV, which a response of the same request computed before the load."""
+    served, config, task = engine_of(engine, max_response_tokens=24, sequences_in_flight=4)
+    other = AutoModelForCausalLM.from_pretrained(model_of("llama"))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    steps = 0
+
+    def load():
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            send(served, other, version=3)
+
+    for i in range(4):  # the last two wait
+        served.submit(request(task, i, 3, max_tokens=24))
+    done = finish(served, load)
+    policy = tba.TokenLogProbs(other, 0.7)
+    waited = 0
+    for i, completion in done.items():
+        new = [j for j, (first, _) in enumerate(completion.versions) if first == 3]
+        waited += len(new)
+        if new:
+            groups = [(task.train_prompts[i], [completion.tokens[j] for j in new])]
+            scored = tba.token_logprobs(policy, groups, config)
+            for j, own in zip(new, scored, strict=True):
+                np.testing.assert_allclose(completion.logprobs[j], own, atol=1e-3)
+    assert waited >= 6
 
 
 def test_same_seeds_same_samples_whatever_happens_between_decode_steps(engine_of):

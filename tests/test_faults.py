@@ -408,6 +408,8 @@ def test_a_version_is_that_of_the_weights_at_submission(gsm8k, tmp_path):
     groups = sent(searcher, tba.Group, 3)
     versions = [{t.version for t in group.trajectories} for group in groups]
     assert versions == [{version} for version in submitted]
+    for group in groups:  # weights were loaded after each token
+        assert all(t.last_version == t.version + len(t.tokens) - 1 for t in group.trajectories)
 
 
 def test_slow_rewards_do_not_change_what_lockstep_samples(gsm8k, tmp_path, monkeypatch):
@@ -455,7 +457,7 @@ def test_answers_are_judged_and_sent_by_their_own_prompts(gsm8k, tmp_path, monke
     for request, row in zip(submitted, (3, 0, 5, 1), strict=True):
         tokens = [request.prompt[-row - 2 :], request.prompt[-row - 3 :]]
         logprobs = [np.zeros(len(answer), np.float32) for answer in tokens]
-        answers.append(tba.Completion(request, tokens, logprobs, np.array([True, False])))
+        answers.append(tba.Completion(request, tokens, logprobs, np.array([True, False]), [(7, 7)] * 2))
     searcher.handle_completions(answers)
     records = {}
     for evaluated in sent(searcher, tba.Evaluated, 4):

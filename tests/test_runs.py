@@ -26,7 +26,7 @@ from tba import read_lines
 METRICS = set(
     "step seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards distinct "
     "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
-    "effective_sample_size ratio_max response_length eos_fraction staleness_mean staleness_max "
+    "effective_sample_size ratio_max version_span response_length eos_fraction staleness_mean staleness_max "
     "buffer_trajectories version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
     "sync_wait_seconds logprob_gap searchers_alive gpu_memory_gib".split()
