@@ -177,8 +177,11 @@ def test_responses_that_waited_for_a_slot_while_weights_loaded_use_nothing_of_th
         if steps == 2:
             send(served, other, version=3)
 
-    for i in range(4):  # the last two wait
-        served.submit(request(task, i, 3, max_tokens=24))
+    prompts = [np.resize(prompt, 160) for prompt in task.train_prompts[:4]]  # over a block of KV
+    for i, prompt in enumerate(prompts):  # some responses of the second wait, and the last two
+        served.submit(
+            tba.Request(i, prompt, n=3, max_tokens=24, temperature=0.7, seed=i)
+        )
     done = finish(served, load)
     policy = tba.TokenLogProbs(other, 0.7)
     waited = 0
@@ -186,7 +189,7 @@ def test_responses_that_waited_for_a_slot_while_weights_loaded_use_nothing_of_th
         new = [j for j, (first, _) in enumerate(completion.versions) if first == 3]
         waited += len(new)
         if new:
-            groups = [(task.train_prompts[i], [completion.tokens[j] for j in new])]
+            groups = [(prompts[i], [completion.tokens[j] for j in new])]
             scored = tba.token_logprobs(policy, groups, config)
             for j, own in zip(new, scored, strict=True):
                 np.testing.assert_allclose(completion.logprobs[j], own, atol=1e-3)
