@@ -422,6 +422,7 @@ class Trajectory:
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     in_kl: bool  # sampled at --temperature, log pi_ref as it is: counts in the metric kl
+    temperature: float  # that its tokens were to be sampled at
     reward: float
     prompt_id: int
     version: int  # optimizer step of the weights that its first token was sampled with
@@ -453,20 +454,27 @@ class Batch:
     logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
     behaviour: Tensor  # (N,) Trajectory.logprobs, those of the sampling policy
     ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
+    tokens: Tensor  # (N,) int64
     lengths: Tensor  # (B*K,) int64
+    ended: Tensor  # (B, K) bool, Trajectory.ended
     rewards: Tensor  # (B, K)
     versions: Tensor  # (B*K,) int64, Trajectory.version
+    prompt_ids: Tensor  # (B,) int64
     step: int  # optimizer steps so far, skipped ones included
-    learned_log_z: Tensor  # (B,) one parameter per prompt; carries the gradient
+    parameters: dict[str, Tensor]  # those in PARAMETERS; they carry gradients
 
     def response_index(self) -> Tensor:
         """Index of the response that each token belongs to, (N,)."""
         return torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum values (N,) over each response, (B, K); log-probabilities give log pi(y|x)."""
-        zeros = values.new_zeros(self.rewards.numel())
-        return zeros.index_add(0, self.response_index(), values).view_as(self.rewards)
+        """Sum values (N,) over each response, (B, K); log-probabilities give log pi(y|x).
+
+        In float64, in which the order of summation, which varies on a GPU, makes no difference.
+        """
+        zeros = values.new_zeros(self.rewards.numel(), dtype=torch.float64)
+        totals = zeros.index_add(0, self.response_index(), values.double())
+        return totals.to(values.dtype).view_as(self.rewards)
 
 
 @dataclass
@@ -505,7 +513,9 @@ def tb(batch: Batch, config: Config) -> Loss:
     return Loss(loss, {"log_z": log_z.mean()})
 
 
-LOG_Z_LEARNING_RATE = 0.1  # of each prompt's log Z, scaled by the policy's schedule
+# what objectives learn besides the policy, initially 0: name -> size (0: an entry per training
+# prompt) and peak learning rate, which follows the schedule of --learning_rate
+PARAMETERS: dict[str, tuple[int, float]] = {"log_z": (0, 0.1)}
 
 
 def tb_learned_z(batch: Batch, config: Config) -> Loss:
@@ -518,7 +528,7 @@ def tb_learned_z(batch: Batch, config: Config) -> Loss:
     = 2, whose derivative by log Z is mean([2 (0 - 2), 0]) = -2: it rises towards 1.
     """
     target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
-    log_z = batch.learned_log_z[:, None]  # (B, 1)
+    log_z = batch.parameters["log_z"][batch.prompt_ids, None]  # (B, 1)
     residual = log_z + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
     return Loss(residual.square().mean(), {"log_z": log_z.detach().mean()})
 
@@ -583,9 +593,6 @@ OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
     objective.__name__: objective
     for objective in (tb, tb_learned_z, tba_prime, rloo, proximal_rloo)
 }
-# objectives that are sums over prompts, whose terms use no other prompt's log-probabilities; others
-# cost a second forward pass if a batch has several micro-batches (`Learner.backward`)
-SEPARABLE = set(OBJECTIVES.values())
 
 
 def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
@@ -853,6 +860,7 @@ class Task:
     # set by `load_task`, for examples that fit the model
     train_prompts: list[np.ndarray]  # (P,) int32 each
     held_out_prompts: list[np.ndarray]
+    end_tokens: list[int]  # those that end a response
     packs: bool  # responses share rows, in which their prompt is computed once
     max_context: float  # the model's maximum number of tokens
 
@@ -1005,6 +1013,7 @@ class Trainer(Stateful):
         self.buffer = self.checkpointed(task.buffer_class(config))
         self.rule = self.checkpointed(REPLAY_RULES[config.replay_rule](self.buffer, config))
         self.learner: Learner | None = None  # loads while the Searchers load
+        self.sampling: SamplingCheck | None = None
         self.sync: WeightSync | None = None
         self.step = folder.step  # optimizer steps taken, skipped ones included
         self.writing = Future()  # gives the step of the latest checkpoint
@@ -1036,6 +1045,7 @@ class Trainer(Stateful):
         self.learner = Learner(self.config, self.task, self.ranks, folder)
         self.checkpointed(self.learner)
         self.learner.score_probes()  # returns once all ranks have loaded the policy
+        self.sampling = SamplingCheck(self.config, self.task, self.learner, self.folder.say)
         self.searchers.start_all()  # on a shared GPU, only now
         self.sync = WeightSync(self.config, self.learner, self.searchers, self.evaluations)
         self.checkpointed(self.sync)
@@ -1065,8 +1075,7 @@ class Trainer(Stateful):
         B = self.config.prompts_per_step
         fresh = self.log.recent or self.log.arrived  # a resumed run first waits for a group
         enough = len(self.buffer.trajectories) >= min(B, len(self.task.train_prompts))
-        count = self.searchers.first_missing + len(self.searchers.arrived_positions)
-        arrived = count * self.config.searched_per_prompt  # trajectories
+        arrived = self.searchers.first_missing * self.config.searched_per_prompt  # trajectories
         if not (fresh and enough and arrived >= self.config.initial_trajectories):
             return None
         return self.rule.sample(B, self.config.trained_per_prompt)
@@ -1211,6 +1220,8 @@ class Trainer(Stateful):
     def train_step(self, groups: list[list[Trajectory]]) -> None:
         """Take one optimizer step on B groups of K trajectories, mark what is due, and log it."""
         now = at_step(self.config, self.step)
+        if self.config.synchronous or self.step == self.folder.step:  # the weights that sampled
+            self.sampling.add(self.log.arrived, self.step, self.searchers.first_missing)
         metrics = self.learner.step(groups, now, self.step)
         self.step += 1
         self.mark_due()
@@ -1262,19 +1273,26 @@ class Learner(Stateful):
             for layer in self.model.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
                     layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        # (prompts,), for tb_learned_z; stays 0 with other objectives
-        self.log_z = nn.Parameter(torch.zeros(len(task.train_prompts), device=self.device))
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        matrices = [p for p in self.trained.values() if p.ndim > 1]
+        vectors = [p for p in self.trained.values() if p.ndim <= 1]  # norms and biases
+        optimized = [
+            {"params": matrices, "lr_scale": 1.0, "weight_decay": config.weight_decay},
+            {"params": vectors, "lr_scale": 1.0},
+        ]
+        peak = max(value for _, value, _ in schedule_points(config.learning_rate))
+        self.parameters: dict[str, nn.Parameter] = {}  # those in PARAMETERS
+        for name, (size, rate) in PARAMETERS.items():
+            zeros = torch.zeros(size or len(task.train_prompts), device=self.device)
+            self.parameters[name] = nn.Parameter(zeros)
+            optimized.append(
+                {"params": [self.parameters[name]], "lr_scale": rate / max(peak, POSITIVE)}
+            )
         self.optimizer = torch.optim.AdamW(
-            [
-                {"params": self.trained.values()},
-                {"params": [self.log_z], "weight_decay": 0.0},
-            ],
-            betas=(0.9, config.adam_beta2),
-            weight_decay=config.weight_decay,
-            fused=True,
+            optimized, betas=(0.9, config.adam_beta2), weight_decay=0.0, fused=True
         )
-        self.trained["log_z"] = self.log_z
+        self.trained |= self.parameters
+        self.coupled = False  # whether a derivative has depended on another group's probabilities
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
@@ -1285,24 +1303,18 @@ class Learner(Stateful):
     def step(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
         """Take a step on B groups of K trajectories, unless not finite; `now` is from `at_step`."""
         start = time.perf_counter()
-        measured = self.backward(groups, now, step)
-        max_norm = self.config.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
-        values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
-        metrics = dict(zip(measured, values, strict=True))
+        metrics = self.gradient(groups, now, step)
         computed = time.perf_counter()
-        peak = max(value for _, value, _ in schedule_points(self.config.learning_rate))
-        policy, log_z = self.optimizer.param_groups
-        policy["lr"] = now.learning_rate
-        log_z["lr"] = LOG_Z_LEARNING_RATE * now.learning_rate / max(peak, POSITIVE)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = parameters["lr_scale"] * now.learning_rate
         self.skipped += 1
         if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             self.skipped = 0
-            before = self.log_z.detach().clone()
+            before = {p: p.detach().clone() for p in self.parameters.values()}
             self.optimizer.step()
             # AdamW's momentum would also move the log Z of prompts that are not in the batch
-            self.log_z.data = torch.where(self.log_z.grad == 0, before, self.log_z.data)
+            for p, old in before.items():
+                p.data = torch.where(p.grad == 0, old, p.data)
         self.optimizer.zero_grad()
         return metrics | {
             "beta": now.beta,
@@ -1311,69 +1323,99 @@ class Learner(Stateful):
             "optimizer_seconds": time.perf_counter() - computed,
         }
 
+    def gradient(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
+        """Compute and clip the gradient; returns metrics. If it was wrong, it is computed again."""
+        measured = self.backward(groups, now, step)
+        norm = nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.config.max_grad_norm or math.inf
+        )
+        measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
+        values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
+        metrics = dict(zip(measured, values, strict=True))
+        wrong = not metrics.pop("derivative_error") <= 1e-4  # or NaN
+        if wrong and math.isfinite(metrics["loss"]) and not self.coupled:
+            self.coupled = True
+            self.optimizer.zero_grad()
+            return self.gradient(groups, now, step)
+        return metrics
+
     def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
         """Accumulate gradients of the objective on B groups of K trajectories, by micro-batches.
 
-        The objective, evaluated on the whole batch, gives the loss's derivative by each
-        log-probability; micro-batches propagate it to the weights. It may depend on the unit's
-        log-probabilities: of a group, or if the objective is not SEPARABLE, of the batch. If a unit
-        exceeds --tokens_per_microbatch, a first pass without gradient computes them all.
+        The objective gives the loss's derivative by each log-probability, and micro-batches
+        propagate it to the weights. A micro-batch has whole groups, and uses the derivatives by its
+        own log-probabilities while those of later groups are still 0: most losses are sums over
+        groups. At the end all are known, and with them the error of the derivatives that were used.
+        If the loss couples groups, or a group exceeds --tokens_per_microbatch, a first pass without
+        gradient computes all log-probabilities.
 
         Example: a group has one row of 60 tokens, another two rows of 45. With a budget of 100,
-        each group is a unit and a micro-batch. With a budget of 80, the second group exceeds it:
-        after a first pass over both, each of the three rows is a unit and a micro-batch.
+        each group is a micro-batch. With a budget of 80, the second group exceeds it: after a first
+        pass over both, each of the three rows is a micro-batch.
         """
         budget = now.tokens_per_microbatch
         prompts = self.task.train_prompts
         sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
-        evaluate = partial(self.evaluate, groups, now=now, step=step)
         units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
-        rows = [row for unit in units for row in unit]
-        if OBJECTIVES[now.objective] not in SEPARABLE:
-            units = [rows]
-        one_pass = all(padded_tokens(unit) <= budget for unit in units)
+        one_pass = not self.coupled and all(padded_tokens(unit) <= budget for unit in units)
+        batch = self.make_batch(groups, now, step)
+        known = batch.logprobs.data  # log pi_theta, (N,); 0 where it is not computed yet
+        used = torch.zeros_like(known)  # derivatives of the loss, (N,)
         if not one_pass:
-            units = [[row] for row in rows]
+            units = [[row] for unit in units for row in unit]
             scored = np.concatenate(token_logprobs(self.policy, sequences, now))
-            batch, _ = evaluate(to_device(scored, self.device))
-        tokens = sum(len(t.tokens) for group in groups for t in group)
+            known.copy_(to_device(scored, self.device))
+            used, *_ = self.derivatives(batch, now)
         entropy = torch.zeros((), device=self.device)
-        computed = torch.zeros(tokens, device=self.device)  # log pi_theta, (N,)
-        for index, logprobs, entropies in run_microbatches(self.policy, units, now):
-            computed[index] = logprobs.detach()
-            entropy += entropies.sum()
-            if one_pass:  # groups not computed yet have no effect on the derivatives at `index`
-                batch, _ = evaluate(computed)
-            # FSDP averages over ranks
-            logprobs.backward(self.ranks.size * batch.logprobs.grad[index])
-        self.ranks.all_reduce(computed)
+        for index, values in run_microbatches(self.policy, units, now):
+            logprobs, entropies = values.unbind(1)
+            entropy += entropies.detach().sum()
+            if one_pass:
+                known[index] = logprobs.detach()
+                used[index] = self.derivatives(batch, now)[0][index]
+            logprobs.backward(self.ranks.size * used[index])  # FSDP averages over ranks
         self.ranks.all_reduce(entropy)
-        batch, result = evaluate(computed)
-        measured = {"loss": result.loss, "entropy": entropy / tokens}
+        if one_pass:
+            self.ranks.all_reduce(known)
+            self.ranks.all_reduce(used)
+        exact, own, result = self.derivatives(batch, now)
+        for parameter, gradient in zip(self.parameters.values(), own, strict=True):
+            parameter.grad = gradient
+        measured = {
+            "loss": result.loss,
+            "entropy": entropy / len(known),
+            "derivative_error": (used - exact).norm() / exact.norm().clamp(min=POSITIVE),
+        }
         measured |= batch_metrics(batch, now) | result.metrics
         return {name: value.detach().float() for name, value in measured.items()}
 
-    def evaluate(
-        self, groups: list[list[Trajectory]], logprobs: Tensor, now: Config, step: int
-    ) -> tuple[Batch, Loss]:
-        """The Batch at these log pi_theta (N,), derivatives in `logprobs.grad`; and its Loss."""
-        rows = [t for group in groups for t in group]
-        gamma = np.float32(now.reference_temperature)
-        load = partial(to_device, device=self.device)
-        batch = Batch(
-            logprobs=logprobs.clone().requires_grad_(),
-            behaviour=load(np.concatenate([t.logprobs for t in rows])),
-            ref_logprobs=load(np.concatenate([t.ref_logprobs for t in rows]) / gamma),
-            lengths=load(np.array([len(t.tokens) for t in rows])),
-            rewards=load(np.array([[t.reward for t in group] for group in groups], np.float32)),
-            versions=load(np.array([t.version for t in rows])),
-            step=step,
-            learned_log_z=self.log_z[load(np.array([group[0].prompt_id for group in groups]))],
-        )
+    def derivatives(self, batch: Batch, now: Config) -> tuple[Tensor, list[Tensor], Loss]:
+        """The loss's derivatives by log-probabilities (N,), and by each of PARAMETERS; the Loss."""
         result = OBJECTIVES[now.objective](batch, now)
-        self.log_z.grad = torch.zeros_like(self.log_z)  # also for objectives that do not use it
-        result.loss.backward()
-        return batch, result
+        inputs = [batch.logprobs, *self.parameters.values()]
+        by_logprob, *own = torch.autograd.grad(result.loss, inputs, materialize_grads=True)
+        return by_logprob, own, result
+
+    def make_batch(self, groups: list[list[Trajectory]], now: Config, step: int) -> Batch:
+        """The Batch of B groups of K trajectories; its log pi_theta are still 0."""
+        rows = [t for group in groups for t in group]
+        load = partial(to_device, device=self.device)
+        joined = lambda name: np.concatenate([getattr(t, name) for t in rows])
+        table = lambda name: np.array([[getattr(t, name) for t in group] for group in groups])
+        behaviour = load(joined("logprobs"))
+        return Batch(
+            logprobs=torch.zeros_like(behaviour, requires_grad=True),
+            behaviour=behaviour,
+            ref_logprobs=load(joined("ref_logprobs") / np.float32(now.reference_temperature)),
+            tokens=load(joined("tokens").astype(np.int64)),
+            lengths=load(np.array([len(t.tokens) for t in rows])),
+            ended=load(table("ended")),
+            rewards=load(table("reward").astype(np.float32)),
+            versions=load(table("version").flatten()),
+            prompt_ids=load(table("prompt_id")[:, 0]),
+            step=step,
+            parameters=self.parameters,
+        )
 
     def follow(self) -> None:
         """On the other ranks: run the methods that rank 0 calls, until it sends None."""
@@ -1386,6 +1428,13 @@ class Learner(Stateful):
     def score_probes(self) -> list[np.ndarray]:
         """The policy's log-probabilities (T,) of the probes at temperature 1."""
         return token_logprobs(self.policy, self.task.probes(), self.config, temperature=1.0)
+
+    @on_every_rank
+    @torch.no_grad()
+    def sampling_evidence(self, sequences: PromptGroups) -> np.ndarray:
+        """What `sampling_evidence` says of all responses' tokens, (N, EVIDENCE)."""
+        measure = partial(sampling_evidence, ends=self.task.end_tokens)
+        return token_values(self.policy, sequences, self.config, EVIDENCE, measure=measure)
 
     def merged(self, name: str) -> Tensor:
         """A weight by its checkpoint name, with its LoRA adapter merged if it has one."""
@@ -1411,8 +1460,9 @@ class Learner(Stateful):
     @on_every_rank
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        """Adapters, log Z and optimizer state, copied to rank 0's host memory."""
-        extra = {name: p for name, p in self.trained.items() if ".lora_" in name or name == "log_z"}
+        """Adapters, PARAMETERS and optimizer state, copied to rank 0's host memory."""
+        adapters = {name: p for name, p in self.trained.items() if ".lora_" in name}
+        extra = adapters | self.parameters
         optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
         return tree_map(
             partial(host_copy, ranks=self.ranks), {"extra": extra, "optimizer": optimizer}
@@ -1480,7 +1530,7 @@ class Searcher:
         self.reward_pool = ThreadPoolExecutor(threads)
         self.judge_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
-        self.in_flight: dict[Source, int] = {}  # -> number of responses
+        self.in_flight: dict[Source, Request] = {}  # as submitted: an engine may alter its own
         self.unscored: list[Group] = []  # complete; waiting for a thread
         self.calls: list[TaskCall] = []  # in progress
         # groups per call: the threads together score at most --sequences_in_flight responses
@@ -1586,7 +1636,7 @@ class Searcher:
             return
         capacity = config.sequences_in_flight * self.engine.LOOKAHEAD  # some wait in the engine
         while self.index < self.limit:
-            in_flight = sum(self.in_flight.values())
+            in_flight = sum(request.n for request in self.in_flight.values())
             if in_flight and in_flight + S > capacity:
                 return
             index = self.index
@@ -1604,8 +1654,8 @@ class Searcher:
                 temperature=self.task.temperature(rng),
                 seed=int(rng.integers(2**31)),
             )
-            self.engine.submit(request)
-            self.in_flight[request.id] = request.n
+            self.engine.submit(copy.copy(request))
+            self.in_flight[request.id] = request
 
     def submit_held_out(self, rows: range) -> None:
         """Submit held-out prompts, which are answered before newer weights load."""
@@ -1624,8 +1674,8 @@ class Searcher:
                 min_tokens=min(task.min_eval_tokens, config.response_limit(prompt)),
                 seed=config.seed + row * n,  # vLLM adds 0 to n - 1 for the responses
             )
-            self.engine.submit(request)
-            self.in_flight[request.id] = request.n
+            self.engine.submit(copy.copy(request))
+            self.in_flight[request.id] = request
 
     def handle_completions(self, completions: list[Completion]) -> None:
         """Turn responses into groups to score, and have the task evaluate held-out answers."""
@@ -1648,14 +1698,14 @@ class Searcher:
             scored = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
         else:
             # the engine's log-probabilities of greedy answers have temperature 1
-            temperature = config.temperature if first.temperature else 1.0
+            own = config.temperature if first.temperature else 1.0
             sequences = [(done.request.prompt, done.tokens) for done in completions]
-            scored = token_logprobs(self.reference, sequences, config, temperature)
+            scored = token_logprobs(self.reference, sequences, config, own)
         ref_logprobs = iter(scored)
         groups = []
         for done in completions:
             source = done.request.id
-            del self.in_flight[source]
+            temperature = self.in_flight.pop(source).temperature
             group = Group(source.index, [])
             fields = (done.tokens, done.logprobs, done.ended, done.versions)
             for tokens, logprobs, ended, (first, last) in zip(*fields, strict=True):
@@ -1666,7 +1716,8 @@ class Searcher:
                     logprobs=logprobs,
                     ref_logprobs=altered,
                     ended=bool(ended),
-                    in_kl=altered is scored and done.request.temperature == config.temperature,
+                    in_kl=altered is scored and temperature == config.temperature,
+                    temperature=temperature,
                     reward=math.nan,
                     prompt_id=source.prompt_id,
                     version=first,
@@ -1846,6 +1897,18 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
     return type(twin).forward(twin, use_cache=False).logits[0].float()
 
 
+def likelihood(logprobs: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of tokens (n,), and the entropies of their distributions (n, V): (n, 2).
+
+    Entropies carry no gradient, and are 0 in `no_grad`.
+    """
+    chosen = logprobs.gather(1, targets[:, None])[:, 0]
+    entropies = torch.zeros_like(chosen)
+    if torch.is_grad_enabled():
+        entropies = torch.special.entr(logprobs.detach().exp()).sum(-1)
+    return torch.stack([chosen, entropies], 1)
+
+
 class TokenLogProbs(nn.Module):
     """log pi(y_t | x, y_<t) of response tokens under a causal model.
 
@@ -1868,30 +1931,54 @@ class TokenLogProbs(nn.Module):
 
     def forward(
         self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor,
-        temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Log-probabilities (N,) of packed rows, given what `pack` returns, and entropies (N,).
+        temperature: float | None = None, measure: Callable[..., Tensor] = likelihood,
+    ) -> Tensor:  # fmt: skip
+        """Log-probabilities and entropies (N, 2) of packed rows, given what `pack` returns.
 
-        Entropies carry no gradient, and are 0 in `no_grad`. `temperature` overrides the policy's.
+        `temperature` overrides the policy's, and another `measure` what is computed of the
+        distributions (n, V) of tokens (n,).
         """
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # (N, H)
         output = dataclasses.replace(output, last_hidden_state=None)  # free the other positions
 
-        def project(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            """Log-probabilities and entropies of a chunk, (CHUNK,) each."""
+        def project(hidden: Tensor, targets: Tensor) -> Tensor:
             logits = logits_of(self.model, output, hidden)  # (CHUNK, V)
-            logprobs = (logits / (temperature or self.temperature)).log_softmax(-1)
-            chosen = logprobs.gather(1, targets[:, None])[:, 0]
-            if not torch.is_grad_enabled():
-                return chosen, torch.zeros_like(chosen)
-            return chosen, torch.special.entr(logprobs.detach().exp()).sum(-1)
+            return measure((logits / (temperature or self.temperature)).log_softmax(-1), targets)
 
         if torch.is_grad_enabled():
             project = partial(checkpoint, project, use_reentrant=False)
         chunks = map(project, hidden.split(self.CHUNK), targets.split(self.CHUNK))
-        logprobs, entropies = zip(*chunks, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        return torch.cat(list(chunks))
+
+
+EVIDENCE = 11  # columns
+
+
+def sampling_evidence(logprobs: Tensor, targets: Tensor, ends: list[int]) -> Tensor:
+    """Evidence on whether tokens (n,) are samples of distributions (n, V): (n, EVIDENCE).
+
+    Columns 0-4: log p(y); log p(y) + entropy, whose mean is then 0, and its variance; whether y is
+    in `ends` minus the probability of that, and its variance. Columns 5-7: how unlikely y is, by
+    the number of likelier tokens, their probability, and the distance to the likeliest in nats.
+    Columns 8-10: the same of a token that is drawn here, and has the same distribution.
+    """
+    p = logprobs.exp()
+    moments = torch.xlogy(p, p)  # p log p
+    entropy = -moments.sum(1)
+    variance = (moments * logprobs.clamp(min=-1e4)).sum(1) - entropy.square()
+    ending = p[:, ends].sum(1)
+    ended = torch.isin(targets, torch.tensor(ends, device=targets.device))
+
+    def depth(tokens: Tensor) -> list[Tensor]:
+        own = logprobs.gather(1, tokens)
+        likelier = logprobs > own
+        return [likelier.sum(1), (p * likelier).sum(1), logprobs.amax(1) - own[:, 0]]
+
+    chosen = logprobs.gather(1, targets[:, None])[:, 0]
+    columns = [chosen, chosen + entropy, variance, ended - ending, ending * (1 - ending)]
+    columns += depth(targets[:, None]) + depth(torch.multinomial(p, 1))
+    return torch.stack(columns, 1)
 
 
 @dataclass(eq=False)
@@ -2019,12 +2106,12 @@ def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[l
 
 
 def run_microbatches(
-    policy: TokenLogProbs, units: list[list[Row]], config: Config, temperature: float | None = None
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    policy: TokenLogProbs, units: list[list[Row]], config: Config, **options: Any
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Run this rank's micro-batches of these units, with autocast if --dtype is bfloat16.
 
-    Yields the response tokens' indices among those of all responses, log-probabilities and
-    entropies, (n,) each.
+    Yields the response tokens' indices (n,) among those of all responses, and what `policy`
+    returns (n, ...), given these options of its `forward`.
     """
     device = policy.model.device
     ranks = policy.ranks
@@ -2032,24 +2119,110 @@ def run_microbatches(
         # without the cache, a weight's bfloat16 copy is freed with the graph
         enabled = config.dtype == "bfloat16" and ranks.size == 1  # FSDP casts by itself
         with torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False):
-            logprobs, entropies = policy(**pack(rows, device), temperature=temperature)
+            values = policy(**pack(rows, device), **options)
         index = np.concatenate([index for row in rows for index in row.indices])
-        yield to_device(index, device), logprobs, entropies
+        yield to_device(index, device), values
 
 
 @torch.no_grad()
+def token_values(
+    policy: TokenLogProbs, groups: PromptGroups, config: Config, columns: int = 2, **options: Any
+) -> np.ndarray:
+    """What `policy` returns for all responses' tokens, (N, columns), on every rank."""
+    plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
+    units = [[row] for rows in plan for row in rows]
+    tokens = sum(len(response) for _, responses in groups for response in responses)
+    flat = torch.zeros(tokens, columns, device=policy.model.device)
+    for index, values in run_microbatches(policy, units, config, **options):
+        flat[index] = values
+    policy.ranks.all_reduce(flat)
+    return flat.cpu().numpy()
+
+
 def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> list[np.ndarray]:
     """Log-probabilities (T,) of every response's tokens, on every rank."""
-    plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
-    units = [[row] for rows in plan for row in rows]
+    values = token_values(policy, groups, config, temperature=temperature)
     lengths = [len(response) for _, responses in groups for response in responses]
-    flat = torch.zeros(sum(lengths), device=policy.model.device)
-    for index, logprobs, _ in run_microbatches(policy, units, config, temperature):
-        flat[index] = logprobs
-    policy.ranks.all_reduce(flat)
-    return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
+    return np.split(values[:, 0], np.cumsum(lengths)[:-1])
+
+
+class SamplingCheck:
+    """Checks that responses are samples of the policy at --temperature, with its log-probabilities.
+
+    It looks at groups that were sampled with the Trainer's current weights: in an asynchronous run
+    those before the first step, in lockstep every batch until there is enough evidence. They are
+    all groups up to a position of the prompt order: a choice that depends on responses, such as
+    the first to arrive, which are short, would bias it. If all is well, log pi(y) + entropy and
+    EOS - P(EOS) are martingale differences over a response's tokens, whatever ends it, so that
+    their sums over the root of their variances are standard normal; of the c most unlikely tokens,
+    among samples and as many draws by the Trainer, none is a sample with probability 2^-c.
+    """
+
+    ENOUGH = 1000.0  # nats^2: a temperature that is wrong by a fifth gives |z| of about 6
+
+    def __init__(self, config: Config, task: Task, learner: Learner, say: Callable) -> None:
+        self.config = config
+        self.task = task
+        self.learner = learner
+        self.say = say
+        self.evidence = np.zeros((0, EVIDENCE + 1))  # the last column is log behaviour
+        self.metrics: dict[str, float] = {}
+        self.warned = False
+
+    def add(self, arrived: list[Group], version: int, limit: int) -> None:
+        """Add the groups before position `limit` that these weights sampled, and judge."""
+        groups = [group.trajectories for group in arrived if group.index < limit]
+        groups = [
+            group
+            for group in groups
+            if all(t.version == t.last_version == version for t in group)
+            and group[0].temperature == self.config.temperature
+        ]
+        if not groups or self.evidence[:, 2].sum() > self.ENOUGH:
+            return
+        prompts = self.task.train_prompts
+        sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
+        behaviour = np.concatenate([t.logprobs for group in groups for t in group])
+        found = self.learner.sampling_evidence(sequences)
+        found = np.column_stack([found, behaviour]).astype(np.float64)
+        self.evidence = np.concatenate([self.evidence, found])
+        totals = self.evidence.sum(0)
+        unlikely = self.evidence[:, 5:8].max(0)
+        gap = np.abs(self.evidence[:, 0] - self.evidence[:, -1]).mean()
+        self.metrics = {
+            "sampler_gap": float(gap),
+            "sampler_z": totals[1] / math.sqrt(max(totals[2], 1)),
+            "sampler_eos_z": totals[3] / math.sqrt(max(totals[4], 1)),
+            "sampler_unseen": int((self.evidence[:, 8:11] > unlikely).sum(0).max()),
+        }
+        self.judge([t for group in groups for t in group])
+
+    def judge(self, trajectories: list[Trajectory]) -> None:
+        """Warn once of what is wrong."""
+        closes = [np.isin(t.tokens, self.task.end_tokens) for t in trajectories]
+        pairs = zip(trajectories, closes, strict=True)
+        z = self.metrics["sampler_z"]
+        signs = {
+            "reports other log-probabilities than the policy's at --temperature":
+            self.metrics["sampler_gap"] > self.config.logprob_tolerance / 10,
+            f"samples at a {'higher' if z < 0 else 'lower'} temperature than --temperature":
+            abs(z) > 5,
+            "never samples unlikely tokens: turn off its top-k, top-p or min-p":
+            self.metrics["sampler_unseen"] >= 25,
+            "samples EOS too often or too rarely": abs(self.metrics["sampler_eos_z"]) > 5,
+            "ends responses elsewhere than at EOS":
+            any(c[:-1].any() or c[-1] != t.ended for t, c in pairs),
+        }  # fmt: skip
+        found = [sign for sign, holds in signs.items() if holds]
+        if found and not self.warned:
+            self.warned = True
+            values = ", ".join(f"{name} {value:.3g}" for name, value in self.metrics.items())
+            self.say(
+                f"warning: responses are not samples of the policy ({values}): --engine "
+                f"{self.config.engine} {'; it '.join(found)}; see docs/operations.md"
+            )
 
 
 # ======================================================================================= 9. Ranks
@@ -2227,7 +2400,7 @@ class TransformersEngine:
         """Load the model of flag `name`, for sequences of at most `longest` tokens."""
         self.config = config
         self.device = local_device()
-        self.end_tokens = end_tokens(name, config)
+        self.end_tokens = end_tokens(*check_model(name, config))
         self.model = load_model(config, getattr(config, name), config.torch_dtype, self.device)
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's
         self.state = checkpoint_state(self.model)
@@ -2393,7 +2566,7 @@ class VLLMEngine:
         self.label_weights(-1)
         self.requests: dict[str, Request] = {}  # unfinished, by the engine's request id
         self.outputs: dict[str, Any] = {}  # finished, and not returned yet
-        ends = end_tokens(name, config)
+        ends = end_tokens(*check_model(name, config))
         self.sampling = partial(
             vllm.SamplingParams,
             stop_token_ids=ends,
@@ -3609,9 +3782,8 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     return train[n:], train[:n]
 
 
-def end_tokens(name: str, config: Config) -> list[int]:
-    """The tokens that end a response of the model in flag `name`."""
-    tokenizer, model = check_model(name, config)
+def end_tokens(tokenizer: Any, model: nn.Module) -> list[int]:
+    """The tokens that end a response of a model."""
     sources = (model.config.get_text_config(), model.generation_config, tokenizer)
     ends = np.hstack([source.eos_token_id for source in sources])  # numbers, lists, None
     return sorted(set(ends.tolist()) - {None})
@@ -3652,6 +3824,7 @@ def load_task(config: Config) -> Task:
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
     task.max_context = context_of(model)
+    task.end_tokens = end_tokens(tokenizer, model)
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, task.train_prompts = encode_prompts(task, "training", task.train)
     task.held_out, task.held_out_prompts = encode_prompts(task, "evaluation", task.held_out)
@@ -3822,6 +3995,7 @@ class StepLog:
             "seconds": now - trainer.folder.start,
             **self.means,
             **measured,
+            **trainer.sampling.metrics,
             "staleness_mean": float(np.mean(staleness)),
             "staleness_max": max(staleness),
             "replay_ratio": groups_trained / max(1, groups_arrived),
@@ -4590,8 +4764,8 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
         tokens = sum(len(responses[0]) for _, responses in groups)
         losses.append(0.0)
         plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
-        for _, logprobs, _ in run_microbatches(policy, plan, config, temperature=1.0):
-            loss = -logprobs.sum() / tokens
+        for _, values in run_microbatches(policy, plan, config, temperature=1.0):
+            loss = -values[:, 0].sum() / tokens
             loss.backward()
             losses[-1] += loss.item()
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)

@@ -80,10 +80,12 @@ def random_groups(learner: tba.Learner, prompt: int, response: int) -> list[list
                 logprobs=np.full(T, -5, np.float32),
                 ref_logprobs=np.full(T, -5, np.float32),
                 ended=True,
+                temperature=1.0,
                 in_kl=True,
                 reward=float(rng.random()),
                 prompt_id=prompt_id,
                 version=0,
+                last_version=0,
                 reference_version=0,
             )
             group.append(trajectory)

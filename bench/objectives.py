@@ -155,4 +155,3 @@ def oapl(batch: tba.Batch, config: tba.Config) -> tba.Loss:
 tba.FLAGS.append(ObjectiveFlags)
 for objective in (grpo, dr_grpo, online_dpo, ftb, oapl):
     tba.OBJECTIVES[objective.__name__] = objective
-    tba.SEPARABLE.add(objective)

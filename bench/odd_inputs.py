@@ -181,7 +181,7 @@ def faults_of(config: tba.Config, task: tba.Task) -> list[str]:
         texts = [*map(task.prompt, examples), *map(task.text, prompts)]
         wrong = [t for t in texts if re.search(r"wrong|None|nan|\{'|\['|\[\{", t)]
         faults += [f"{split} prompt {text!r:.60}" for text in wrong]
-        ends = tba.end_tokens("model", config)
+        ends = tba.end_tokens(*tba.check_model("model", config))
         if any(int(prompt[-1]) in ends for prompt in prompts):
             faults.append(f"a {split} prompt ends with EOS")
         if config.task == "gsm8k":
@@ -1242,13 +1242,13 @@ model(
     "stop tokens: a list in generation_config.json",
     edit("generation_config.json", eos_token_id=[0, 7]),
     ALL,
-    check=lambda c, p: tba.end_tokens("model", c) == [0, 7],
+    check=lambda c, p: tba.end_tokens(*tba.check_model("model", c)) == [0, 7],
 )
 model(
     "stop tokens: a list in config.json",
     edit("config.json", eos_token_id=[0, 7]),
     ALL,
-    check=lambda c, p: tba.end_tokens("model", c) == [0, 7],
+    check=lambda c, p: tba.end_tokens(*tba.check_model("model", c)) == [0, 7],
 )
 model("stop tokens: null in config.json", edit("config.json", eos_token_id=None), ALL)
 model("stop tokens: no generation_config.json", remove("generation_config.json"), ALL)

@@ -40,7 +40,6 @@ def one_log_z(batch: tba.Batch, config: tba.Config) -> tba.Loss:
 
 
 OTHERS = {"token_mean": token_mean, "ordered": ordered, "one_log_z": one_log_z}
-SEPARABLE = {token_mean, ordered}
 
 
 def gradient_of(
@@ -52,9 +51,10 @@ def gradient_of(
     now.tokens_per_microbatch = budget
     learner.policy.row_tokens = learner.policy.ROW_TOKENS if packs else 0
     learner.optimizer.zero_grad()
-    learner.backward(groups, now, 0)
+    learner.coupled = False
+    learner.gradient(groups, now, 0)
     own = [tba.gather_full(weights.grad).flatten() for weights in learner.model.parameters()]
-    return torch.cat([*own, learner.log_z.grad])
+    return torch.cat([*own, learner.parameters["log_z"].grad])
 
 
 def budgets(learner: tba.Learner, groups: list, packs: bool) -> tuple[int, int, int]:
@@ -91,5 +91,4 @@ def step(learner: tba.Learner, groups: list, *args: object) -> dict[str, float]:
 
 if __name__ != "gradients":  # as a plug-in
     tba.OBJECTIVES |= OTHERS
-    tba.SEPARABLE |= SEPARABLE
     tba.Learner.step = tba.on_every_rank(step)

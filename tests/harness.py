@@ -390,10 +390,12 @@ def random_groups(
                 logprobs=np.zeros(length, np.float32),
                 ref_logprobs=-rng.uniform(0.1, 5, length).astype(np.float32),
                 ended=True,
+                temperature=1.0,
                 in_kl=True,
                 reward=float(rng.integers(0, 2)),
                 prompt_id=int(prompt_id),
                 version=0,
+                last_version=0,
                 reference_version=0,
             )
             groups[-1].append(trajectory)

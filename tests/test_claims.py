@@ -179,7 +179,7 @@ def test_the_small_engine_samples_what_it_says_from_the_models_own_distribution(
     path = str(ROOT / "bench" / "models" / "valence" / "model")
     config = tba.settings(model=path, dtype="float32", sequences_in_flight=10_000)
     device = torch.device("cpu")
-    ends = tba.end_tokens("model", config)
+    ends = tba.end_tokens(*tba.check_model("model", config))
     engine = claims.SmallLlama(config, 0, "model", 100)
     model = tba.load_model(config, path, torch.float32, device)
     torch.manual_seed(0)

@@ -98,7 +98,7 @@ def test_completions_are_whole_and_their_logprobs_the_policys(engine, engine_of)
             completion.tokens, completion.logprobs, completion.ended, scored, strict=True
         ):
             np.testing.assert_allclose(logprobs, own, atol=1e-3)
-            closes = np.isin(tokens, tba.end_tokens("model", config))
+            closes = np.isin(tokens, tba.end_tokens(*tba.check_model("model", config)))
             assert not closes[:-1].any() and closes[-1] == ended
             assert ended or len(tokens) == 12
     ids = torch.from_numpy(task.train_prompts[3]).long()[None]
@@ -179,9 +179,7 @@ def test_responses_that_waited_for_a_slot_while_weights_loaded_use_nothing_of_th
 
     prompts = [np.resize(prompt, 160) for prompt in task.train_prompts[:4]]  # over a block of KV
     for i, prompt in enumerate(prompts):  # some responses of the second wait, and the last two
-        served.submit(
-            tba.Request(i, prompt, n=3, max_tokens=24, temperature=0.7, seed=i)
-        )
+        served.submit(tba.Request(i, prompt, n=3, max_tokens=24, temperature=0.7, seed=i))
     done = finish(served, load)
     policy = tba.TokenLogProbs(other, 0.7)
     waited = 0

@@ -78,7 +78,7 @@ def test_a_response_ends_where_generation_config_json_says(gsm8k, tmp_path):
     stops = [5, 6, 7]
     path.write_text(json.dumps(settings | {"eos_token_id": stops, "top_k": 7}))
     config, task = config_and_task(gsm8k, tmp_path / "run", model=given, engine="transformers")
-    assert tba.end_tokens("model", config) == sorted({eos, *stops})
+    assert tba.end_tokens(*tba.check_model("model", config)) == sorted({eos, *stops})
     engine = tba.TransformersEngine(config, 0, "model", 200)
     with torch.no_grad():  # any token may come next
         engine.model.get_output_embeddings().weight.zero_()

@@ -457,7 +457,9 @@ def test_answers_are_judged_and_sent_by_their_own_prompts(gsm8k, tmp_path, monke
     for request, row in zip(submitted, (3, 0, 5, 1), strict=True):
         tokens = [request.prompt[-row - 2 :], request.prompt[-row - 3 :]]
         logprobs = [np.zeros(len(answer), np.float32) for answer in tokens]
-        answers.append(tba.Completion(request, tokens, logprobs, np.array([True, False]), [(7, 7)] * 2))
+        answers.append(
+            tba.Completion(request, tokens, logprobs, np.array([True, False]), [(7, 7)] * 2)
+        )
     searcher.handle_completions(answers)
     records = {}
     for evaluated in sent(searcher, tba.Evaluated, 4):

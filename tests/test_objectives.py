@@ -10,7 +10,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from gradients import OTHERS, SEPARABLE, budgets, gradients
+from gradients import OTHERS, budgets, gradients
 from harness import ROOT, config_and_task, learner_of, random_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,11 +119,14 @@ def random_batch(B, K, seed, off_policy, far=1.0):
         logprobs=logprobs.requires_grad_(),
         behaviour=behaviour,
         ref_logprobs=ref_logprobs,
+        tokens=torch.zeros(len(logprobs), dtype=torch.int64),
         lengths=lengths,
+        ended=torch.ones(B, K, dtype=torch.bool),
         rewards=draw(),
         versions=torch.zeros(B * K, dtype=torch.int64),
+        prompt_ids=torch.arange(B),
         step=0,
-        learned_log_z=log_z,
+        parameters={"log_z": log_z},
     )
 
 
@@ -384,18 +387,18 @@ def test_a_learned_log_z_replaces_the_estimate():
     expected = 0.0
     for i in range(12):
         target = (reference[i].sum() + batch.rewards.flatten()[i] / 0.4) / 1.3
-        expected += (batch.learned_log_z[i // 4] + policy[i].sum() - target) ** 2 / 12
+        expected += (batch.parameters["log_z"][i // 4] + policy[i].sum() - target) ** 2 / 12
     result = tba.tb_learned_z(batch, config)
     torch.testing.assert_close(result.loss, expected)
     assert not result.metrics["log_z"].requires_grad
-    log_z = batch.learned_log_z
+    log_z = batch.parameters["log_z"]
     gradient = torch.autograd.grad(result.loss, [batch.logprobs, log_z], retain_graph=True)
     for actual, of_sum in zip(
         gradient, torch.autograd.grad(expected, [batch.logprobs, log_z]), strict=True
     ):
         torch.testing.assert_close(actual, of_sum)
     estimated = tba.tb(batch, config)
-    _, batch.learned_log_z = tba.trajectory_balance_loss(
+    _, batch.parameters["log_z"] = tba.trajectory_balance_loss(
         batch.sums(batch.logprobs), batch.sums(batch.ref_logprobs), batch.rewards, 0.4, 1.3
     )
     torch.testing.assert_close(tba.tb_learned_z(batch, config).loss, estimated.loss)
@@ -406,9 +409,13 @@ def test_metrics_of_every_objective():
     behaviour = torch.zeros(9)
     logprobs = torch.tensor([0, math.log(3), -math.log(3), 0, 0, 0, 0, 0, math.log(3)])
     rewards = torch.tensor([[1.0, 1, 1, 1], [0, 1, 0, 0]])
-    log_z = torch.zeros(2)
-    versions = torch.zeros(8, dtype=torch.int64)
-    batch = tba.Batch(logprobs, behaviour, behaviour, lengths, rewards, versions, 0, log_z)
+    batch = tba.Batch(
+        logprobs, behaviour, behaviour,
+        tokens=torch.zeros(9, dtype=torch.int64), lengths=lengths,
+        ended=torch.ones(2, 4, dtype=torch.bool), rewards=rewards,
+        versions=torch.zeros(8, dtype=torch.int64), prompt_ids=torch.arange(2), step=0,
+        parameters={},
+    )  # fmt: skip
     metrics = tba.batch_metrics(batch, tba.settings(beta=0.5, tau=1.0))
     assert metrics["log_z"] == pytest.approx((2 + 0.5) / 2 - batch.logprobs.sum() / 8)
     assert metrics["equal_rewards"] == 0.5
@@ -514,18 +521,21 @@ def near_policy(gsm8k, tmp_path_factory):
         t.logprobs = (own.detach() + 0.1 * torch.randn_like(own)).float().cpu().numpy()
     joined = lambda arrays: torch.from_numpy(np.concatenate(arrays)).double().to(DEVICE)
     ids = torch.tensor([group[0].prompt_id for group in groups])
-    log_z = torch.randn(len(learner.log_z), generator=torch.manual_seed(1))
-    learner.log_z.data = log_z.to(DEVICE)
-    log_z = learner.log_z.detach().double().requires_grad_()
+    own = learner.parameters["log_z"]
+    own.data = torch.randn(len(own), generator=torch.manual_seed(1)).to(DEVICE)
+    log_z = own.detach().double().requires_grad_()
     batch = tba.Batch(
         logprobs=torch.cat(exact),
         behaviour=joined([t.logprobs for t in flat]),
         ref_logprobs=joined([t.ref_logprobs for t in flat]) / 1.2,
+        tokens=joined([t.tokens for t in flat]).long(),
         lengths=torch.tensor([len(t.tokens) for t in flat], device=DEVICE),
+        ended=torch.tensor([t.ended for t in flat], device=DEVICE).view(3, 6),
         rewards=joined([[t.reward] for t in flat]).view(3, 6),
         versions=torch.tensor([t.version for t in flat], device=DEVICE),
+        prompt_ids=ids.to(DEVICE),
         step=0,
-        learned_log_z=log_z[ids],
+        parameters={"log_z": log_z},
     )
     return learner, groups, batch, [*model.parameters(), log_z]
 
@@ -538,7 +548,6 @@ def test_a_gradient_does_not_depend_on_micro_batches(near_policy, monkeypatch, n
     """
     for other, objective in OTHERS.items():
         monkeypatch.setitem(tba.OBJECTIVES, other, objective)
-    monkeypatch.setattr(tba, "SEPARABLE", tba.SEPARABLE | SEPARABLE)
     learner, groups, batch, parameters = near_policy
     loss = tba.OBJECTIVES[name](batch, tba.at_step(learner.config, 0)).loss
     exact = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
@@ -550,6 +559,7 @@ def test_a_gradient_does_not_depend_on_micro_batches(near_policy, monkeypatch, n
 
 @pytest.mark.parametrize("name", ["online_dpo", "one_log_z"])
 def test_a_second_forward_pass_is_made_only_where_it_is_needed(near_policy, monkeypatch, name):
+    """It is found out, in the first step, whether an objective couples groups."""
     monkeypatch.setitem(tba.OBJECTIVES, "one_log_z", OTHERS["one_log_z"])
     learner, groups, _, _ = near_policy
     now = tba.at_step(learner.config, 0)
@@ -559,11 +569,88 @@ def test_a_second_forward_pass_is_made_only_where_it_is_needed(near_policy, monk
     hook = learner.policy.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     tokens = budgets(learner, groups, packs=True)
     needed = {"online_dpo": [False, False, True], "one_log_z": [False, True, True]}[name]
+    learner.coupled = False
     for now.tokens_per_microbatch, second in zip(tokens, needed, strict=True):
+        learner.gradient(groups, now, 0)
         passes.clear()
-        learner.backward(groups, now, 0)
+        learner.gradient(groups, now, 0)
         assert passes.count(False) == (passes.count(True) if second else 0)
+    assert learner.coupled == (name == "one_log_z")
     hook.remove()
+
+
+def coupled_by_spread(batch, config):
+    """TB with a weight that all log-probabilities of the batch enter, if only by a little."""
+    result = tba.tb(batch, config)
+    spread = batch.sums(batch.logprobs - batch.ref_logprobs).std()
+    return tba.Loss(result.loss * (1 + 0.01 * spread))
+
+
+def undefined_at_zero(batch, config):
+    """Couples groups, and its derivatives are NaN while some log-probabilities are 0."""
+    scale = batch.logprobs.sqrt() if (batch.logprobs == 0).any() else batch.logprobs
+    return tba.Loss((scale * batch.rewards.flatten()[batch.response_index()]).sum())
+
+
+@pytest.mark.parametrize("objective", [coupled_by_spread, undefined_at_zero])
+def test_a_gradient_that_would_be_slightly_wrong_is_computed_again(
+    near_policy, monkeypatch, objective
+):
+    monkeypatch.setitem(tba.OBJECTIVES, "mine", objective)
+    learner, groups, batch, parameters = near_policy
+    loss = objective(batch, tba.at_step(learner.config, 0)).loss
+    exact = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+    exact = torch.cat([gradient.flatten() for gradient in exact])
+    for gradient in gradients(learner, groups, "mine"):
+        assert (gradient - exact).norm() < 1e-4 * exact.norm()
+
+
+def test_what_an_objective_learns_gets_the_gradient_of_the_whole_batch_once(
+    gsm8k, tmp_path, monkeypatch
+):
+    """Also if it couples groups; its rate follows the policy's, which may have a schedule."""
+
+    def objective(batch, config):
+        slope, offset = batch.parameters["mine"]
+        gap = batch.sums(batch.logprobs) - slope * batch.rewards - offset
+        return tba.Loss((gap - gap.mean()).square().mean() + (slope - 2).square() + offset.exp())
+
+    monkeypatch.setitem(tba.OBJECTIVES, "mine", objective)
+    monkeypatch.setitem(tba.PARAMETERS, "mine", (2, 0.5))
+    found = []
+    for budget in (100_000, 500, 5):
+        learner = learner_of(
+            gsm8k, tmp_path / str(budget), tokens_per_microbatch=budget, objective="mine",
+            learning_rate="0.002@0,0.001@1",
+        )  # fmt: skip
+        groups = random_groups(learner.task, 3, 6)
+        now = tba.at_step(learner.config, 1)
+        learner.gradient(groups, now, 1)
+        found.append(learner.parameters["mine"].grad.clone())
+        learner.optimizer.zero_grad()
+        learner.step(groups, now, 1)
+        # AdamW's first step is the rate, half of its peak
+        moved = learner.parameters["mine"].detach().abs().cpu()
+        torch.testing.assert_close(moved, torch.full((2,), 0.25), rtol=1e-3, atol=0)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_weight_decay_leaves_norms_and_biases_alone(gsm8k, model_of, tmp_path):
+    learner = learner_of(gsm8k, tmp_path, model=model_of("gpt_neox"), weight_decay=0.1)
+    before = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+    groups = random_groups(learner.task, 1, 2)
+    for t in groups[0]:
+        t.ref_logprobs = np.zeros_like(t.ref_logprobs)
+    now = tba.at_step(learner.config, 0)
+    learner.backward(groups, now, 0)
+    for parameter in learner.model.parameters():
+        parameter.grad.zero_()
+    learner.optimizer.param_groups[0]["lr"] = learner.optimizer.param_groups[1]["lr"] = 0.5
+    learner.optimizer.step()
+    for name, p in learner.model.named_parameters():
+        decayed = 0.95 if p.ndim > 1 else 1.0
+        torch.testing.assert_close(p.detach(), decayed * before[name], msg=name)
 
 
 def test_metrics_are_of_the_whole_batch_whatever_the_micro_batches(gsm8k, tmp_path, monkeypatch):
@@ -583,8 +670,7 @@ def test_metrics_are_of_the_whole_batch_whatever_the_micro_batches(gsm8k, tmp_pa
         learner = learner_of(gsm8k, tmp_path / str(i), **flags)
         groups = random_groups(learner.task, 3, 6)
         groups[1][2].version = 2
-        measured = learner.backward(groups, tba.at_step(learner.config, 0), 9)
-        metrics.append({name: value.item() for name, value in measured.items()})
+        metrics.append(learner.gradient(groups, tba.at_step(learner.config, 0), 9))
     assert metrics[0]["oldest_times_prompts"] == 27
     for others in metrics[1:]:
         assert metrics[0] == pytest.approx(others, rel=1e-4)
@@ -602,11 +688,12 @@ def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_lo
     means = [learner.optimizer.state[p]["exp_avg"] for p in learner.model.parameters()]
     clipped = torch.cat([10 * mean.flatten() for mean in means]).norm().item()
     assert metrics["grad_norm"] > 2 and clipped == pytest.approx(1, rel=1e-3)
-    after_first = learner.log_z.detach().clone()
+    log_z = learner.parameters["log_z"]
+    after_first = log_z.detach().clone()
     assert (after_first[ids] != 0).all() and (after_first != 0).sum() == 3
     others = random_groups(learner.task, 3, 6, first_prompt=60)
     learner.step(others, now, 1)
-    assert torch.equal(learner.log_z[ids], after_first[ids])  # momentum does not move them
+    assert torch.equal(log_z[ids], after_first[ids])  # momentum does not move them
     weights = [p.detach().clone() for p in learner.model.parameters()]
     groups[0][0].reward = math.nan
     learner.step(groups, now, 2)
@@ -709,8 +796,11 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
     ]
     pairs = [(prompt, response) for prompt, responses in groups for response in responses]
     packed = [tba.Row(pairs[row[0]][0], [pairs[i][1] for i in row], []) for row in rows]
-    logprobs, entropies = policy(**tba.pack(packed, DEVICE))
-    assert logprobs.requires_grad and not entropies.requires_grad
+    logprobs, entropies = policy(**tba.pack(packed, DEVICE)).unbind(1)
+    assert logprobs.requires_grad
+    weights = list(policy.parameters())
+    for gradient in torch.autograd.grad(entropies.sum(), weights, retain_graph=True):
+        assert not gradient.any()
     plain = [plain_logprobs(model, prompt, response, 0.7) for prompt, response in pairs]
     order = [i for row in rows for i in row]
     expected = torch.cat([plain[i][0] for i in order])
@@ -729,7 +819,7 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
 def test_an_idle_rank_has_gradients_of_zero(gsm8k, tmp_path):
     """FSDP's collective operations need every parameter's gradient on every rank."""
     learner = learner_of(gsm8k, tmp_path)
-    logprobs, entropies = learner.policy(**tba.pack([tba.IDLE], DEVICE))
+    logprobs, entropies = learner.policy(**tba.pack([tba.IDLE], DEVICE)).unbind(1)
     assert logprobs.shape == entropies.shape == (0,)
     logprobs.sum().backward()
     for parameter in learner.model.parameters():

@@ -119,7 +119,7 @@ def load(monkeypatch):
 
     def run(words: str) -> dict[str, Any]:
         monkeypatch.setattr(tba.Task, "buffer_class", tba.Task.buffer_class)
-        for table in ("OBJECTIVES", "TASKS", "SEPARABLE"):
+        for table in ("OBJECTIVES", "TASKS", "PARAMETERS"):
             monkeypatch.setattr(tba, table, getattr(tba, table).copy())
         (text,) = (text for _, text in BLOCKS if words in text)
         names = {}

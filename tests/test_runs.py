@@ -26,7 +26,8 @@ from tba import read_lines
 METRICS = set(
     "step seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards distinct "
     "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
-    "effective_sample_size ratio_max version_span response_length eos_fraction staleness_mean staleness_max "
+    "effective_sample_size ratio_max version_span response_length eos_fraction staleness_mean "
+    "staleness_max sampler_gap sampler_z sampler_eos_z sampler_unseen "
     "buffer_trajectories version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
     "sync_wait_seconds logprob_gap searchers_alive gpu_memory_gib".split()
@@ -404,7 +405,7 @@ def logged_arrivals(steps):
             for tokens in responses:
                 zeros = np.zeros(len(tokens), np.float32)
                 row = tba.Trajectory(
-                    np.array(tokens, np.int32), zeros, zeros, True, True, 0.0, index, 0, 0
+                    np.array(tokens, np.int32), zeros, zeros, True, True, 1.0, 0.0, index, 0, 0, 0
                 )
                 rows.append(row)
             log.arrived.append(tba.Group(index, rows))
