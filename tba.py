@@ -1968,7 +1968,7 @@ def sampling_evidence(logprobs: Tensor, targets: Tensor, ends: list[int]) -> Ten
     entropy = -moments.sum(1)
     variance = (moments * logprobs.clamp(min=-1e4)).sum(1) - entropy.square()
     ending = p[:, ends].sum(1)
-    ended = torch.isin(targets, torch.tensor(ends, device=targets.device))
+    ended = torch.isin(targets, torch.tensor(ends, device=targets.device)).float()
 
     def depth(tokens: Tensor) -> list[Tensor]:
         own = logprobs.gather(1, tokens)
