@@ -193,6 +193,8 @@ from transformers.hf_argparser import string_to_bool
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 sys.modules["tba"] = sys.modules[__name__]  # for plug-ins, if this file is renamed
+# what this process runs, by file name: this file, and plug-ins. Its Searchers run copies of them
+CODE = {Path(__file__).name: Path(__file__).read_bytes()}
 torch.backends.cuda.enable_cudnn_sdp(False)  # it keeps a plan for every shape
 
 ####################################################################################################
@@ -860,6 +862,7 @@ class Task:
     # set by `load_task`, for examples that fit the model
     train_prompts: list[np.ndarray]  # (P,) int32 each
     held_out_prompts: list[np.ndarray]
+    model_checksums: dict[str, int]  # by flag
     end_tokens: list[int]  # those that end a response
     packs: bool  # responses share rows, in which their prompt is computed once
     max_context: float  # the model's maximum number of tokens
@@ -1008,7 +1011,7 @@ class Trainer(Stateful):
         self.ranks = ranks
         self.saved = saved  # `checkpointed` removes what it loads
         self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
-        self.searchers = self.checkpointed(SearcherProcesses(config, task, folder.say))
+        self.searchers = self.checkpointed(SearcherProcesses(config, task, folder.say, folder.code))
         self.evaluations = Evaluations(config, task, folder)
         self.buffer = self.checkpointed(task.buffer_class(config))
         self.rule = self.checkpointed(REPLAY_RULES[config.replay_rule](self.buffer, config))
@@ -3049,9 +3052,10 @@ class Evaluated(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The process has failed with this traceback, and waits to be killed."""
+    """The process has failed, and waits to be killed."""
 
-    traceback: str
+    text: str  # a traceback
+    final: bool  # it would fail again: the run ends, with `text` as its reason
 
 
 @dataclass
@@ -3117,10 +3121,13 @@ class SearcherProcesses(Stateful):
     LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
     HEALTHY_AFTER = 3600  # seconds after which a failure no longer counts as consecutive
 
-    def __init__(self, config: Config, task: Task, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, task: Task, say: Callable[[str], None], code: str = ""
+    ) -> None:
         self.config = config
         self.task = task
         self.say = say
+        self.code = code  # the folder from which local Searchers import CODE
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
         self.failures: Counter[int] = Counter()  # consecutive ones, by Searcher
         # all groups before this position of the prompt order have arrived, and some after it
@@ -3201,7 +3208,7 @@ class SearcherProcesses(Stateful):
         )
         if self.config.cluster:
             return RunningSearcher(spec, ClusterProcess(spec), "pending")
-        return RunningSearcher(spec, LocalProcess(spec), "loading")
+        return RunningSearcher(spec, LocalProcess(spec, self.code), "loading")
 
     def take(self) -> Iterator[tuple[RunningSearcher, Any]]:
         """Yield running Searchers' messages in order, except those about their state.
@@ -3224,6 +3231,8 @@ class SearcherProcesses(Stateful):
                 case Heartbeat():
                     s.state = "ready"
                     s.heartbeats.append(message)
+                case Failed(text, final=True):
+                    raise RunEnded(f"Searcher {s.spec.searcher}: {text}")
                 case Failed(text):
                     s.end(f"failed:\n{text.strip()}")
                 case _:
@@ -3286,7 +3295,7 @@ class SearcherProcesses(Stateful):
 class LocalProcess(multiprocessing.context.ForkServerProcess):
     """A Searcher's process on this machine, forked from one that never touched CUDA."""
 
-    def __init__(self, spec: SearcherSpec) -> None:
+    def __init__(self, spec: SearcherSpec, code: str) -> None:
         gpu = None  # one of those after the Trainer's
         if gpus := torch.cuda.device_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -3296,7 +3305,9 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
         main = sys.modules["__main__"]
         # the new process would otherwise run the script that this one runs
         sys.modules["__main__"] = types.ModuleType("__main__")
+        sys.path.insert(0, code)  # its own begins with ours as it is now
         self.start()
+        sys.path.remove(code)
         sys.modules["__main__"] = main
 
     def kill(self) -> None:
@@ -3338,19 +3349,19 @@ def device_kind() -> str:
     return "GPU" if torch.cuda.is_available() else "CPU"
 
 
-def host_searcher(program: str, package: bytes) -> int:
-    """A Ray task, on any machine: run a Searcher's process; returns its exit code."""
-    if not os.path.exists(program):
-        raise FileNotFoundError(f"{program} does not exist on {socket.gethostname()}")
-    command = [sys.executable, program, SEARCHER_FLAG]
-    return subprocess.run(command, input=package).returncode
-
-
 class ClusterProcess:
     """A Searcher's process on the cluster; pending until Ray has a device for it."""
 
     def __init__(self, spec: SearcherSpec) -> None:
         import ray
+
+        def host_searcher(code: dict[str, bytes], program: str, package: bytes) -> int:
+            """A Ray task, on any machine: run CODE in a process; returns its exit code."""
+            with tempfile.TemporaryDirectory(prefix="tba-") as folder:
+                for name, source in code.items():
+                    Path(folder, name).write_bytes(source)
+                command = [sys.executable, f"{folder}/{program}", "--searcher"]
+                return subprocess.run(command, input=package).returncode
 
         self.ray = ray
         key = bytes(multiprocessing.current_process().authkey)
@@ -3359,7 +3370,7 @@ class ClusterProcess:
         # no retries: Ray would start the task again with an outdated spec
         options = {"scheduling_strategy": "SPREAD", "max_retries": 0, "num_cpus": 0} | device
         task = ray.remote(host_searcher).options(**options)
-        self.result = task.remote(os.path.abspath(__file__), package)
+        self.result = task.remote(CODE, Path(__file__).name, package)
         self.exitcode: int | str | None = None  # None once it has ended: its machine was lost
 
     def is_alive(self) -> bool:
@@ -3437,14 +3448,20 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
     try:
         spec.send(Started())
-        if spec.shared["plugin"]:  # before the task is unpickled
-            run_plugin(spec.shared["plugin"])
+        if plugin := spec.shared["plugin"]:  # before the task is unpickled
+            run_plugin(plugin, str(Path(__file__).with_name(Path(plugin).name)))
         config, task = pickle.loads(spec.shared["run"])
+        found = model_checksums(config)
+        for name, checksum in task.model_checksums.items():
+            if found[name] != checksum:
+                path = getattr(config, name)
+                raise RunEnded(f"--{name} {path}: its files have changed since the run started")
         torch.set_num_threads(config.threads)
         Searcher(config, task, spec).run()
-    except BaseException:
+    except BaseException as error:
+        final = isinstance(error, RunEnded)
         with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
-            spec.send(Failed(traceback.format_exc()))
+            spec.send(Failed(str(error) if final else traceback.format_exc(), final))
             time.sleep(60)  # the Trainer kills this process
     os._exit(1)
 
@@ -3524,7 +3541,7 @@ class Evaluations:
 # settings that a resumed run cannot change: its stored groups were sampled and scored with them,
 # in the order of prompts that the seed gives
 FIXED = (
-    "task", "model", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every",
+    "task", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every",
     "seed",
 )  # fmt: skip
 ASYNCHRONOUS = (*FIXED, "searched_per_prompt")
@@ -3538,7 +3555,8 @@ def save(trainer: Trainer) -> None:
         trainer.folder.draw_curves()  # with evaluations that have ended since
         return
     saved = {name: owner.state() for name, owner in trainer.owners.items()}
-    saved |= {"step": trainer.step, "checksums": trainer.task.checksums}
+    checksums = trainer.task.checksums | trainer.task.model_checksums
+    saved |= {"step": trainer.step, "checksums": checksums}
     weights = trainer.learner.saved_weights()
     folder = trainer.folder
 
@@ -3626,6 +3644,9 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         config.require(
             False, "resume", "has no checkpoint that loads; start a new run in another folder"
         )
+    for name, checksum in model_checksums(config).items():
+        same = checksum == saved["checksums"].get(name)
+        config.require(same, name, "its files are not those that the run started with")
     for name, checksum in task.checksums.items():
         same = checksum == saved["checksums"][name]
         source = name if getattr(config, name) else "dataset"
@@ -3638,6 +3659,31 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         value = record["resolved"][name]
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
     return saved
+
+
+def model_checksums(config: Config) -> dict[str, int]:
+    """A checksum of each model that a flag names, and of a warm start's result for --model."""
+    paths = {name: path for name, path in vars(config).items() if name.endswith("model") and path}
+    if config.sft_data:
+        paths["model"] = f"{config.output_dir}/sft"
+    return {name: model_checksum(path) for name, path in paths.items()}
+
+
+def model_checksum(path: str) -> int:
+    """A checksum of a model's commit on the hub, or of sizes and samples of its files."""
+    if not os.path.isdir(path):
+        commit = transformers.AutoConfig.from_pretrained(path)._commit_hash
+        return zlib.crc32(str(commit).encode())
+    checksum = 0
+    for file in sorted(Path(path).iterdir()):
+        if file.suffix in (".safetensors", ".bin", ".json", ".model"):
+            size = file.stat().st_size
+            checksum = zlib.crc32(f"{file.name} {size}".encode(), checksum)
+            with open(file, "rb") as opened:
+                for place in range(0, size, max(4096, size // 256)):
+                    opened.seek(place)
+                    checksum = zlib.crc32(opened.read(4096), checksum)
+    return checksum
 
 
 def open_checkpoint(path: Path) -> dict[str, Any]:
@@ -3856,6 +3902,7 @@ class RunFolder:
         self.config = config
         self.step = step  # of the checkpoint that is resumed, or 0
         self.path = Path(config.output_dir)
+        self.code = str(self.path / "code" / str(step))  # what this start of the run runs
         self.accelerator = make_accelerator(config, step)
         for partial_checkpoint in self.path.glob(".checkpoint-*"):  # of a process that was killed
             shutil.rmtree(partial_checkpoint, ignore_errors=True)
@@ -4068,14 +4115,19 @@ class StepLog:
 # ================================================================================ 17. Command line
 
 
-def run_plugin(path: str) -> None:
-    """Import a Python file that registers tasks, objectives, flags, ...; only once."""
+def run_plugin(path: str, source: str = "") -> None:
+    """Import a Python file that registers tasks, objectives, flags, ...; only once.
+
+    With `source`, that copy of it is run.
+    """
     # does not shadow a module of the same name
     name = "plugin_" + re.sub(r"\W", "_", Path(path).stem)
     if name in sys.modules and os.path.samefile(sys.modules[name].__file__, path):
         return
-    spec = importlib.util.spec_from_file_location(name, path)
+    CODE[Path(path).name] = Path(source or path).read_bytes()
+    spec = importlib.util.spec_from_file_location(name, source or path)
     module = importlib.util.module_from_spec(spec)
+    module.__file__ = path
     sys.modules[name] = module  # where pickle and dataclasses look it up
     sys.path.append(str(Path(path).resolve().parent))  # for its own imports
     spec.loader.exec_module(module)
@@ -4183,8 +4235,11 @@ def resolve(given: Config) -> Config:
     return config
 
 
-def claim_folder(given: Config, config: Config) -> None:
-    """Make the run's folder with its config.json. Raises InputError if it has another run."""
+def claim_folder(given: Config, config: Config, step: int = 0) -> None:
+    """Make the run's folder, with its config.json and, for this start at `step`, CODE.
+
+    Raises InputError if it has another run.
+    """
     folder = Path(config.output_dir)
     free = config.resume or not any(folder.glob("*.jsonl"))
     again = shlex.quote(config.output_dir)
@@ -4202,6 +4257,10 @@ def claim_folder(given: Config, config: Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         new.write_text(json.dumps(record, indent=2) + "\n")
         new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
+        code = folder / "code" / str(step)
+        code.mkdir(parents=True, exist_ok=True)
+        for name, source in CODE.items():
+            (code / name).write_bytes(source)
     except OSError as error:
         config.require(False, "output_dir", f"{error.strerror}; choose another folder")
 
@@ -4229,11 +4288,12 @@ def main(argv: list[str]) -> int:
         task = load_task(config)
         saved = read_checkpoint(config, task) if config.resume else {}
         pairs = read_sft_pairs(config, task) if config.sft_data and not config.resume else []
-        claim_folder(given, config)
+        claim_folder(given, config, saved.get("step", 0))
         folder = RunFolder(config, saved.get("step", 0))
     except InputError as error:
         exit_with_error(str(error))
     config = warm_start(config, task, pairs, folder.say)
+    task.model_checksums = model_checksums(config)
     ranks.from_rank_zero((config, task, saved.get("model", "")))
     return run(Trainer(config, task, folder, ranks, saved))
 

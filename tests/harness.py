@@ -137,7 +137,7 @@ def cluster_searchers(node: Any = None) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             ancestors = [parent.pid for parent in process.parents()]
             there = node is None or node.all_processes["raylet"][0].process.pid in ancestors
-            if process.cmdline()[1:] == [tba.__file__, tba.SEARCHER_FLAG] and there:
+            if process.cmdline()[2:] == [tba.SEARCHER_FLAG] and there:
                 found.append(process)
     return found
 
@@ -189,7 +189,7 @@ class ForkedRun:
 
 def start(
     args: list[str], stdout: IO, stderr: IO, interpreter: bool,
-    environment: dict[str, str] | None = None,
+    environment: dict[str, str] | None = None, program: Path = ROOT / "tba.py",
 ) -> ForkedRun | subprocess.Popen:  # fmt: skip
     """Start tba.py, in a new interpreter if `interpreter` or if there is no starter.
 
@@ -199,7 +199,7 @@ def start(
     if "TBA_STARTER" in os.environ and not interpreter and environment is None:
         return ForkedRun(args, stdout, stderr)
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "tba.py"), *args],
+        [sys.executable, str(program), *args],
         stdout=stdout,
         stderr=stderr,
         env={**os.environ, **(environment or {})},
@@ -224,6 +224,7 @@ class Run:
     def __init__(
         self, out: Path, args: list[str], hooks: bool = True, notes: Path | None = None,
         interpreter: bool = False, environment: dict[str, str] | None = None,
+        program: Path = ROOT / "tba.py",
     ) -> None:  # fmt: skip
         notes = notes or out.parent
         self.out, self.faults = out, notes / f"{out.name}-faults"
@@ -231,7 +232,8 @@ class Run:
         os.environ["TBA_FAULTS"] = str(self.faults)
         more = ["--plugin", str(HOOKS)] if hooks else []
         self.log = open(notes / f"{out.name}.log", "a+")  # noqa: SIM115
-        self.process = start([*args, *more], self.log, self.log, interpreter, environment)
+        output = self.log, self.log
+        self.process = start([*args, *more], *output, interpreter, environment, program)
         self.under_way.append(self)
 
     def text(self) -> str:

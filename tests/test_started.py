@@ -1,0 +1,116 @@
+"""A run is what it started with: its code, its plug-in, its models (promise 14)."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+from harness import ROOT, Run, arguments, judges_of, run_tba, steps_of
+from safetensors.torch import load_file, save_file
+
+import tba
+from tba import read_lines
+
+PLUGIN = '''"""Rewards of 0.25; notes the process of each call."""
+import os
+from pathlib import Path
+import numpy as np
+import helper
+import tba
+
+def rewards(task, examples, responses, ended):
+    (Path(__file__).parent / "pids").open("a").write(f"{os.getpid()}\\n")
+    return np.full(len(responses), helper.VALUE)
+
+tba.GSM8K.rewards = rewards
+'''
+
+
+@pytest.fixture
+def run(gsm8k, tmp_path):
+    """A run of a copy of tba.py with a plug-in that imports a module of its own."""
+    shutil.copy(ROOT / "tba.py", tmp_path / "tba.py")
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    (tmp_path / "helper.py").write_text("VALUE = 0.25\n")
+    out = tmp_path / "run"
+    flags = {"steps": 100_000, "eval_every": 0, "eval_samples": 8, "plugin": tmp_path / "mine.py"}
+    args = arguments(gsm8k, out, model=tmp_path / "model", **flags)
+    shutil.copytree(gsm8k / "model", tmp_path / "model")
+    return Run(out, args, hooks=False, interpreter=True, program=tmp_path / "tba.py")
+
+
+def overwrite_weights(folder):
+    """Other weights of the same shapes."""
+    path = folder / "model.safetensors"
+    weights = {name: 1.1 * tensor for name, tensor in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def kill_searcher(folder):
+    """Kill the Searcher that scored last; returns the number of processes that have scored."""
+    pids = (folder / "pids").read_text().split()
+    os.kill(int(pids[-1]), signal.SIGKILL)
+    return len(set(pids))
+
+
+def test_a_restarted_searcher_runs_the_code_that_the_run_started_with(run, tmp_path):
+    run.reaches(2)
+    source = (tmp_path / "tba.py").read_bytes()
+    (tmp_path / "tba.py").write_text("raise SystemExit('edited')\n")
+    (tmp_path / "mine.py").write_text("import tba\ntba.GSM8K.rewards = None\n")
+    before = kill_searcher(tmp_path)
+    scored = lambda: len(set((tmp_path / "pids").read_text().split())) > before
+    run.until(scored, "a new process that scores")
+    run.reaches(steps_of(run.out) + 30)
+    run.process.send_signal(signal.SIGINT)
+    text = run.ends(130)
+    assert run.failed() == [0] and "edited" not in text
+    assert {m["reward"] for m in read_lines(run.out / "metrics.jsonl")} == {0.25}
+    assert (run.out / "code" / "0" / "tba.py").read_bytes() == source
+    assert (run.out / "code" / "0" / "mine.py").read_text() == PLUGIN
+
+
+def test_models_whose_files_change_end_the_run_and_its_resumption_in_one_line(run, tmp_path):
+    run.reaches(2)
+    shutil.copytree(tmp_path / "model", tmp_path / "kept")
+    overwrite_weights(tmp_path / "model")
+    kill_searcher(tmp_path)
+    text = run.ends(1)
+    (line,) = [line for line in text.splitlines() if "--model" in line]
+    assert line.startswith("tba.py: error: Searcher 0: --model") and "Traceback" not in text
+    steps = steps_of(run.out)
+    assert (run.out / f"checkpoint-{steps}").exists()
+    resume = ["--resume", str(run.out), "--steps", str(steps + 2)]
+    _, err = run_tba(resume, code=2)
+    assert err.splitlines()[-1].startswith("tba.py: error: --model")
+    run_tba([*resume, "--model", str(tmp_path / "kept")])  # the same files elsewhere
+    assert steps_of(run.out) == steps + 2
+
+
+def test_a_judge_that_changed_is_noticed_and_other_files_may(tldr, tmp_path):
+    folder = tmp_path / "tldr"
+    shutil.copytree(tldr, folder)
+    out = tmp_path / "run"
+    flags = judges_of(folder) | {"steps": 1, "eval_samples": 4, "eval_every": 0}
+    run_tba(arguments(folder, out, **flags))
+    (folder / "reward" / "README.md").write_text("A reward model.")
+    run_tba(["--resume", str(out), "--steps", "2"])
+    overwrite_weights(folder / "reward")
+    _, err = run_tba(["--resume", str(out), "--steps", "3"], code=2)
+    assert err.splitlines()[-1].startswith("tba.py: error: --reward_model")
+    assert json.loads((out / "config.json").read_text())["config"]["steps"] == 2
+
+
+def test_a_large_file_is_sampled_throughout(tmp_path):
+    """A checksum reads little of it, and changes with any part that a fine-tuning would change."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(5_000_000))
+    first = tba.model_checksum(str(tmp_path))
+    for start in range(0, 5_000_000, 500_000):
+        changed = bytearray(5_000_000)
+        changed[start : start + 50_000] = b"1" * 50_000
+        path.write_bytes(changed)
+        assert tba.model_checksum(str(tmp_path)) != first
+    path.write_bytes(bytes(5_000_000))
+    assert tba.model_checksum(str(tmp_path)) == first
