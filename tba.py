@@ -866,6 +866,7 @@ class Task:
     end_tokens: list[int]  # those that end a response
     packs: bool  # responses share rows, in which their prompt is computed once
     max_context: float  # the model's maximum number of tokens
+    longest: int  # of all sequences that this run may have, in tokens
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         """Read the data, and check what can be checked before a model loads."""
@@ -936,9 +937,16 @@ class Task:
         return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
 
     def probes(self) -> PromptGroups:
-        """Fixed prompts and responses, scored to compare Trainer and Searcher."""
-        rows = np.resize(np.concatenate(self.train_prompts[:16]), (3, 24))  # repeated if too short
-        return [(row[:8], [row[8:17], row[17:]]) for row in rows]
+        """Fixed prompts and responses, scored to compare Trainer and Searcher.
+
+        With its prompt repeated after it (`Searcher.score_probes`), the last one is as long as the
+        run's longest sequence.
+        """
+        tokens = np.concatenate(self.train_prompts[:16])
+        rows = np.resize(tokens, (3, 24))  # repeated if too short
+        short = [(row[:8], [row[8:17], row[17:]]) for row in rows]
+        long = np.resize(tokens, max(9, self.longest - 8))
+        return [*short, (long[:8], [long[8:]])]
 
     @cached_property
     def checksums(self) -> dict[str, int]:
@@ -1521,8 +1529,7 @@ class Searcher:
         seed = int(np.random.default_rng([config.seed, spec.searcher, spec.start]).integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
-        longest_prompt = max(map(len, task.train_prompts + task.held_out_prompts))
-        self.engine = engine_of("model", longest_prompt + config.max_response_tokens)
+        self.engine = engine_of("model", task.longest)
         reference = load_model(config, config.model, config.torch_dtype, local_device())
         reference.requires_grad_(False)
         self.reference = TokenLogProbs(reference, config.temperature, task.packs)
@@ -2510,12 +2517,12 @@ class TransformersEngine:
     @torch.inference_mode()
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities (P-1,) of each sequence's tokens but the first, at temperature 1."""
-        rows = [torch.from_numpy(tokens).long() for tokens in sequences]
-        # needs no mask: padding comes last, and attention is causal
-        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)  # (R, P)
-        logprobs = self.model(ids).logits[:, :-1].float().log_softmax(-1)  # (R, P-1, V)
-        chosen = logprobs.gather(2, ids[:, 1:, None])[..., 0].cpu().numpy()  # (R, P-1)
-        return [row[: len(tokens) - 1] for row, tokens in zip(chosen, sequences, strict=True)]
+        scored = []
+        for tokens in sequences:  # one by one: a row must not depend on those beside it
+            ids = torch.from_numpy(tokens).long().to(self.device)
+            logprobs = self.model(ids[None]).logits[0, :-1].float().log_softmax(-1)  # (P-1, V)
+            scored.append(logprobs.gather(1, ids[1:, None])[:, 0].cpu().numpy())
+        return scored
 
 
 VLLM_ENVIRONMENT = {  # defaults
@@ -3733,8 +3740,15 @@ def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -
 
 
 def context_of(model: nn.Module) -> float:
-    """The model's longest sequence, in tokens; infinite if its config sets no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    """The model's longest sequence, in tokens; infinite if its config sets no limit.
+
+    With LongRoPE, the original one: beyond it, a row's frequencies depend on the rows beside it.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
 
 
 def read_dataset(name: str, config: Config) -> dict[str, Any]:
@@ -3874,8 +3888,9 @@ def load_task(config: Config) -> Task:
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, task.train_prompts = encode_prompts(task, "training", task.train)
     task.held_out, task.held_out_prompts = encode_prompts(task, "evaluation", task.held_out)
-    longest = max(map(len, task.train_prompts + task.held_out_prompts))
-    task.packs = can_pack(model, longest + config.max_response_tokens)
+    prompts = task.train_prompts + task.held_out_prompts
+    task.longest = max(len(prompt) + config.response_limit(prompt) for prompt in prompts)
+    task.packs = can_pack(model, task.longest)
     if not task.packs:
         print(f"one response per row: no packing of a {type(model).__name__}", file=sys.stderr)
     return task

@@ -119,6 +119,13 @@ OWN = {
     "olmo3": SLIDING,
     "olmo_hybrid": LINEAR,
     "opt": {"dropout": 0.1},
+    "phi3+longrope": {
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+        },
+    },
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": LINEAR,
     "qwen3_next": LINEAR,

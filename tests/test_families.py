@@ -46,10 +46,12 @@ def test_what_is_computed_is_the_plain_models(family, tmp_path):
         assert value < families.TOLERANCE[check], check
 
 
-@pytest.mark.parametrize("family", ["bert", "bart", "llama4_text"])
+@pytest.mark.parametrize("family", ["bert", "bart", "llama4_text", "phi3+longrope"])
 def test_models_that_cannot_work_are_refused_in_one_line(family, tmp_path):
+    """Also sequences past the original context of LongRoPE, whose rows depend on each other."""
     families.make(family, tmp_path / "model")
-    with pytest.raises(tba.InputError, match=r"^--model .*[^\n]*$"):
+    flag = "--max_response_tokens" if "longrope" in family else "--model"
+    with pytest.raises(tba.InputError, match=rf"^{flag} [^\n]*$"):
         families.compare(tmp_path / "model")
 
 
