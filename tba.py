@@ -847,7 +847,6 @@ class Task:
 
     columns: tuple[str, ...] = ()  # "a|b" is column a or else b
     template = ""  # the prompt, formatted with the columns
-    metric = "reward"  # name of the mean reward in evaluations
     buffer_class: type[ReplayBuffer] = ReplayBuffer
     special_tokens = True  # prompts get the tokenizer's special tokens, such as BOS
     keep_special_tokens = False  # in responses' texts, such as <answer> and EOS
@@ -898,7 +897,11 @@ class Task:
         return self.config.temperature
 
     def rewards(self, examples: list[dict], responses: list[str], ended: np.ndarray) -> np.ndarray:
-        """Rewards (N,) of N responses to their examples; `ended` (N,): finished with EOS."""
+        """Rewards (N,) of N responses to their examples; `ended` (N,): finished with EOS.
+
+        In training, N is a multiple of S = --searched_per_prompt, and each S responses in a row are
+        a whole group.
+        """
         raise NotImplementedError
 
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
@@ -916,7 +919,7 @@ class Task:
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
         """One record per answer; `summarize` makes metrics of them."""
         rewards = self.checked_rewards(examples, responses, ended)
-        return [{self.metric: reward} for reward in rewards]
+        return [{"reward": reward} for reward in rewards]
 
     def summarize(self, records: list[dict]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
@@ -974,13 +977,20 @@ class GSM8K(Task):
 
     columns = ("question", "answer")
     template = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
-    metric = "accuracy"
 
     def check(self, example: dict) -> None:
         if extract_number(example["answer"]) is None:
             raise ValueError(f"no number in answer {example['answer']!r:.60}")
 
     def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
+        return self.is_right(examples, responses)
+
+    def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
+        """The accuracy, also of a subclass with other rewards."""
+        return [{"accuracy": float(right)} for right in self.is_right(examples, responses)]
+
+    def is_right(self, examples: list, responses: list) -> np.ndarray:
+        """Whether the last number of each response is the gold answer, (N,)."""
         pairs = zip(examples, responses, strict=True)
         return np.array([extract_number(y) == extract_number(x["answer"]) for x, y in pairs])
 
@@ -1051,6 +1061,9 @@ class Trainer(Stateful):
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
+        steps = self.config.steps
+        if self.step < steps and at_step(self.config, steps - 1).learning_rate == 0:
+            self.folder.say(f"warning: --learning_rate ends at 0 before --steps {steps}")
         self.searchers.start()  # they load their models while this process loads its own
         folder = self.saved.get("model", "")
         self.learner = Learner(self.config, self.task, self.ranks, folder)
@@ -1161,7 +1174,9 @@ class Trainer(Stateful):
         news = self.searchers.news
         news.set()  # poll at once
         while not (result := condition()):
+            began = time.monotonic()
             news.wait(POLL_SECONDS)
+            self.log.waited[what] += time.monotonic() - began  # without the work of `condition`
             news.clear()  # before polling, so that later news ends the next wait
             self.poll()
             if time.monotonic() > next_log:
@@ -1171,7 +1186,6 @@ class Trainer(Stateful):
                     f"{ready}/{self.config.num_searchers} Searchers ready"
                 )
                 next_log += self.LOG_EVERY
-        self.log.waited[what] += time.monotonic() - start
         return result
 
     def poll(self) -> None:
@@ -3114,11 +3128,15 @@ class RunningSearcher:
         self.process.kill()
 
     def recent_rates(self) -> tuple[float, float]:
-        """Fraction of recent time that it worked, and tokens generated per second."""
+        """Fraction of recent time that it worked, and tokens generated per second.
+
+        The time since it was last heard of, beyond the second between heartbeats, counts as idle.
+        """
         if len(self.heartbeats) < 2:
             return 0.0, 0.0
         seconds, idle, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
-        return 1 - idle / seconds, tokens / seconds
+        silent = max(0.0, time.monotonic() - self.seen - 1)
+        return (seconds - idle) / (seconds + silent), tokens / (seconds + silent)
 
 
 class SearcherProcesses(Stateful):
@@ -3736,7 +3754,11 @@ def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -
     own = name.replace("model", "tokenizer")
     if getattr(config, own, ""):
         name = own
-    return load_flag(name, config, transformers.AutoTokenizer.from_pretrained), model
+    if not multiprocessing.parent_process():  # warnings about this tokenizer, once
+        transformers.logging.set_verbosity_warning()
+    tokenizer = load_flag(name, config, transformers.AutoTokenizer.from_pretrained)
+    transformers.logging.set_verbosity_error()
+    return tokenizer, model
 
 
 def context_of(model: nn.Module) -> float:
@@ -3850,9 +3872,16 @@ def end_tokens(tokenizer: Any, model: nn.Module) -> list[int]:
 
 
 def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
-    """Tokenize prompts, without the EOS that some tokenizers append."""
+    """Tokenize prompts: without an EOS that the tokenizer appends, and with one BOS.
+
+    A chat template's text begins with BOS itself, and may have EOS at the end of a turn.
+    """
     prompts = tokenizer(texts, add_special_tokens=special)["input_ids"]
-    return [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in prompts]
+    appended = tokenizer("a", add_special_tokens=special)["input_ids"][-1:]
+    if appended == [tokenizer.eos_token_id]:
+        prompts = [ids[:-1] for ids in prompts]
+    twice = [tokenizer.bos_token_id] * 2
+    return [ids[1:] if ids[:2] == twice else ids for ids in prompts]
 
 
 def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
@@ -3888,6 +3917,11 @@ def load_task(config: Config) -> Task:
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, task.train_prompts = encode_prompts(task, "training", task.train)
     task.held_out, task.held_out_prompts = encode_prompts(task, "evaluation", task.held_out)
+    trained = set(map(bytes, task.train_prompts))
+    known = sum(bytes(prompt) in trained for prompt in task.held_out_prompts)
+    if known and len(trained) > 1:  # red-teaming may have a single prompt
+        n = len(task.held_out_prompts)
+        print(f"warning: {known} of {n} evaluation prompts are trained on", file=sys.stderr)
     prompts = task.train_prompts + task.held_out_prompts
     task.longest = max(len(prompt) + config.response_limit(prompt) for prompt in prompts)
     task.packs = can_pack(model, task.longest)
@@ -3944,7 +3978,9 @@ class RunFolder:
         write(text, file=sys.stderr)
 
     def append(self, name: str, record: dict) -> None:
-        """Append a record to a .jsonl file."""
+        """Append a record to a .jsonl file; NaN and infinities, which JSON lacks, as null."""
+        finite = lambda value: not isinstance(value, float) or math.isfinite(value)
+        record = {key: value if finite(value) else None for key, value in record.items()}
         with open(self.path / name, "a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -4032,10 +4068,11 @@ class StepLog:
         self.trainer = trainer
         self.arrived: list[Group] = []  # since the last step
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
+        self.contradicted: set[str] = set()  # warnings of `check_learning` that do not apply
         self.diverse = False  # over 40 % were distinct, and since then never under 10 %
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
-        self.last_step_end = 0.0
+        self.last_step_end = time.perf_counter()  # at first, the run's start
         self.recent: deque[tuple[int, int]] = deque(maxlen=50)  # groups trained on, arrived
 
     def write(self, measured: dict[str, float], groups: list[list[Trajectory]]) -> None:
@@ -4045,7 +4082,7 @@ class StepLog:
             self.log_arrivals()
         seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
-        wall = now - (self.last_step_end or now - seconds)
+        wall = now - self.last_step_end
         tokens = sum(len(t.tokens) for group in groups for t in group)
         staleness = [trainer.step - 1 - t.version for group in groups for t in group]
         self.recent.append((len(groups), len(self.arrived)))
@@ -4061,7 +4098,7 @@ class StepLog:
             "staleness_mean": float(np.mean(staleness)),
             "staleness_max": max(staleness),
             "replay_ratio": groups_trained / max(1, groups_arrived),
-            "wait_seconds": self.waited["generation"] if self.last_step_end else 0.0,
+            "wait_seconds": self.waited["generation"],
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
             "buffer_trajectories": sum(map(len, trainer.buffer.trajectories.values())),
@@ -4096,13 +4133,15 @@ class StepLog:
         self.responses += [t.tokens.tobytes() for g in self.arrived for t in g.trajectories[:2]]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
-            "kl": float(np.mean(kl)) if kl else math.nan,
             "response_length": float(np.mean([len(t.tokens) for t in rows])),
             "eos_fraction": float(np.mean([t.ended for t in rows])),
             "version_span": float(np.mean([t.last_version - t.version for t in rows])),
             # for any S: 0.5 if the policy has one response to each prompt, 0.01 if one to all
             "distinct": len(set(self.responses)) / len(self.responses),
         }
+        if kl:
+            self.means["kl"] = float(np.mean(kl))
+        self.check_learning(rows)
         self.warn_of_collapse()
         t = rows[-1]
         task = self.trainer.task
@@ -4114,6 +4153,19 @@ class StepLog:
             "reward": t.reward,
         }
         self.trainer.folder.append("completions.jsonl", record)
+
+    def check_learning(self, rows: list[Trajectory]) -> None:
+        """Warn once of signs, over the first 20 steps, that the run learns nothing."""
+        signs = {
+            "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
+            "no prompt has two different rewards: check --dataset, or sample more responses":
+            all(len({t.reward for t in group.trajectories}) == 1 for group in self.arrived),
+        }  # fmt: skip
+        self.contradicted |= {text for text, holds in signs.items() if not holds}
+        if len(self.recent) >= 20:
+            for text in sorted(signs.keys() - self.contradicted):
+                self.trainer.folder.say(f"warning: {text}")
+            self.contradicted |= signs.keys()
 
     def warn_of_collapse(self) -> None:
         """Warn when responses that were diverse have become nearly all the same."""
@@ -4417,14 +4469,13 @@ def last_box(text: str, bare: bool = False) -> str:
     return ""
 
 
-class MATH(Task):
+class MATH(GSM8K):
     """Competition mathematics: reward 1 if the boxed answer equals the solution's.
 
     Prompts have the chat template if there is one, as for the base model Qwen2.5-7B.
     """
 
     columns = ("problem", "solution|answer")
-    metric = "accuracy"
     INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
     JUDGE_TIMEOUT = 5  # seconds per answer
 
@@ -4452,7 +4503,7 @@ class MATH(Task):
         self.judges = ProcessPool(1, initializer=end_with_parent, context=mp.get_context("fork"))
 
     @staticmethod
-    def is_right(solution: str, response: str) -> bool:
+    def judge(solution: str, response: str) -> bool:
         """Whether the response's last boxed answer equals the solution's."""
         from math_verify import parse, verify  # only this task needs it
 
@@ -4463,16 +4514,16 @@ class MATH(Task):
         except Exception:  # of a malformed answer
             return False
 
-    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
+    def is_right(self, examples: list, responses: list) -> np.ndarray:
         solutions = [[*example.values()][-1] for example in examples]
-        job = self.judges.map(self.is_right, solutions, responses, timeout=self.JUDGE_TIMEOUT)
+        job = self.judges.map(self.judge, solutions, responses, timeout=self.JUDGE_TIMEOUT)
         verdicts = job.result()
-        rewards = np.zeros(len(responses))
+        right = np.zeros(len(responses))
         for i in range(len(responses)):
             # an answer that times out or crashes the process is wrong
             with contextlib.suppress(TimeoutError, ProcessExpired):
-                rewards[i] = next(verdicts)
-        return rewards
+                right[i] = next(verdicts)
+        return right
 
 
 # ======================================================================================= 19. TL;DR
@@ -4869,10 +4920,15 @@ def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
         # a prompt may end with the number of a list item
         space = "" if prompt[-1:].isspace() else " "
         response = row.get("response") or space + row["instruction"]
-        (prompt_ids,) = prompt_tokens(tokenizer, [prompt], task.special_tokens)
+        prompt_ids, whole = prompt_tokens(
+            tokenizer, [prompt, prompt + response], task.special_tokens
+        )
         config.require(prompt_ids, "sft_data", "a prompt has no tokens")
-        ids = tokenizer.encode(response, add_special_tokens=False)
-        ids.append(tokenizer.eos_token_id)
+        ids = whole[len(prompt_ids) :]
+        if whole[: len(prompt_ids)] != prompt_ids:  # a token has parts of both
+            ids = tokenizer.encode(response, add_special_tokens=False)
+        if ids[-1:] != [tokenizer.eos_token_id]:
+            ids.append(tokenizer.eos_token_id)
         if len(prompt_ids + ids) <= task.max_context:
             pairs.append((np.array(prompt_ids, np.int32), [np.array(ids, np.int32)]))
     config.require(pairs, "sft_data", f"every row is longer than {task.max_context} tokens")

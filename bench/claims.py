@@ -215,11 +215,12 @@ class Measured(tba.Task):
 
     greedy_evaluation = False
     wants_logprobs = True
+    judged = "reward"  # what is reported as the reward
 
     def evaluate(self, examples: list, responses: list[str], ended: np.ndarray) -> list[dict]:
         records = super().evaluate(examples, responses, ended)
         for record, text in zip(records, responses, strict=True):
-            record["reward"] = record[self.metric]
+            record["reward"] = record[self.judged]
             record["text"] = text
         return records
 
@@ -282,13 +283,13 @@ class Sort(Measured):
 class Summaries(Measured, tba.TLDR):
     """TL;DR in miniature: the evaluation reward is the win rate."""
 
-    metric = "win_rate"
+    judged = "win_rate"
 
 
 class Attacks(Measured, tba.RedTeam):
     """Red-teaming in miniature: the evaluation reward is the success rate."""
 
-    metric = "attack_success_rate"
+    judged = "attack_success_rate"
 
     def diversity(self, records: list[dict]) -> float:
         """The mean cosine distance between attacks."""

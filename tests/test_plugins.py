@@ -78,8 +78,8 @@ def test_plugins_of_the_documentation(flags, text, gsm8k, tmp_path):
     out = tmp_path / "run"
     data = gsm8k / "data"
     settings = arguments(gsm8k, out, plugin=plugin, **FLAGS)
-    if "short_first" in flags:
-        settings.append("--synchronous")  # batches are of consecutive prompts
+    if "short_first" in flags or "reinforce" in flags:
+        settings.append("--synchronous")  # batches are of consecutive prompts; resumed exactly
     with judge_server() as server:
         flags = flags.replace("127.0.0.1:8000", f"127.0.0.1:{server.server_port}")
         said, _ = run_tba([*settings, *flags.split()])
@@ -106,6 +106,17 @@ def test_plugins_of_the_documentation(flags, text, gsm8k, tmp_path):
         assert all(0 < m["reward"] < 2 for m in metrics)
     if "counted" in flags:
         assert "generated" in said
+    if "reinforce" in flags:
+        assert metrics[0].get("baseline", 1) > 0
+        run_tba(["--resume", str(out), "--steps", "5"])
+        whole = arguments(gsm8k, tmp_path / "whole", plugin=plugin, **(FLAGS | {"steps": 5}))
+        run_tba([*whole, "--synchronous", *flags.split()])
+        for name in ("loss", "baseline", "value_error", "grad_norm"):
+            values = [
+                [m.get(name) for m in read_lines(folder / "metrics.jsonl")]
+                for folder in (out, tmp_path / "whole")
+            ]
+            assert values[0] == values[1] and len(values[0]) == 5, name
     if "varied" in flags or "next_reference" in text:
         run_tba(["--resume", str(out), "--steps", "5"])
         metrics = read_lines(out / "metrics.jsonl")

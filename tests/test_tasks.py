@@ -134,7 +134,7 @@ def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
     ],
 )
 def test_verdicts_of_math(gold, answer, same):
-    assert tba.MATH.is_right(gold, answer) == same
+    assert tba.MATH.judge(gold, answer) == same
 
 
 def test_a_gold_answer_may_stand_in_a_column_of_its_own(gsm8k, tmp_path):
