@@ -1901,22 +1901,16 @@ def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
-def altered(module: nn.Module, **children: nn.Module) -> nn.Module:
-    """A shallow copy of a module, with other children."""
-    twin = copy.copy(module)
-    twin._modules = module._modules | children
-    return twin
-
-
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
     """Logits (N, V) of hidden states (N, H), with the family's soft caps and scales.
 
     The model's `forward` runs on a shallow copy, whose body returns `output` and these states.
     """
-    body = altered(model.base_model)
+    body = copy.copy(model.base_model)
     body.forward = lambda *_, **__: dataclasses.replace(output, last_hidden_state=hidden[None])
-    body.decoder = body  # which OPT calls
-    twin = altered(model, **{model.base_model_prefix: body})
+    vars(body)["decoder"] = body  # which OPT calls; as a child, it would make a cycle of modules
+    twin = copy.copy(model)
+    twin._modules = model._modules | {model.base_model_prefix: body}
     # an instance's `forward` may be wrapped, and bound to the original
     return type(twin).forward(twin, use_cache=False).logits[0].float()
 
