@@ -2383,20 +2383,18 @@ class Completion:
     versions: list[tuple[int, int]]  # n x those of the first and the last token's weights
 
 
+@dataclass
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
     """Applies each row's temperature, records log-probabilities, and calls `between_steps`.
 
     `generate` calls it with logits (R, V) before sampling a token, and with None after it.
     """
 
-    def __init__(
-        self, engine: TransformersEngine, temperature: Tensor, between_steps: Callable
-    ) -> None:
-        self.engine = engine
-        self.temperature = temperature  # (R, 1)
-        self.between_steps = between_steps
-        self.logprobs: list[Tensor] = []  # (R, 1) of each token sampled so far
-        self.versions: list[int] = []  # of the weights that each token was sampled with
+    engine: TransformersEngine
+    temperature: Tensor  # (R, 1)
+    between_steps: Callable
+    logprobs: list[Tensor] = field(default_factory=list)  # (R, 1) of each token sampled so far
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
 
     def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
         """Log-probabilities (R, V) to sample from, or zeros (R,): no row stops."""
