@@ -4208,9 +4208,8 @@ def parse(argv: list[str]) -> Config:
     after = [*itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)]
     argv = after or argv
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--plugin", default="")
-    early.add_argument("--resume", default="")
-    early.add_argument("--output_dir", default="")
+    for name in ("plugin", "resume", "output_dir"):
+        early.add_argument(f"--{name}", default="")
     early.error = exit_with_error
     known = early.parse_known_args(argv)[0]
     if after and (not known.resume or known.output_dir not in ("", known.resume)):
@@ -4270,23 +4269,23 @@ def resolve(given: Config) -> Config:
         config.recent_probability = 1.0 if config.synchronous else 0.95
     if config.synchronous:
         config.searched_per_prompt = config.trained_per_prompt
-    require = config.require
     names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
     for name, table in names.items():
-        require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
+        config.require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
-        require(getattr(config, name) >= K, name, f"must be at least --trained_per_prompt {K}")
-    require(config.synchronous or not config.lag, "lag", "needs --synchronous")
+        enough = getattr(config, name) >= K
+        config.require(enough, name, f"must be at least --trained_per_prompt {K}")
+    config.require(config.synchronous or not config.lag, "lag", "needs --synchronous")
     replays = config.recent_probability < 1 and config.lag
-    require(
+    config.require(
         not (replays and config.reset_reference_every),
         "reset_reference_every",
         "--lag with --recent_probability below 1 would replay groups of earlier references",
     )
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
-    require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    require(
+    config.require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
+    config.require(
         config.engine != "vllm" or vllm_can_run(),
         "engine",
         "vLLM has no device here; use transformers, or see docs/operations.md",
