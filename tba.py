@@ -4870,9 +4870,8 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     rng = np.random.default_rng(config.seed)
     starts = range(config.sft_batch_size, len(pairs), config.sft_batch_size)
-    batches = []
-    for _ in range(config.sft_epochs):
-        batches += np.split(rng.permutation(len(pairs)), starts)
+    epochs = [rng.permutation(len(pairs)) for _ in range(config.sft_epochs)]
+    batches = [batch for epoch in epochs for batch in np.split(epoch, starts)]
     losses = []
     for step, batch in enumerate(tqdm(batches, "fine-tuning", mininterval=10)):
         rate = schedule_value(config.sft_learning_rate, step, len(batches))
