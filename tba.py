@@ -3798,10 +3798,7 @@ def read_rows(
 
     `check` raises ValueError for a row that cannot be used. Raises InputError.
     """
-    options = ", ".join(splits)
-    fix = f"set --train_split or --eval_split to one of {options}"
-    if name.startswith("sft"):
-        fix = f"needs a split named train (it has {options})"
+    fix = f"has no split {split or 'test'}, but {', '.join(splits)} (--train_split, --eval_split)"
     config.require(split in splits, name, fix)
     has = splits[split].column_names
     found = [next((c for c in column.split("|") if c in has), "") for column in columns]
