@@ -720,10 +720,10 @@ class ReplayRule(Stateful):
                 if used >= stored.keys():
                     used.clear()  # prompts must repeat
                 self.epoch = self.buffer.rng.permutation(list(stored)).tolist()
-                continue
-            self.epoch.remove(prompt_id)
-            used.add(prompt_id)
-            groups.append(self.buffer.draw(prompt_id, K))
+            else:
+                self.epoch.remove(prompt_id)
+                used.add(prompt_id)
+                groups.append(self.buffer.draw(prompt_id, K))
         return groups
 
 
