@@ -83,7 +83,6 @@ from functools import cached_property, lru_cache, partial, wraps
 from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
-from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -182,7 +181,6 @@ from rapidfuzz.process import cdist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
@@ -1126,7 +1124,7 @@ class Trainer(Stateful):
             self.wait_for("an evaluation", self.evaluations.idle)
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
-            self.inbox.sort(key=attrgetter("index"))
+            self.inbox.sort(key=lambda group: group.index)
             sampled = self.inbox[:n]
             self.inbox = self.inbox[n:]
             self.log.arrived = sampled  # not those of later batches
@@ -2038,7 +2036,7 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
         for row_count in range(fewest, len(responses) + 1):
             rows = [Row(prompt, [], []) for _ in range(row_count)]
             for i in sorted(range(len(responses)), key=lambda i: -len(responses[i])):
-                shortest = min(rows, key=attrgetter("length"))
+                shortest = min(rows, key=lambda row: row.length)
                 shortest.indices.append(np.arange(starts[i], starts[i + 1]))
                 shortest.responses.append(responses[i])
             if max(row.length for row in rows) <= limit:
@@ -2345,7 +2343,7 @@ def load_policy(
     policy.ranks = ranks
     shard = partial(
         fully_shard,
-        mesh=init_device_mesh(local_device().type, (ranks.size,)),
+        mesh=dist.init_device_mesh(local_device().type, (ranks.size,)),
         mp_policy=MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32),
         reshard_after_forward=True,
     )
@@ -2383,7 +2381,7 @@ class Completion:
     versions: list[tuple[int, int]]  # n x those of the first and the last token's weights
 
 
-@dataclass
+@dataclass(eq=False)
 class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
     """Applies each row's temperature, records log-probabilities, and calls `between_steps`.
 
@@ -2909,7 +2907,7 @@ class WeightSync(Stateful):
             return False
         start = time.perf_counter()
         doubtful = [s for s in ready if s.missed]
-        members = [min(doubtful, key=attrgetter("missed"))] if doubtful else ready
+        members = [min(doubtful, key=lambda s: s.missed)] if doubtful else ready
         reference = any(s.reference_version < self.reference_version for s in members)
         if reference:
             for name, tensor in self.reference.items():
@@ -3884,7 +3882,7 @@ def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
         "max_total_tokens": (config.max_total_tokens or math.inf) - 1,
         "max_prompt_tokens": config.max_prompt_tokens or math.inf,
     }
-    name, longest = min(limits.items(), key=itemgetter(1))
+    name, longest = min(limits.items(), key=lambda limit: limit[1])
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
     config.require(
         fitting,
@@ -3984,7 +3982,7 @@ class RunFolder:
         record = {"step": step, "n": n} | metrics
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
-        self.evaluations.sort(key=itemgetter("step"))  # a slow judge's may be late
+        self.evaluations.sort(key=lambda record: record["step"])  # a slow judge's may be late
         self.track({f"held_out/{name}": value for name, value in record.items()}, step)
         self.say(self.describe(**record))
 
