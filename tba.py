@@ -773,7 +773,18 @@ class Newest(ReplayRule):
             self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
         if len(self.recent) < self.wanted:
             return None
-        drawn = self.newest_first(self.wanted)
+        # the latest window first, in it each prompt's newest groups, then at random
+        newer: Counter[tuple[int, int]] = Counter()  # groups of the same window and prompt
+        order = {}
+        window = self.window
+        for entry in reversed(self.recent):
+            if len(order) >= self.wanted and entry.window < window:
+                break  # older windows are not needed
+            window = entry.window
+            same = entry.window, entry.group.prompt_id
+            order[entry] = (-entry.window, newer[same], self.buffer.rng.random())
+            newer[same] += 1
+        drawn = sorted(order, key=order.get)[: self.wanted]
         self.wanted = None
         for entry in drawn:
             entry.draws_left -= 1
@@ -782,20 +793,6 @@ class Newest(ReplayRule):
         used = {entry.group.prompt_id for entry in drawn}
         groups = [self.distinct_first(entry.group, K) for entry in drawn]
         return groups + self.replay(B - len(groups), K, used)
-
-    def newest_first(self, count: int) -> list[RecentGroup]:
-        """`count` recent groups: latest window first, then each prompt's newest, then at random."""
-        newer: Counter[tuple[int, int]] = Counter()  # groups of the same window and prompt
-        order = {}
-        window = self.window
-        for entry in reversed(self.recent):
-            if len(order) >= count and entry.window < window:
-                break  # older windows are not needed
-            window = entry.window
-            same = entry.window, entry.group.prompt_id
-            order[entry] = (-entry.window, newer[same], self.buffer.rng.random())
-            newer[same] += 1
-        return sorted(order, key=order.get)[:count]
 
     def distinct_first(self, group: Group, K: int) -> list[Trajectory]:
         """K of a group's S trajectories: distinct ones first, then duplicates.
