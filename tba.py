@@ -2529,6 +2529,7 @@ class TransformersEngine:
 VLLM_ENVIRONMENT = {  # defaults
     # model runner V2 and asynchronous scheduling are not tested: docs/operations.md
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the Searcher's process
     "VLLM_LOGGING_LEVEL": "ERROR",
     "FLASHINFER_LOGGING_LEVEL": "ERROR",
     "TRITON_F32_DEFAULT": "ieee",  # no TF32
@@ -2545,7 +2546,6 @@ class VLLMEngine:
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
         os.environ.update(VLLM_ENVIRONMENT | os.environ)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs here
         import vllm.compilation.breakable_cudagraph  # late: slow; reads the environment
         import vllm.compilation.cuda_graph
 
