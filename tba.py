@@ -1066,7 +1066,7 @@ class Trainer(Stateful):
         self.learner.score_probes()  # returns once all ranks have loaded the policy
         self.sampling = SamplingCheck(self.config, self.task, self.learner, self.folder.say)
         self.searchers.start_all()  # on a shared GPU, only now
-        self.sync = WeightSync(self.config, self.learner, self.searchers, self.evaluations)
+        self.sync = WeightSync(self.learner, self.searchers, self.evaluations)
         self.checkpointed(self.sync)
         if self.config.synchronous:
             self.run_lockstep()
@@ -2835,22 +2835,21 @@ class WeightSync(Stateful):
     MAX_MISSED = 3  # consecutive transfers that a Searcher may miss
 
     def __init__(
-        self, config: Config, learner: Learner, searchers: SearcherProcesses,
-        evaluations: Evaluations,
-    ) -> None:  # fmt: skip
-        self.config = config
+        self, learner: Learner, searchers: SearcherProcesses, evaluations: Evaluations
+    ) -> None:
+        self.config = learner.config
         self.learner = learner
         self.searchers = searchers
         self.evaluations = evaluations
-        self.snapshot = FlatWeights(learner.weights, config.torch_dtype, searchers.group.device)
-        learner.snapshot = self.snapshot
+        device = searchers.group.device
+        learner.snapshot = FlatWeights(learner.weights, self.config.torch_dtype, device)
         # the latest; this first one is over
         self.transfer = Transfer(copy.copy(searchers.group), members=[])
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
         # the reference's weights in host memory, if it ever changes
-        self.reference = learner.saved_weights() if config.reset_reference_every else {}
+        self.reference = learner.saved_weights() if self.config.reset_reference_every else {}
         self.reference_version = 0  # step of its latest change
         self.seconds = 0.0  # spent in the training thread since the last log record
 
@@ -2908,13 +2907,13 @@ class WeightSync(Stateful):
         reference = any(s.reference_version < self.reference_version for s in members)
         if reference:
             for name, tensor in self.reference.items():
-                self.snapshot.views[name].copy_(tensor)
+                self.learner.snapshot.views[name].copy_(tensor)
         else:
             self.learner.copy_weights()
             self.probes = np.concatenate(self.learner.score_probes())
             self.version = step
             self.due = members != ready
-        if self.snapshot.flat.is_cuda:
+        if self.learner.snapshot.flat.is_cuda:
             torch.cuda.synchronize()  # the thread uses another stream
         group = self.transfer.group
         if self.transfer.members != members or group.abandoned:
@@ -2948,7 +2947,7 @@ class WeightSync(Stateful):
                 group=dataclasses.replace(transfer.group, rank=i + 1, formed=None),
             )
             s.spec.commands.put(message)
-        transfer.group.broadcast(self.snapshot)
+        transfer.group.broadcast(self.learner.snapshot)
 
     def on_received(self, s: RunningSearcher, failure: str) -> None:
         """Record that a member received the weights, or why it keeps its current ones."""

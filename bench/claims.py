@@ -678,7 +678,7 @@ class SimulatedTrainer(tba.Trainer):
 
     def run(self) -> None:
         def broadcast(_: object, weights: tba.FlatWeights) -> None:
-            weights.flat.copy_(self.sync.snapshot.flat)  # a no-op on the Trainer's own call
+            weights.flat.copy_(self.sync.learner.snapshot.flat)  # a no-op on the Trainer's own call
 
         with mock.patch.object(tba.WeightGroup, "broadcast", broadcast):
             super().run()

@@ -300,7 +300,7 @@ def install_checksums() -> None:
     def begin(sync: tba.WeightSync, step: int) -> bool:
         begun = begin_if_due(sync, step)
         if begun:
-            note("sent", step, sync.snapshot)
+            note("sent", step, sync.learner.snapshot)
             syncs.append(step)
         if len(syncs) == 500 or time.monotonic() > end:
             sync.config.steps = step  # the run ends
