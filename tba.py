@@ -1599,18 +1599,12 @@ class Searcher:
         if now - self.last_heartbeat > 0.5:
             self.last_heartbeat = now
             self.spec.send(Heartbeat(now, self.idle, self.tokens))
-        if self.staged and self.may_load():
-            self.load_weights()
-
-    def may_load(self) -> bool:
-        """Whether received weights may be loaded now: once held-out prompts have been answered.
-
-        Other responses continue under the new weights, with their KV cache. In lockstep they, and
-        prompts yet to be submitted, must be completed under the current weights.
-        """
+        # weights load once held-out prompts have been answered; other responses continue under
+        # them, with their KV cache. In lockstep these, and prompts yet to be submitted, come first
         to_submit = self.index < self.limit and self.version >= 0
         unfinished = self.config.synchronous and (to_submit or self.in_flight)
-        return not (unfinished or any(source.held_out for source in self.in_flight))
+        if self.staged and not (unfinished or any(source.held_out for source in self.in_flight)):
+            self.load_weights()
 
     def load_weights(self) -> None:
         """Load received weights, send probe scores, and submit held-out prompts."""
