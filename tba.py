@@ -3408,11 +3408,11 @@ def end_with_parent() -> None:
         server._forkserver_alive_fd = None
 
 
+@dataclass
 class LenientStream:
     """A text stream that ignores errors: no closed terminal, pipe or full disk may end a run."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
+    stream: Any
 
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError):
@@ -3429,9 +3429,10 @@ class LenientStream:
 @contextlib.contextmanager
 def lenient_output() -> Iterator[None]:
     """Make standard output and standard error lenient streams."""
-    output = LenientStream(sys.stdout)
-    errors = LenientStream(sys.stderr)
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    with (
+        contextlib.redirect_stdout(LenientStream(sys.stdout)),
+        contextlib.redirect_stderr(LenientStream(sys.stderr)),
+    ):
         yield
 
 
