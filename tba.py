@@ -4345,8 +4345,7 @@ def main(argv: list[str]) -> int:
 def run(trainer: Trainer) -> int:
     """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
-    here = f"{trainer.config.num_searchers} Searchers; {torch.cuda.device_count()} GPUs here"
-    folder.say(f"{folder.path}: loading the policy and {here}")
+    folder.say(f"{folder.path}: loading the policy; Searchers: {trainer.config.num_searchers}")
     code = 1
     with stop_signal_handler(trainer.on_signal), contextlib.closing(trainer):
         whole = True  # whether the Trainer is not in the middle of a step
