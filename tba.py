@@ -2684,19 +2684,11 @@ def vllm_can_run() -> bool:
 
 # ================================================================================ 11. Weight sync
 
-# A sync blocks neither side. Its steps, in order:
-#
-#   Trainer.mark_due          a sync is due: every k steps, for an evaluation, for a new Searcher
-#   WeightSync.begin_if_due   the training thread copies the weights into a snapshot, scores the
-#                             probes, and continues to train
-#   WeightSync.send           in a thread: notifies the members, forms a process group if they
-#                             changed, broadcasts
-#   receive_weights           in a Searcher's thread: joins the group, receives -> Received
-#   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded
-#   WeightSync.on_loaded      compares the probes; after the last member's, the sync is over
-#
-# If a step fails, the next sync, due at once, forms a new group. Only members that do not reply in
-# time, or that repeatedly miss weights on their own, are killed.
+# A sync blocks neither side. Its steps: Trainer.mark_due; WeightSync.begin_if_due takes a snapshot,
+# WeightSync.send broadcasts it in a thread; receive_weights in a Searcher's thread -> Received;
+# Searcher.load_weights between two decode steps -> Loaded; WeightSync.on_loaded. If one fails, the
+# next sync, due at once, forms a new group. Only members that do not reply in time, or that
+# repeatedly miss weights on their own, are killed.
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
