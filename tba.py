@@ -742,11 +742,9 @@ class Newest(ReplayRule):
     waits, as the authors' does at a sync, instead of training on the same groups over and over.
     """
 
-    MAX_RECENT = 1024  # groups in addition to a batch's; older ones are dropped
-
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        capacity = self.MAX_RECENT + config.prompts_per_step
+        capacity = 1024 + config.prompts_per_step  # older ones are dropped
         self.recent: deque[RecentGroup] = deque(maxlen=capacity)  # oldest first
         self.groups_seen = 0
         self.window = 0
@@ -1526,8 +1524,6 @@ class Searcher:
     not arrived, with the Trainer's current weights.
     """
 
-    MAX_UNSCORED = 2  # responses waiting for rewards, as a multiple of --sequences_in_flight
-
     def __init__(self, config: Config, task: Task, spec: SearcherSpec) -> None:
         self.config = config
         self.task = task
@@ -1643,7 +1639,7 @@ class Searcher:
         prompts = self.task.train_prompts
         S = config.searched_per_prompt
         unscored = S * len(self.unscored) + sum(call.unscored for call in self.calls)
-        max_unscored = self.MAX_UNSCORED * max(S, config.sequences_in_flight)
+        max_unscored = 2 * max(S, config.sequences_in_flight)
         # in lockstep, it does not depend on how fast rewards are: runs repeat exactly
         if self.version < 0 or (unscored > max_unscored and not config.synchronous):
             return
@@ -2818,7 +2814,6 @@ class WeightSync(Stateful):
     """The Trainer's side of weight syncs; at most one transfer is in flight."""
 
     SAVED = ("reference", "reference_version")
-    MAX_MISSED = 3  # consecutive transfers that a Searcher may miss
 
     def __init__(
         self, learner: Learner, searchers: SearcherProcesses, evaluations: Evaluations
@@ -2862,7 +2857,7 @@ class WeightSync(Stateful):
         suspects = dict.fromkeys(waiting_for, "it ended or did not reply") or transfer.missed
         for s, reason in suspects.items():
             s.missed += 1
-            if s in silent or s.missed >= self.MAX_MISSED:
+            if s in silent or s.missed >= 3:  # in a row
                 s.end(f"missed a weight transfer ({reason}), and was killed")
         if suspects or error:
             names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
