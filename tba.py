@@ -195,9 +195,7 @@ sys.modules["tba"] = sys.modules[__name__]  # for plug-ins, if this file is rena
 CODE = {Path(__file__).name: Path(__file__).read_bytes()}
 torch.backends.cuda.enable_cudnn_sdp(False)  # it keeps a plan for every shape
 
-####################################################################################################
-#                                       Part I: the paper                                          #
-####################################################################################################
+################################### Part I: the paper ##############################################
 
 # Defined in Part II: `Ranks` are processes that share the policy. A `SearcherSpec` is what a
 # Searcher is started with, such as its `first` position in the prompt order; all groups before
@@ -1804,9 +1802,7 @@ def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(prompts)
 
 
-####################################################################################################
-#                                     Part II: the machinery                                       #
-####################################################################################################
+################################### Part II: the machinery #########################################
 
 # =========================================================================== 8. Log-probabilities
 
@@ -4399,9 +4395,7 @@ def finish(trainer: Trainer) -> None:
         print(f"model: {folder.path / 'final'}; curves: {folder.path / 'curves.png'}")
 
 
-####################################################################################################
-#                                Part III: the paper's other tasks                                 #
-####################################################################################################
+################################### Part III: the paper's other tasks ##############################
 
 # ======================================================================================== 18. MATH
 
