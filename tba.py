@@ -3246,20 +3246,19 @@ class SearcherProcesses(Stateful):
         searcher = s.spec.searcher
         if s.process.exitcode is None:  # not a failure of the Searcher
             self.say(f"warning: Searcher {searcher} lost its machine and waits for another one")
-            self.running[searcher] = self.start_searcher(searcher)
-            return
-        text = f"Searcher {searcher} {s.reason or f'ended with exit code {s.process.exitcode}'}"
-        delivered = {index % self.config.num_searchers for index in self.arrived_positions}
-        if searcher >= self.first_missing and searcher not in delivered:
-            raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
-        # it may have failed --searcher_timeout seconds before this was noticed
-        if time.monotonic() > s.started + self.HEALTHY_AFTER + self.config.searcher_timeout:
-            self.failures[searcher] = 0
-        self.failures[searcher] += 1
-        limit = self.config.max_restarts
-        if self.failures[searcher] > limit:
-            raise RunEnded(f"{text}\nnot restarted: {limit + 1} failures (--max_restarts)")
-        self.say(f"warning: {text}\nrestart {self.failures[searcher]} of {limit}")
+        else:
+            text = f"Searcher {searcher} {s.reason or f'ended with exit code {s.process.exitcode}'}"
+            delivered = {index % self.config.num_searchers for index in self.arrived_positions}
+            if searcher >= self.first_missing and searcher not in delivered:
+                raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
+            # it may have failed --searcher_timeout seconds before this was noticed
+            if time.monotonic() > s.started + self.HEALTHY_AFTER + self.config.searcher_timeout:
+                self.failures[searcher] = 0
+            self.failures[searcher] += 1
+            limit = self.config.max_restarts
+            if self.failures[searcher] > limit:
+                raise RunEnded(f"{text}\nnot restarted: {limit + 1} failures (--max_restarts)")
+            self.say(f"warning: {text}\nrestart {self.failures[searcher]} of {limit}")
         self.running[searcher] = self.start_searcher(searcher)
 
     def search_up_to(self, limit: float) -> None:
