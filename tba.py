@@ -3708,8 +3708,7 @@ def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -
 
     The tokenizer may have its own flag, such as --gold_reward_tokenizer.
     """
-    meta = torch.device("meta")
-    load = partial(load_model, config, dtype=torch.float32, device=meta, kind=kind)
+    load = partial(load_model, config, dtype=torch.float32, device=torch.device("meta"), kind=kind)
     model = load_flag(name, config, load)
     own = name.replace("model", "tokenizer")
     if getattr(config, own, ""):
