@@ -4171,12 +4171,16 @@ def parse(argv: list[str]) -> Config:
     """
     after = [*itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)]
     argv = after or argv
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("plugin", "resume", "output_dir"):
-        early.add_argument(f"--{name}", default="")
-    early.error = exit_with_error
-    known = early.parse_known_args(argv)[0]
-    if after and (not known.resume or known.output_dir not in ("", known.resume)):
+    parser = argparse.ArgumentParser(
+        usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
+        description=__doc__.split("\n\n")[0],
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.error = exit_with_error
+    add_flags(parser, Config)
+    known = parser.parse_known_args(argv)[0]
+    if after and (not known.resume or known.output_dir not in (None, "", known.resume)):
         exit_with_error("--resume needs a run's folder, which stays its --output_dir")
     saved = {}
     if known.resume:
@@ -4188,14 +4192,9 @@ def parse(argv: list[str]) -> Config:
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
             exit_with_error(f"--plugin {plugin}: no such Python file")
         run_plugin(plugin)
-    parser = argparse.ArgumentParser(
-        usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
-        description=__doc__.split("\n\n")[0],
-        allow_abbrev=False,
-    )
-    parser.error = exit_with_error
-    for owner in FLAGS:
+    for owner in FLAGS[1:]:
         add_flags(parser, owner)
+    parser.add_argument("-h", "--help", action="help")  # only now, when it lists every flag
     config = parser.parse_args(argv, settings(**saved))
     config.run_id = saved.get("run_id", os.urandom(4).hex())  # in W&B
     # with the process ID, as two runs may start in the same second
