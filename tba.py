@@ -1021,7 +1021,6 @@ class Trainer(Stateful):
         self.evaluations = Evaluations(config, task, folder)
         self.buffer = self.checkpointed(task.buffer_class(config))
         self.rule = self.checkpointed(REPLAY_RULES[config.replay_rule](self.buffer, config))
-        self.learner: Learner | None = None  # loads while the Searchers load
         self.sampling: SamplingCheck | None = None
         self.sync: WeightSync | None = None
         self.step = folder.step  # optimizer steps taken, skipped ones included
