@@ -1663,9 +1663,8 @@ class Searcher:
     def submit_held_out(self, rows: range) -> None:
         """Submit held-out prompts, which are answered before newer weights load."""
         config = self.config
-        task = self.task
         n = config.eval_responses
-        greedy = task.greedy_evaluation and n == 1
+        greedy = self.task.greedy_evaluation and n == 1
         for row in rows:
             prompt = self.task.held_out_prompts[row]
             request = Request(
@@ -1674,7 +1673,7 @@ class Searcher:
                 n=n,
                 max_tokens=config.response_limit(prompt),
                 temperature=0.0 if greedy else config.temperature,
-                min_tokens=min(task.min_eval_tokens, config.response_limit(prompt)),
+                min_tokens=min(self.task.min_eval_tokens, config.response_limit(prompt)),
                 seed=config.seed + row * n,  # vLLM adds 0 to n - 1 for the responses
             )
             self.engine.submit(copy.copy(request))
