@@ -3101,8 +3101,6 @@ class SearcherProcesses(Stateful):
     """Starts, monitors, restarts and stops the Searchers' processes; gets their messages."""
 
     SAVED = ("first_missing", "arrived_positions", "limit")
-    LOADING_TIMEOUT = 900  # seconds without a message while a Searcher loads its models
-    HEALTHY_AFTER = 3600  # seconds after which a failure no longer counts as consecutive
 
     def __init__(
         self, config: Config, task: Task, say: Callable[[str], None], code: str = ""
@@ -3228,7 +3226,7 @@ class SearcherProcesses(Stateful):
             return []
         self.polled = now
         timeout = self.config.searcher_timeout
-        timeouts = {"loading": max(timeout, self.LOADING_TIMEOUT), "ready": timeout}
+        timeouts = {"loading": max(timeout, 900), "ready": timeout}
         found = []
         for s in self.running:
             limit = timeouts.get(s.state, math.inf)
@@ -3249,8 +3247,9 @@ class SearcherProcesses(Stateful):
             delivered = {index % self.config.num_searchers for index in self.arrived_positions}
             if searcher >= self.first_missing and searcher not in delivered:
                 raise RunEnded(f"{text}\nnot restarted: it failed before its first group")
-            # it may have failed --searcher_timeout seconds before this was noticed
-            if time.monotonic() > s.started + self.HEALTHY_AFTER + self.config.searcher_timeout:
+            # consecutive failures are an hour apart at most; this one may have happened
+            # --searcher_timeout seconds before it was noticed
+            if time.monotonic() > s.started + 3600 + self.config.searcher_timeout:
                 self.failures[searcher] = 0
             self.failures[searcher] += 1
             limit = self.config.max_restarts
