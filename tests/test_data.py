@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import logging
 import shutil
 
 import datasets
@@ -11,6 +12,7 @@ import pytest
 from conftest import MODELS
 from harness import arguments, config_and_task, judges_of, run_tba
 from test_cli import refused
+from tokenizers.normalizers import Prepend
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -278,6 +280,75 @@ def test_no_prompt_ends_with_eos(gsm8k, redteam, tmp_path):
     assert np.array_equal(prompt, task.train_prompts[0])
     assert prompt[-1] != task.tokenizer.eos_token_id == response[-1] != response[-2]
     assert task.victim_ids("a")[-1] != task.victim_tokenizer.eos_token_id
+
+
+def with_special_tokens(tokenizer, single):
+    """A copy of a tokenizer that adds special tokens as this template says."""
+    twin = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    twin.bos_token = twin.convert_ids_to_tokens(5)
+    ends = [(twin.bos_token, 5), (twin.eos_token, twin.eos_token_id)]
+    twin.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ends)
+    return twin
+
+
+def test_a_prompt_has_one_bos_and_keeps_an_eos_of_its_own(tokenizer):
+    """Chat templates write BOS, and EOS after each turn; some tokenizers append EOS."""
+    bos, eos = tokenizer.convert_ids_to_tokens(5), tokenizer.eos_token
+    inner = tba.prompt_tokens(tokenizer, ["What is 7?"])[0]
+    for single in (f"{bos} $A", f"{bos} $A {eos}", f"$A {eos}", "$A"):
+        twin = with_special_tokens(tokenizer, single)
+        own = [5] if bos in single else []
+        plain, written, turn = tba.prompt_tokens(
+            twin, ["What is 7?", f"{bos}What is 7?", f"What is 7?{eos}"]
+        )
+        assert plain == own + inner
+        assert written == [5, *inner]
+        assert turn == [*own, *inner, twin.eos_token_id]
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(gsm8k, tmp_path, capsys):
+    """Several solutions to a question: a tenth of the rows has questions of the others."""
+    rows = [row | {"answer": f"{row['answer']} so {i}"} for row in ROWS for i in range(5)]
+    config_and_task(gsm8k, tmp_path / "out", dataset=write(tmp_path / "a.jsonl", rows))
+    assert "warning: 10 of 10 evaluation prompts are trained on" in capsys.readouterr().err
+    config_and_task(gsm8k, tmp_path / "out", dataset=write(tmp_path / "b.jsonl"))
+    assert "trained on" not in capsys.readouterr().err
+
+
+def test_a_librarys_warning_about_the_tokenizer_is_shown(gsm8k, tmp_path, monkeypatch):
+    load = AutoTokenizer.from_pretrained
+    logger = tba.transformers.logging.get_logger("transformers")
+    shown = []
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())
+
+    def warn_and_load(path):
+        logger.warning("its regex is wrong")
+        return load(path)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", warn_and_load)
+    tba.transformers.logging.add_handler(handler)
+    tba.check_model("model", tba.settings(model=str(gsm8k / "model")))
+    logger.warning("not about a model of this run")
+    tba.transformers.logging.remove_handler(handler)
+    assert shown == ["its regex is wrong"]
+
+
+def test_a_warm_start_learns_the_tokens_of_the_whole_text(gsm8k, redteam, tmp_path):
+    """With a tokenizer that marks the start of a text, as SentencePiece's do, and one EOS."""
+    folder = tmp_path / "model"
+    shutil.copytree(redteam / "model", folder)
+    twin = AutoTokenizer.from_pretrained(folder)
+    twin.backend_tokenizer.normalizer = Prepend("I ")  # visible: "I " before every text
+    twin.save_pretrained(folder)
+    rows = [{"prompt": "Tell me a", "response": " story."}]
+    rows.append({"prompt": "Tell me a", "response": f" story.{twin.eos_token}"})
+    data = write(tmp_path / "sft.jsonl", rows)
+    flags = judges_of(redteam) | {"model": folder, "sft_data": data}
+    config, task = config_and_task(redteam, tmp_path / "out", **flags)
+    for prompt, (response,) in tba.read_sft_pairs(config, task):
+        whole = [*prompt, *response]
+        assert whole == [*twin("Tell me a story.")["input_ids"], twin.eos_token_id]
 
 
 def test_rewards_may_see_special_tokens(gsm8k, tmp_path, monkeypatch):

@@ -517,7 +517,7 @@ def test_a_searcher_that_ended_or_hangs_is_noticed_and_no_longer_ready(monkeypat
     config = tba.settings(num_searchers=3, searcher_timeout=60)
     processes = searcher_processes(config)
 
-    def process_of(spec):
+    def process_of(spec, code=""):
         process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(PATIENCE,))
         process.start()
         request.addfinalizer(process.kill)
@@ -559,7 +559,7 @@ def test_no_state_of_a_searcher_is_without_an_exit(on_a_cluster, events):
     processes = searcher_processes(config)
     now = 1e6
 
-    def process_of(spec):
+    def process_of(spec, code=""):
         process = SimpleNamespace(alive=True, exitcode=1)
         process.is_alive = lambda: process.alive
         process.kill = lambda: setattr(process, "alive", False)
@@ -579,7 +579,7 @@ def test_no_state_of_a_searcher_is_without_an_exit(on_a_cluster, events):
             message = {
                 "started": tba.Started(),
                 "heartbeat": tba.Heartbeat(now, 0.0, 0),
-                "failed": tba.Failed("a traceback"),
+                "failed": tba.Failed("a traceback", final=False),
             }.get(event)
             if message is not None:
                 processes.arrivals.put((s.spec.start, message))

@@ -1,5 +1,6 @@
 """Whole runs as a user starts them: what they leave, lockstep, resuming."""
 
+import collections
 import json
 import math
 import os
@@ -7,6 +8,8 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -387,6 +390,54 @@ def test_wandb_gets_every_evaluation_on_its_own_axis_and_resumes_its_run(
     assert steps == [1, 2, 3, 4]
     evaluated = [values[axes["held_out/*"]] for _, values in logged if "loss" not in values]
     assert evaluated == [e["step"] for e in read_lines(out / "eval.jsonl")]
+
+
+def test_a_run_that_learns_nothing_says_so_once(gsm8k, tmp_path):
+    """No response ends, no prompt has two rewards, and then the learning rate is 0."""
+    out = tmp_path / "run"
+    flags = {"max_response_tokens": 1, "learning_rate": "1e-12@0,0@24", "steps": 26}
+    flags |= {"eval_every": 0, "eval_samples": 1, "prompts_per_step": 1, "synchronous": True}
+    _, err = run_tba(arguments(gsm8k, out, **flags))
+    warnings = [line for line in err.splitlines() if "warning" in line]
+    for name in ("--max_response_tokens", "--dataset", "--learning_rate"):
+        assert sum(name in line for line in warnings) == 1, err
+    assert len(warnings) == 3
+
+
+def test_what_is_logged_as_waiting_is_waiting():
+    """Not the work of the condition that is waited for, such as storing groups."""
+    log = SimpleNamespace(waited=collections.Counter())
+    searchers = SimpleNamespace(news=threading.Event(), running=[])
+    trainer = SimpleNamespace(log=log, searchers=searchers, LOG_EVERY=30, poll=lambda: None)
+    answers = iter([False, False, True])
+
+    def condition():
+        time.sleep(0.3)
+        return next(answers)
+
+    assert tba.Trainer.wait_for(trainer, "generation", condition)
+    assert 0 < log.waited["generation"] < 0.6  # of 1.0 s; the first wait ends at once
+
+
+def test_rates_of_a_searcher_that_is_not_heard_of_fall():
+    s = tba.RunningSearcher(None, None, "ready")
+    for seconds in range(10):
+        s.heartbeats.append(tba.Heartbeat(100.0 + seconds, 0.1 * seconds, 50 * seconds))
+    assert s.recent_rates() == pytest.approx((0.9, 50), rel=0.01)
+    s.seen = time.monotonic() - 10  # a second of which is usual
+    assert s.recent_rates() == pytest.approx((0.45, 25), rel=0.01)
+
+
+def test_files_are_json_that_strict_parsers_read(tmp_path):
+    folder = SimpleNamespace(path=tmp_path)
+    record = {"step": 1, "loss": math.nan, "kl": -math.inf, "text": "NaN"}
+    tba.RunFolder.append(folder, "metrics.jsonl", record)
+
+    def refuse(name):
+        raise ValueError(name)
+
+    found = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert found == {"step": 1, "loss": None, "kl": None, "text": "NaN"}
 
 
 def logged_arrivals(steps):

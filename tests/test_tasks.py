@@ -42,6 +42,21 @@ def test_rewards_of_gsm8k_are_exact_matches_with_the_gold_answer(gsm8k, tmp_path
     assert rewards == [1.0, 0.0, 0.0, 1.0, 1.0]
 
 
+def test_accuracy_is_accuracy_whatever_the_rewards_are(gsm8k, tmp_path, monkeypatch):
+    """An evaluation of a subclass whose rewards are a judge's scores."""
+
+    class Generous(tba.GSM8K):
+        def rewards(self, examples, responses, ended):
+            return np.ones(len(responses))
+
+    monkeypatch.setitem(tba.TASKS, "generous", Generous)
+    _, task = config_and_task(gsm8k, tmp_path, task="generous")
+    examples = [{"answer": "7"}, {"answer": "8"}]
+    records = task.evaluate(examples, ["it is 7", "it is 7"], np.ones(2))
+    assert task.summarize(records) == {"accuracy": 0.5}
+    assert task.checked_rewards(examples, ["it is 7", "it is 7"], np.ones(2)) == [1, 1]
+
+
 def test_all_of_real_gsm8k_is_read(gsm8k, tmp_path):
     if not REAL_GSM8K.exists():
         pytest.skip("the real GSM8K is not here")
