@@ -610,6 +610,28 @@ def test_searchers_do_not_wait_for_a_long_training_step():
         processes.stop()
 
 
+@pytest.mark.parametrize("wrong", [0, 4, 9])
+def test_every_token_of_every_probe_counts(wrong):
+    """The first, one in the middle, the last; also if it is NaN."""
+    own = [np.zeros(4, np.float32), np.zeros(1, np.float32), np.zeros(5, np.float32)]
+    config = SimpleNamespace(logprob_tolerance=1e-3)
+    for value in (0.0, 0.01, -0.01, math.nan):
+        s = tba.RunningSearcher(None, None, "ready")
+        transfer = SimpleNamespace(owed={s: tba.Loaded}, reference=False, version=2)
+        sync = SimpleNamespace(
+            transfer=transfer, config=config, probes=np.concatenate(own),
+            learner=SimpleNamespace(config=config),
+        )  # fmt: skip
+        probes = [row.copy() for row in np.split(np.zeros(10, np.float32), [4, 5])]
+        flat = np.concatenate(probes)
+        flat[wrong] = value
+        if value == 0:
+            tba.WeightSync.on_loaded(sync, s, np.split(flat, [4, 5]))
+            continue
+        with pytest.raises(tba.RunEnded):
+            tba.WeightSync.on_loaded(sync, s, np.split(flat, [4, 5]))
+
+
 def searcher_processes(config):
     """SearcherProcesses without a Manager."""
     processes = tba.SearcherProcesses(config, None, lambda text: None)
@@ -631,7 +653,7 @@ def test_failures_count_until_a_searcher_has_run_for_an_hour(gaps):
     now = 1e6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tba.time, "monotonic", lambda: now)
-        patch.setattr(tba, "LocalProcess", lambda spec: SimpleNamespace(exitcode=1))
+        patch.setattr(tba, "LocalProcess", lambda spec, code: SimpleNamespace(exitcode=1))
         processes.running = [processes.start_searcher(0)]
         for index, gap in enumerate(gaps):
             processes.record_arrival(index)

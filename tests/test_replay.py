@@ -231,6 +231,23 @@ def test_prompts_are_replayed_without_replacement_over_an_epoch():
     assert len({t.tokens.tobytes() for t in many}) == 3  # all of them, and repeats
 
 
+@given(st.integers(2, 9), st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(0, 99))
+def test_no_prompt_is_replayed_twice_in_a_batch_where_an_epoch_ends(prompts, sizes, seed):
+    """Unless a batch wants more prompts than there are; and none falls behind the others."""
+    rule = rule_of(recent_probability=0.0, seed=seed)
+    arrive(rule, *(group(p, [[p]]) for p in range(prompts)))
+    counts = np.zeros(prompts, int)
+    for size in sizes:
+        drawn = [g[0].prompt_id for g in rule.sample(size, 1)]
+        np.add.at(counts, drawn, 1)
+        assert len(drawn) == size
+        if size <= prompts:
+            assert len(set(drawn)) == size
+            assert counts.max() - counts.min() <= 2
+        else:
+            counts[:] = 0  # repeats may be of any prompt
+
+
 RESPONSES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=2), min_size=1, max_size=6)
 
 
@@ -387,7 +404,7 @@ def test_each_position_arrives_once_in_whatever_order(order, again, arriving):
         assert processes.first_missing == missing
         assert processes.arrived_positions == {p for p in arrived if p > missing}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tba, "LocalProcess", lambda spec: None)
+        patch.setattr(tba, "LocalProcess", lambda spec, code: None)
         for searcher in range(3):
             spec = processes.start_searcher(searcher).spec
             searched = set(range(spec.first, 30, 3)) - spec.arrived

@@ -282,6 +282,29 @@ def test_a_reference_that_is_reset_scores_what_is_trained_on(gsm8k, tmp_path, mo
     assert references == sorted(references) and set(references) == {0, 4, 8}
 
 
+def test_nothing_that_an_earlier_reference_scored_is_replayed(gsm8k, tmp_path):
+    """With replay: every trajectory of a batch was scored by the reference of its step."""
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        '''"""Logs the oldest reference of each batch."""
+import torch, tba
+step = tba.Learner.step
+
+def logged(learner, groups, now, number):
+    metrics = step(learner, groups, now, number)
+    return metrics | {"oldest": min(t.reference_version for group in groups for t in group)}
+
+tba.Learner.step = logged
+'''
+    )
+    out = tmp_path / "run"
+    flags = {"steps": 9, "reset_reference_every": 3, "sync_every": 1, "recent_probability": 0.3}
+    flags |= {"eval_every": 0, "eval_samples": 8, "plugin": plugin}
+    run_tba(arguments(gsm8k, out, **flags))
+    oldest = [m["oldest"] for m in read_lines(out / "metrics.jsonl")]
+    assert oldest == [0, 0, 0, 3, 3, 3, 6, 6, 6]
+
+
 def test_news_ends_every_wait(gsm8k, tmp_path):
     """Nothing that a run waits for is found by polling: it ends even if nobody ever polls."""
     plugin = tmp_path / "mine.py"
