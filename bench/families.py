@@ -6,12 +6,12 @@ time, in float32:
 
 * logprobs: log-probabilities of responses, as the Trainer and the Searchers compute them,
 * gradient: that of their sum, relative to each tensor's largest value,
-* generation: log-probabilities that the transformers engine reports for its samples,
+* generation: log-probabilities that the engine reports for its samples,
 * transfer: the engine's log-probabilities after it has received other weights, with more tokens
   after the response (a model that is not causal differs, and the run ends at its first sync),
 * saved: logits of the model that `save_model` writes.
 
-    python bench/families.py [FAMILY ...]
+    python bench/families.py [--engine vllm] [FAMILY ...]
 
 It needs no network and no GPU; all families take some ten minutes on one core.
 """
@@ -49,7 +49,7 @@ WINDOW = 512  # of attention; longer than all sequences, unless a variant says o
 
 # value -> fields of configurations that get it
 SIZES = {
-    64: "hidden_size d_model n_embd emb_dim embedding_size embedding_dim word_embed_proj_dim "
+    128: "hidden_size d_model n_embd emb_dim embedding_size embedding_dim word_embed_proj_dim "
     "attention_hidden_size lru_width",
     2: "num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers "
     "num_decoder_layers num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts "
@@ -59,10 +59,12 @@ SIZES = {
     "swa_num_attention_heads linear_num_value_heads linear_num_heads",
     8: "qk_rope_head_dim linear_key_head_dim linear_head_dim mamba_d_state state_size "
     "ssm_state_size time_step_rank mamba_dt_rank rotary_dim",
-    16: "head_dim kv_channels v_head_dim dim_head swa_head_dim attention_head_size kv_lora_rank "
-    "qk_nope_head_dim linear_value_head_dim index_head_dim mamba_chunk_size chunk_size",
+    16: "kv_lora_rank linear_value_head_dim mamba_chunk_size chunk_size",
+    # vLLM's attention on a CPU has no smaller heads
+    32: "head_dim kv_channels v_head_dim dim_head swa_head_dim attention_head_size "
+    "qk_nope_head_dim index_head_dim",
     24: "q_lora_rank",
-    48: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+    64: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
     "moe_shared_expert_intermediate_size expert_ffn_hidden_size",
     96: "intermediate_size ffn_dim n_inner decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dff "
     "d_inner feed_forward_size dense_intermediate_size intermediate_size_mlp",
@@ -74,7 +76,7 @@ SIZES = {
 }
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1}
 MLA = {"num_key_value_heads": 4, "head_dim": 8}  # multi-head latent attention
 # what else a family needs to be small and to use all that it has; NAME+TEXT is a variant of NAME
 OWN = {
@@ -104,11 +106,11 @@ OWN = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama+tied": {"tie_word_embeddings": True},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1},
     "longcat_flash": {"num_hidden_layers": 4, **MLA},
     "minicpm3": MLA,
     "minimax": LINEAR,
-    "ministral": {"head_dim": 16, **SLIDING},
+    "ministral": {"head_dim": 32, **SLIDING},
     "mistral+narrow": {"sliding_window": 40},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {
@@ -183,11 +185,13 @@ def gap(found: list, expected: list) -> float:
     return float(max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs))
 
 
-def compare(folder: Path, dtype: str = "float32") -> tuple[bool, dict[str, float]]:
+def compare(
+    folder: Path, dtype: str = "float32", engine: str = "transformers"
+) -> tuple[bool, dict[str, float]]:
     """Whether responses share rows, and the gaps listed above. Raises InputError if refused."""
     config = tba.settings(
         task="gsm8k", model=str(folder), dataset=str(FILES / "data"), dtype=dtype, lora_rank=0,
-        engine="transformers", temperature=0.7, max_response_tokens=RESPONSES,
+        engine=engine, temperature=0.7, max_response_tokens=RESPONSES,
     )  # fmt: skip
     task = tba.load_task(config)
     rng = np.random.default_rng(0)
@@ -209,6 +213,7 @@ def compare(folder: Path, dtype: str = "float32") -> tuple[bool, dict[str, float
     truth = score(plain)
     sum(map(torch.sum, truth)).backward()
     gaps = {}
+    served = tba.ENGINES[engine](config, 0, "model", 60 + RESPONSES)  # first, as in a Searcher
     policy = tba.load_policy(config, config.model, tba.Ranks(), 0, task.packs)
     gaps["logprobs"] = gap(tba.token_logprobs(policy, groups, config), [t.detach() for t in truth])
     units = tba.plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
@@ -223,23 +228,25 @@ def compare(folder: Path, dtype: str = "float32") -> tuple[bool, dict[str, float
             scale = float(expected[name].abs().max()) + 1e-4 * largest
             difference = float((own - expected[name]).abs().max()) / scale
             gaps["gradient"] = max(gaps["gradient"], difference)
-    engine = tba.TransformersEngine(config, 0, "model", 30 + RESPONSES)
     for i, (prompt, responses) in enumerate(groups):
         tokens = RESPONSES - i
         n = len(responses)
-        engine.submit(tba.Request(i, prompt, n, max_tokens=tokens, temperature=0.7, seed=i))
+        served.submit(tba.Request(i, prompt, n, max_tokens=tokens, temperature=0.7, seed=i))
     found, own = [], []
     with torch.no_grad():
-        while engine.unfinished:
-            for done in engine.step():
+        while served.unfinished:
+            for done in served.step():
                 found += done.logprobs
                 own += [plain_logprobs(plain, done.request.prompt, y) for y in done.tokens]
         gaps["generation"] = gap(found, own)
         perturb(policy.model)
         weights = tba.checkpoint_state(policy.model)
-        engine.load_weights(weights.items(), 1)
+        sent = weights
+        if engine != "transformers":  # others use checkpoint names
+            sent = tba.revert_weight_conversion(policy.model, weights)
+        served.load_weights(sent.items(), 1)
         pairs = [(p, y) for p, responses in groups for y in responses]
-        found = engine.prompt_logprobs([np.concatenate([p, y, p]) for p, y in pairs])
+        found = served.prompt_logprobs([np.concatenate([p, y, p]) for p, y in pairs])
         found = [row[len(p) - 1 :][: len(y)] for row, (p, y) in zip(found, pairs, strict=True)]
         gaps["transfer"] = gap(found, tba.token_logprobs(policy, groups, config, temperature=1.0))
         with tempfile.TemporaryDirectory() as saved:
@@ -249,7 +256,7 @@ def compare(folder: Path, dtype: str = "float32") -> tuple[bool, dict[str, float
     return task.packs, gaps
 
 
-def report(name: str) -> str:
+def report(name: str, engine: str) -> str:
     """A family's line of the table."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
@@ -260,7 +267,7 @@ def report(name: str) -> str:
         except Exception as error:
             return f"not made: {tba.first_line(error)[:100]}"
         try:
-            packs, gaps = compare(folder)
+            packs, gaps = compare(folder, engine=engine)
         except tba.InputError as error:
             return f"refused: {str(error).replace(str(folder), 'MODEL')}"
         except Exception as error:
@@ -279,7 +286,9 @@ def main() -> None:
     """Print the table; each family has a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("family", nargs="*", help="default: all")
-    names = parser.parse_args().family or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OWN})
+    parser.add_argument("--engine", choices=tba.ENGINES, default="transformers")
+    args = parser.parse_args()
+    names = args.family or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OWN})
     torch.set_num_threads(1)
     for name in names:
         sys.stdout.flush()
@@ -290,7 +299,7 @@ def main() -> None:
             continue
         signal.alarm(LIMIT)
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        print(f"{name:24} {report(name)}", flush=True)
+        print(f"{name:24} {report(name, args.engine)}", flush=True)
         os._exit(0)
 
 
