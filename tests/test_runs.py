@@ -39,6 +39,7 @@ MAY_DIFFER = {  # between two lockstep runs that are the same
     "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second",
     "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds", "wait_seconds",
     "replay_ratio", "distinct",  # over a window that a resumed run begins anew
+    "sampler_gap", "sampler_z", "sampler_eos_z", "sampler_unseen",
     "forward_backward_seconds", "optimizer_seconds", "gpu_memory_gib",
 }  # fmt: skip
 
