@@ -1960,7 +1960,7 @@ def sampling_evidence(logprobs: Tensor, targets: Tensor, ends: list[int]) -> Ten
     p = logprobs.exp()
     moments = torch.xlogy(p, p)  # p log p
     entropy = -moments.sum(1)
-    variance = (moments * logprobs.clamp(min=-1e4)).sum(1) - entropy.square()
+    variance = (p * (logprobs.clamp(min=-1e4) + entropy[:, None]).square()).sum(1)
     ending = p[:, ends].sum(1)
     ended = torch.isin(targets, torch.tensor(ends, device=targets.device)).float()
 
@@ -1971,7 +1971,9 @@ def sampling_evidence(logprobs: Tensor, targets: Tensor, ends: list[int]) -> Ten
 
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
     columns = [chosen, chosen + entropy, variance, ended - ending, ending * (1 - ending)]
-    columns += depth(targets[:, None]) + depth(torch.multinomial(p, 1))
+    # as `multinomial` does it, which raises an error if the policy has become NaN
+    drawn = (p / torch.empty_like(p).exponential_()).argmax(1, keepdim=True)
+    columns += depth(targets[:, None]) + depth(drawn)
     return torch.stack(columns, 1)
 
 
@@ -2155,6 +2157,7 @@ class SamplingCheck:
     """
 
     ENOUGH = 1000.0  # nats^2: a temperature that is wrong by a fifth gives |z| of about 6
+    MOST = 10**6  # tokens: a policy that is nearly deterministic gives little evidence, for ever
 
     def __init__(self, config: Config, task: Task, learner: Learner, say: Callable) -> None:
         self.config = config
@@ -2174,7 +2177,8 @@ class SamplingCheck:
             if all(t.version == t.last_version == version for t in group)
             and group[0].temperature == self.config.temperature
         ]
-        if not groups or self.evidence[:, 2].sum() > self.ENOUGH:
+        enough = self.evidence[:, 2].sum() > self.ENOUGH or len(self.evidence) > self.MOST
+        if enough or not groups:
             return
         prompts = self.task.train_prompts
         sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
@@ -2195,19 +2199,16 @@ class SamplingCheck:
 
     def judge(self, trajectories: list[Trajectory]) -> None:
         """Warn once of what is wrong."""
-        closes = [np.isin(t.tokens, self.task.end_tokens) for t in trajectories]
-        pairs = zip(trajectories, closes, strict=True)
-        z = self.metrics["sampler_z"]
+        gap, z, eos_z, unseen = self.metrics.values()
         signs = {
             "reports other log-probabilities than the policy's at --temperature":
-            self.metrics["sampler_gap"] > self.config.logprob_tolerance / 10,
+            not gap <= self.config.logprob_tolerance / 10,  # or NaN
             f"samples at a {'higher' if z < 0 else 'lower'} temperature than --temperature":
-            abs(z) > 5,
+            not abs(z) <= 5,
             "never samples unlikely tokens: turn off its top-k, top-p or min-p":
-            self.metrics["sampler_unseen"] >= 25,
-            "samples EOS too often or too rarely": abs(self.metrics["sampler_eos_z"]) > 5,
-            "ends responses elsewhere than at EOS":
-            any(c[:-1].any() or c[-1] != t.ended for t, c in pairs),
+            unseen >= 25,
+            "samples EOS too often or too rarely": not abs(eos_z) <= 5,
+            "ends responses elsewhere than at EOS": any(map(self.ends_wrongly, trajectories)),
         }  # fmt: skip
         found = [sign for sign, holds in signs.items() if holds]
         if found and not self.warned:
@@ -2217,6 +2218,13 @@ class SamplingCheck:
                 f"warning: responses are not samples of the policy ({values}): --engine "
                 f"{self.config.engine} {'; it '.join(found)}; see docs/operations.md"
             )
+
+    def ends_wrongly(self, t: Trajectory) -> bool:
+        """Whether a response goes on after EOS, or ends neither there nor at its maximum length."""
+        ends = set(self.task.end_tokens)
+        *before, last = [token in ends for token in t.tokens.tolist()] or [False]  # may be empty
+        limit = self.config.response_limit(self.task.train_prompts[t.prompt_id])
+        return any(before) or last != t.ended or not (last or len(t.tokens) == limit)
 
 
 # ======================================================================================= 9. Ranks
