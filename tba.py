@@ -1056,7 +1056,7 @@ class Trainer(Stateful):
         self.learner = Learner(self.config, self.task, self.ranks, folder)
         self.checkpointed(self.learner)
         self.learner.score_probes()  # returns once all ranks have loaded the policy
-        self.sampling = SamplingCheck(self.config, self.task, self.learner, self.folder.say)
+        self.sampling = SamplingCheck(self.learner, self.folder.say)
         self.searchers.start_all()  # on a shared GPU, only now
         self.sync = WeightSync(self.learner, self.searchers, self.evaluations)
         self.checkpointed(self.sync)
@@ -1086,7 +1086,8 @@ class Trainer(Stateful):
         B = self.config.prompts_per_step
         fresh = self.log.recent or self.log.arrived  # a resumed run first waits for a group
         enough = len(self.buffer.trajectories) >= min(B, len(self.task.train_prompts))
-        arrived = self.searchers.first_missing * self.config.searched_per_prompt  # trajectories
+        count = self.searchers.first_missing + len(self.searchers.arrived_positions)
+        arrived = count * self.config.searched_per_prompt  # trajectories
         if not (fresh and enough and arrived >= self.config.initial_trajectories):
             return None
         return self.rule.sample(B, self.config.trained_per_prompt)
@@ -1233,7 +1234,8 @@ class Trainer(Stateful):
         """Take one optimizer step on B groups of K trajectories, mark what is due, and log it."""
         now = at_step(self.config, self.step)
         if self.config.synchronous or self.step == self.folder.step:  # the weights that sampled
-            self.sampling.add(self.log.arrived, self.step, self.searchers.first_missing)
+            arrived = [g for g in self.log.arrived if self.searchers.in_order(g.index)]
+            self.sampling.add(arrived, self.step)
         metrics = self.learner.step(groups, now, self.step)
         self.step += 1
         self.mark_due()
@@ -2149,81 +2151,75 @@ class SamplingCheck:
 
     It looks at groups that were sampled with the Trainer's current weights: in an asynchronous run
     those before the first step, in lockstep every batch until there is enough evidence. They are
-    all groups up to a position of the prompt order: a choice that depends on responses, such as
-    the first to arrive, which are short, would bias it. If all is well, log pi(y) + entropy and
+    the first ones of each Searcher: a choice that depends on responses, such as the first to
+    arrive, which are short, would bias it. If all is well, log pi(y) + entropy and
     EOS - P(EOS) are martingale differences over a response's tokens, whatever ends it, so that
     their sums over the root of their variances are standard normal; of the c most unlikely tokens,
-    among samples and as many draws by the Trainer, none is a sample with probability 2^-c.
+    among samples and as many draws by the Trainer, none is a sample with probability 2^-c, about.
     """
 
-    ENOUGH = 1000.0  # nats^2: a temperature that is wrong by a fifth gives |z| of about 6
-    MOST = 10**6  # tokens: a policy that is nearly deterministic gives little evidence, for ever
+    ENOUGH = 5000.0  # nats^2: a temperature that is wrong by a tenth gives |z| of about 6
+    MOST = 10**5  # tokens, which say little if the policy is nearly deterministic
 
-    def __init__(self, config: Config, task: Task, learner: Learner, say: Callable) -> None:
-        self.config = config
-        self.task = task
+    def __init__(self, learner: Learner, say: Callable[[str], None]) -> None:
         self.learner = learner
         self.say = say
         self.evidence = np.zeros((0, EVIDENCE + 1))  # the last column is log behaviour
         self.metrics: dict[str, float] = {}
-        self.warned = False
+        self.done = False  # there is enough evidence, or something is wrong
 
-    def add(self, arrived: list[Group], version: int, limit: int) -> None:
-        """Add the groups before position `limit` that these weights sampled, and judge."""
-        groups = [group.trajectories for group in arrived if group.index < limit]
+    def add(self, arrived: list[Group], version: int) -> None:
+        """Add the groups that these weights sampled; warn once if something is wrong."""
+        config = self.learner.config
+        prompts = self.learner.task.train_prompts
         groups = [
-            group
-            for group in groups
-            if all(t.version == t.last_version == version for t in group)
-            and group[0].temperature == self.config.temperature
+            group.trajectories
+            for group in arrived
+            if all(t.version == t.last_version == version for t in group.trajectories)
+            and group.trajectories[0].temperature == config.temperature
         ]
-        enough = self.evidence[:, 2].sum() > self.ENOUGH or len(self.evidence) > self.MOST
-        if enough or not groups:
+        if self.done or not groups:
             return
-        prompts = self.task.train_prompts
         sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
         behaviour = np.concatenate([t.logprobs for group in groups for t in group])
-        found = self.learner.sampling_evidence(sequences)
-        found = np.column_stack([found, behaviour]).astype(np.float64)
+        found = np.column_stack([self.learner.sampling_evidence(sequences), behaviour])
         self.evidence = np.concatenate([self.evidence, found])
-        totals = self.evidence.sum(0)
+        _, surprise, variance, endings, endings_variance, *_ = self.evidence.sum(0)
         unlikely = self.evidence[:, 5:8].max(0)
         gap = np.abs(self.evidence[:, 0] - self.evidence[:, -1]).mean()
+        z = surprise / math.sqrt(max(variance, 100))  # not normal if there are few rare tokens
+        eos_z = endings / math.sqrt(max(endings_variance, 10))
+        unseen = (self.evidence[:, 8:] > np.append(unlikely, np.inf)).sum(0).max()
         self.metrics = {
             "sampler_gap": float(gap),
-            "sampler_z": totals[1] / math.sqrt(max(totals[2], 1)),
-            "sampler_eos_z": totals[3] / math.sqrt(max(totals[4], 1)),
-            "sampler_unseen": int((self.evidence[:, 8:11] > unlikely).sum(0).max()),
+            "sampler_z": float(z),
+            "sampler_eos_z": float(eos_z),
+            "sampler_unseen": int(unseen),
         }
-        self.judge([t for group in groups for t in group])
-
-    def judge(self, trajectories: list[Trajectory]) -> None:
-        """Warn once of what is wrong."""
-        gap, z, eos_z, unseen = self.metrics.values()
         signs = {
             "reports other log-probabilities than the policy's at --temperature":
-            not gap <= self.config.logprob_tolerance / 10,  # or NaN
+            not gap <= config.logprob_tolerance / 10,  # or NaN
             f"samples at a {'higher' if z < 0 else 'lower'} temperature than --temperature":
             not abs(z) <= 5,
-            "never samples unlikely tokens: turn off its top-k, top-p or min-p":
-            unseen >= 25,
+            "never samples unlikely tokens: turn off its top-k, top-p or min-p": unseen >= 20,
             "samples EOS too often or too rarely": not abs(eos_z) <= 5,
-            "ends responses elsewhere than at EOS": any(map(self.ends_wrongly, trajectories)),
+            "ends responses elsewhere than at EOS":
+            any(self.ends_wrongly(t) for group in groups for t in group),
         }  # fmt: skip
-        found = [sign for sign, holds in signs.items() if holds]
-        if found and not self.warned:
-            self.warned = True
+        wrong = [sign for sign, holds in signs.items() if holds]
+        self.done = bool(wrong) or variance > self.ENOUGH or len(self.evidence) > self.MOST
+        if wrong:
             values = ", ".join(f"{name} {value:.3g}" for name, value in self.metrics.items())
             self.say(
                 f"warning: responses are not samples of the policy ({values}): --engine "
-                f"{self.config.engine} {'; it '.join(found)}; see docs/operations.md"
+                f"{config.engine} {'; it '.join(wrong)}; see docs/operations.md"
             )
 
     def ends_wrongly(self, t: Trajectory) -> bool:
         """Whether a response goes on after EOS, or ends neither there nor at its maximum length."""
-        ends = set(self.task.end_tokens)
-        *before, last = [token in ends for token in t.tokens.tolist()] or [False]  # may be empty
-        limit = self.config.response_limit(self.task.train_prompts[t.prompt_id])
+        task = self.learner.task
+        *before, last = [token in task.end_tokens for token in t.tokens.tolist()] or [False]
+        limit = task.config.response_limit(task.train_prompts[t.prompt_id])
         return any(before) or last != t.ended or not (last or len(t.tokens) == limit)
 
 
@@ -3139,6 +3135,12 @@ class SearcherProcesses(Stateful):
             self.first_missing += 1
         return True
 
+    def in_order(self, index: int) -> bool:
+        """Whether all earlier groups of the Searcher of this position have arrived, too."""
+        M = self.config.num_searchers
+        earlier = range(index - M, self.first_missing - 1, -M)
+        return self.arrived_positions.issuperset(earlier)
+
     def start(self) -> None:
         """Start the Manager, the store in which process groups form, and the Searchers."""
         host = "127.0.0.1"
@@ -3634,9 +3636,6 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         config.require(
             False, "resume", "has no checkpoint that loads; start a new run in another folder"
         )
-    for name, checksum in model_checksums(config).items():
-        same = checksum == saved["checksums"].get(name)
-        config.require(same, name, "its files are not those that the run started with")
     for name, checksum in task.checksums.items():
         same = checksum == saved["checksums"][name]
         source = name if getattr(config, name) else "dataset"
@@ -3648,6 +3647,9 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
     for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
         value = record["resolved"][name]
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
+    for name, checksum in model_checksums(config).items():
+        same = checksum == saved["checksums"].get(name)
+        config.require(same, name, "its files are not those that the run started with")
     return saved
 
 

@@ -194,7 +194,7 @@ def faults_of(config: tba.Config, task: tba.Task) -> list[str]:
             for example in examples:
                 gold = [*example.values()][-1]
                 boxed = gold if "boxed" in gold else f"\\boxed{{{gold}}}"
-                if not task.is_right(gold, boxed):
+                if not task.judge(gold, boxed):
                     faults.append(f"{split} solution {gold!r} is never right")
     return faults
 

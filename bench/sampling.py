@@ -284,6 +284,7 @@ class Remembered:
 
     def __init__(self, policy: str, groups: list[tba.Group]) -> None:
         engine, learner = load(policy)
+        self.config, self.task = learner.config, learner.task
         prompts = learner.task.train_prompts
         responses = [[t.tokens for t in group.trajectories] for group in groups]
         sequences = [(prompts[g.prompt_id], y) for g, y in zip(groups, responses, strict=True)]
@@ -299,17 +300,17 @@ class Remembered:
 def start(learner: tba.Learner, evidence: Remembered, batches: list, enough: float) -> list:
     """VALUES in the end of a check that is shown these batches, what saw a fault, the warning."""
     said = []
-    check = tba.SamplingCheck(learner.config, learner.task, evidence, said.append)
+    check = tba.SamplingCheck(evidence, said.append)
     check.ENOUGH = enough
     saw = set()
     for groups in batches:
-        check.add(groups, 0, 10**6)
+        check.add(groups, 0)
         gap, z, eos_z, unseen = check.metrics.values()
-        seen = gap > learner.config.logprob_tolerance / 10, abs(z) > 5, abs(eos_z) > 5, unseen >= 25
+        seen = gap > learner.config.logprob_tolerance / 10, abs(z) > 5, abs(eos_z) > 5, unseen >= 20
         saw |= {name for name, holds in zip(VALUES, seen, strict=False) if holds}
     totals = check.evidence.sum(0)
     values = [float(f"{value:.4g}") for value in (gap, z, eos_z, unseen, totals[2], totals[4])]
-    if check.warned and not saw:
+    if said and not saw:
         saw = {"ends"}
     return [*values, sorted(saw), bool(said)]
 
@@ -322,7 +323,7 @@ def run_unit(policy: str, name: str, number: int) -> dict:
     torch.manual_seed(seed)
     evidence = Remembered(policy, groups)
     batches = [groups[i : i + 7] for i in range(0, len(groups), 7)]
-    judge = lambda batches: start(learner, evidence, batches, 5000 if policy == LONG else 1000)
+    judge = lambda batches: start(learner, evidence, batches, 5000)
     return {
         "policy": policy, "engine": name, "unit": number, "asynchronous": judge([groups]),
         "batch": [judge([batch]) for batch in batches], "lockstep": judge(batches),
