@@ -2541,23 +2541,29 @@ class VLLMEngine:
         vllm.compilation.cuda_graph.CUDAGraphWrapper._all_instances.clear()
         vllm.compilation.breakable_cudagraph.BreakableCUDAGraphWrapper._all_instances.clear()
         path = getattr(config, name)
-        with copied_class(path):
-            self.llm = vllm.LLM(
-                model=path,
-                dtype=config.dtype,
-                skip_tokenizer_init=True,
-                enforce_eager=local_device().type == "cpu",
-                gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
-                max_model_len=max(longest, 25) + 1,  # the probes have 25 tokens
-                max_num_seqs=config.sequences_in_flight,
-                enable_prefix_caching=True,  # a prompt is computed once for its S responses
-                logprobs_mode="processed_logprobs",  # of the tempered policy
-                hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
-                async_scheduling=False,
-                generation_config="vllm",
-                seed=seed,  # vLLM seeds PyTorch
-                use_tqdm_on_load=False,
-            )
+        # vLLM runs families without code of its own, such as GPT-NeoX, through transformers' class,
+        # and alters it for good: it gets a copy, so that this process can make other models of it
+        family = type(transformers.AutoConfig.from_pretrained(path))
+        original = transformers.MODEL_MAPPING[family]
+        copied = type(original.__name__, (original,), {"__module__": original.__module__})
+        transformers.MODEL_MAPPING.register(family, copied, exist_ok=True)
+        self.llm = vllm.LLM(
+            model=path,
+            dtype=config.dtype,
+            skip_tokenizer_init=True,
+            enforce_eager=local_device().type == "cpu",
+            gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
+            max_model_len=max(longest, 25) + 1,  # the probes have 25 tokens
+            max_num_seqs=config.sequences_in_flight,
+            enable_prefix_caching=True,  # a prompt is computed once for its S responses
+            logprobs_mode="processed_logprobs",  # of the tempered policy
+            hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
+            async_scheduling=False,
+            generation_config="vllm",
+            seed=seed,  # vLLM seeds PyTorch
+            use_tqdm_on_load=False,
+        )
+        transformers.MODEL_MAPPING.register(family, original, exist_ok=True)
         self.config = config
         self.label_weights(-1)
         self.requests: dict[str, Request] = {}  # unfinished, by the engine's request id
@@ -2645,23 +2651,6 @@ class VLLMEngine:
             # other requests advance too
             self.outputs |= {output.request_id: output for output in self.llm.llm_engine.step()}
         return [np.array(self.outputs.pop(i).prompt_logprobs.logprobs) for i in ids]
-
-
-@contextlib.contextmanager
-def copied_class(path: str) -> Iterator[None]:
-    """While vLLM loads a model, let it have a copy of transformers' class of that family.
-
-    vLLM runs families without code of its own, such as GPT-NeoX, through transformers' class, and
-    alters it for good: our own models of the family could not be made any more.
-    """
-    family = type(transformers.AutoConfig.from_pretrained(path))
-    original = transformers.MODEL_MAPPING[family]
-    copied = type(original.__name__, (original,), {"__module__": original.__module__})
-    transformers.MODEL_MAPPING.register(family, copied, exist_ok=True)
-    try:
-        yield
-    finally:
-        transformers.MODEL_MAPPING.register(family, original, exist_ok=True)
 
 
 ENGINES: dict[str, type] = {"transformers": TransformersEngine, "vllm": VLLMEngine}
@@ -4105,7 +4094,6 @@ class StepLog:
         if kl:
             self.means["kl"] = float(np.mean(kl))
         self.check_learning(rows)
-        self.warn_of_collapse()
         t = rows[-1]
         task = self.trainer.task
         record = {
@@ -4118,7 +4106,7 @@ class StepLog:
         self.trainer.folder.append("completions.jsonl", record)
 
     def check_learning(self, rows: list[Trajectory]) -> None:
-        """Warn once of signs, over the first 20 steps, that the run learns nothing."""
+        """Warn once of a collapse, and of signs, over 20 steps, that the run learns nothing."""
         signs = {
             "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
             "no prompt has two different rewards: check --dataset, or sample more responses":
@@ -4129,9 +4117,6 @@ class StepLog:
             for text in sorted(signs.keys() - self.contradicted):
                 self.trainer.folder.say(f"warning: {text}")
             self.contradicted |= signs.keys()
-
-    def warn_of_collapse(self) -> None:
-        """Warn when responses that were diverse have become nearly all the same."""
         distinct = self.means["distinct"]
         self.diverse |= distinct > 0.4 and len(self.responses) == self.responses.maxlen
         if self.diverse and distinct < 0.1:
