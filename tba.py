@@ -1102,9 +1102,10 @@ class Trainer(Stateful):
     def run_lockstep(self) -> None:
         """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
 
-        Once all requested groups have arrived, the weights of step t are sent, and the groups of
-        batch t + lag requested. They bypass the buffer, so duplicates count. With
-        --recent_probability m < 1, the rule's `replay` supplies a fraction 1 - m of each batch.
+        The weights of step t are sent at once, and the groups of batch t + lag requested; a Searcher
+        loads the weights when all groups that it was asked for before are complete. Groups bypass
+        the buffer, so duplicates count. With --recent_probability m < 1, the rule's `replay`
+        supplies a fraction 1 - m of each batch.
         """
         config = self.config
         n = max(1, round(config.recent_probability * config.prompts_per_step))  # sampled per step

@@ -85,13 +85,19 @@ def flags_of(gsm8k, out, **more):
     return arguments(gsm8k, out, **(flags | more))
 
 
-LEARNED_Z = pytest.param("tb_learned_z", marks=pytest.mark.nightly)
+LEARNED_Z = pytest.param("tb_learned_z", "llama", marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("objective", ["tb", LEARNED_Z])
-def test_two_ranks_train_as_one_process_does(gsm8k, tmp_path, objective):
-    run_tba(flags_of(gsm8k, tmp_path / "one", objective=objective))
-    run_ranks(flags_of(gsm8k, tmp_path / "two", objective=objective), tmp_path)
+@pytest.mark.parametrize(
+    ("objective", "architecture"), [("tb", "llama"), ("tb", "tied_llama"), LEARNED_Z]
+)
+def test_two_ranks_train_as_one_process_does(gsm8k, tmp_path, model_of, objective, architecture):
+    """Also if the embedding is the head's weight: both belong to one FSDP group."""
+    flags = {"objective": objective}
+    if architecture != "llama":
+        flags["model"] = model_of(architecture)
+    run_tba(flags_of(gsm8k, tmp_path / "one", **flags))
+    run_ranks(flags_of(gsm8k, tmp_path / "two", **flags), tmp_path)
     one = read_lines(tmp_path / "one" / "metrics.jsonl")
     two = read_lines(tmp_path / "two" / "metrics.jsonl")
     assert len(one) == len(two) == 4
@@ -99,12 +105,12 @@ def test_two_ranks_train_as_one_process_does(gsm8k, tmp_path, objective):
         first = [m[name] for m in one][:2]  # later ones differ by what rounding lets be sampled
         second = [m[name] for m in two][:2]
         np.testing.assert_allclose(first, second, rtol=2e-3, atol=2e-3, err_msg=name)
-    start = load_file(gsm8k / "model" / "model.safetensors")
+    start = load_file(flags.get("model", gsm8k / "model") / "model.safetensors")
     ends = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two")]
     moved = sum(float((ends[0][name] - start[name]).square().sum()) for name in start) ** 0.5
     apart = sum(float((ends[0][name] - ends[1][name]).square().sum()) for name in start) ** 0.5
     assert moved > 0.1 and apart < 0.1 * moved
-    if objective != "tb":
+    if objective != "tb" or architecture != "llama":
         return
     # a run can be resumed with another number of ranks
     run_tba(["--resume", str(tmp_path / "two"), "--steps", "5"])
