@@ -1102,8 +1102,8 @@ class Trainer(Stateful):
     def run_lockstep(self) -> None:
         """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
 
-        The weights of step t are sent at once, and the groups of batch t + lag requested; a Searcher
-        loads the weights when all groups that it was asked for before are complete. Groups bypass
+        The weights of step t are sent at once, and the groups of batch t + lag requested; Searchers
+        load the weights when all groups that they were asked for before are complete. Groups bypass
         the buffer, so duplicates count. With --recent_probability m < 1, the rule's `replay`
         supplies a fraction 1 - m of each batch.
         """
