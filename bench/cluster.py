@@ -63,7 +63,8 @@ if IN_A_RUN:
             tokens = np.random.randint(0, vocabulary, (request.n, TOKENS)).astype(np.int32)  # noqa: NPY002
             logprobs = np.full((request.n, TOKENS), -1, np.float32)
             ended = np.ones(request.n, bool)
-            return [tba.Completion(request, list(tokens), list(logprobs), ended)]
+            versions = [(self.version, self.version)] * request.n
+            return [tba.Completion(request, list(tokens), list(logprobs), ended, versions)]
 
     tba.ENGINES["sleeping"] = SleepingEngine
 
