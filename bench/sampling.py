@@ -5,17 +5,17 @@
 
 **The protocol.** A *unit*, a row of bench/results/sampling.jsonl, has 28 prompts x 18 responses of
 a tiny policy. An engine samples every response once, for its unit; tba.py's Searcher makes groups
-of them, and its SamplingCheck judges these. A unit gives six *starts* of runs:
+of them, and its SamplingCheck judges these. A unit gives five *starts* of runs:
 
 * asynchronous: all 504 responses in one call;
-* batch: four of 7 x 18 responses each, what a lockstep run knows after its first step;
-* lockstep: these four, one after the other, until there is ENOUGH evidence or no batch is left.
+* batch: four of 7 x 18 responses each, what a lockstep run knows after its first step.
 
-Starts of one kind are independent, those of different kinds share responses. Policies called
+Starts of one kind are independent, those of different kinds share responses. The thresholds were
+chosen after the rows had been seen, and then applied to all of them. Policies called
 "generate" or "bfloat16" use tba.py's engine and its Learner as they are; in bfloat16 the Learner
 computes with autocast what was sampled in float32. The others use `Tree`, which keeps a model's
 logits by prefix, for both sides: ten times faster, always with the same 28 prompts, and no gap.
-"long" has 140 prompts, and 5,000 nats^2 in the place of ENOUGH.
+"long" has 140 prompts: 2,520 responses, of some 5,000 nats^2.
 
 Health: nothing is wrong. The report has quantiles of the statistics, and the number of warnings.
 Power: engines with one fault, 20 units each (5 or 10 of "long"). Unless "own" is said, an engine
@@ -297,11 +297,10 @@ class Remembered:
         return np.concatenate([self.found[id(y[0])] for _, y in sequences])
 
 
-def start(learner: tba.Learner, evidence: Remembered, batches: list, enough: float) -> list:
+def start(learner: tba.Learner, evidence: Remembered, batches: list) -> list:
     """VALUES in the end of a check that is shown these batches, what saw a fault, the warning."""
     said = []
     check = tba.SamplingCheck(evidence, said.append)
-    check.ENOUGH = enough
     saw = set()
     for groups in batches:
         check.add(groups, 0)
@@ -323,10 +322,10 @@ def run_unit(policy: str, name: str, number: int) -> dict:
     torch.manual_seed(seed)
     evidence = Remembered(policy, groups)
     batches = [groups[i : i + 7] for i in range(0, len(groups), 7)]
-    judge = lambda batches: start(learner, evidence, batches, 5000)
+    judge = lambda batches: start(learner, evidence, batches)
     return {
         "policy": policy, "engine": name, "unit": number, "asynchronous": judge([groups]),
-        "batch": [judge([batch]) for batch in batches], "lockstep": judge(batches),
+        "batch": [judge([batch]) for batch in batches],
     }  # fmt: skip
 
 
@@ -359,7 +358,7 @@ def report() -> None:
     units = defaultdict(list)
     for row in tba.read_lines(RESULTS):
         units[row["engine"], row["policy"]].append(row)
-        for kind in ("batch", "asynchronous", "lockstep"):
+        for kind in ("batch", "asynchronous"):
             found[row["policy"], row["engine"], kind] += (
                 row[kind] if kind == "batch" else [row[kind]]
             )
@@ -377,7 +376,7 @@ def report() -> None:
             starts = [row["asynchronous"] for row in own]
             warned = [
                 share(found[policy, name, kind], lambda s: s[-1])
-                for kind in ("batch", "lockstep", "asynchronous")
+                for kind in ("batch", "asynchronous")
             ]
             saw = [share(starts, lambda s, n=n: n in s[6]) for n in ("gap", "z", "eos z", "unseen")]
             saw.append(share(starts, lambda s: s[6] == ["ends"]))
@@ -385,7 +384,7 @@ def report() -> None:
             power.append([name, policy, len(own), *warned, *saw, *medians])
     head = "policy | start | number | gap: min, 0.1 %, median, 99.9 %, max | z | EOS z | unseen"
     print(table(head + " | nats^2 | warnings", health) + "\n")
-    head = "engine | policy | units | warned, %: batch | lockstep | asynchronous | saw it: gap | z"
+    head = "engine | policy | units | warned, %: batch | asynchronous | saw it: gap | z"
     print(table(head + " | EOS z | unseen | ends | median gap | z | EOS z | unseen", power))
 
 
