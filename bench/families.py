@@ -125,7 +125,7 @@ OWN = {
         "original_max_position_embeddings": 64,
         "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+            "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
         },
     },
     "qwen3_5_text": LINEAR,

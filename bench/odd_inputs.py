@@ -182,7 +182,8 @@ def faults_of(config: tba.Config, task: tba.Task) -> list[str]:
         wrong = [t for t in texts if re.search(r"wrong|None|nan|\{'|\['|\[\{", t)]
         faults += [f"{split} prompt {text!r:.60}" for text in wrong]
         ends = tba.end_tokens(*tba.check_model("model", config))
-        if any(int(prompt[-1]) in ends for prompt in prompts):
+        own = [task.prompt(example).endswith(task.tokenizer.eos_token) for example in examples]
+        if any(int(p[-1]) in ends and not meant for p, meant in zip(prompts, own, strict=True)):
             faults.append(f"a {split} prompt ends with EOS")
         if config.task == "gsm8k":
             answers = [example["answer"] for example in examples]
@@ -932,7 +933,7 @@ lines(
 lines(
     "red-teaming: a prompt of special tokens",
     [{"prompt": "<eos>"}] * 20,
-    refused("dataset", "prompt"),
+    ALL,
     task="redteam",
 )
 lines(
