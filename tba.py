@@ -79,7 +79,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from decimal import Decimal
-from functools import cached_property, lru_cache, partial, wraps
+from functools import lru_cache, partial, wraps
 from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
@@ -852,7 +852,7 @@ class Task:
     # set by `load_task`, for examples that fit the model
     train_prompts: list[np.ndarray]  # (P,) int32 each
     held_out_prompts: list[np.ndarray]
-    model_checksums: dict[str, int]  # by flag
+    checksums: dict[str, int]  # of examples, and of models, by flag
     end_tokens: list[int]  # those that end a response
     packs: bool  # responses share rows, in which their prompt is computed once
     max_context: float  # the model's maximum number of tokens
@@ -941,13 +941,6 @@ class Task:
         short = [(row[:8], [row[8:17], row[17:]]) for row in rows]
         long = np.resize(tokens, max(9, self.longest - 8))
         return [*short, (long[:8], [long[8:]])]
-
-    @cached_property
-    def checksums(self) -> dict[str, int]:
-        """Checksums of examples, by flag; not of prompts, which may have the date."""
-        held_out = sorted(set(map(repr, self.held_out)))  # some are repeated
-        examples = {"dataset": self.train, "eval_dataset": held_out}
-        return {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
 
 
 def extract_number(text: str) -> float | None:
@@ -3433,9 +3426,8 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         if plugin := spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(plugin, str(Path(__file__).with_name(Path(plugin).name)))
         config, task = pickle.loads(spec.shared["run"])
-        found = model_checksums(config)
-        for name, checksum in task.model_checksums.items():
-            if found[name] != checksum:
+        for name, checksum in model_checksums(config).items():
+            if checksum != task.checksums[name]:
                 path = getattr(config, name)
                 raise RunEnded(f"--{name} {path}: its files have changed since the run started")
         torch.set_num_threads(config.threads)
@@ -3537,8 +3529,7 @@ def save(trainer: Trainer) -> None:
         trainer.folder.draw_curves()  # with evaluations that have ended since
         return
     saved = {name: owner.state() for name, owner in trainer.owners.items()}
-    checksums = trainer.task.checksums | trainer.task.model_checksums
-    saved |= {"step": trainer.step, "checksums": checksums}
+    saved |= {"step": trainer.step, "checksums": trainer.task.checksums}
     weights = trainer.learner.saved_weights()
     folder = trainer.folder
 
@@ -3626,20 +3617,16 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         config.require(
             False, "resume", "has no checkpoint that loads; start a new run in another folder"
         )
-    for name, checksum in task.checksums.items():
-        same = checksum == saved["checksums"][name]
+    for name, checksum in (task.checksums | model_checksums(config)).items():
+        same = checksum == saved["checksums"].get(name)
         source = name if getattr(config, name) else "dataset"
-        config.require(
-            same, source, "its examples, or those that fit --max_response_tokens, have changed"
-        )
+        fix = "its files, or the examples that fit --max_response_tokens, have changed"
+        config.require(same, source, f"{fix} since the run started")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
         value = record["resolved"][name]
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
-    for name, checksum in model_checksums(config).items():
-        same = checksum == saved["checksums"].get(name)
-        config.require(same, name, "its files are not those that the run started with")
     return saved
 
 
@@ -3875,6 +3862,9 @@ def load_task(config: Config) -> Task:
     if known and len(trained) > 1:  # red-teaming may have a single prompt
         n = len(task.held_out_prompts)
         print(f"warning: {known} of {n} evaluation prompts are trained on", file=sys.stderr)
+    held_out = sorted(set(map(repr, task.held_out)))  # some are repeated
+    examples = {"dataset": task.train, "eval_dataset": held_out}  # prompts may have the date
+    task.checksums = {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
     prompts = task.train_prompts + task.held_out_prompts
     task.longest = max(len(prompt) + config.response_limit(prompt) for prompt in prompts)
     task.packs = can_pack(model, task.longest)
@@ -4307,7 +4297,7 @@ def main(argv: list[str]) -> int:
     except InputError as error:
         exit_with_error(str(error))
     config = warm_start(config, task, pairs, folder.say)
-    task.model_checksums = model_checksums(config)
+    task.checksums |= model_checksums(config)
     ranks.from_rank_zero((config, task, saved.get("model", "")))
     return run(Trainer(config, task, folder, ranks, saved))
 
