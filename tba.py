@@ -3516,10 +3516,9 @@ class Evaluations:
 # in the order of prompts that the seed gives
 FIXED = (
     "task", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every",
-    "seed",
+    "seed", "lag", "searched_per_prompt",
 )  # fmt: skip
-ASYNCHRONOUS = (*FIXED, "searched_per_prompt")
-LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_probability")
+LOCKSTEP = ("trained_per_prompt", "prompts_per_step", "recent_probability")  # in lockstep, too
 
 
 def save(trainer: Trainer) -> None:
@@ -3624,7 +3623,7 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         config.require(same, source, f"{fix} since the run started")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
-    for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
+    for name in (*LOCKSTEP, *FIXED) if config.synchronous else FIXED:
         value = record["resolved"][name]
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
     return saved
