@@ -1014,7 +1014,6 @@ class Trainer(Stateful):
         self.evaluations = Evaluations(config, task, folder)
         self.buffer = self.checkpointed(task.buffer_class(config))
         self.rule = self.checkpointed(REPLAY_RULES[config.replay_rule](self.buffer, config))
-        self.sampling: SamplingCheck | None = None
         self.sync: WeightSync | None = None
         self.step = folder.step  # optimizer steps taken, skipped ones included
         self.writing = Future()  # gives the step of the latest checkpoint
