@@ -1227,8 +1227,9 @@ class Trainer(Stateful):
         """Take one optimizer step on B groups of K trajectories, mark what is due, and log it."""
         now = at_step(self.config, self.step)
         if self.config.synchronous or self.step == self.folder.step:  # the weights that sampled
-            arrived = [g for g in self.log.arrived if self.searchers.in_order(g.index)]
-            self.sampling.add(arrived, self.step)
+            # groups before which all others of their Searcher have arrived, too
+            last = self.searchers.first_missing + self.config.num_searchers - 1
+            self.sampling.add([g for g in self.log.arrived if g.index <= last], self.step)
         metrics = self.learner.step(groups, now, self.step)
         self.step += 1
         self.mark_due()
@@ -3116,12 +3117,6 @@ class SearcherProcesses(Stateful):
             self.arrived_positions.remove(self.first_missing)
             self.first_missing += 1
         return True
-
-    def in_order(self, index: int) -> bool:
-        """Whether all earlier groups of the Searcher of this position have arrived, too."""
-        M = self.config.num_searchers
-        earlier = range(index - M, self.first_missing - 1, -M)
-        return self.arrived_positions.issuperset(earlier)
 
     def start(self) -> None:
         """Start the Manager, the store in which process groups form, and the Searchers."""
