@@ -4865,7 +4865,6 @@ def warm_start(config: Config, task: Task, pairs: PromptGroups, say: Callable) -
     """On rank 0, fine-tune --model into the run's sft/; returns settings with that model."""
     path = Path(config.output_dir) / "sft"
     if pairs:
-        torch.manual_seed(config.seed)
         torch.set_num_threads(config.threads)
         policy = load_policy(config, config.model, Ranks())
         losses = supervised_fine_tune(policy, pairs, config)
