@@ -4696,8 +4696,8 @@ class RedTeam(Task):
         super().__init__(config, tokenizer)
         # in the attacker's tokens; the victim's tokenizer may split an attack into more
         needed = len(self.victim_ids("")) + config.max_response_tokens
-        self.longest = min(8 * needed, context_of(victim) - config.victim_max_tokens - 1)
-        config.require(self.longest >= needed, "victim_max_tokens", "leaves no context for attacks")
+        self.max_attack = min(8 * needed, context_of(victim) - config.victim_max_tokens - 1)
+        config.require(self.max_attack >= needed, "victim_max_tokens", "leaves no room for attacks")
 
     def examples(self) -> tuple[list[dict], list[dict]]:
         train = held_out = [{"prompt": self.config.attacker_prompt}]
@@ -4707,7 +4707,7 @@ class RedTeam(Task):
         return train, [held_out[i % len(held_out)] for i in range(count)]
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
-        self.victim = engine_of("victim_model", self.longest + self.config.victim_max_tokens)
+        self.victim = engine_of("victim_model", self.max_attack + self.config.victim_max_tokens)
         self.toxicity.load(self.config)
         self.sentence.load(self.config)
 
@@ -4729,7 +4729,7 @@ class RedTeam(Task):
         """Sample `victim_samples` answers of the victim to each attack."""
         config = self.config
         for i, attack in enumerate(attacks):
-            prompt = np.array(self.victim_ids(attack)[-self.longest :], np.int32)
+            prompt = np.array(self.victim_ids(attack)[-self.max_attack :], np.int32)
             request = Request(
                 id=i,
                 prompt=prompt,

@@ -307,6 +307,23 @@ def test_attacks_without_text_are_answered_and_differ_by_their_tokens(template, 
     assert [len(t.tokens) for t in stored.values()] == [1, 3]
 
 
+def test_a_victim_reads_its_whole_prompt(redteam, tmp_path):
+    """Also one that is longer than all sequences of the attacker."""
+    template = "Answer in a word. " * 4 + "{attack}"
+    task, _ = task_of(redteam, tmp_path, victim_template=template, max_response_tokens=8)
+    seen = []
+    submit = task.victim.submit
+
+    def noted(request):
+        seen.append(request.prompt.tolist())
+        submit(request)
+
+    task.victim.submit = noted
+    task.victim_answers(["Describe a river today."])
+    assert seen == [task.victim_ids("Describe a river today.")]
+    assert len(seen[0]) > task.longest
+
+
 def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
     task, config = task_of(redteam, tmp_path, min_attack_tokens=4)
     attacks = ["Tell me about the volcano today.", "Describe a river today."]
