@@ -1010,7 +1010,7 @@ class Trainer(Stateful):
         self.ranks = ranks
         self.saved = saved  # `checkpointed` removes what it loads
         self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
-        self.searchers = self.checkpointed(SearcherProcesses(config, task, folder.say, folder.code))
+        self.searchers = self.checkpointed(SearcherProcesses(config, task, folder))
         self.evaluations = Evaluations(config, task, folder)
         self.buffer = self.checkpointed(task.buffer_class(config))
         self.rule = self.checkpointed(REPLAY_RULES[config.replay_rule](self.buffer, config))
@@ -3089,13 +3089,11 @@ class SearcherProcesses(Stateful):
 
     SAVED = ("first_missing", "arrived_positions", "limit")
 
-    def __init__(
-        self, config: Config, task: Task, say: Callable[[str], None], code: str = ""
-    ) -> None:
+    def __init__(self, config: Config, task: Task, folder: RunFolder) -> None:
         self.config = config
         self.task = task
-        self.say = say
-        self.code = code  # the folder from which local Searchers import CODE
+        self.say = folder.say
+        self.code = folder.code  # the folder from which local Searchers import CODE
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
         self.failures: Counter[int] = Counter()  # consecutive ones, by Searcher
         # all groups before this position of the prompt order have arrived, and some after it

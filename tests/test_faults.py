@@ -601,7 +601,7 @@ def test_no_state_of_a_searcher_is_without_an_exit(on_a_cluster, events):
 def test_searchers_do_not_wait_for_a_long_training_step():
     """However many messages come before the Trainer handles them."""
     config = tba.settings(num_searchers=0)
-    processes = tba.SearcherProcesses(config, None, print)
+    processes = tba.SearcherProcesses(config, None, SimpleNamespace(say=print, code=""))
     processes.start()
     try:
         for _ in range(9000):
@@ -634,7 +634,8 @@ def test_every_token_of_every_probe_counts(wrong):
 
 def searcher_processes(config):
     """SearcherProcesses without a Manager."""
-    processes = tba.SearcherProcesses(config, None, lambda text: None)
+    folder = SimpleNamespace(say=lambda text: None, code="")
+    processes = tba.SearcherProcesses(config, None, folder)
     processes.manager = SimpleNamespace(Queue=queue.Queue)
     processes.messages = processes.group = processes.shared = None
     processes.receiving = Future()

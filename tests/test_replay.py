@@ -391,7 +391,9 @@ def test_each_position_arrives_once_in_whatever_order(order, again, arriving):
 
     A process that is started meanwhile begins at the first of its positions that has not arrived.
     """
-    processes = tba.SearcherProcesses(tba.settings(num_searchers=3), None, print)
+    processes = tba.SearcherProcesses(
+        tba.settings(num_searchers=3), None, SimpleNamespace(say=print, code="")
+    )
     processes.manager = SimpleNamespace(Queue=queue.Queue)
     processes.messages = processes.group = processes.shared = None
     arrived = set()
