@@ -632,6 +632,198 @@ def test_every_token_of_every_probe_counts(wrong):
             tba.WeightSync.on_loaded(sync, s, np.split(flat, [4, 5]))
 
 
+def trainer_of(**flags):
+    """A Trainer whose steps change nothing, without Searchers and files."""
+    trainer = object.__new__(tba.Trainer)
+    trainer.config = tba.settings(**flags)
+    trainer.task = SimpleNamespace(held_out_prompts=[None], train_prompts=[None])
+    trainer.step, trainer.inbox, trainer.said, trainer.checked = 0, [], [], []
+    trainer.folder = SimpleNamespace(step=0, say=trainer.said.append, evaluations=[])
+    trainer.evaluations = tba.Evaluations(trainer.config, trainer.task, trainer.folder)
+    trainer.searchers = searcher_processes(trainer.config)
+    trainer.buffer = tba.ReplayBuffer(trainer.config)
+    trainer.sync = SimpleNamespace(due=False)
+    trainer.log = SimpleNamespace(arrived=[], recent=[], write=lambda *_: None)
+    trainer.sampling = SimpleNamespace(add=lambda _, version: trainer.checked.append(version))
+    trainer.learner = SimpleNamespace(step=lambda *_: {}, skipped=0)
+    return trainer
+
+
+def test_what_is_due_after_a_step():
+    """A sync every 3 steps, an evaluation every 4 and at the end."""
+    trainer = trainer_of(steps=9, sync_every=3, eval_every=4)
+    syncs, evaluations = [], []
+    for _ in range(9):
+        trainer.evaluations.due = trainer.sync.due = False
+        trainer.train_step([])
+        syncs += [trainer.step] * trainer.sync.due
+        evaluations += [trainer.step] * trainer.evaluations.due
+    assert (syncs, evaluations) == ([3, 6, 9], [4, 8, 9])
+    assert trainer.checked == [0]  # later, old weights may have sampled what arrives
+
+
+def test_ten_skipped_steps_in_a_row_end_a_run():
+    trainer = trainer_of()
+    for trainer.learner.skipped in range(10):
+        trainer.train_step([])
+    assert len(trainer.said) == 9  # all but the first have been skipped
+    trainer.learner.skipped = 10
+    with pytest.raises(tba.RunEnded):
+        trainer.train_step([])
+
+
+def test_searchers_pause_while_many_groups_wait_to_be_stored(monkeypatch):
+    trainer = trainer_of(num_searchers=1)
+    trainer.MAX_INBOX = 3
+    trainer.inbox = list(range(8))
+    now, limits = 1e6, []
+
+    def store(groups):
+        nonlocal now
+        now += 2  # seconds: too long for another one before messages are handled
+
+    trainer.store = store
+    monkeypatch.setattr(tba.time, "monotonic", lambda: now)
+    for _ in range(10):
+        assert trainer.next_batch() is None
+        limits.append(trainer.searchers.limit)
+    assert limits == [0] * 4 + [math.inf] * 6 and not trainer.inbox
+
+
+def weight_sync(members, **flags):
+    """The Trainer's side of weight syncs, of a policy that is one number, and ready Searchers."""
+    flags |= {"dtype": "float32", "logprob_tolerance": 1e-3, "num_searchers": members}
+    config = tba.settings(**flags)
+    learner = SimpleNamespace(config=config, weights={"w": torch.zeros(1)}, snapshot=None)
+    learner.copy_weights = lambda: learner.snapshot.views["w"].copy_(learner.weights["w"])
+    learner.saved_weights = lambda: {"w": learner.weights["w"].clone()}
+    learner.score_probes = lambda: [np.zeros(2, np.float32)]
+    processes = searcher_processes(config)
+    processes.group = tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30))
+    processes.store = SimpleNamespace(set=lambda *_: None)
+    processes.running = [searcher_in("ready", i) for i in range(members)]
+    task = SimpleNamespace(held_out_prompts=[None] * 7)
+    evaluations = tba.Evaluations(config, task, SimpleNamespace(step=0, evaluations=[]))
+    return tba.WeightSync(learner, processes, evaluations)
+
+
+def searcher_in(state, searcher):
+    spec = SimpleNamespace(searcher=searcher, commands=queue.Queue())
+    return tba.RunningSearcher(spec, SimpleNamespace(kill=lambda: None), state)
+
+
+EVENTS = st.sampled_from(["loads", "loads", "misses", "misses", "is silent", "dies"])
+
+
+@given(st.integers(1, 3), st.lists(st.tuples(EVENTS, EVENTS, EVENTS, st.booleans()), max_size=12))
+def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(members, rounds):
+    """One transfer after the other; each gets the latest reference before it gets a policy.
+
+    Who does not reply, or misses three transfers in a row, is killed, and nobody else. A group in
+    which one failed is not used again. Evaluations are of weights that have arrived.
+    """
+    sync = weight_sync(members, reset_reference_every=1)
+    running, evaluations = sync.searchers.running, sync.evaluations
+    loaded = {s: {True: [], False: []} for s in running}  # versions of the policy, the reference
+    missed = dict.fromkeys(running, 0)  # transfers in a row
+    failed = set()  # names of groups
+    now, step = 1e6, 0
+    healthy = ("loads", "loads", "loads", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba.time, "monotonic", lambda: now)
+        patch.setattr(tba.WeightGroup, "broadcast", lambda *_: None)
+        for *events, resets in [*rounds, *[healthy] * (2 * members + 2)]:
+            if resets is not None:
+                step += 1
+                sync.learner.weights["w"].fill_(step)
+                sync.due = True
+                if resets:
+                    sync.reset_reference(step)
+            policy = sync.begin_if_due(step)
+            transfer = sync.transfer
+            if transfer.sending is None:
+                break
+            transfer.sending.result()
+            event = {s: events[s.spec.searcher] for s in transfer.members}
+            value = sync.learner.snapshot.flat.item()
+            assert value == (step if policy else sync.reference_version)
+            messages = [s.spec.commands.get_nowait() for s in event]
+            assert {(m.version, m.reference) for m in messages} == {(value, not policy)}
+            assert [m.group.rank for m in messages] == list(range(1, len(event) + 1))
+            assert {m.group.size for m in messages} == {len(event) + 1}
+            assert {m.group.name for m in messages}.isdisjoint(failed)
+            # one may hang if it is with others, and is the only one to suspect if it is alone
+            doubtful = [missed[s] for s in running if missed[s]]
+            assert [missed[s] for s in event] == ([min(doubtful)] if doubtful else [0] * members)
+            rows = sorted(row for m in messages for row in m.held_out)
+            assert rows == list(range(7)) * (policy and bool(rows))
+            for s in event:
+                assert not policy or max(loaded[s][False], default=0) == sync.reference_version
+                if event[s] == "dies":
+                    s.state = "ended"
+                elif event[s] != "is silent":
+                    sync.on_received(s, "a failure" if event[s] == "misses" else "")
+            sync.poll()
+            assert (transfer.sending is not None) == ("is silent" in event.values())
+            now += 1000
+            sync.poll()
+            assert transfer.sending is None
+            due = sync.due
+            for s in event:
+                if event[s] == "loads":
+                    sync.due = True
+                    assert not sync.begin_if_due(step) and sync.transfer is transfer
+                    sync.on_loaded(s, [np.zeros(1), np.zeros(1)])
+                    loaded[s][policy].append(value)
+            sync.due = due
+            if set(event.values()) != {"loads"}:
+                assert due
+                failed |= {m.group.name for m in messages}
+            all_reply = {"is silent", "dies"}.isdisjoint(event.values())
+            for s in event:
+                missed[s] = 0 if event[s] == "loads" else missed[s] + all_reply
+                ends = event[s] in ("is silent", "dies") or missed[s] == 3
+                assert (s.state == "ended") == ends
+                if ends:
+                    evaluations.drop(s)
+                    new = running[s.spec.searcher] = searcher_in("ready", s.spec.searcher)
+                    loaded[new], missed[new] = {True: [], False: []}, 0
+        assert not (sync.due or sync.in_progress or evaluations.due)
+        for s in running:
+            assert s.version == loaded[s][True][-1] == sync.version == step
+        for version, (evaluating, _) in evaluations.pending.items():
+            assert all(version in loaded[s][True] for s in evaluating)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_models(synchronous):
+    sync = weight_sync(2, synchronous=synchronous)
+    first, second = sync.searchers.running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba.WeightGroup, "broadcast", lambda *_: None)
+        second.state = "loading"
+        assert not sync.begin_if_due(0)
+        second.state = "ready"
+        assert sync.begin_if_due(0)
+        sync.transfer.sending.result()
+        for s in (first, second):
+            sync.on_received(s, "")
+            sync.on_loaded(s, [np.zeros(2)])
+        sync.poll()
+        assert not sync.begin_if_due(1)  # nothing is due
+        sync.searchers.running[1] = restarted = searcher_in("loading", 1)
+        sync.due = True
+        assert sync.begin_if_due(1) == (not synchronous)
+        if not synchronous:
+            sync.transfer.sending.result()
+            sync.on_received(first, "")
+            sync.on_loaded(first, [np.zeros(2)])
+            sync.poll()
+        sync.due = synchronous
+        restarted.state = "ready"
+        assert sync.begin_if_due(2)  # though nothing else is due, it has no weights
+
+
 def searcher_processes(config):
     """SearcherProcesses without a Manager."""
     folder = SimpleNamespace(say=lambda text: None, code="")

@@ -5,13 +5,15 @@ import copy
 import itertools
 import math
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
 import numpy as np
 import pytest
 import torch
 from gradients import OTHERS, budgets, gradients
-from harness import ROOT, config_and_task, learner_of, random_groups
+from harness import PATIENCE, ROOT, config_and_task, learner_of, random_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -605,6 +607,42 @@ def test_a_gradient_that_would_be_slightly_wrong_is_computed_again(
         assert (gradient - exact).norm() < 1e-4 * exact.norm()
 
 
+def test_ranks_share_the_micro_batches_of_one_pass(gsm8k, tmp_path):
+    """Two ranks, here threads, have the gradient and metrics of one, by as many forward passes."""
+    barrier, parts = threading.Barrier(2), [None, None]
+
+    class Threads(tba.Ranks):
+        """Ranks that are threads."""
+
+        def all_reduce(self, tensor):
+            parts[self.rank] = tensor.clone()
+            barrier.wait(PATIENCE)
+            total = parts[0] + parts[1]
+            barrier.wait(PATIENCE)
+            tensor.copy_(total)
+
+    def gradient(rank, size):
+        flags = {"tokens_per_microbatch": 200, "beta": 0.5}
+        learner = learner_of(gsm8k, tmp_path / f"{rank}-{size}", **flags)
+        learner.ranks = learner.policy.ranks = Threads(rank, size) if size > 1 else tba.Ranks()
+        return learner, random_groups(learner.task, 3, 4)
+
+    def run(learner, groups):
+        metrics = learner.gradient(groups, tba.at_step(learner.config, 0), 0)
+        assert not learner.coupled  # no second pass was needed
+        return metrics, torch.cat([p.grad.flatten() for p in learner.model.parameters()])
+
+    metrics, expected = run(*gradient(0, 1))
+    learners = [gradient(rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda ours: run(*ours), learners))
+    mean = (found[0][1] + found[1][1]) / 2  # as FSDP averages
+    assert (mean - expected).norm() < 1e-4 * expected.norm()
+    for others, _ in found:
+        assert others["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
+        assert others["loss"] == pytest.approx(metrics["loss"], rel=1e-4)
+
+
 def test_what_an_objective_learns_gets_the_gradient_of_the_whole_batch_once(
     gsm8k, tmp_path, monkeypatch
 ):
@@ -670,6 +708,8 @@ def test_metrics_are_of_the_whole_batch_whatever_the_micro_batches(gsm8k, tmp_pa
         learner = learner_of(gsm8k, tmp_path / str(i), **flags)
         groups = random_groups(learner.task, 3, 6)
         groups[1][2].version = 2
+        for t in (t for group in groups for t in group):
+            t.last_version = 7  # staleness is that of the weights at submission
         metrics.append(learner.gradient(groups, tba.at_step(learner.config, 0), 9))
     assert metrics[0]["oldest_times_prompts"] == 27
     for others in metrics[1:]:
@@ -679,16 +719,23 @@ def test_metrics_are_of_the_whole_batch_whatever_the_micro_batches(gsm8k, tmp_pa
 def test_a_step_is_taken_unless_it_is_not_finite_and_other_prompts_keep_their_log_z(
     gsm8k, tmp_path
 ):
-    learner = learner_of(gsm8k, tmp_path, objective="tb_learned_z", max_grad_norm=1)
+    flags = {"objective": "tb_learned_z", "max_grad_norm": 1, "adam_beta2": 0.9}
+    learner = learner_of(gsm8k, tmp_path, **flags)
     now = tba.at_step(learner.config, 0)
     groups = random_groups(learner.task, 3, 6)
     ids = [group[0].prompt_id for group in groups]
+    log_z = learner.parameters["log_z"]
+    learner.backward(groups, now, 0)
+    gradient = log_z.grad.clone()
+    learner.optimizer.zero_grad()
     metrics = learner.step(groups, now, 0)
     # AdamW's mean of gradients is a tenth of the clipped one, whose norm was above 1
     means = [learner.optimizer.state[p]["exp_avg"] for p in learner.model.parameters()]
     clipped = torch.cat([10 * mean.flatten() for mean in means]).norm().item()
     assert metrics["grad_norm"] > 2 and clipped == pytest.approx(1, rel=1e-3)
-    log_z = learner.parameters["log_z"]
+    own = learner.optimizer.state[log_z]  # what else is learned is not clipped with the policy
+    torch.testing.assert_close(own["exp_avg"], 0.1 * gradient)
+    torch.testing.assert_close(own["exp_avg_sq"], 0.1 * gradient**2)
     after_first = log_z.detach().clone()
     assert (after_first[ids] != 0).all() and (after_first != 0).sum() == 3
     others = random_groups(learner.task, 3, 6, first_prompt=60)

@@ -141,9 +141,9 @@ def groups() -> list[tba.Group]:
 
 
 class Fake:
-    """A Learner that notes what it is asked, and finds `value` everywhere."""
+    """A Learner that notes what it is asked, and finds `value`, or one of each column."""
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value: float | np.ndarray) -> None:
         real = sampling.load("gsm8k, 1.0, generate")[1]
         self.config, self.task = real.config, real.task
         self.value = value
@@ -237,6 +237,22 @@ def test_warns_once_of_odd_responses(groups, values):
     check.add(odd, version=0)
     check.add(odd, version=0)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("mean", [-1.0, 1.0])
+@pytest.mark.parametrize("column", [1, 3])
+def test_says_which_way_the_temperature_is_wrong_and_that_eos_is(groups, column, mean):
+    """Where log pi(y) + entropy, or EOS - P(EOS), is on average a standard deviation from 0."""
+    evidence = np.zeros(tba.EVIDENCE)
+    evidence[[2, 4]] = 1
+    check, said = check_with(Fake(evidence))
+    check.add(agreeing(groups[:1], 0.0), version=0)
+    assert not said
+    evidence[column] = mean
+    check.add(agreeing(groups[1:2], 0.0), version=0)
+    (warning,) = said
+    assert ("higher" in warning) == (column == 1 and mean < 0)
+    assert ("lower" in warning) == (column == 1 and mean > 0)
 
 
 def test_a_policy_that_has_become_nan_is_no_error():
