@@ -1392,7 +1392,7 @@ class Learner(Stateful):
         measured = {
             "loss": result.loss,
             "entropy": entropy / len(known),
-            "derivative_error": (used - exact).norm() / exact.norm().clamp(min=POSITIVE),
+            "derivative_error": (used - exact).norm() / exact.norm().clamp(min=1e-30),
         }
         measured |= batch_metrics(batch, now) | result.metrics
         return {name: value.detach().float() for name, value in measured.items()}
