@@ -409,8 +409,8 @@ def schedule_value(text: str | float, step: int, end: float = math.inf) -> float
 class Trajectory:
     """One response to one prompt.
 
-    Its staleness in an optimizer step is the step's number - `version`: about k for the syncs, plus
-    the steps taken while it was generated, scored and, in the replay buffer, stored.
+    Its staleness is the optimizer step that trains on it, minus `version`: up to k steps from the
+    syncs, plus the steps taken while it was generated, scored, and stored until it was drawn.
     """
 
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")  # (T,) each
@@ -993,8 +993,11 @@ class RunEnded(RuntimeError):
 class Trainer(Stateful):
     """Trains on replayed groups while the Searchers generate new ones.
 
-    What an asynchronous run waits for: Guarantees in docs/operations.md. Lockstep also waits for
-    syncs, evaluations and each batch.
+    An asynchronous run waits for generation before the first step (--initial_trajectories), if too
+    few groups are recent (--max_replays), and once a reference reset has emptied the buffer; for
+    the previous checkpoint, in `save`; and for the final evaluation. It pauses to store groups (at
+    most 1 s per step), to score the probes at a sync, and to copy weights and states. Lockstep also
+    waits for syncs, evaluations and each batch.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -2658,11 +2661,19 @@ def vllm_can_run() -> bool:
 
 # ================================================================================ 11. Weight sync
 
-# A sync blocks neither side. Its steps: Trainer.mark_due; WeightSync.begin_if_due takes a snapshot,
-# WeightSync.send broadcasts it in a thread; receive_weights in a Searcher's thread -> Received;
-# Searcher.load_weights between two decode steps -> Loaded; WeightSync.on_loaded. If one fails, the
-# next sync, due at once, forms a new group. Only members that do not reply in time, or that
-# repeatedly miss weights on their own, are killed.
+# A sync blocks neither side. Its steps, in order:
+#
+#   Trainer.mark_due          a sync is due: every k steps, for an evaluation, for a new Searcher
+#   WeightSync.begin_if_due   the training thread copies the weights into a snapshot, scores the
+#                             probes, and continues to train
+#   WeightSync.send           in a thread: notifies the members, forms a process group if they
+#                             changed, broadcasts
+#   receive_weights           in a Searcher's thread: joins the group, receives -> Received
+#   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded
+#   WeightSync.on_loaded      compares the probes; after the last member's, the sync is over
+#
+# If a step fails, the next sync, due at once, forms a new group. Only members that do not reply in
+# time, or that repeatedly miss weights on their own, are killed.
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
@@ -3020,8 +3031,8 @@ class Evaluated(NamedTuple):
 class Failed(NamedTuple):
     """The process has failed, and waits to be killed."""
 
-    text: str  # a traceback
-    final: bool  # it would fail again: the run ends, with `text` as its reason
+    text: str  # the traceback or, if it is final, a line
+    final: bool  # it would fail again: the run ends
 
 
 @dataclass
@@ -3321,6 +3332,7 @@ class ClusterProcess:
     def __init__(self, spec: SearcherSpec) -> None:
         import ray
 
+        # pickled by value, as a local function: a node need not have this file
         def host_searcher(code: dict[str, bytes], program: str, package: bytes) -> int:
             """A Ray task, on any machine: run CODE in a process; returns its exit code."""
             with tempfile.TemporaryDirectory(prefix="tba-") as folder:
