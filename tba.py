@@ -3520,9 +3520,10 @@ class Evaluations:
 # in the order of prompts that the seed gives
 FIXED = (
     "task", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every",
-    "seed", "lag", "searched_per_prompt",
+    "seed",
 )  # fmt: skip
-LOCKSTEP = ("trained_per_prompt", "prompts_per_step", "recent_probability")  # in lockstep, too
+ASYNCHRONOUS = (*FIXED, "searched_per_prompt")
+LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
 def save(trainer: Trainer) -> None:
@@ -3627,7 +3628,7 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         config.require(same, source, f"{fix} since the run started")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
-    for name in (*LOCKSTEP, *FIXED) if config.synchronous else FIXED:
+    for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
         value = record["resolved"][name]
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
     return saved
