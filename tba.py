@@ -3621,16 +3621,16 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         config.require(
             False, "resume", "has no checkpoint that loads; start a new run in another folder"
         )
-    for name, checksum in (task.checksums | model_checksums(config)).items():
-        same = checksum == saved["checksums"].get(name)
-        source = name if getattr(config, name) else "dataset"
-        fix = "its files, or the examples that fit --max_response_tokens, have changed"
-        config.require(same, source, f"{fix} since the run started")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
         value = record["resolved"][name]
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
+    for name, checksum in (task.checksums | model_checksums(config)).items():
+        same = checksum == saved["checksums"].get(name)
+        source = name if getattr(config, name) else "dataset"
+        fix = "its files, or the examples that fit --max_response_tokens, have changed"
+        config.require(same, source, f"{fix} since the run started")
     return saved
 
 
