@@ -672,7 +672,7 @@ class SimulatedTrainer(tba.Trainer):
         """Takes the Trainer's arguments."""
         super().__init__(config, task, folder, ranks, saved)
         duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
-        searchers = SimulatedSearchers(duration, latency, config, task, folder.say)
+        searchers = SimulatedSearchers(duration, latency, config, task, folder)
         self.searchers = self.checkpointed(searchers)
         self.waited = Fraction(0)
 
