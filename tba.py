@@ -2511,7 +2511,6 @@ class TransformersEngine:
 VLLM_ENVIRONMENT = {  # defaults
     # model runner V2 and asynchronous scheduling are not tested: docs/operations.md
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the Searcher's process
     "VLLM_LOGGING_LEVEL": "ERROR",
     "FLASHINFER_LOGGING_LEVEL": "ERROR",
     "TRITON_F32_DEFAULT": "ieee",  # no TF32
@@ -2528,6 +2527,7 @@ class VLLMEngine:
 
     def __init__(self, config: Config, seed: int, name: str, longest: int) -> None:
         os.environ.update(VLLM_ENVIRONMENT | os.environ)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs here
         import vllm.compilation.breakable_cudagraph  # late: slow; reads the environment
         import vllm.compilation.cuda_graph
 
@@ -4309,7 +4309,8 @@ def main(argv: list[str]) -> int:
 def run(trainer: Trainer) -> int:
     """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
-    folder.say(f"{folder.path}: loading the policy; Searchers: {trainer.config.num_searchers}")
+    here = f"Searchers: {trainer.config.num_searchers}; GPUs here: {torch.cuda.device_count()}"
+    folder.say(f"{folder.path}: loading the policy; {here}")
     code = 1
     with stop_signal_handler(trainer.on_signal), contextlib.closing(trainer):
         whole = True  # whether the Trainer is not in the middle of a step

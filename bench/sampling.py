@@ -137,7 +137,7 @@ FAULTS = {
 
 
 class Hook(tba.DecodeHook):
-    """Samples from what the engine's fault makes of the policy, and reports what it makes of it."""
+    """Applies a fault to the distribution that is sampled from, or to what is reported of it."""
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
         if scores is None:

@@ -1,5 +1,6 @@
 """Engines against the Trainer's own computation: weights, log-probabilities, sampling."""
 
+import itertools
 import time
 
 import numpy as np
@@ -129,25 +130,35 @@ def test_samples_follow_the_policy(engine, engine_of):
     assert abs(surprise.mean()) < 4 * standard_error
 
 
+def scaled(path):
+    """A model with other weights."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return model
+
+
+def loader(served, model, step):
+    """A function that loads a model's weights, as version 3, when it is called this often."""
+    calls = itertools.count(1)
+
+    def load():
+        if next(calls) == step:
+            send(served, model, version=3)
+
+    return load
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_load_with_requests_in_flight(engine, engine_of, model_of):
     """What is begun after the load has the new weights' log-probabilities."""
     served, config, task = engine_of(engine, max_response_tokens=24)
-    other = AutoModelForCausalLM.from_pretrained(model_of("llama"))
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.5)
-    steps = 0
-
-    def load():
-        nonlocal steps
-        steps += 1
-        if steps == 6:
-            send(served, other, version=3)
-
+    other = scaled(model_of("llama"))
+    load = loader(served, other, step=6)
     served.submit(request(task, 0, 4, max_tokens=24))
     before = finish(served, load)[0]
-    assert steps > 6 and all(np.isfinite(values).all() for values in before.logprobs)
+    assert all(np.isfinite(values).all() for values in before.logprobs)
     lasts = [3 if len(tokens) > 6 else -1 for tokens in before.tokens]
     assert before.versions == [(-1, last) for last in lasts] and 3 in lasts
     served.submit(request(task, 0, 4, max_tokens=24))
@@ -165,18 +176,8 @@ def test_responses_that_waited_for_a_slot_while_weights_loaded_use_nothing_of_th
 ):
     """Nor the prompt's KV, which a response of the same request computed before the load."""
     served, config, task = engine_of(engine, max_response_tokens=24, sequences_in_flight=4)
-    other = AutoModelForCausalLM.from_pretrained(model_of("llama"))
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.5)
-    steps = 0
-
-    def load():
-        nonlocal steps
-        steps += 1
-        if steps == 2:
-            send(served, other, version=3)
-
+    other = scaled(model_of("llama"))
+    load = loader(served, other, step=2)
     prompts = [np.resize(prompt, 160) for prompt in task.train_prompts[:4]]  # over a block of KV
     for i, prompt in enumerate(prompts):  # some responses of the second wait, and the last two
         served.submit(tba.Request(i, prompt, n=3, max_tokens=24, temperature=0.7, seed=i))
