@@ -1,9 +1,16 @@
-"""Overlay the curves of several runs: reward, KL, reward against KL, held-out metrics.
+"""Draw several runs in one picture: their curves, or with --pareto the trade-off of two metrics.
 
     python bench/compare.py runs/a runs/b ... [--smooth 10] [--out compare.png]
+    python bench/compare.py --pareto runs/a runs/b ... [--x perplexity --y win_rate]
 
 A run is labelled by its folder's name and the flags in which the runs differ. The last evaluation
 of each run is printed.
+
+The curves are reward, KL, reward against KL, and held-out metrics. The trade-off has a point for a
+run's last evaluation, to which a thin line leads through the earlier ones. Its default axes are
+perplexity and win rate (tldr), or cosine distance and attack success rate (redteam); perplexity is
+computed as in the authors' code, over the tokens of query and summary. With `--eval_samples`, the
+earlier evaluations use some held-out prompts only; the one after the last step uses all of them.
 """
 
 import argparse
@@ -21,20 +28,25 @@ sys.path.insert(0, str(ROOT))
 from tba import read_lines
 
 NOT_METRICS = ("step", "n")  # keys of an evaluation that are not metrics
-IGNORED_SETTINGS = ("output_dir", "resume", "said")  # settings whose differences have no meaning
+IGNORED_SETTINGS = ("output_dir", "resume", "run_id", "said")  # whose differences mean nothing
+AXES = [("perplexity", "win_rate"), ("cosine_distance", "attack_success_rate")]
+LEGEND = {"loc": "outside lower center", "fontsize": 8}  # where it does not cover points
 
 
 def run_labels(runs: list[Path]) -> list[str]:
-    """Each run's name and its values of the flags in which the runs differ."""
+    """Each run's name, or its path if others have its name, and up to 4 flags that differ."""
     settings = [json.loads((run / "config.json").read_text())["config"] for run in runs]
     differ = [
-        name for name in settings[0]
-        if name not in IGNORED_SETTINGS and len({str(s.get(name)) for s in settings}) > 1
-    ]  # fmt: skip
-    return [
-        " ".join([run.name, *(f"{name}={own.get(name)}" for name in differ[:4])])
-        for run, own in zip(runs, settings, strict=True)
+        name
+        for name in settings[0]
+        if name not in IGNORED_SETTINGS and len({str(own.get(name)) for own in settings}) > 1
     ]
+    labels = []
+    for run, own in zip(runs, settings, strict=True):
+        unique = [other.name for other in runs].count(run.name) == 1
+        flags = [f"{flag}={own.get(flag)}" for flag in differ[:4]]
+        labels.append(" ".join([run.name if unique else str(run), *flags]))
+    return labels
 
 
 def smooth(values: list, width: int) -> np.ndarray:
@@ -45,27 +57,23 @@ def smooth(values: list, width: int) -> np.ndarray:
     return np.array([np.nanmean(w) if np.isfinite(w).any() else math.nan for w in windows])
 
 
-def draw(runs: list[Path], width: int, out: Path) -> None:
-    """Write a figure with a panel per metric and a line per run."""
-    labels = run_labels(runs)
-    metrics = [read_lines(run / "metrics.jsonl") for run in runs]
-    evaluations = [read_lines(run / "eval.jsonl") for run in runs]
-    names = [name for name in evaluations[0][0] if name not in NOT_METRICS]
+def draw_curves(
+    steps: dict[str, list[dict]], evaluations: dict[str, list[dict]], names: list[str], width: int
+) -> Figure:
+    """A panel per metric and a line per run."""
     columns = math.ceil((3 + len(names)) / 2)
     figure = Figure(figsize=(4.2 * columns, 7.5), layout="constrained")
     axes = figure.subplots(2, columns).flatten()
-    for label, steps, evaluated in zip(labels, metrics, evaluations, strict=True):
-        at = [m["step"] for m in steps]
-        reward = smooth([m["reward"] for m in steps], width)
-        kl = smooth([m["kl"] for m in steps], width)
+    for label, records in evaluations.items():
+        at = [record["step"] for record in steps[label]]
+        reward = smooth([record["reward"] for record in steps[label]], width)
+        kl = smooth([record["kl"] for record in steps[label]], width)
         axes[0].plot(at, reward, lw=1, label=label)
         axes[1].plot(at, kl, lw=1)
         axes[2].plot(kl, reward, lw=1)
         for panel, name in zip(axes[3:], names, strict=False):
-            values = [record.get(name) for record in evaluated]
-            panel.plot([record["step"] for record in evaluated], values, "o-", ms=3, lw=1)
-        last = ", ".join(f"{name} {evaluated[-1].get(name, math.nan):.4g}" for name in names)
-        print(f"{label}: step {evaluated[-1]['step']}: {last}")
+            values = [record.get(name) for record in records]
+            panel.plot([record["step"] for record in records], values, "o-", ms=3, lw=1)
     titles = ["reward", "KL to the reference, nats", "reward against KL"]
     titles += [f"held out: {name}" for name in names]
     for panel, title in zip(axes, titles, strict=False):
@@ -74,20 +82,57 @@ def draw(runs: list[Path], width: int, out: Path) -> None:
         panel.grid(alpha=0.3)
     for panel in axes[len(titles) :]:
         panel.set_axis_off()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8)
-    figure.savefig(out, dpi=110)
+    figure.legend(*axes[0].get_legend_handles_labels(), **LEGEND)
+    return figure
+
+
+def draw_tradeoff(evaluations: dict[str, list[dict]], x: str, y: str) -> Figure:
+    """Each run's points (x, y), the last of them emphasised."""
+    figure = Figure(figsize=(7, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for label, records in evaluations.items():
+        points = np.array([(record[x], record[y]) for record in records], float)  # null becomes NaN
+        (line,) = axes.plot(*points.T, ".-", lw=1, ms=4, alpha=0.4)
+        axes.plot(*points[-1], "o", ms=9, mec="white", color=line.get_color(), label=label)
+    axes.set_xlabel(x.replace("_", " "))
+    axes.set_ylabel(y.replace("_", " "))
+    axes.margins(0.08)
+    axes.grid(alpha=0.3)
+    figure.legend(ncols=min(3, len(evaluations)), **LEGEND)
+    return figure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--smooth", type=int, default=10, help="steps in the running mean")
-    parser.add_argument("--out", type=Path, default=Path("compare.png"))
+    parser.add_argument("--pareto", action="store_true", help="draw the trade-off of two metrics")
+    parser.add_argument("--x", help="metric of the trade-off's horizontal axis")
+    parser.add_argument("--y", help="metric of the trade-off's vertical axis")
+    parser.add_argument("--out", type=Path, default=Path("compare.png"), help="output image")
     args = parser.parse_args()
     for run in args.runs:
-        if not (run / "eval.jsonl").exists():
-            parser.error(f"{run}: has no eval.jsonl")
-    draw(args.runs, args.smooth, args.out)
+        if not (run / "eval.jsonl").exists() or not read_lines(run / "eval.jsonl"):
+            parser.error(f"{run}: has no evaluation in eval.jsonl; is it the folder of a run?")
+    runs = dict(zip(run_labels(args.runs), args.runs, strict=True))
+    evaluations = {label: read_lines(run / "eval.jsonl") for label, run in runs.items()}
+    names = [name for name in next(iter(evaluations.values()))[0] if name not in NOT_METRICS]
+    if args.pareto:
+        pair = next((pair for pair in AXES if set(pair) <= set(names)), ("", ""))
+        x, y = args.x or pair[0], args.y or pair[1]
+        for label, records in evaluations.items():
+            if not all(name in record for record in records for name in (x, y)):
+                parser.error(f"{label}: choose --x and --y from {', '.join(names)}")
+        figure = draw_tradeoff(evaluations, x, y)
+    else:
+        steps = {label: read_lines(run / "metrics.jsonl") for label, run in runs.items()}
+        figure = draw_curves(steps, evaluations, names, args.smooth)
+    figure.savefig(args.out, dpi=110)
+    for label, records in evaluations.items():
+        last = {name: records[-1].get(name) for name in names}
+        values = ", ".join(f"{k} {math.nan if v is None else v:.4g}" for k, v in last.items())
+        print(f"{label}: step {records[-1]['step']}, {records[-1]['n']} held-out prompts: {values}")
+    print(f"picture: {args.out}")
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def remembered(policy: str, groups: list[tba.Group]) -> SimpleNamespace:
 
 
 def judge(learner: SimpleNamespace, groups: list[tba.Group]) -> list:
-    """STATISTICS of a check of groups, nats^2, EOS variance, what saw a fault, whether it warned."""
+    """STATISTICS of a check of groups, nats^2, EOS variance, what saw a fault, if it warned."""
     said = []
     check = tba.SamplingCheck(learner, said.append)
     check.add(groups, 0)
