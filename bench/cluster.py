@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
 RESPONSES = 24
 TOKENS = 250
 IN_A_RUN = __name__ != "__main__"
@@ -126,25 +127,24 @@ if IN_A_RUN:
         searchers = log.trainer.searchers
         measured["groups"] = searchers.first_missing + len(searchers.arrived_positions)
         measured["starts"] = log.trainer.searchers.starts
-        measured["with_weights"] = sum(s.version >= 0 for s in log.trainer.searchers.running)
-        measured["time"] = time.time()  # the first sync ends before the first step begins
         write(log, measured, *args)
 
     tba.StepLog.write = write_measurements
-    of_trainer = {"handle_messages": "take", "store": "store"}
-    of_sync = {"begin_if_due": "sync", "poll": "sync", "on_loaded": "sync", "on_received": "missed"}
-    of_processes = dict.fromkeys(("reap", "restart"), "failures")
-    for owner, names in (
-        (tba.Learner, {"step": "step"}),
-        (tba.Trainer, of_trainer),
-        (tba.WeightSync, of_sync | {"send": "send"}),  # `send` and `form` run in a thread
-        (tba.SearcherProcesses, of_processes),
-        (tba.StepLog, {"write": "log"}),
-        (tba.RecentOrReward, {"sample": "draw"}),
-        (tba.WeightChannel, {"form": "form"}),
-    ):
-        for method, name in names.items():
-            measure(owner, method, name)
+    for owner, method, name in [
+        (tba.Learner, "step", "step"),
+        (tba.Trainer, "handle_messages", "take"),
+        (tba.Trainer, "store", "store"),
+        (tba.WeightSync, "begin_if_due", "sync"),
+        (tba.WeightSync, "poll", "sync"),
+        (tba.WeightSync, "on_loaded", "sync"),
+        (tba.WeightSync, "send", "send"),  # `send` and `form` run in a thread
+        (tba.WeightChannel, "form", "form"),
+        (tba.SearcherProcesses, "reap", "failures"),
+        (tba.SearcherProcesses, "restart", "failures"),
+        (tba.StepLog, "write", "log"),
+        (tba.RecentOrReward, "sample", "draw"),
+    ]:
+        measure(owner, method, name)
 
 # ------------------------------------------------------------------------------------- the driver
 
@@ -154,21 +154,19 @@ PARTS = ("take", "sync", "failures", "store", "draw", "log")
 def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dict[str, float]:
     """Run tba.py with M Searchers; returns the measurements by name."""
     import psutil
+    from harness import arguments  # of tests
 
     out = folder / f"searchers-{M}"
-    command = [
-        sys.executable, str(ROOT / "tba.py"), "--plugin", __file__, "--engine", "sleeping",
-        "--task", "gsm8k", "--model", str(args.files / "model"), "--dataset",
-        str(args.files / "data"), "--output_dir", str(out), "--num_searchers", str(M),
-        "--steps", str(10**6), "--prompts_per_step", "7", "--trained_per_prompt", "20",
-        "--searched_per_prompt", str(RESPONSES), "--sequences_in_flight", str(RESPONSES),
-        "--max_response_tokens", "128", "--kept_per_prompt", str(RESPONSES),
-        "--max_recent_draws", "0", "--eval_every", "0", "--eval_samples", "8", "--save_every", "0",
-        "--max_restarts", "1000", *flags,
-    ]  # fmt: skip
+    settings = {
+        "plugin": __file__, "engine": "sleeping", "num_searchers": M,
+        "steps": 10**6, "prompts_per_step": 7, "trained_per_prompt": 20,
+        "searched_per_prompt": RESPONSES, "sequences_in_flight": RESPONSES,
+        "kept_per_prompt": RESPONSES, "max_response_tokens": 128, "max_recent_draws": 0,
+        "eval_every": 0, "eval_samples": 8, "save_every": 0, "max_restarts": 1000,
+    }  # fmt: skip
+    command = [sys.executable, ROOT / "tba.py", *arguments(args.files, out, **settings), *flags]
     log = open(folder / f"searchers-{M}.log", "w+")  # noqa: SIM115
-    launched = time.time()
-    trainer = psutil.Popen(command, stdout=log, stderr=log)  # Ctrl-C reaches it too
+    trainer = psutil.Popen(list(map(str, command)), stdout=log, stderr=log)
 
     def metrics() -> list[dict]:
         """The run's steps so far."""
@@ -187,9 +185,11 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
     while len(metrics()) < 5:
         time.sleep(0.5)
     manager = next(p for p in trainer.children() if p.cmdline() == trainer.cmdline())
+    parts = {"Trainer": trainer, "Manager": manager}
+    cores = lambda: {name: sum(p.cpu_times()[:2]) for name, p in parts.items()}
     begin = time.monotonic()
     first = len(metrics()) - 1
-    cpu = {p: sum(p.cpu_times()[:2]) for p in (trainer, manager)}
+    cpu = cores()
     read = manager.io_counters().read_chars
     kills = 0
     while time.monotonic() < begin + args.seconds:
@@ -198,12 +198,13 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
             kills += 1
             random.choice(searchers()).kill()
     seconds = time.monotonic() - begin
-    cpu = {p: (sum(p.cpu_times()[:2]) - before) / seconds for p, before in cpu.items()}
+    usage = {f"{name}, cores": (spent - cpu[name]) / seconds for name, spent in cores().items()}
     read = (manager.io_counters().read_chars - read) / seconds
-    private = {p: p.memory_full_info().uss / 2**20 for p in (trainer, manager)}
-    of_searchers = [p.memory_full_info().uss for p in searchers()]
-    descriptors = {p: p.num_fds() for p in (trainer, manager)}
-    first_step = metrics()[0]["time"]
+    for name, process in parts.items():
+        usage[f"{name}, private MB"] = process.memory_full_info().uss / 2**20
+        usage[f"{name}, descriptors"] = process.num_fds()
+    private = [p.memory_full_info().uss / 2**20 for p in searchers()]
+    usage["a Searcher, private MB"] = sum(private) / max(1, len(private))
     steps = metrics()[first:]
     children = trainer.children(recursive=True)
     trainer.terminate()
@@ -215,21 +216,15 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
     if code != 128 + signal.SIGTERM or "Traceback" in text:
         raise SystemExit(f"{M} Searchers: exit code {code}\n{text}")
 
-    start, end = steps[0], steps[-1]
-
-    def over(name: str) -> float:
-        """The increase of a cumulative metric over the measured steps."""
-        return end.get(name, 0) - start.get(name, 0)
-
+    over = lambda name: steps[-1].get(name, 0) - steps[0].get(name, 0)  # of a cumulative metric
     n = over("step")
     wall = over("seconds")
-    groups = over("groups")
     syncs = max(1, over("send_count"))
     outside = (over("thread_cpu") - over("step_cpu")) / n  # CPU seconds per step, without learning
     step_seconds = over("step_wall") / n
     return {
         "Searchers": M,
-        "groups/s": groups / wall,
+        "groups/s": over("groups") / wall,
         "MB/s": read / 1e6,
         "busy, wall": over("step_wall") / wall,
         "busy, CPU": step_seconds / (step_seconds + outside),
@@ -238,21 +233,10 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
         "sync, CPU ms": 1000 * over("sync_cpu") / syncs,
         "syncs": over("send_count"),
         "transfer, s": over("send_wall") / syncs,
-        "groups formed": over("form_count"),
-        "forming, s": over("form_wall") / max(1, over("form_count")),
+        "forming a Gloo group, s": over("form_wall") / max(1, over("form_count")),
         "kills": kills,
         "restarts": over("starts"),
-        "missed": over("missed_count"),
-        "failed transfers": text.count("sending the weights"),
-        "Searchers with weights": sum(m["with_weights"] for m in steps) / len(steps),
-        "first weights, s": first_step - launched,
-        "Trainer, cores": cpu[trainer],
-        "Manager, cores": cpu[manager],
-        "Trainer, private MB": private[trainer],
-        "Manager, private MB": private[manager],
-        "a Searcher, private MB": sum(of_searchers) / max(1, len(of_searchers)) / 2**20,
-        "Trainer, descriptors": descriptors[trainer],
-        "Manager, descriptors": descriptors[manager],
+        **usage,
     }
 
 

@@ -20,6 +20,7 @@ import pickle
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +28,17 @@ import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+from harness import learner_of, random_groups
 
 import tba
 
+SHAPES = {"GSM8K": (140, 150), "TL;DR": (350, 35)}  # tokens of a prompt, of a response on average
+Groups = list[list[tba.Trajectory]]
 
-def median_seconds(*functions, rounds: int = 7) -> list[float]:
+
+def median_seconds(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
     """The median time of each function, called alternately."""
     times = [[] for _ in functions]
     for _ in range(rounds):
@@ -41,16 +47,6 @@ def median_seconds(*functions, rounds: int = 7) -> list[float]:
             function()
             own.append(time.perf_counter() - start)
     return [float(np.median(own)) for own in times]
-
-
-def load_learner(model: Path, files: Path) -> tba.Learner:
-    """A Learner for this model."""
-    config = tba.settings(
-        model=str(model), dataset=str(files / "data"), engine="transformers", dtype="float32",
-        num_searchers=1, logprob_tolerance=1e-3, recent_probability=0.95,
-        max_response_tokens=32, temperature=1.0, tokens_per_microbatch=4096,
-    )  # fmt: skip
-    return tba.Learner(config, tba.load_task(config), tba.Ranks())
 
 
 def wide_model(files: Path, folder: Path) -> Path:
@@ -65,35 +61,15 @@ def wide_model(files: Path, folder: Path) -> Path:
     return folder
 
 
-def random_groups(learner: tba.Learner, prompt: int, response: int) -> list[list[tba.Trajectory]]:
-    """3 groups of 16 random responses of about this length; replaces 3 of the prompts."""
+def groups_of(task: tba.Task, prompt: int, response: int) -> Groups:
+    """3 groups of 16 random responses of about this length; replaces the prompts."""
     rng = np.random.default_rng(0)
-    vocabulary = len(learner.task.tokenizer)
-    groups = []
-    for prompt_id in range(3):
-        learner.task.train_prompts[prompt_id] = rng.integers(0, vocabulary, prompt).astype(np.int32)
-        group = []
-        for _ in range(16):
-            T = int(rng.integers(response // 2, response * 3 // 2))
-            trajectory = tba.Trajectory(
-                tokens=rng.integers(0, vocabulary, T).astype(np.int32),
-                logprobs=np.full(T, -5, np.float32),
-                ref_logprobs=np.full(T, -5, np.float32),
-                ended=True,
-                temperature=1.0,
-                in_kl=True,
-                reward=float(rng.random()),
-                prompt_id=prompt_id,
-                version=0,
-                last_version=0,
-                reference_version=0,
-            )
-            group.append(trajectory)
-        groups.append(group)
-    return groups
+    vocabulary = len(task.tokenizer)
+    task.train_prompts[:50] = [rng.integers(0, vocabulary, prompt, np.int32) for _ in range(50)]
+    return random_groups(task, 3, 16, shortest=response // 2, longest=response * 3 // 2)
 
 
-def trl_step(model: Path, groups: list[list[tba.Trajectory]], prompts: list[np.ndarray]):
+def trl_step(model: Path, groups: Groups, prompts: list[np.ndarray]) -> Callable[[], None]:
     """A function that takes an optimizer step on these responses with TRL's GRPO loss."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -112,13 +88,13 @@ def trl_step(model: Path, groups: list[list[tba.Trajectory]], prompts: list[np.n
         processing_class=transformers.AutoTokenizer.from_pretrained(model),
     )
     trainer.current_gradient_accumulation_steps = 1
-    pad = torch.nn.utils.rnn.pad_sequence
+    pad = lambda tensors: torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
     responses = [torch.from_numpy(t.tokens).long() for t in flat]
     inputs = {
         "prompt_ids": torch.stack([torch.from_numpy(prompts[t.prompt_id]).long() for t in flat]),
-        "completion_ids": pad(responses, batch_first=True),
-        "completion_mask": pad([torch.ones_like(tokens) for tokens in responses], batch_first=True),
-        "old_per_token_logps": pad([torch.from_numpy(t.logprobs) for t in flat], batch_first=True),
+        "completion_ids": pad(responses),
+        "completion_mask": pad([torch.ones_like(tokens) for tokens in responses]),
+        "old_per_token_logps": pad([torch.from_numpy(t.logprobs) for t in flat]),
         "advantages": torch.randn(len(flat)),
     }
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
@@ -126,12 +102,88 @@ def trl_step(model: Path, groups: list[list[tba.Trajectory]], prompts: list[np.n
     optimizer = torch.optim.AdamW(policy.parameters(), 1e-5, fused=True)
 
     def step() -> None:
-        """One optimizer step."""
         trainer._compute_loss(policy, inputs).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
+
+
+def print_steps(name: str, packed: tba.Learner, plain: tba.Learner, groups: Groups) -> None:
+    """Print what a step on these responses costs, relative to one row per response and to TRL."""
+    plain.task.train_prompts = packed.task.train_prompts
+    now = tba.at_step(packed.config, 0)
+    steps = [lambda: packed.step(groups, now, 0), lambda: plain.step(groups, now, 0)]
+    if importlib.util.find_spec("trl"):
+        steps.append(trl_step(Path(packed.config.model), groups, packed.task.train_prompts))
+    seconds, plain_seconds, *trl_seconds = median_seconds(*steps)
+    speedup = plain_seconds / seconds
+    print(f"packed, {name}: {speedup:.2f} times as fast ({seconds:.2f} s per step)")
+    for other in trl_seconds:
+        print(f"TRL, {name}: a step takes {seconds / other:.2f} of TRL's time")
+
+
+def print_generation(name: str, config: tba.Config, prompt: np.ndarray, length: int) -> None:
+    """Print the speedup by running a prompt once for its 16 responses."""
+    once = tba.TransformersEngine(config, 0, "model", 1024)
+    often = tba.TransformersEngine(config, 0, "model", 1024)
+    often.shares_prompts = False
+
+    def generate(engine: tba.TransformersEngine) -> None:
+        request = tba.Request(0, prompt, 16, max_tokens=length, min_tokens=length, temperature=1.0)
+        engine.submit(request)
+        engine.step()
+
+    seconds, plain = median_seconds(lambda: generate(once), lambda: generate(often))
+    print(f"generation, {name}: {plain / seconds:.2f} times as fast ({seconds:.2f} s)")
+
+
+def print_sync(learner: tba.Learner) -> None:
+    """Print the cost of a weight sync to the training thread."""
+    learner.snapshot = tba.FlatWeights(learner.weights, torch.float32, torch.device("cpu"))
+    own = torch.cat([tensor.flatten() for tensor in learner.weights.values()]).detach()
+    other = torch.empty_like(own)
+
+    def sync() -> None:
+        learner.copy_weights()
+        learner.score_probes()
+
+    def copy_and_probes() -> None:
+        other.copy_(own)
+        learner.score_probes()
+
+    seconds, minimum = median_seconds(sync, copy_and_probes, rounds=21)
+    print(f"sync: {seconds / minimum:.2f} times a copy and the probes ({1000 * seconds:.1f} ms)")
+
+
+def print_replay(learner: tba.Learner, groups: Groups) -> None:
+    """Print what drawing a batch from 2,000 prompts costs, relative to a step on these groups."""
+    rule = tba.RecentOrReward(tba.ReplayBuffer(learner.config), learner.config)
+    now = tba.at_step(learner.config, 0)
+    for index in range(2000):
+        for group in random_groups(learner.task, 3, 16, longest=12):
+            for t in group:
+                t.prompt_id = index
+            rule.buffer.add(tba.Group(index, group))
+        if index > 1900:
+            rule.on_group(tba.Group(index, group))
+    (draw,) = median_seconds(lambda: rule.sample(7, 16), rounds=50)
+    (step,) = median_seconds(lambda: learner.step(groups, now, 0))
+    print(f"replay: a draw of 7 x 16 takes {draw / step:.4f} of a training step")
+
+
+def print_queue(group: list[tba.Trajectory]) -> None:
+    """Print how many groups per second pass the Manager's queue."""
+    manager = tba.SyncManager()
+    manager.start()
+    queue = manager.Queue()
+    pickled = pickle.dumps(group)
+    start = time.perf_counter()
+    for _ in range(500):
+        queue.put((0, pickled))
+    taken = [queue.get() for _ in range(500)]
+    print(f"queue: {len(taken) / (time.perf_counter() - start):.0f} groups per second")
+    manager.shutdown()
 
 
 def main() -> None:
@@ -140,81 +192,18 @@ def main() -> None:
     parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     files = parser.parse_args().files
     torch.set_num_threads(1)
-    folder = tempfile.TemporaryDirectory()
-    model = wide_model(files, Path(folder.name))
-    packed = load_learner(model, files)
-    plain = load_learner(model, files)
-    plain.policy.row_tokens = 0
-    once = tba.TransformersEngine(packed.config, 0, "model", 1024)
-    often = tba.TransformersEngine(plain.config, 0, "model", 1024)
-    often.shares_prompts = False
-    now = tba.at_step(packed.config, 0)
-    for name, prompt, response in (("GSM8K", 140, 150), ("TL;DR", 350, 35)):
-        groups = random_groups(packed, prompt, response)
-        random_groups(plain, prompt, response)
-
-        def step(learner: tba.Learner, groups: list = groups) -> None:
-            """One training step."""
-            learner.step(groups, now, 0)
-
-        steps = [lambda: step(packed), lambda: step(plain)]
-        if importlib.util.find_spec("trl"):
-            steps.append(trl_step(model, groups, packed.task.train_prompts))
-        packed_seconds, plain_seconds, *trl_seconds = median_seconds(*steps)
-        speedup = plain_seconds / packed_seconds
-        print(f"packed, {name}: {speedup:.2f} times as fast ({packed_seconds:.2f} s per step)")
-        for seconds in trl_seconds:
-            print(f"TRL, {name}: a step takes {packed_seconds / seconds:.2f} of TRL's time")
-
-        def generate(engine: tba.TransformersEngine, P: int = prompt, T: int = response) -> None:
-            """16 responses of T tokens to a prompt of P."""
-            ids = packed.task.train_prompts[0][:P]
-            engine.submit(tba.Request(0, ids, 16, max_tokens=T, min_tokens=T, temperature=1.0))
-            engine.step()
-
-        seconds, plain_seconds = median_seconds(lambda: generate(once), lambda: generate(often))
-        print(f"generation, {name}: {plain_seconds / seconds:.2f} times as fast ({seconds:.2f} s)")
-
-    packed.snapshot = tba.FlatWeights(packed.weights, torch.float32, torch.device("cpu"))
-    own = torch.cat([tensor.flatten() for tensor in packed.weights.values()]).detach()
-    other = torch.empty_like(own)
-
-    def sync() -> None:
-        """What a weight sync does in the training thread."""
-        packed.copy_weights()
-        packed.score_probes()
-
-    def copy_and_probes() -> None:
-        """The minimum cost."""
-        other.copy_(own)
-        packed.score_probes()
-
-    seconds, minimum = median_seconds(sync, copy_and_probes, rounds=21)
-    print(f"sync: {seconds / minimum:.2f} times a copy and the probes ({1000 * seconds:.1f} ms)")
-
-    config = packed.config
-    rule = tba.RecentOrReward(tba.ReplayBuffer(config), config)
-    for index in range(2000):
-        for group in random_groups(packed, 4, 8):
-            for t in group:
-                t.prompt_id = index
-            rule.buffer.add(tba.Group(index, group))
-        if index > 1900:
-            rule.on_group(tba.Group(index, group))
-    (draw,) = median_seconds(lambda: rule.sample(7, 16), rounds=50)
-    print(f"replay: a draw of 7 x 16 takes {draw / packed_seconds:.4f} of a training step")
-
-    manager = tba.SyncManager()
-    manager.start()
-    queue = manager.Queue()
-    pickled = pickle.dumps(random_groups(packed, 4, 250)[0])
-    start = time.perf_counter()
-    for _ in range(500):
-        queue.put((0, pickled))
-    taken = [queue.get() for _ in range(500)]
-    print(f"queue: {len(taken) / (time.perf_counter() - start):.0f} groups per second")
-    manager.shutdown()
-    folder.cleanup()
+    with tempfile.TemporaryDirectory() as folder:
+        model = wide_model(files, Path(folder))
+        flags = {"model": model, "recent_probability": 0.95, "tokens_per_microbatch": 4096}
+        packed, plain = (learner_of(files, Path(folder) / "run", **flags) for _ in range(2))
+        plain.policy.row_tokens = 0
+        for name, (prompt, response) in SHAPES.items():
+            groups = groups_of(packed.task, prompt, response)
+            print_steps(name, packed, plain, groups)
+            print_generation(name, packed.config, packed.task.train_prompts[0], response)
+        print_sync(packed)
+        print_replay(packed, groups_of(packed.task, *SHAPES["GSM8K"]))
+        print_queue(random_groups(packed.task, 1, 16, shortest=125, longest=375)[0])
 
 
 if __name__ == "__main__":

@@ -378,7 +378,7 @@ def learner_of(files: Path, out: Path, **flags: object) -> tba.Learner:
 
 
 def random_groups(
-    task: tba.Task, B: int, K: int, longest: int = 24, first_prompt: int = 0
+    task: tba.Task, B: int, K: int, longest: int = 24, first_prompt: int = 0, shortest: int = 1
 ) -> list[list[tba.Trajectory]]:
     """K random trajectories of each of B random prompts."""
     rng = np.random.default_rng(0)
@@ -386,7 +386,7 @@ def random_groups(
     for prompt_id in first_prompt + rng.permutation(50)[:B]:
         groups.append([])
         for _ in range(K):
-            length = int(rng.integers(1, longest))
+            length = int(rng.integers(shortest, longest))
             trajectory = tba.Trajectory(
                 tokens=rng.integers(0, len(task.tokenizer), length).astype(np.int32),
                 logprobs=np.zeros(length, np.float32),
