@@ -36,13 +36,8 @@ sys.path.insert(0, str(ROOT))
 import tba
 
 FILES = ROOT / "tests" / "models" / "gsm8k"  # tokenizer and prompts
-TOLERANCE = {
-    "logprobs": 2e-3,
-    "gradient": 2e-2,
-    "generation": 2e-3,
-    "transfer": 2e-3,
-    "saved": 2e-3,
-}
+TOLERANCE = dict.fromkeys(("logprobs", "generation", "transfer", "saved"), 2e-3)
+TOLERANCE["gradient"] = 2e-2
 LIMIT = 120  # seconds a family
 RESPONSES = 32  # --max_response_tokens
 WINDOW = 512  # of attention; longer than all sequences, unless a variant says otherwise
@@ -75,41 +70,37 @@ SIZES = {
     WINDOW: "sliding_window window_size attention_window_size attention_chunk_size",
 }
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1}
 MLA = {"num_key_value_heads": 4, "head_dim": 8}  # multi-head latent attention
 # what else a family needs to be small and to use all that it has; NAME+TEXT is a variant of NAME
 OWN = {
-    "axk1": MLA,
-    "axk2": MLA,
+    **dict.fromkeys("axk1 axk2 deepseek_v32 glm_moe_dsa minicpm3 youtu".split(), MLA),
+    **dict.fromkeys("exaone4 gemma3_text gpt_oss olmo3".split(), SLIDING),
+    **dict.fromkeys(
+        "minimax olmo_hybrid qwen3_5_text qwen3_5_moe_text qwen3_next".split(), LINEAR
+    ),
     "bamba": {"attn_layer_indices": [1], **MAMBA},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25, **SLIDING},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, **MLA},
     "deepseek_v3": {"n_group": 2, **MLA},
-    "deepseek_v32": MLA,
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, **SLIDING},
-    "exaone4": SLIDING,
     "falcon+alibi": {"alibi": True},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "key_multiplier": 0.7},
     "gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0, **SLIDING},
-    "gemma3_text": SLIDING,
     "gemma3_text+narrow": {"sliding_window": 40, **SLIDING},
-    "glm_moe_dsa": MLA,
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse"], **MLA},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "gpt_oss": SLIDING,
     "granite": {"logits_scaling": 8.0, "attention_multiplier": 0.25},
     "granitemoehybrid": {"logits_scaling": 4.0, **MAMBA, **LINEAR},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": {"mlp_layer_types": ["dense", "sparse"], **MLA, **LINEAR},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), CONVOLUTION),
     "llama+tied": {"tie_word_embeddings": True},
     "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1},
     "longcat_flash": {"num_hidden_layers": 4, **MLA},
-    "minicpm3": MLA,
-    "minimax": LINEAR,
     "ministral": {"head_dim": 32, **SLIDING},
     "mistral+narrow": {"sliding_window": 40},
     "nemotron": {"num_key_value_heads": 2},
@@ -118,8 +109,6 @@ OWN = {
         "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1,
         "use_mamba_kernels": False,
     },
-    "olmo3": SLIDING,
-    "olmo_hybrid": LINEAR,
     "opt": {"dropout": 0.1},
     "phi3+longrope": {
         "original_max_position_embeddings": 64,
@@ -128,10 +117,6 @@ OWN = {
             "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
         },
     },
-    "qwen3_5_text": LINEAR,
-    "qwen3_5_moe_text": LINEAR,
-    "qwen3_next": LINEAR,
-    "youtu": MLA,
 }  # fmt: skip
 
 
@@ -185,21 +170,19 @@ def gap(found: list, expected: list) -> float:
     return float(max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs))
 
 
-def compare(
-    folder: Path, dtype: str = "float32", engine: str = "transformers"
-) -> tuple[bool, dict[str, float]]:
+def compare(folder: Path, engine: str = "transformers") -> tuple[bool, dict[str, float]]:
     """Whether responses share rows, and the gaps listed above. Raises InputError if refused."""
     config = tba.settings(
-        task="gsm8k", model=str(folder), dataset=str(FILES / "data"), dtype=dtype, lora_rank=0,
+        task="gsm8k", model=str(folder), dataset=str(FILES / "data"), dtype="float32", lora_rank=0,
         engine=engine, temperature=0.7, max_response_tokens=RESPONSES,
     )  # fmt: skip
     task = tba.load_task(config)
     rng = np.random.default_rng(0)
     vocabulary = len(task.tokenizer)
     draw = lambda n: rng.integers(4, vocabulary, n).astype(np.int32)
-    groups = [
-        (draw(P), [draw(T) for T in lengths]) for P, lengths in ((5, (7, 15, 3)), (30, (32, 9)))
-    ]
+    shapes = ((5, (7, 15, 3)), (30, (32, 9)))
+    groups = [(draw(P), [draw(T) for T in lengths]) for P, lengths in shapes]
+    pairs = [(prompt, response) for prompt, responses in groups for response in responses]
     # the family's own implementation, where SDPA ignores a soft cap
     model_config = AutoConfig.from_pretrained(folder)
     capped = getattr(model_config, "attn_logit_softcapping", None)
@@ -207,10 +190,7 @@ def compare(
         path, dtype=torch.float32, attn_implementation="eager" if capped else None
     ).eval()
     plain = load(folder)
-    score = lambda model: [
-        plain_logprobs(model, p, y) for p, responses in groups for y in responses
-    ]
-    truth = score(plain)
+    truth = [plain_logprobs(plain, prompt, response) for prompt, response in pairs]
     sum(map(torch.sum, truth)).backward()
     gaps = {}
     served = tba.ENGINES[engine](config, 0, "model", 60 + RESPONSES)  # first, as in a Searcher
@@ -229,9 +209,8 @@ def compare(
             difference = float((own - expected[name]).abs().max()) / scale
             gaps["gradient"] = max(gaps["gradient"], difference)
     for i, (prompt, responses) in enumerate(groups):
-        tokens = RESPONSES - i
-        n = len(responses)
-        served.submit(tba.Request(i, prompt, n, max_tokens=tokens, temperature=0.7, seed=i))
+        options = {"max_tokens": RESPONSES - i, "temperature": 0.7, "seed": i}
+        served.submit(tba.Request(i, prompt, len(responses), **options))
     found, own = [], []
     with torch.no_grad():
         while served.unfinished:
@@ -240,12 +219,10 @@ def compare(
                 own += [plain_logprobs(plain, done.request.prompt, y) for y in done.tokens]
         gaps["generation"] = gap(found, own)
         perturb(policy.model)
-        weights = tba.checkpoint_state(policy.model)
-        sent = weights
+        weights = sent = tba.checkpoint_state(policy.model)
         if engine != "transformers":  # others use checkpoint names
             sent = tba.revert_weight_conversion(policy.model, weights)
         served.load_weights(sent.items(), 1)
-        pairs = [(p, y) for p, responses in groups for y in responses]
         found = served.prompt_logprobs([np.concatenate([p, y, p]) for p, y in pairs])
         found = [row[len(p) - 1 :][: len(y)] for row, (p, y) in zip(found, pairs, strict=True)]
         gaps["transfer"] = gap(found, tba.token_logprobs(policy, groups, config, temperature=1.0))

@@ -88,11 +88,10 @@ def soak(args: argparse.Namespace, folder: Path, cluster: Any) -> int:
     output = run.ends(128 + signal.SIGTERM)
     stored = [index for index, *_ in run.noted("stored")]
     duplicates = len(stored) - len(set(stored))
-    lost = 0
-    for searcher in range(3):
-        own = {index for index in stored if index % 3 == searcher}
-        expected = set(range(searcher, max(own) - 3 * 16, 3))  # the latest may be in flight
-        lost += len(expected - own)
+    newest = [max(index for index in stored if index % 3 == searcher) for searcher in range(3)]
+    in_flight = 3 * 16  # of a Searcher, at most
+    sent = {i for searcher in range(3) for i in range(searcher, newest[searcher] - in_flight, 3)}
+    lost = len(sent - set(stored))
     metrics = read_lines(out / "metrics.jsonl")
     gap = max(m["logprob_gap"] for m in metrics)
     print(dict(injected))
