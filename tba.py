@@ -12,12 +12,12 @@ neither waits for the other. With --cluster, Searchers are Ray tasks. Results: d
 
     Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
       while step < steps:                              while True:
-        poll()        receives groups        <---        submit_prompts()     S responses per prompt
-                      sends weights, if due  --->        engine.step()        decode steps; between:
-        next_batch()  stores groups, draws                 start_scoring()    rewards, in a thread
-                      B prompts x K responses              collect_results()  sends scored groups
-        train_step()  loss, gradient, AdamW;               load_weights()     of a new version
-                      every k steps, a sync is due       handle_completions() new groups, log pi_ref
+        poll()        receives groups        <---        submit_prompts()      S responses a prompt
+                      sends weights, if due  --->        engine.step()         decode; between steps:
+        next_batch()  stores groups, draws                 start_scoring()     rewards, in a thread
+                      B prompts x K responses              collect_results()   sends scored groups
+        train_step()  loss, gradient, AdamW;               load_weights()      of a new version
+                      every k steps, a sync is due       handle_completions()  new groups, log pi_ref
         save_if_due() writes a checkpoint
 
 Log-probabilities are those of the tempered policy (logits / --temperature) unless stated otherwise.
