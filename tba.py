@@ -10,17 +10,18 @@ to be read top to bottom; Part II is the machinery; Part III has the paper's oth
 Searchers generate and score responses while the Trainer learns from a replay buffer; normally
 neither waits for the other. With --cluster, Searchers are Ray tasks. Results: docs/results.md.
 
-    Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
-      while step < steps:                              while True:
-        poll()        receives groups        <---        submit_prompts()     S responses per prompt
-                      sends weights, if due  --->        engine.step()        decode steps; between:
-        next_batch()  stores groups, draws                 start_scoring()    rewards, in a thread
-                      B prompts x K responses              collect_results()  sends scored groups
-        train_step()  loss, gradient, AdamW;               load_weights()     of a new version
-                      every k steps, a sync is due       handle_completions() new groups, log pi_ref
+    Trainer.run_asynchronous, the main process      Searcher.run, one process and GPU each
+      while step < steps:                             while True:
+        poll()        receives groups        <---       submit_prompts()      S responses a prompt
+                      sends weights, if due  --->       engine.step()         decode steps; between:
+        next_batch()  stores groups, draws                start_scoring()     rewards, in a thread
+                      B prompts x K responses             collect_results()   sends scored groups
+        train_step()  loss, gradient, AdamW;              load_weights()      of a new version
+                      every k steps, a sync is due      handle_completions()  groups, log pi_ref
         save_if_due() writes a checkpoint
 
-Log-probabilities are those of the tempered policy (logits / --temperature) unless stated otherwise.
+Log-probabilities of policy and reference are those at --temperature (of softmax(logits / T)). The
+behaviour policy's are at the temperature of the request, which differs only in red-teaming.
 
     In the paper      Here                                                        Section
     pi_theta, pi_ref  TokenLogProbs: the policy in Learner, the reference in Searcher  8
@@ -198,6 +199,8 @@ class Config:
     dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
     train_split: str = flag("train", "Split of --dataset to train on.")
     steps: int = flag(700, "Number of optimizer steps; 0: only evaluate --model.")
+    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
+    lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
@@ -221,7 +224,7 @@ class Config:
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
 
     recent_probability: float | None = flag(
-        None, "Fraction of recent prompts per batch [m]; default: 0.95; lockstep: 1.", maximum=1
+        None, "Probability that a prompt is recent [m]; default: 0.95; lockstep: 1.", maximum=1
     )
     replay_rule: str = flag(
         "recent_or_reward", "Replay rule: recent_or_reward, anchored, or from --plugin."
@@ -243,8 +246,6 @@ class Config:
     cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
     dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
     gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", POSITIVE, 1)
-    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
-    lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k]; lockstep: always 1.", 1)
     logprob_tolerance: float = flag(0.0, "Maximum engine log-prob gap; 0: 1e-3, or 1 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
@@ -380,9 +381,10 @@ def schedule_value(text: str | float, step: int, end: float = math.inf) -> float
 class Trajectory:
     """One response to one prompt.
 
-    Its staleness is the optimizer step that trains on it, minus `version`. It adds up from the up
-    to k steps between syncs, and the steps that the Trainer takes while the response is generated
-    and scored, while its group waits to be drawn, and until it is drawn again or replayed.
+    Its staleness is the optimizer step that trains on it, minus `version`: at most k steps since
+    the latest sync, plus those that the Trainer took while the weights were sent, while the
+    response was generated and scored, and while its group waited to be drawn, perhaps again. It is
+    --lag in lockstep and has no bound in an asynchronous run. A replayed one may have any age.
     """
 
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")  # (T,) each
@@ -391,12 +393,12 @@ class Trajectory:
     logprobs: np.ndarray  # (T,) float32, under the sampling policy and temperature
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
-    in_kl: bool  # sampled at --temperature, log pi_ref as it is: counts in the metric kl
-    temperature: float  # that its tokens were to be sampled at
+    in_kl: bool  # counts in the metric kl: sampled at --temperature, log pi_ref not adjusted
+    temperature: float  # requested sampling temperature
     reward: float
     prompt_id: int
     version: int  # optimizer step of the weights that its first token was sampled with
-    last_version: int  # of those of its last token; they load between two decode steps
+    last_version: int  # the same of its last token: weights may load in mid-response
     reference_version: int  # step of the reference
 
     @property
@@ -417,8 +419,8 @@ class Group:
         return self.trajectories[0].prompt_id
 
 
-# what a replay rule draws and the Learner trains on: B groups of K trajectories of a prompt each
-Drawn = list[list[Trajectory]]
+# what a step trains on: B groups of K trajectories of one prompt each
+TrainingGroups = list[list[Trajectory]]
 
 
 @dataclass
@@ -488,7 +490,7 @@ def tb(batch: Batch, config: Config) -> Loss:
 
 
 # what objectives learn besides the policy, initially 0: name -> size (0: an entry per training
-# prompt) and peak learning rate, which follows the schedule of --learning_rate
+# prompt) and peak learning rate, which follows the schedule of --learning_rate; plug-ins add theirs
 PARAMETERS: dict[str, tuple[int, float]] = {"log_z": (0, 0.1)}
 
 
@@ -640,12 +642,12 @@ class ReplayBuffer(Stateful):
         Without replacement; with replacement if fewer than K are stored (paper section 4.2).
         """
         stored = list(self.trajectories[prompt_id].values())
-        scores = self.config.reward_inverse_temperature * np.array([t.reward for t in stored])
-        # the largest of score + Gumbel noise is a softmax draw, the K largest K without replacement
+        logits = self.config.reward_inverse_temperature * np.array([t.reward for t in stored])
+        # the largest of logit + Gumbel noise is a softmax draw, the K largest K without replacement
         if len(stored) < K:
-            indices = (scores + self.rng.gumbel(size=(K, len(stored)))).argmax(1)
+            indices = (logits + self.rng.gumbel(size=(K, len(stored)))).argmax(1)
         else:
-            indices = np.argsort(-(scores + self.rng.gumbel(size=len(stored))))[:K]
+            indices = np.argsort(-(logits + self.rng.gumbel(size=len(stored))))[:K]
         return [stored[i] for i in indices]
 
     def state(self) -> dict[str, Any]:
@@ -669,16 +671,16 @@ class ReplayRule(Stateful):
         self.epoch: list[int] = []  # prompts left in this epoch of replay
 
     def on_group(self, group: Group) -> None:
-        """A group has just been stored."""
+        """Called after a group is stored."""
 
     def on_sync(self, step: int) -> None:
-        """A sync of the weights of `step` has begun."""
+        """Called when a sync of the weights of `step` begins."""
 
-    def sample(self, B: int, K: int) -> Drawn | None:
+    def sample(self, B: int, K: int) -> TrainingGroups | None:
         """Draw B groups of K trajectories of one prompt each; None: wait for another group."""
         raise NotImplementedError
 
-    def replay(self, count: int, K: int, used: set[int]) -> Drawn:
+    def replay(self, count: int, K: int, used: set[int]) -> TrainingGroups:
         """K trajectories of each of `count` prompts, drawn without replacement over an epoch.
 
         Skips prompts in `used`, and adds the drawn ones to it. Once all are used (red-teaming has
@@ -735,7 +737,7 @@ class RecentOrReward(ReplayRule):
     def on_sync(self, step: int) -> None:
         self.window += 1
 
-    def sample(self, B: int, K: int) -> Drawn | None:
+    def sample(self, B: int, K: int) -> TrainingGroups | None:
         """Draw B groups of K trajectories, or return None if too few groups are recent.
 
         Example: prompts 0-9 are stored, 6-9 since the latest sync. B = 4, K = 20, m = 0.5 give
@@ -786,7 +788,7 @@ class Anchored(RecentOrReward):
     failures should come from the current policy. See also RePO (arXiv 2506.09340).
     """
 
-    def replay(self, count: int, K: int, used: set[int]) -> Drawn:
+    def replay(self, count: int, K: int, used: set[int]) -> TrainingGroups:
         groups = super().replay(count, K // 2, used)
         for group in groups:
             n = K - len(group)
@@ -979,6 +981,10 @@ class Trainer(Stateful):
     for the previous checkpoint, in `save`; and for the final evaluation. It pauses to store groups
     (at most 1 s per step), to score the probes at a sync, and to copy weights and states. Lockstep
     also waits for syncs, evaluations and each batch.
+
+    Groups have positions in the prompt order: all before `first_missing` have arrived, those in
+    `arrived_positions` too, and Searchers submit only prompts before `limit`. A sync sends the
+    current weights, also to Searchers that start later; an evaluation that is due makes one due.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -1052,7 +1058,7 @@ class Trainer(Stateful):
             self.train_step(groups)
             self.save_if_due()
 
-    def next_batch(self) -> Drawn | None:
+    def next_batch(self) -> TrainingGroups | None:
         """Store new groups and draw a batch; None if there is too little to draw from."""
         deadline = time.monotonic() + 1  # a group of red-teaming can take 0.1 s
         while self.inbox and time.monotonic() < deadline:
@@ -1113,7 +1119,7 @@ class Trainer(Stateful):
             self.save_if_due()
 
     def at_barrier(self) -> bool:
-        """Lockstep: whether all requested groups have arrived, as an exact resume requires."""
+        """Lockstep: whether all requested groups have arrived."""
         return self.searchers.first_missing >= self.searchers.limit
 
     def save_if_due(self) -> None:
@@ -1124,14 +1130,18 @@ class Trainer(Stateful):
             save(self)
 
     def mark_due(self) -> None:
-        """Mark a sync, every k steps, and an evaluation as due after this step."""
+        """Mark the sync and the evaluation that fall due at this step."""
         self.sync.due |= self.step % self.config.sync_every == 0
         self.evaluations.due |= self.evaluations.last_due(self.step) == self.step
 
     def reset_reference(self) -> None:
-        """Make the policy the reference (TBA'), and start a new buffer and rule."""
+        """Make the policy the reference (TBA'), and start a new buffer and rule.
+
+        Groups in the inbox, and those that Searchers complete before they load the new reference,
+        have the old one's log pi_ref: `store` drops them.
+        """
         self.sync.reset_reference(self.step)
-        self.buffer.trajectories.clear()  # refilled by groups that the new reference scores
+        self.buffer.trajectories.clear()
         self.rule = self.register(type(self.rule)(self.buffer, self.config))
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
@@ -1173,9 +1183,10 @@ class Trainer(Stateful):
             self.rule.on_sync(self.step)
 
     def can_stop(self) -> bool:
-        """Whether the run can be resumed exactly from here: in lockstep, only at a barrier.
+        """Whether the run can be resumed exactly from here.
 
-        Without --lag it does not wait for a Searcher that lost its machine: it may get no other.
+        In lockstep, groups in flight would be sampled with other weights: all must have arrived.
+        Without --lag, it does not wait for a Searcher whose machine is lost: there may be no other.
         """
         lost = not self.config.lag and any(s.state == "pending" for s in self.searchers.running)
         return not self.config.synchronous or self.at_barrier() or lost
@@ -1217,12 +1228,13 @@ class Trainer(Stateful):
         for tracker in self.folder.accelerator.trackers:
             tracker.finish()
 
-    def train_step(self, groups: Drawn) -> None:
+    def train_step(self, groups: TrainingGroups) -> None:
         """Take one optimizer step on B groups of K trajectories, and log it."""
         config = self.config
         current = at_step(config, self.step)
-        if config.synchronous or self.step == self.folder.step:  # the weights that sampled
-            # groups before which all others of their Searcher have arrived, too
+        # in lockstep, and at first, the policy still has the weights that sampled these groups
+        if config.synchronous or self.step == self.folder.step:
+            # not those that overtook earlier ones of their Searcher: short responses arrive first
             last = self.searchers.first_missing + config.num_searchers - 1
             self.sampling.add([g for g in self.log.new_groups if g.index <= last], self.step)
         metrics = self.learner.step(groups, current, self.step)
@@ -1305,13 +1317,13 @@ class Learner(Stateful):
         self.skipped = 0  # consecutive steps whose loss or gradient was not finite
 
     @on_every_rank
-    def step(self, groups: Drawn, current: Config, step: int) -> dict[str, float]:
+    def step(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, float]:
         """Take a step, unless loss or gradient is not finite; `current` is from `at_step`."""
         start = time.perf_counter()
         metrics = self.gradient(groups, current, step)
         computed = time.perf_counter()
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = parameters["lr_scale"] * current.learning_rate
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = param_group["lr_scale"] * current.learning_rate
         is_finite = math.isfinite(metrics["loss"] + metrics["grad_norm"])
         self.skipped = 0 if is_finite else self.skipped + 1
         if is_finite:
@@ -1328,8 +1340,8 @@ class Learner(Stateful):
             "optimizer_seconds": time.perf_counter() - computed,
         }
 
-    def gradient(self, groups: Drawn, current: Config, step: int) -> dict[str, float]:
-        """Compute and clip the gradient; returns metrics. If it was wrong, it is computed again."""
+    def gradient(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, float]:
+        """Compute and clip the gradient, again if the loss turns out to couple groups; metrics."""
         measured = self.backward(groups, current, step)
         norm = nn.utils.clip_grad_norm_(
             self.model.parameters(), self.config.max_grad_norm or math.inf
@@ -1344,18 +1356,19 @@ class Learner(Stateful):
             return self.gradient(groups, current, step)
         return metrics
 
-    def backward(self, groups: Drawn, current: Config, step: int) -> dict[str, Tensor]:
+    def backward(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, Tensor]:
         """Accumulate the gradient of the objective, in micro-batches.
 
         The objective is a function of all log-probabilities of the batch. Its derivatives with
-        respect to them (N,) come from autograd; micro-batches propagate these to the weights.
+        respect to them (N,) come from autograd; micro-batches propagate these to the weights. A row
+        is a padded sequence: a prompt with one or more of its responses.
 
         Most losses are sums over groups, so that a group's derivatives do not depend on the others:
         each micro-batch consists of whole groups, and uses its derivatives while the
         log-probabilities of later groups are still 0. At the end all are known, and so is the error
         of the derivatives that were used. If a loss turns out to couple groups (`coupled`), or if a
         group exceeds --tokens_per_microbatch, all log-probabilities are computed first, without
-        gradient; then each row is a micro-batch's unit, which may be one of several.
+        gradient, and micro-batches are filled row by row instead of group by group.
 
         Example: a group has one row of 60 tokens, another two rows of 45. With a budget of 100,
         each group is a micro-batch. With a budget of 80, the second group exceeds it: after a first
@@ -1367,7 +1380,7 @@ class Learner(Stateful):
         units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
         one_pass = not self.coupled and all(padded_tokens(unit) <= budget for unit in units)
         batch = self.make_batch(groups, current, step)
-        known = batch.logprobs.data  # log pi_theta, (N,); 0 where it is not computed yet
+        known = batch.logprobs.data  # (N,), the batch's own memory; 0 where not computed yet
         used = torch.zeros_like(known)  # derivatives of the loss, (N,)
         if not one_pass:
             units = [[row] for unit in units for row in unit]
@@ -1404,7 +1417,7 @@ class Learner(Stateful):
         by_logprob, *own = torch.autograd.grad(result.loss, inputs, materialize_grads=True)
         return by_logprob, own, result
 
-    def make_batch(self, groups: Drawn, current: Config, step: int) -> Batch:
+    def make_batch(self, groups: TrainingGroups, current: Config, step: int) -> Batch:
         """The Batch of B groups of K trajectories; its log pi_theta are still 0."""
         rows = [t for group in groups for t in group]
         load = partial(to_device, device=self.device)
@@ -1440,7 +1453,7 @@ class Learner(Stateful):
     @on_every_rank
     @torch.no_grad()
     def sampling_evidence(self, sequences: PromptGroups) -> np.ndarray:
-        """What `sampling_evidence` says of all responses' tokens, (N, EVIDENCE)."""
+        """Statistics of all responses' tokens, (N, EVIDENCE), which SamplingCheck tests."""
         measure = partial(sampling_evidence, ends=self.task.end_tokens)
         return token_values(self.policy, sequences, self.config, EVIDENCE, measure=measure)
 
@@ -1490,7 +1503,7 @@ class Learner(Stateful):
 
 
 class RequestId(NamedTuple):
-    """What a request is for."""
+    """Identifies a request, and says whether its prompt is held out."""
 
     held_out: bool  # it belongs to an evaluation
     index: int  # Group.index; 0 for a held-out prompt
@@ -1502,7 +1515,7 @@ class TaskCall:
     """A call of the task in a thread."""
 
     future: Future  # gives a list of messages to the Trainer
-    unscored: int  # responses that wait for their rewards
+    unrewarded: int  # responses that wait for their rewards
     last_queued: float  # when it was last seen waiting for a thread
 
 
@@ -1533,10 +1546,10 @@ class Searcher:
         task.setup(engine_of)
         threads = max(1, task.reward_threads)
         self.reward_pool = ThreadPoolExecutor(threads)
-        self.judge_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
+        self.evaluation_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
         self.in_flight: dict[RequestId, Request] = {}  # as submitted: an engine may alter its own
-        self.unscored: list[Group] = []  # complete; waiting for a thread
+        self.unrewarded: list[Group] = []  # complete; waiting for a thread
         self.calls: list[TaskCall] = []  # in progress
         # groups per call: the threads together score at most --sequences_in_flight responses
         self.call_size = max(
@@ -1585,8 +1598,8 @@ class Searcher:
         if now - self.last_heartbeat > 0.5:
             self.last_heartbeat = now
             self.spec.send(Heartbeat(now, self.idle, self.tokens))
-        # weights load once held-out prompts have been answered; other responses continue under
-        # them, with their KV cache. In lockstep these, and prompts yet to be submitted, come first
+        # new weights load once no held-out prompt is in flight; training responses continue with
+        # them, and keep their KV cache. In lockstep, all requested groups are completed first
         to_submit = self.index < self.limit and self.version >= 0
         unfinished = self.config.synchronous and (to_submit or self.in_flight)
         if self.staged and not (unfinished or any(source.held_out for source in self.in_flight)):
@@ -1628,10 +1641,10 @@ class Searcher:
         config = self.config
         prompts = self.task.train_prompts
         S = config.searched_per_prompt
-        unscored = S * len(self.unscored) + sum(call.unscored for call in self.calls)
-        max_unscored = 2 * max(S, config.sequences_in_flight)
-        # in lockstep, it does not depend on how fast rewards are: runs repeat exactly
-        if self.version < 0 or (unscored > max_unscored and not config.synchronous):
+        unrewarded = S * len(self.unrewarded) + sum(call.unrewarded for call in self.calls)
+        limit = 2 * max(S, config.sequences_in_flight)
+        # in lockstep, which repeats exactly, the order must not depend on how fast rewards are
+        if self.version < 0 or (unrewarded > limit and not config.synchronous):
             return
         capacity = config.sequences_in_flight * self.engine.LOOKAHEAD  # some wait in the engine
         while self.index < self.limit:
@@ -1657,7 +1670,10 @@ class Searcher:
             self.in_flight[request.id] = request
 
     def submit_held_out(self, rows: range) -> None:
-        """Submit held-out prompts, which are answered before newer weights load."""
+        """Submit held-out prompts, which are answered before newer weights load.
+
+        They are in flight like training prompts, of which fewer are submitted meanwhile.
+        """
         config = self.config
         n = config.eval_responses
         greedy = self.task.greedy_evaluation and n == 1
@@ -1684,7 +1700,7 @@ class Searcher:
                 if held_out:
                     self.call_task(groups, held_out)
                 else:
-                    self.unscored += groups
+                    self.unrewarded += groups
                 self.between_steps()
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
@@ -1733,9 +1749,9 @@ class Searcher:
         In lockstep, calls do not depend on when a thread is free: runs repeat exactly.
         """
         threads = math.inf if self.config.synchronous else max(1, self.task.reward_threads)
-        while self.unscored and sum(call.unscored > 0 for call in self.calls) < threads:
-            groups = self.unscored[: self.call_size]
-            del self.unscored[: self.call_size]
+        while self.unrewarded and sum(call.unrewarded > 0 for call in self.calls) < threads:
+            groups = self.unrewarded[: self.call_size]
+            del self.unrewarded[: self.call_size]
             self.call_task(groups, held_out=False)
 
     def call_task(self, groups: list[Group], held_out: bool) -> None:
@@ -1770,7 +1786,7 @@ class Searcher:
         if not task.reward_threads:
             self.spec.send(*messages())
             return
-        pool = self.judge_pool if held_out else self.reward_pool
+        pool = self.evaluation_pool if held_out else self.reward_pool
         future = pool.submit(messages)
         future.add_done_callback(lambda _: self.wake_up.set())
         self.calls.append(TaskCall(future, 0 if held_out else len(rows), time.perf_counter()))
@@ -4056,7 +4072,7 @@ class StepLog:
         # per step, groups trained on and arrived
         self.group_counts: deque[tuple[int, int]] = deque(maxlen=50)
 
-    def write(self, measured: dict[str, float], groups: Drawn) -> None:
+    def write(self, measured: dict[str, float], groups: TrainingGroups) -> None:
         """Log a step that trained on these groups."""
         trainer = self.trainer
         if self.new_groups:

@@ -274,6 +274,7 @@ def look(environment):
     import tba
     from harness import learner_of, random_groups
     tba.Ranks.JOIN_TIMEOUT = tba.timedelta(seconds=1)
+    tba.prepare_process()
     ranks = tba.Ranks.connect()
     learner = learner_of(Path(sys.argv[1]), Path("run"), dtype="bfloat16")
     groups = random_groups(learner.task, 2, 4)

@@ -385,7 +385,7 @@ def sent(searcher, kind, count):
 def weights_of_step(step):
     """The message that such weights are in the staging buffer."""
     return tba.ReceiveWeights(
-        version=step, reference=False, held_out=range(0), group=None
+        version=step, reference=False, held_out=range(0), channel=None
     )  # fmt: skip
 
 
@@ -639,6 +639,7 @@ def trainer_of(**flags):
     trainer.config = tba.settings(**flags)
     trainer.task = SimpleNamespace(held_out_prompts=[None], train_prompts=[None])
     trainer.step, trainer.inbox, trainer.said, trainer.checked = 0, [], [], []
+    trainer.has_received = True
     trainer.folder = SimpleNamespace(step=0, say=trainer.said.append, evaluations=[])
     trainer.evaluations = tba.Evaluations(trainer.config, trainer.task, trainer.folder)
     trainer.searchers = searcher_processes(trainer.config)
