@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import datasets
 import numpy as np
@@ -36,6 +36,7 @@ import pyarrow.parquet
 import sentencepiece
 import torch
 import transformers
+from harness import config_and_task, judges_of
 from safetensors.torch import load_file, save_file
 
 import tba
@@ -75,8 +76,9 @@ def cases(
     for name, files in table.items():
         if not isinstance(files, dict):
             files = {f"a.{SUFFIXES[type(files)]}": files}
-        dataset = {"dataset": next(iter(files)).split("/")[0]} if files else {}
-        CASES.append(Case(name, files, expected, dataset | flags, check))
+        named = {} if flags.get("dataset") is None else {"dataset": flags["dataset"]}
+        first = {"dataset": next(iter(files)).split("/")[0]} if files else {}
+        CASES.append(Case(name, files, expected, flags | first | named, check))
 
 
 def put(path: Path, content: Any) -> None:
@@ -103,18 +105,9 @@ def put(path: Path, content: Any) -> None:
 
 def load(flags: dict[str, Any]) -> tuple[tba.Config, tba.Task]:
     """Everything that tba.py does with its flags before it makes the run's folder."""
-    task = flags.get("task", "gsm8k")
-    files = MODELS / (task if task in tba.TASKS else "gsm8k")
-    flags = {
-    "model": files / "model", "output_dir": "run", "engine": "transformers",
-    "max_response_tokens": 32, "dataset": files / "data",
-    } | flags  # fmt: skip
-    if task == "redteam":  # has a prompt of its own
-        flags = {name: value for name, value in flags.items() if value != files / "data"}
     flags = {name: value() if callable(value) else value for name, value in flags.items()}
-    args = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
-    config = tba.resolve(tba.parse(args))
-    task = tba.load_task(config)
+    files = MODELS / (flags["task"] if flags.get("task") in tba.TASKS else "gsm8k")
+    config, task = config_and_task(files, Path("run"), **flags)
     if config.sft_data:
         task.pairs = tba.read_sft_pairs(config, task)
     return config, task
@@ -265,14 +258,12 @@ cases(ALL, {
     "CSV, gzip": {"a.csv.gz": gzip.compress(CSV.encode())},
     "Parquet with zstd": parquet(TABLE, compression="zstd"),
     "Parquet of many row groups": parquet(TABLE, row_group_size=3),
-    "Parquet by pandas with an index": FRAME.set_index(np.arange(5, 25)).to_parquet(),
-})  # fmt: skip
+    "Parquet by pandas with an index": FRAME.set_index(np.arange(5, 25)).to_parquet()})  # fmt: skip
 cases(EITHER, {
     "JSON lines, xz": {"a.jsonl.xz": lambda p: FRAME.to_json(p, orient="records", lines=True)},
     "JSON array called .jsonl": {"a.jsonl": ARRAY}, "gzip without .gz": {"a.jsonl": ZIPPED},
     "CSV in a zip": {"a.zip": in_zip}, "CSV in a .csv.zip": {"a.csv.zip": in_zip},
-    "Feather": {"a.feather": FRAME.to_feather},
-})  # fmt: skip
+    "Feather": {"a.feather": FRAME.to_feather}})  # fmt: skip
 ARROW = "data-00000-of-00001.arrow"
 cases(EITHER, {"Arrow stream": {"d.arrow": saved(all=ROWS)}}, dataset=f"d.arrow/{ARROW}")
 cases(NO, {
@@ -293,8 +284,7 @@ cases(NO, {
     "truncated JSON line": {"a.jsonl": LINES[:-20]},
     "truncated JSON array": {"a.json": ARRAY[:-20]}, "git-lfs pointer for Parquet": LFS.encode(),
     "git-lfs pointer for JSON lines": {"a.jsonl": LFS}, "git-lfs pointer for CSV": LFS,
-    "web page saved as CSV": PAGE, "web page saved as JSON lines": {"a.jsonl": PAGE},
-})  # fmt: skip
+    "web page saved as CSV": PAGE, "web page saved as JSON lines": {"a.jsonl": PAGE}})  # fmt: skip
 
 # -------------------------------------------------------------------------- data: encodings, lines
 
@@ -311,23 +301,20 @@ cases(ALL, {
     "accents in UTF-8": csv(accents), "emoji and Chinese": with_row(question="苹果 🍎?"),
     "no newline at the end": {"a.jsonl": LINES.rstrip()},
     "blank lines in JSON lines": {"a.jsonl": jsonl(ROWS, "\n\n")},
-    "blank lines in CSV": CSV.replace("\n", "\n\n"),
-})  # fmt: skip
+    "blank lines in CSV": CSV.replace("\n", "\n\n")})  # fmt: skip
 cases(EITHER, {
     "CSV with bare CR": CSV.replace("\n", "\r"),
     "JSON lines with bare CR": {"a.jsonl": LINES.replace("\n", "\r")},
     "half of a surrogate pair": {"a.jsonl": LINES.replace("What", "\\ud83c", 1)},
     "a NUL character": with_row(question="What\0 is it?"),
-    "indented objects as JSON lines": {"a.jsonl": jsonl(ROWS, indent=1)},
-})  # fmt: skip
+    "indented objects as JSON lines": {"a.jsonl": jsonl(ROWS, indent=1)}})  # fmt: skip
 cases(NO, {
     "CSV in Latin-1": {"a.csv": csv(accents).encode("latin-1")},
     "JSON lines in Latin-1": {"a.jsonl": jsonl(accents, ensure_ascii=False).encode("latin-1")},
     "JSON lines with trailing commas": {"a.jsonl": jsonl(ROWS, ",\n")},
     "JSON lines with a comment": {"a.jsonl": "// made by me\n" + LINES},
     "a line that is no JSON": {"a.jsonl": LINES + "done.\n"},
-    "a line that is a list": {"a.jsonl": LINES + "[1, 2]\n"},
-})  # fmt: skip
+    "a line that is a list": {"a.jsonl": LINES + "[1, 2]\n"}})  # fmt: skip
 
 # ------------------------------------------------------------------------------- data: spreadsheets
 
@@ -343,8 +330,7 @@ cases(ALL, {
     "CSV answers with zeros in front": CSV.replace("#### ", "00"),
     "CSV answers with thousands separators": csv(with_row(answer="1,200")),
     "CSV answers in per cent and dollars": csv(with_row(answer="$1.50")),
-    "CSV of dates as answers": csv(each(answer="2024-01-05")),
-})  # fmt: skip
+    "CSV of dates as answers": csv(each(answer="2024-01-05"))})  # fmt: skip
 cases(ALL, {"CSV answers with exponents": csv(each(answer="1e-05"))}, check=gold_is(1e-05))
 cases(EITHER, {"CSV question NA": csv(with_row(question="NA")),
     "CSV with a used column twice": wider("x").replace(",x", ",answer", 1)})  # fmt: skip
@@ -357,8 +343,7 @@ cases(NO, {
     "CSV with a long row": CSV + "What is it?,1,2,3\n",
     "CSV with a title above the header": "My data,\n" + CSV,
     "CSV answers True and False": csv(each(answer=lambda i: i % 2 == 0)),
-    "CSV answers yes and no": csv(each(answer=lambda i: ["yes", "no"][i % 2])),
-})  # fmt: skip
+    "CSV answers yes and no": csv(each(answer=lambda i: ["yes", "no"][i % 2]))})  # fmt: skip
 cases(NO_QUESTION, {"CSV with upper-case columns": header("Question,Answer")})
 cases(row(20), {"CSV with a short row": CSV + "What is it?\n",
     "CSV with a last row of commas": CSV + ",\n"})  # fmt: skip
@@ -419,8 +404,7 @@ cases(ALL, {
     "Parquet: int8": answers(np.arange(20, dtype=np.int8)),
     "Parquet: float32": answers(np.arange(20, dtype=np.float32) / 4),
     "Parquet: categories": answers(pa.array(["1", "2"] * 10).dictionary_encode()),
-    "Parquet: large strings": answers(pa.array(["1"] * 20, pa.large_string())),
-})  # fmt: skip
+    "Parquet: large strings": answers(pa.array(["1"] * 20, pa.large_string()))})  # fmt: skip
 cases(EITHER, {"numbers and texts as answers": with_row(answer=6),
     "a number of thirty digits": each(answer=10**30),
     "Parquet: decimals": answers(pa.array(range(20)).cast(pa.decimal128(23, 2)))})  # fmt: skip
@@ -452,8 +436,7 @@ cases(ALL, {
     "two double colons in the name": {"a::b.jsonl": ROWS},
     "a link to a file": {"b.jsonl": link("a.txt"), "a.txt": ROWS},
     "a link to a folder": {"b": link("d"), "d/train.jsonl": ROWS},
-    "a folder of links": {"d/train.jsonl": link("../blobs/0f3a"), "blobs/0f3a": ROWS},
-})  # fmt: skip
+    "a folder of links": {"d/train.jsonl": link("../blobs/0f3a"), "blobs/0f3a": ROWS}})  # fmt: skip
 above = {"run[1]/a.jsonl": ROWS, "run1/a.jsonl": WRONG}
 cases(ALL, {"[1] above the file": above}, dataset="run[1]/a.jsonl")
 cases(ALL, {"a path that begins with a dash": {"-a.jsonl": ROWS}}, dataset="./-a.jsonl")
@@ -490,8 +473,7 @@ cases(ALL, {
     "a hub's folder data/": {f"d/data/{name}": part for name, part in parts.items()},
     "Spark's folder": {f"x.parquet/{name}": part for name, part in spark.items()},
     "a folder called .jsonl": {"x.jsonl/train.jsonl": ROWS},
-    "save_to_disk of a Dataset": {"d": saved(all=ROWS)},
-})  # fmt: skip
+    "save_to_disk of a Dataset": {"d": saved(all=ROWS)}})  # fmt: skip
 disk = {"d": saved(train=ROWS, test=THREE)}
 cases(ALL, {"save_to_disk, one split of it": disk}, dataset="d/train")
 cases("20+3", {"a folder with train/ and test/": {"d/train/a.jsonl": ROWS, "d/test/a.jsonl": THREE},
@@ -506,8 +488,7 @@ cases(NO, {
     "a folder of hidden files": {"d/.train.jsonl": ROWS},
     "a folder of pictures": {f"d/{name}.png": b"\x89PNG\r\n\x1a\n" for name in "ab"},
     "a folder of git-lfs pointers": {"d/train-00000-of-00001.parquet": LFS},
-    "save_to_disk without its Arrow file": {"d": saved(all=ROWS), f"d/{ARROW}": None},
-})  # fmt: skip
+    "save_to_disk without its Arrow file": {"d": saved(all=ROWS), f"d/{ARROW}": None}})  # fmt: skip
 
 # -------------------------------------------------------------------------------- data: splits
 
@@ -584,11 +565,7 @@ cases("--dataset, test, solution", {"MATH: hidden answers in test": hidden}, tas
 cases("--dataset, problem", {"MATH: GSM8K's columns": ROWS}, task="math")
 cases(NO_QUESTION, {"GSM8K: MATH's columns": BOXES})
 
-TLDR = {
-    "task": "tldr",
-    "reward_model": MODELS / "tldr" / "reward",
-    "gold_reward_model": MODELS / "tldr" / "gold",
-}
+TLDR = judges_of(MODELS / "tldr")
 POST = "POST: Ann lost {} hats.\n\nTL;DR:"
 POSTS = [{"query": POST.format(i), "reference_response": " Ann lost hats."} for i in range(20)]
 count = lambda i: i
@@ -605,11 +582,7 @@ cases("--reward_model", {"judges: a policy as the reward model": {}}, **TLDR | p
 gold = {"gold_reward_model": ""}
 cases("--gold_reward_model", {"judges: no gold reward model": {}}, **TLDR | gold)
 
-REDTEAM = {
-    "task": "redteam", "victim_model": MODELS / "redteam" / "victim",
-    "toxicity_model": MODELS / "redteam" / "toxicity", "toxicity_label": "toxic",
-    "sentence_model": MODELS / "redteam" / "model", "eval_samples": 2,
-}  # fmt: skip
+REDTEAM = judges_of(MODELS / "redteam") | {"eval_samples": 2}
 ASKS = [{"prompt": f"Write question {i}.\n"} for i in range(20)]
 cases("1+2", {"red-teaming: its own prompt": {}}, **REDTEAM)
 cases(ALL, {
@@ -767,14 +740,12 @@ models(ALL, {
     "tokenizer: model_max_length 16": {TOKENIZER: {"model_max_length": 16}},
     "tokenizer: truncates": {TOKENIZER: SHORT}, "chat template: none, not needed": {TEMPLATE: None},
     "stop tokens: null in config.json": {"config.json": {"eos_token_id": None}},
-    "stop tokens: no generation_config.json": {GENERATION: None},
-})  # fmt: skip
+    "stop tokens: no generation_config.json": {GENERATION: None}})  # fmt: skip
 models(UNSURE, {
     "tokenizer: SentencePiece alone": PIECES, "tokenizer: code of its own": {TOKENIZER: MINE},
     "tokenizer: no tokenizer_config.json": {TOKENIZER: None},
     "tokenizer: an unknown class": {TOKENIZER: {"tokenizer_class": "MyTokenizer"}},
-    "stop tokens: generation_config.json is no JSON": {GENERATION: "{"},
-})  # fmt: skip
+    "stop tokens: generation_config.json is no JSON": {GENERATION: "{"}})  # fmt: skip
 models(NO_MODEL, {"tokenizer: no files": {"tokenizer.json": None, TOKENIZER: None},
     "tokenizer: no tokenizer.json": {"tokenizer.json": None},
     "tokenizer: truncated": {"tokenizer.json": truncated},
@@ -840,8 +811,7 @@ models(NO_MODEL, {
     "model: an encoder": kind("BertForMaskedLM"),
     "model: sequence to sequence": kind("T5ForConditionalGeneration", d_ff=16, d_kv=8),
     "model: a classifier": kind("LlamaForSequenceClassification"),
-    "model: a body without a head": kind("LlamaModel"),
-})  # fmt: skip
+    "model: a body without a head": kind("LlamaModel")})  # fmt: skip
 decoder = kind("BertLMHeadModel", is_decoder=True)
 models(UNSURE, {"model: a decoder of an encoder's kind": decoder})
 ADAPTER = {

@@ -147,6 +147,7 @@ class Hook(tba.DecodeHook):
 @cache
 def load(policy: str) -> tuple[tba.TransformersEngine, tba.Learner]:
     """An engine, and the Trainer's Learner."""
+    tba.prepare_process()
     files, temperature, longest, dtype, _ = POLICIES[policy]
     given = tba.settings(
         model=str(MODELS / files / "model"), dataset=str(MODELS / "gsm8k" / "data"),
