@@ -150,8 +150,8 @@ def test_weighted_tb_equals_its_formula_and_on_policy_it_is_tb(load):
     for behaviour in (logprobs.detach(), logprobs.detach() + 2 * draw(B * K)):
         batch = tba.Batch(
             logprobs, behaviour, reference, tokens=torch.zeros(B * K, dtype=torch.int64),
-            lengths=torch.ones(B * K, dtype=torch.int64), ended=torch.ones(B, K) > 0,
-            rewards=rewards, versions=torch.zeros(B * K), prompt_ids=torch.arange(B), step=0,
+            lengths=torch.ones(B, K, dtype=torch.int64), ended=torch.ones(B, K) > 0,
+            rewards=rewards, versions=torch.zeros(B, K), prompt_ids=torch.arange(B), step=0,
             parameters={},
         )  # fmt: skip
         expected = 0.0
