@@ -194,6 +194,26 @@ def test_there_are_plugins_of_every_kind():
         assert f"tba.{name}" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("kimi", "mean_log_ratio"),
+        ("dro", "penalty"),
+        ("flowrl", "log_z"),
+        ("cispo", "clip_fraction"),
+        ("rloo", "loss"),
+    ],
+)
+def test_objectives_of_bench_run(gsm8k, tmp_path, name, metric):
+    """With data that are one step old."""
+    flags = FLAGS | {"plugin": ROOT / "bench" / "objectives.py", "objective": name, "lag": 1}
+    run_tba([*arguments(gsm8k, tmp_path, **flags), "--synchronous"])
+    metrics = read_lines(tmp_path / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert all(math.isfinite(m["loss"]) and m["grad_norm"] > 0 for m in metrics)
+    assert all(math.isfinite(m[metric]) for m in metrics)
+
+
 @pytest.mark.parametrize("name", ["cluster.py", "objectives.py"])
 def test_programs_of_bench_load_as_plugins(name):
     said, _ = run_tba(["--plugin", str(ROOT / "bench" / name), "--help"])
