@@ -4,7 +4,10 @@ import contextlib
 import http.server
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import threading
 import types
 from typing import Any
@@ -166,6 +169,29 @@ def test_weighted_tb_equals_its_formula_and_on_policy_it_is_tb(load):
         torch.testing.assert_close(gradient, wanted)
         (of_tb,) = torch.autograd.grad(tba.tb(batch, config).loss, logprobs)
         assert torch.allclose(gradient, of_tb) == torch.equal(behaviour, logprobs)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_check_of_an_objective_finds_an_error(tmp_path, right):
+    """The documentation's check of its first plug-in, and of one with twice the reward."""
+    (plugin,) = (text for flags, text in BLOCKS if "tb_topk" in flags)
+    (check,) = (
+        text
+        for text in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+        if "import topk" in text
+    )
+    assert plugin.count("batch.rewards.gather(1, best)") == 1
+    if not right:
+        plugin = plugin.replace(
+            "batch.rewards.gather(1, best)", "2 * batch.rewards.gather(1, best)"
+        )
+    (tmp_path / "topk.py").write_text(plugin)
+    (tmp_path / "check_topk.py").write_text(check)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "check_topk.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode == 0) == right, done.stderr
+    assert right or "AssertionError" in done.stderr
 
 
 def test_a_reward_function_of_trl_is_used_as_it_is(load):
