@@ -216,7 +216,7 @@ class Config:
     sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
     objective: str = flag(
-        "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, or from --plugin."
+        "tb", "Objective: tb, tb_learned_z, tba_prime, proximal_rloo, or from --plugin."
     )
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
     reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
@@ -431,17 +431,18 @@ class Batch:
     behaviour: Tensor  # (N,) Trajectory.logprobs, those of the sampling policy
     ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
     tokens: Tensor  # (N,) int64
-    lengths: Tensor  # (B*K,) int64
+    lengths: Tensor  # (B, K) int64
     ended: Tensor  # (B, K) bool, Trajectory.ended
     rewards: Tensor  # (B, K)
-    versions: Tensor  # (B*K,) int64, Trajectory.version
+    versions: Tensor  # (B, K) int64, Trajectory.version
     prompt_ids: Tensor  # (B,) int64
     step: int  # optimizer steps so far, skipped ones included
     parameters: dict[str, Tensor]  # those in PARAMETERS; they carry gradients
 
-    def response_index(self) -> Tensor:
-        """Index of the response that each token belongs to, (N,)."""
-        return torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
+    def spread(self, values: Tensor) -> Tensor:
+        """Give each token the value of its response: (B, K) -> (N,)."""
+        N = len(self.logprobs)
+        return values.flatten().repeat_interleave(self.lengths.flatten(), output_size=N)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum values (N,) over each response, (B, K); log-probabilities give log pi(y|x).
@@ -449,7 +450,8 @@ class Batch:
         In float64, in which the order of summation, which varies on a GPU, makes no difference.
         """
         zeros = values.new_zeros(self.rewards.numel(), dtype=torch.float64)
-        totals = zeros.index_add(0, self.response_index(), values.double())
+        responses = self.spread(torch.arange(len(zeros), device=zeros.device))  # (N,)
+        totals = zeros.index_add(0, responses, values.double())
         return totals.to(values.dtype).view_as(self.rewards)
 
 
@@ -525,49 +527,45 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     return Loss(-weighted.sum() / len(batch.logprobs))
 
 
-def rloo(batch: Batch, config: Config) -> Loss:
-    """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740).
-
-    R_j = r_j - beta (log pi_b - log pi_ref)(y_j), pi_b being the behaviour policy; A_j = R_j - mean
-    of the other K - 1; loss = - mean A_j log pi_theta(y_j), without off-policy correction.
-
-    Example: rewards [[1, 0, 0]] and KL 0 give A = [[1, -1/2, -1/2]].
-    """
-    advantage = leave_one_out(batch, config)  # (B, K)
-    return Loss(-(advantage * batch.sums(batch.logprobs)).mean())
-
-
 def proximal_rloo(batch: Batch, config: Config) -> Loss:
     """RLOO with PPO's clipped ratio of whole responses (paper equation 6; arXiv 2410.18252).
 
     loss = - mean min(rho A, clip(rho) A), with rho_j = pi_theta(y_j) / pi_b(y_j).
     """
     log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # log rho, (B, K)
-    surrogate, clipped = ppo_surrogate(log_ratio, leave_one_out(batch, config), config)
+    clip = config.clip_range
+    surrogate, clipped = ppo_surrogate(log_ratio, leave_one_out(batch, config), clip, clip)
     return Loss(-surrogate.mean(), {"clip_fraction": clipped.float().mean()})
 
 
 def leave_one_out(batch: Batch, config: Config) -> Tensor:
-    """RLOO's advantages (B, K), without gradient."""
+    """RLOO's advantages (B, K), without gradient (Ahmadian et al. 2024, arXiv 2402.14740).
+
+    R_j = r_j - beta (log pi_b - log pi_ref)(y_j), pi_b being the behaviour policy; A_j = R_j - mean
+    of the other K - 1.
+
+    Example: rewards [[1, 0, 0]] and KL 0 give A = [[1, -1/2, -1/2]].
+    """
     kl = batch.sums(batch.behaviour - batch.ref_logprobs)
     total = batch.rewards - config.beta * kl
     K = total.shape[1]
     return (total - total.mean(1, keepdim=True)) * (K / (K - 1))
 
 
-def ppo_surrogate(log_ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+def ppo_surrogate(
+    log_ratio: Tensor, advantage: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
     """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, eq. 7), and a mask of where it clips."""
     ratio = log_ratio.clamp(max=20).exp()  # finite
     unclipped = ratio * advantage
-    clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * advantage
+    clipped = ratio.clamp(1 - low, 1 + high) * advantage
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 
 # name -> function of a Batch and the Config of this step (`at_step`); plug-ins add their own:
-# bench/objectives.py has grpo, dr_grpo, online_dpo, ftb and oapl
+# bench/objectives.py has rloo, grpo, dr_grpo, cispo, dro, kimi, flowrl, oapl, ftb and online_dpo
 OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
-    objective.__name__: objective
-    for objective in (tb, tb_learned_z, tba_prime, rloo, proximal_rloo)
+    objective.__name__: objective for objective in (tb, tb_learned_z, tba_prime, proximal_rloo)
 }
 
 
@@ -1429,10 +1427,10 @@ class Learner(Stateful):
             behaviour=behaviour,
             ref_logprobs=load(joined("ref_logprobs") / np.float32(current.reference_temperature)),
             tokens=load(joined("tokens").astype(np.int64)),
-            lengths=load(np.array([len(t.tokens) for t in rows])),
+            lengths=load(np.array([[len(t.tokens) for t in group] for group in groups])),
             ended=load(table("ended")),
             rewards=load(table("reward").astype(np.float32)),
-            versions=load(table("version").flatten()),
+            versions=load(table("version")),
             prompt_ids=load(table("prompt_id")[:, 0]),
             step=step,
             parameters=self.parameters,
