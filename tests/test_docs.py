@@ -126,6 +126,8 @@ def test_commands_and_flags_exist(path):
         name, rest = command[1], re.split(r" (?:[|&;]|&&) ", command[2] or "")[0]
         if re.match(r"(python |bash )?(bench|tests)/", code):
             assert (ROOT / re.search(r"\S+/\S+", code)[0]).exists(), code
+        if path.parent == ROOT / "bench" and code.startswith(name):
+            assert name in PROGRAMS, code
         flags = set(re.findall(r"(?<!\S)--([\w-]+)", rest))
         word = re.match(r"[a-z]*", rest)[0]  # such as `report`, or a script's `table2`
         if name in PROGRAMS:
