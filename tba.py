@@ -1,8 +1,8 @@
 """Trajectory Balance with Asynchrony (TBA): asynchronous off-policy RL for language models.
 
-Reference implementation of "Trajectory Balance with Asynchrony: Decoupling Exploration and Learning
-for Fast, Scalable LLM Post-Training" (arXiv 2503.18929), in one file. Part I is the paper, to be
-read top to bottom; Part II is the machinery; Part III has the paper's other tasks.
+An independent implementation of "Trajectory Balance with Asynchrony: Decoupling Exploration and
+Learning for Fast, Scalable LLM Post-Training" (arXiv 2503.18929) in one file. Part I is the paper,
+to be read top to bottom; Part II is the machinery; Part III has the paper's other tasks.
 
     python tba.py --task gsm8k --model DIR_OR_HUB_NAME --dataset DIR_OR_HUB_NAME     # GPUs or CPU
     bash run_gsm8k.sh                     # the paper's settings; --tiny: on a CPU in seconds
@@ -10,32 +10,34 @@ read top to bottom; Part II is the machinery; Part III has the paper's other tas
 Searchers generate and score responses while the Trainer learns from a replay buffer; normally
 neither waits for the other. With --cluster, Searchers are Ray tasks. Results: docs/results.md.
 
-    Trainer.run_asynchronous, the main process       Searcher.run, one process and GPU each
-      while step < steps:                              while True:
-        poll()           receives groups                 submit_prompts()     S responses per prompt
-        store()          into the ReplayBuffer           engine.step()        one decode step
-        rule.sample()    B prompts x K trajectories      start_scoring()      rewards, log pi_ref
-        Learner.step()   Trajectory Balance loss,        collect_results()    groups, to poll()
-                         its gradient, AdamW             between two decode steps:
-        every k steps: sync.begin_if_due()   ------>       load_weights()     of a new version
+    Trainer.run_asynchronous, the main process      Searcher.run, one process and GPU each
+      while step < steps:                             while True:
+        poll()        receives groups        <---       submit_prompts()      S responses a prompt
+                      sends weights, if due  --->       engine.step()         decode steps; between:
+        next_batch()  stores groups, draws                start_scoring()     rewards, in a thread
+                      B prompts x K responses             collect_results()   sends scored groups
+        train_step()  loss, gradient, AdamW;              load_weights()      of a new version
+                      every k steps, a sync is due      handle_completions()  groups, log pi_ref
+        save_if_due() writes a checkpoint
 
-The paper's symbols, their names here, and the section. Log-probabilities are those of the tempered
-policy (logits / --temperature) unless stated otherwise.
+Log-probabilities of policy and reference are those at --temperature (of softmax(logits / T)). The
+behaviour policy's are at the temperature of the request, which differs only in red-teaming.
 
-    pi_theta, pi_ref  the policy, the reference     TokenLogProbs            8
-    x, y              a prompt, a response          Trajectory, Group        2
-    r(x, y)           the reward                    Task.rewards             5
-    TB, Eq. 3-5       --objective tb, tb_learned_z  trajectory_balance_loss  3
-    TBA', Eq. 7       --objective tba_prime         tba_prime                3
-    beta, tau         --beta, --tau, schedules      at_step                  1
+    In the paper      Here                                                        Section
+    pi_theta, pi_ref  TokenLogProbs: the policy in Learner, the reference in Searcher  8
+    x, y              prompt, response; Trajectory, Group                              2
+    r(x, y)           Task.rewards                                                     5
+    TB, Eq. 3-5       trajectory_balance_loss; --objective tb, tb_learned_z            3
+    TBA', Eq. 7       --objective tba_prime                                            3
+    RLOO, Eq. 6       --objective proximal_rloo                                        3
+    log Z, Eq. 3      Batch.parameters["log_z"]                                        2
+    beta, tau, gamma  --beta, --tau, --reference_temperature (schedules: at_step)      1
     B, K, S           --prompts_per_step, --trained_per_prompt, --searched_per_prompt  1
-    m                 --recent_probability          Newest, a replay rule    4
-    k                 --sync_every                  Trainer.mark_due         6
-    rho (TBA')        --reset_reference_every       next_reference           6
-    M                 --num_searchers               SearcherProcesses        12
-    log Z, Eq. 3      --objective tb_learned_z      Batch.learned_log_z      2
-    RLOO, Eq. 6       --objective proximal_rloo     proximal_rloo            3
-    D, the buffer     --kept_per_prompt             ReplayBuffer             4
+    D, the buffer     ReplayBuffer                                                     4
+    m                 --recent_probability; RecentOrReward, the replay rule            4
+    k                 --sync_every; Trainer.mark_due                                   6
+    rho (TBA')        --reset_reference_every; next_reference                          6
+    M                 --num_searchers; SearcherProcesses                              12
 
 Left out, to stay readable: tensor parallelism (a policy must fit on one Searcher GPU), multi-turn
 episodes and tools, PPO (its value model), memory planning (docs/operations.md has estimates),
@@ -54,6 +56,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -86,11 +89,13 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-    print(f"tba.py needs Python 3.11 to 3.13, not {sys.version.split()[0]}", file=sys.stderr)
+################################### Skip this: starting a process ##################################
+# what must happen before the slow imports; the paper begins after them
+
+if sys.platform != "linux" or not (3, 11) <= sys.version_info[:2] <= (3, 13):
+    found = f"{sys.platform}, Python {sys.version.split()[0]}"
+    print(f"tba.py needs Linux and Python 3.11 to 3.13, not {found}", file=sys.stderr)
     sys.exit(2)
-if len(os.environ.get("TMPDIR", "")) > 60:
-    os.environ["TMPDIR"] = "/tmp"  # a socket's path has at most 107 bytes
 
 # libraries need a user name and a writable home, which a container's user may lack
 os.environ.setdefault("USER", str(os.getuid()))
@@ -100,53 +105,8 @@ if not os.access(os.path.expanduser("~"), os.W_OK):
     temporary_home = tempfile.TemporaryDirectory()  # deleted when this process ends
     os.environ["HOME"] = temporary_home.name
 
-# set by torchrun and accelerate; removed unless they describe several ranks
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-
-
-def unset_variables(*prefixes: str) -> None:
-    """Remove the variables with these prefixes from the environment."""
-    for name in list(os.environ):
-        if name.startswith(prefixes):
-            del os.environ[name]
-
-
-# settings of `accelerate config`, and ranks of MPI, which Accelerate would take for its own
-unset_variables("ACCELERATE_", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
-complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-if not complete or os.environ["WORLD_SIZE"] == "1":
-    unset_variables(*LAUNCHER)
-
-os.environ.update(
-    # hide progress bars and warnings of libraries; errors still show
-    HF_DATASETS_DISABLE_PROGRESS_BARS="1",
-    HF_HUB_DISABLE_PROGRESS_BARS="1",
-    DATASETS_VERBOSITY="critical",
-    HF_HUB_VERBOSITY="error",
-    TRANSFORMERS_VERBOSITY="error",
-    # section 11 handles lost members; NCCL's watchdog would kill the process
-    TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
-    TORCH_NCCL_ENABLE_MONITORING="0",
-    TORCH_NCCL_DUMP_ON_TIMEOUT="0",
-    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",  # how long a failed group lingers
-    TORCH_FR_BUFFER_SIZE="0",  # disables a flight recorder that is not thread-safe
-)
-
 SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-POLL_SECONDS = 0.1  # how often a process that waits checks for signals, deadlines and failures
-
-
-@contextlib.contextmanager
-def stop_signal_handler(handler: Any) -> Iterator[None]:
-    """Handle STOP_SIGNALS with `handler`; under `nohup`, SIGHUP stays ignored."""
-    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in handled}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 def start_fork_server() -> None:
@@ -154,9 +114,13 @@ def start_fork_server() -> None:
 
     It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM send to all processes.
     """
+    if len(os.environ.get("TMPDIR", "")) > 60:  # a socket's path has at most 107 bytes
+        os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
-    with stop_signal_handler(signal.SIG_IGN):
-        forkserver.ensure_running()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    forkserver.ensure_running()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 if __name__ == "__main__":
@@ -190,16 +154,19 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.hf_argparser import string_to_bool
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-sys.modules["tba"] = sys.modules[__name__]  # for plug-ins, if this file is renamed
-# what this process runs, by file name: this file, and plug-ins. Its Searchers run copies of them
-CODE = {Path(__file__).name: Path(__file__).read_bytes()}
-torch.backends.cuda.enable_cudnn_sdp(False)  # it keeps a plan for every shape
-
 ################################### Part I: the paper ##############################################
 
-# Defined in Part II: `Ranks` are processes that share the policy. A `SearcherSpec` is what a
-# Searcher is started with, such as its `first` position in the prompt order; all groups before
-# `first_missing` have arrived. `RunFolder` and `StepLog` log a run.
+# Part II defines, in the section given:
+#   TokenLogProbs             8  a model that returns the log-probabilities of responses
+#   SamplingCheck             8  warns if the first responses are not samples of the policy
+#   Ranks                     9  the processes that share the policy; one, without a launcher
+#   Request, Completion      10  what an engine is asked for, S responses to a prompt; its answer
+#   FlatWeights, WeightSync  11  a copy of all weights in one tensor; what sends it to Searchers
+#   SearcherProcesses        12  starts Searchers; all groups before `first_missing` have arrived
+#   SearcherSpec             12  what a Searcher is started with, such as its `first` prompt
+#   Received, Loaded, ...    12  the messages that Searchers send, besides Groups
+#   Evaluations              13  splits held-out prompts among the Searchers
+#   RunFolder, StepLog       16  the run's files; the metrics of a step
 
 # ====================================================================================== 1. Config
 
@@ -221,7 +188,10 @@ schedule = partial(flag, scheduled=True)
 
 @dataclass
 class Config:
-    """The settings of the method and the system. Symbols in brackets are the paper's."""
+    """The settings of the method and the system. Symbols in brackets are the paper's.
+
+    Schedules are text here, and numbers in the copy that `at_step` makes for an objective.
+    """
 
     # what most runs set
     task: str = flag("gsm8k", "Task: gsm8k, math, tldr, redteam, or one defined by --plugin.")
@@ -229,6 +199,8 @@ class Config:
     dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
     train_split: str = flag("train", "Split of --dataset to train on.")
     steps: int = flag(700, "Number of optimizer steps; 0: only evaluate --model.")
+    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
+    lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
@@ -252,12 +224,14 @@ class Config:
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
 
     recent_probability: float | None = flag(
-        None, "Fraction of recent prompts per batch [m]; default: 0.95; lockstep: 1.", maximum=1
+        None, "Probability that a prompt is recent [m]; default: 0.95; lockstep: 1.", maximum=1
     )
-    replay_rule: str = flag("newest", "Replay rule: newest, anchored, or from --plugin.")
+    replay_rule: str = flag(
+        "recent_or_reward", "Replay rule: recent_or_reward, anchored, or from --plugin."
+    )
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
-    max_replays: float = flag(4.0, "Maximum draws per recent group, on average; 0: any number.")
+    max_recent_draws: float = flag(4.0, "Mean draws per group as recent, at most; 0: unlimited.")
     initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
 
     weight_decay: float = flag(0.0, "Weight decay of AdamW.")
@@ -272,8 +246,6 @@ class Config:
     cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
     dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
     gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", POSITIVE, 1)
-    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
-    lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
     sync_every: int = flag(2, "Optimizer steps between weight syncs [k]; lockstep: always 1.", 1)
     logprob_tolerance: float = flag(0.0, "Maximum engine log-prob gap; 0: 1e-3, or 1 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
@@ -324,7 +296,7 @@ def all_flags() -> list[dataclasses.Field]:
 
 
 def settings(**values: Any) -> Config:
-    """A Config with these values and the defaults of all other flags."""
+    """A Config with these values and the defaults of all other flags, those of tasks included."""
     config = Config()
     vars(config).update({f.name: values.get(f.name, f.default) for f in all_flags()})
     return config
@@ -343,11 +315,11 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
         elif typing.get_origin(kind) is Literal:
             options = {"choices": parts}
         elif f.metadata["scheduled"] or kind not in (str, str | None):
-            options = {"type": partial(number, f, parts[0] if parts else kind)}
+            options = {"type": partial(parse_number, f, parts[0] if parts else kind)}
         section.add_argument(f"--{f.name}", help=f.metadata["help"], **options)
 
 
-def number(f: dataclasses.Field, kind: type, text: str) -> Any:
+def parse_number(f: dataclasses.Field, kind: type, text: str) -> Any:
     """Parse and check an int, a float or a schedule (a str). Raises ArgumentTypeError."""
     minimum, maximum = f.metadata["range"]
     with contextlib.suppress(ValueError):
@@ -363,8 +335,8 @@ def number(f: dataclasses.Field, kind: type, text: str) -> Any:
 def at_step(config: Config, step: int) -> Config:
     """A copy of the settings in which schedules are replaced by their values at `step`."""
     scheduled = [f.name for f in all_flags() if f.metadata["scheduled"]]
-    now = {name: schedule_value(getattr(config, name), step, config.steps) for name in scheduled}
-    return settings(**vars(config) | now)
+    values = {n: schedule_value(getattr(config, n), step, config.steps) for n in scheduled}
+    return settings(**vars(config) | values)
 
 
 def schedule_points(text: str | float) -> list[tuple[float, float, str]]:
@@ -409,8 +381,10 @@ def schedule_value(text: str | float, step: int, end: float = math.inf) -> float
 class Trajectory:
     """One response to one prompt.
 
-    Its staleness is the optimizer step that trains on it, minus `version`: up to k steps from the
-    syncs, plus the steps taken while it was generated, scored, and stored until it was drawn.
+    Its staleness is the optimizer step that trains on it, minus `version`: at most k steps since
+    the latest sync, plus those that the Trainer took while the weights were sent, while the
+    response was generated and scored, and while its group waited to be drawn, perhaps again. It is
+    --lag in lockstep and has no bound in an asynchronous run. A replayed one may have any age.
     """
 
     BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")  # (T,) each
@@ -419,12 +393,12 @@ class Trajectory:
     logprobs: np.ndarray  # (T,) float32, under the sampling policy and temperature
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
-    in_kl: bool  # sampled at --temperature, log pi_ref as it is: counts in the metric kl
-    temperature: float  # that its tokens were to be sampled at
+    in_kl: bool  # counts in the metric kl: sampled at --temperature, log pi_ref not adjusted
+    temperature: float  # requested sampling temperature
     reward: float
     prompt_id: int
     version: int  # optimizer step of the weights that its first token was sampled with
-    last_version: int  # of those of its last token; they load between two decode steps
+    last_version: int  # the same of its last token: weights may load in mid-response
     reference_version: int  # step of the reference
 
     @property
@@ -443,6 +417,10 @@ class Group:
     @property
     def prompt_id(self) -> int:
         return self.trajectories[0].prompt_id
+
+
+# what a step trains on: B groups of K trajectories of one prompt each
+TrainingGroups = list[list[Trajectory]]
 
 
 @dataclass
@@ -512,7 +490,7 @@ def tb(batch: Batch, config: Config) -> Loss:
 
 
 # what objectives learn besides the policy, initially 0: name -> size (0: an entry per training
-# prompt) and peak learning rate, which follows the schedule of --learning_rate
+# prompt) and peak learning rate, which follows the schedule of --learning_rate; plug-ins add theirs
 PARAMETERS: dict[str, tuple[int, float]] = {"log_z": (0, 0.1)}
 
 
@@ -618,7 +596,7 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
 
 
 class Stateful:
-    """An object whose state checkpoints save, once it is passed to `Trainer.checkpointed`."""
+    """An object whose state is saved in checkpoints, once `Trainer.register` knows it."""
 
     SAVED: ClassVar[tuple[str, ...]] = ()  # attributes: tensors, and containers of plain values
 
@@ -664,12 +642,12 @@ class ReplayBuffer(Stateful):
         Without replacement; with replacement if fewer than K are stored (paper section 4.2).
         """
         stored = list(self.trajectories[prompt_id].values())
-        scores = self.config.reward_inverse_temperature * np.array([t.reward for t in stored])
-        # the largest of score + Gumbel noise is a softmax draw, the K largest K without replacement
+        logits = self.config.reward_inverse_temperature * np.array([t.reward for t in stored])
+        # the largest of logit + Gumbel noise is a softmax draw, the K largest K without replacement
         if len(stored) < K:
-            indices = (scores + self.rng.gumbel(size=(K, len(stored)))).argmax(1)
+            indices = (logits + self.rng.gumbel(size=(K, len(stored)))).argmax(1)
         else:
-            indices = np.argsort(-(scores + self.rng.gumbel(size=len(stored))))[:K]
+            indices = np.argsort(-(logits + self.rng.gumbel(size=len(stored))))[:K]
         return [stored[i] for i in indices]
 
     def state(self) -> dict[str, Any]:
@@ -693,16 +671,16 @@ class ReplayRule(Stateful):
         self.epoch: list[int] = []  # prompts left in this epoch of replay
 
     def on_group(self, group: Group) -> None:
-        """A group has just been stored."""
+        """Called after a group is stored."""
 
     def on_sync(self, step: int) -> None:
-        """A sync of the weights of `step` has begun."""
+        """Called when a sync of the weights of `step` begins."""
 
-    def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
+    def sample(self, B: int, K: int) -> TrainingGroups | None:
         """Draw B groups of K trajectories of one prompt each; None: wait for another group."""
         raise NotImplementedError
 
-    def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
+    def replay(self, count: int, K: int, used: set[int]) -> TrainingGroups:
         """K trajectories of each of `count` prompts, drawn without replacement over an epoch.
 
         Skips prompts in `used`, and adds the drawn ones to it. Once all are used (red-teaming has
@@ -732,12 +710,12 @@ class RecentGroup:
     draws_left: int
 
 
-class Newest(ReplayRule):
-    """Recent groups with probability m, otherwise replay by reward (paper section 4.2).
+class RecentOrReward(ReplayRule):
+    """The paper's rule: recent groups with probability m, else replay by reward (section 4.2).
 
-    A group is recent until it has been drawn --max_replays times; groups that arrived since the
-    latest sync, the only recent ones in the paper, come first. If too few are recent, the Trainer
-    waits, as the authors' does at a sync, instead of training on the same groups over and over.
+    A group is recent until it has been drawn as such --max_recent_draws times; groups that arrived
+    since the latest sync, the only recent ones in the paper, come first. If too few are recent, the
+    Trainer waits, as the authors' does at a sync, rather than draw the same groups over and over.
     """
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
@@ -750,7 +728,7 @@ class Newest(ReplayRule):
 
     def on_group(self, group: Group) -> None:
         """Add a recent group. With a bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
-        R = self.config.max_replays or 10**9
+        R = self.config.max_recent_draws or 10**9
         draws = math.floor((self.groups_seen + 1) * R) - math.floor(self.groups_seen * R)
         self.groups_seen += 1
         if draws > 0:
@@ -759,7 +737,7 @@ class Newest(ReplayRule):
     def on_sync(self, step: int) -> None:
         self.window += 1
 
-    def sample(self, B: int, K: int) -> list[list[Trajectory]] | None:
+    def sample(self, B: int, K: int) -> TrainingGroups | None:
         """Draw B groups of K trajectories, or return None if too few groups are recent.
 
         Example: prompts 0-9 are stored, 6-9 since the latest sync. B = 4, K = 20, m = 0.5 give
@@ -801,16 +779,16 @@ class Newest(ReplayRule):
         return [*distinct.values(), *duplicates][:K]
 
 
-class Anchored(Newest):
+class Anchored(RecentOrReward):
     """Half of a replayed group by reward, half from the newest stored responses to the prompt.
 
-    TB-VarGrad's gradient is the covariance of residual and score within a group: a group of equal
-    rewards has no signal but the KL's; for 0/1 rewards, the rest grows with n_success n_failure.
-    Its fixed point is the regression of r / beta under the *sampling* distribution: failures should
-    come from the current policy. See also RePO (arXiv 2506.09340).
+    TB-VarGrad's gradient is the covariance of residual and score within a group. A group of equal
+    rewards has no signal but the KL's; with 0/1 rewards, the signal of the rewards is proportional
+    to successes x failures. The loss regresses r / beta under the *sampling* distribution, so that
+    failures should come from the current policy. See also RePO (arXiv 2506.09340).
     """
 
-    def replay(self, count: int, K: int, used: set[int]) -> list[list[Trajectory]]:
+    def replay(self, count: int, K: int, used: set[int]) -> TrainingGroups:
         groups = super().replay(count, K // 2, used)
         for group in groups:
             n = K - len(group)
@@ -823,7 +801,10 @@ class Anchored(Newest):
         return groups
 
 
-REPLAY_RULES: dict[str, type[ReplayRule]] = {"newest": Newest, "anchored": Anchored}
+REPLAY_RULES: dict[str, type[ReplayRule]] = {
+    "recent_or_reward": RecentOrReward,
+    "anchored": Anchored,
+}
 
 
 # ================================================================================= 5. Task, GSM8K
@@ -845,8 +826,8 @@ class Task:
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
     wants_logprobs = False  # evaluation records get kl, ref_logprob, tokens, prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
-    # threads that call `rewards` during decoding, besides one for `evaluate`; 0: both are called
-    # between decode steps, which several engines, or code that is not thread-safe, require
+    # threads that call `rewards` during decoding; another one calls `evaluate`. 0: no threads; both
+    # are called between decode steps, as several engines, or code that is not thread-safe, require
     reward_threads = 1
 
     # set by `load_task`, for examples that fit the model
@@ -903,7 +884,7 @@ class Task:
             raise ValueError(f"{type(self).__name__}.rewards: {rewards}, not {n} finite numbers")
         return rewards.tolist()
 
-    def ref_logprobs(self, tokens: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
+    def adjust_ref_logprobs(self, tokens: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
         """log pi_ref (T,) of a response to train with; lower it to rule the response out."""
         return ref_logprobs
 
@@ -985,6 +966,8 @@ TASKS: dict[str, type[Task]] = {"gsm8k": GSM8K}
 
 # ===================================================================================== 6. Trainer
 
+POLL_SECONDS = 0.1  # how often a process that waits checks for signals, deadlines and failures
+
 
 class RunEnded(RuntimeError):
     """The run cannot continue; the message says why, and what to change."""
@@ -994,10 +977,14 @@ class Trainer(Stateful):
     """Trains on replayed groups while the Searchers generate new ones.
 
     An asynchronous run waits for generation before the first step (--initial_trajectories), if too
-    few groups are recent (--max_replays), and once a reference reset has emptied the buffer; for
-    the previous checkpoint, in `save`; and for the final evaluation. It pauses to store groups (at
-    most 1 s per step), to score the probes at a sync, and to copy weights and states. Lockstep also
-    waits for syncs, evaluations and each batch.
+    few groups are recent (--max_recent_draws), and once a reference reset has emptied the buffer;
+    for the previous checkpoint, in `save`; and for the final evaluation. It pauses to store groups
+    (at most 1 s per step), to score the probes at a sync, and to copy weights and states. Lockstep
+    also waits for syncs, evaluations and each batch.
+
+    Groups have positions in the prompt order: all before `first_missing` have arrived, those in
+    `arrived_positions` too, and Searchers submit only prompts before `limit`. A sync sends the
+    current weights, also to Searchers that start later; an evaluation that is due makes one due.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -1011,23 +998,24 @@ class Trainer(Stateful):
         self.task = task
         self.folder = folder
         self.ranks = ranks
-        self.saved = saved  # `checkpointed` removes what it loads
+        self.saved = saved  # `register` removes what it loads
         self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
-        self.searchers = self.checkpointed(SearcherProcesses(config, task, folder))
+        self.searchers = self.register(SearcherProcesses(config, task, folder))
         self.evaluations = Evaluations(config, task, folder)
-        self.buffer = self.checkpointed(task.buffer_class(config))
-        self.rule = self.checkpointed(REPLAY_RULES[config.replay_rule](self.buffer, config))
+        self.buffer = self.register(task.buffer_class(config))
+        self.rule = self.register(REPLAY_RULES[config.replay_rule](self.buffer, config))
         self.sync: WeightSync | None = None
         self.step = folder.step  # optimizer steps taken, skipped ones included
         self.writing = Future()  # gives the step of the latest checkpoint
         self.writing.set_result(self.step)
         self.inbox: list[Group] = []  # not yet stored or, in lockstep, trained on
-        self.checkpointed(self)
+        self.has_received = False  # a group, since the start or the resume
+        self.register(self)
         self.log = StepLog(self)
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
 
-    def checkpointed(self, owner: Stateful) -> Any:
-        """Save the owner's state in checkpoints, by class name; in a resumed run, load it now."""
+    def register(self, owner: Stateful) -> Any:
+        """Have checkpoints save the owner's state, by class name; when resuming, load it now."""
         name = type(owner).__name__
         self.owners[name] = owner
         if name in self.saved:
@@ -1049,12 +1037,12 @@ class Trainer(Stateful):
         self.searchers.start()  # they load their models while this process loads its own
         folder = self.saved.get("model", "")
         self.learner = Learner(self.config, self.task, self.ranks, folder)
-        self.checkpointed(self.learner)
+        self.register(self.learner)
         self.learner.score_probes()  # returns once all ranks have loaded the policy
         self.sampling = SamplingCheck(self.learner, self.folder.say)
-        self.searchers.start_all()  # on a shared GPU, only now
+        self.searchers.start_missing()  # on a shared GPU, only now
         self.sync = WeightSync(self.learner, self.searchers, self.evaluations)
-        self.checkpointed(self.sync)
+        self.register(self.sync)
         if self.config.synchronous:
             self.run_lockstep()
         else:
@@ -1070,7 +1058,7 @@ class Trainer(Stateful):
             self.train_step(groups)
             self.save_if_due()
 
-    def next_batch(self) -> list[list[Trajectory]] | None:
+    def next_batch(self) -> TrainingGroups | None:
         """Store new groups and draw a batch; None if there is too little to draw from."""
         deadline = time.monotonic() + 1  # a group of red-teaming can take 0.1 s
         while self.inbox and time.monotonic() < deadline:
@@ -1079,11 +1067,11 @@ class Trainer(Stateful):
         if limit != self.searchers.limit:
             self.searchers.search_up_to(limit)
         B = self.config.prompts_per_step
-        fresh = self.log.recent or self.log.arrived  # a resumed run first waits for a group
-        enough = len(self.buffer.trajectories) >= min(B, len(self.task.train_prompts))
-        count = self.searchers.first_missing + len(self.searchers.arrived_positions)
-        arrived = count * self.config.searched_per_prompt  # trajectories
-        if not (fresh and enough and arrived >= self.config.initial_trajectories):
+        enough_prompts = len(self.buffer.trajectories) >= min(B, len(self.task.train_prompts))
+        groups = self.searchers.first_missing + len(self.searchers.arrived_positions)
+        trajectories = groups * self.config.searched_per_prompt  # received in the whole run
+        enough = enough_prompts and trajectories >= self.config.initial_trajectories
+        if not (self.has_received and enough):  # a resumed run first waits for a group
             return None
         return self.rule.sample(B, self.config.trained_per_prompt)
 
@@ -1097,10 +1085,15 @@ class Trainer(Stateful):
     def run_lockstep(self) -> None:
         """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
 
-        The weights of step t are sent at once, and the groups of batch t + lag requested; Searchers
-        load the weights when all groups that they were asked for before are complete. Groups bypass
-        the buffer, so duplicates count. With --recent_probability m < 1, the rule's `replay`
-        supplies a fraction 1 - m of each batch.
+        The weights of step t are sent at once; Searchers load them when all groups that were
+        requested before are complete. Groups bypass the buffer, so duplicates count. With
+        --recent_probability m < 1, the rule's `replay` supplies a fraction 1 - m of each batch.
+
+        Example, --lag 2:    step  trains on  sampled with weights of step  requests
+                             0     batch 0    0                             batches 0, 1 and 2
+                             1     batch 1    0                             batch 3
+                             2     batch 2    0                             batch 4
+                             3     batch 3    1                             batch 5
         """
         config = self.config
         n = max(1, round(config.recent_probability * config.prompts_per_step))  # sampled per step
@@ -1113,7 +1106,7 @@ class Trainer(Stateful):
             self.inbox.sort(key=lambda group: group.index)
             sampled = self.inbox[:n]
             self.inbox = self.inbox[n:]
-            self.log.arrived = sampled  # not those of later batches
+            self.log.new_groups = sampled  # not those of later batches
             groups = [group.trajectories for group in sampled]
             if replayed > 0:
                 self.store(sampled)
@@ -1126,7 +1119,7 @@ class Trainer(Stateful):
             self.save_if_due()
 
     def at_barrier(self) -> bool:
-        """Lockstep: whether all requested groups have arrived, as an exact resume requires."""
+        """Lockstep: whether all requested groups have arrived."""
         return self.searchers.first_missing >= self.searchers.limit
 
     def save_if_due(self) -> None:
@@ -1137,16 +1130,19 @@ class Trainer(Stateful):
             save(self)
 
     def mark_due(self) -> None:
-        """Mark evaluations, reference resets and syncs as due after this step."""
-        config = self.config
-        if self.evaluations.last_due(self.step) == self.step:
-            self.evaluations.due = True
-        if config.reset_reference_every and self.step % config.reset_reference_every == 0:
-            self.sync.reset_reference(self.step)
-            self.buffer.trajectories.clear()  # refilled by groups that the new reference scores
-            self.rule = self.checkpointed(type(self.rule)(self.buffer, config))
-        if self.step % config.sync_every == 0:
-            self.sync.due = True
+        """Mark the sync and the evaluation that fall due at this step."""
+        self.sync.due |= self.step % self.config.sync_every == 0
+        self.evaluations.due |= self.evaluations.last_due(self.step) == self.step
+
+    def reset_reference(self) -> None:
+        """Make the policy the reference (TBA'), and start a new buffer and rule.
+
+        Groups in the inbox, and those that Searchers complete before they load the new reference,
+        have the old one's log pi_ref: `store` drops them.
+        """
+        self.sync.reset_reference(self.step)
+        self.buffer.trajectories.clear()
+        self.rule = self.register(type(self.rule)(self.buffer, self.config))
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
         """Poll until `condition` returns something true, and return it; log long waits.
@@ -1155,13 +1151,13 @@ class Trainer(Stateful):
         """
         start = time.monotonic()
         next_log = start + self.LOG_EVERY
-        news = self.searchers.news
-        news.set()  # poll at once
+        wake_up = self.searchers.wake_up
+        wake_up.set()  # poll at once
         while not (result := condition()):
             began = time.monotonic()
-            news.wait(POLL_SECONDS)
+            wake_up.wait(POLL_SECONDS)
             self.log.waited[what] += time.monotonic() - began  # without the work of `condition`
-            news.clear()  # before polling, so that later news ends the next wait
+            wake_up.clear()  # before polling, so that what comes later ends the next wait
             self.poll()
             if time.monotonic() > next_log:
                 ready = sum(s.state == "ready" for s in self.searchers.running)
@@ -1174,12 +1170,7 @@ class Trainer(Stateful):
 
     def poll(self) -> None:
         """Handle messages and signals, restart failed Searchers, advance the sync."""
-        if self.signals and (
-            not self.config.synchronous
-            or self.at_barrier()
-            # a Searcher that lost its machine may never get another
-            or (not self.config.lag and any(s.state == "pending" for s in self.searchers.running))
-        ):
+        if self.signals and self.can_stop():
             raise KeyboardInterrupt(next(iter(self.signals)))
         if self.writing.done() and (error := self.writing.exception()):
             raise RunEnded(f"writing a checkpoint failed: {error!r}")
@@ -1190,6 +1181,15 @@ class Trainer(Stateful):
         self.sync.poll()
         if self.sync.begin_if_due(self.step):
             self.rule.on_sync(self.step)
+
+    def can_stop(self) -> bool:
+        """Whether the run can be resumed exactly from here.
+
+        In lockstep, groups in flight would be sampled with other weights: all must have arrived.
+        Without --lag, it does not wait for a Searcher whose machine is lost: there may be no other.
+        """
+        lost = not self.config.lag and any(s.state == "pending" for s in self.searchers.running)
+        return not self.config.synchronous or self.at_barrier() or lost
 
     def on_signal(self, number: int, _: Any) -> None:
         """Stop at the next safe point; a signal that is repeated after a second kills the run.
@@ -1208,9 +1208,11 @@ class Trainer(Stateful):
         """Handle what the Searchers have sent."""
         for s, message in self.searchers.take():
             match message:
-                case Group() if self.searchers.record_arrival(message.index):  # not a repeat
-                    self.inbox.append(message)
-                    self.log.arrived.append(message)
+                case Group():
+                    if self.searchers.record_arrival(message.index):  # not a repeat
+                        self.has_received = True
+                        self.inbox.append(message)
+                        self.log.new_groups.append(message)
                 case Received(failure):
                     self.sync.on_received(s, failure)
                 case Loaded(probes):
@@ -1222,19 +1224,23 @@ class Trainer(Stateful):
         """End the processes, threads and connections of the run."""
         self.searchers.stop()
         if self.sync:
-            self.sync.transfer.group.abandon()
+            self.sync.transfer.channel.abandon()
         for tracker in self.folder.accelerator.trackers:
             tracker.finish()
 
-    def train_step(self, groups: list[list[Trajectory]]) -> None:
-        """Take one optimizer step on B groups of K trajectories, mark what is due, and log it."""
-        now = at_step(self.config, self.step)
-        if self.config.synchronous or self.step == self.folder.step:  # the weights that sampled
-            # groups before which all others of their Searcher have arrived, too
-            last = self.searchers.first_missing + self.config.num_searchers - 1
-            self.sampling.add([g for g in self.log.arrived if g.index <= last], self.step)
-        metrics = self.learner.step(groups, now, self.step)
+    def train_step(self, groups: TrainingGroups) -> None:
+        """Take one optimizer step on B groups of K trajectories, and log it."""
+        config = self.config
+        current = at_step(config, self.step)
+        # in lockstep, and at first, the policy still has the weights that sampled these groups
+        if config.synchronous or self.step == self.folder.step:
+            # not those that overtook earlier ones of their Searcher: short responses arrive first
+            last = self.searchers.first_missing + config.num_searchers - 1
+            self.sampling.add([g for g in self.log.new_groups if g.index <= last], self.step)
+        metrics = self.learner.step(groups, current, self.step)
         self.step += 1
+        if config.reset_reference_every and self.step % config.reset_reference_every == 0:
+            self.reset_reference()
         self.mark_due()
         self.log.write(metrics, groups)
         skipped = self.learner.skipped
@@ -1248,7 +1254,7 @@ class Trainer(Stateful):
 
 
 def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
-    """A weight of the next reference, a new tensor: the policy's (section 6), or a plug-in's."""
+    """A weight of the next reference, as a new tensor: the policy's. A plug-in may replace it."""
     return policy
 
 
@@ -1303,7 +1309,7 @@ class Learner(Stateful):
             optimized, betas=(0.9, config.adam_beta2), weight_decay=0.0, fused=True
         )
         self.trained |= self.parameters
-        self.coupled = False  # whether a derivative has depended on another group's probabilities
+        self.coupled = False  # whether the loss has coupled groups: see `backward`
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
@@ -1311,16 +1317,16 @@ class Learner(Stateful):
         self.skipped = 0  # consecutive steps whose loss or gradient was not finite
 
     @on_every_rank
-    def step(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
-        """Take a step on B groups of K trajectories, unless not finite; `now` is from `at_step`."""
+    def step(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, float]:
+        """Take a step, unless loss or gradient is not finite; `current` is from `at_step`."""
         start = time.perf_counter()
-        metrics = self.gradient(groups, now, step)
+        metrics = self.gradient(groups, current, step)
         computed = time.perf_counter()
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = parameters["lr_scale"] * now.learning_rate
-        self.skipped += 1
-        if math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-            self.skipped = 0
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = param_group["lr_scale"] * current.learning_rate
+        is_finite = math.isfinite(metrics["loss"] + metrics["grad_norm"])
+        self.skipped = 0 if is_finite else self.skipped + 1
+        if is_finite:
             before = {p: p.detach().clone() for p in self.parameters.values()}
             self.optimizer.step()
             # AdamW's momentum would also move the log Z of prompts that are not in the batch
@@ -1328,15 +1334,15 @@ class Learner(Stateful):
                 p.data = torch.where(p.grad == 0, old, p.data)
         self.optimizer.zero_grad()
         return metrics | {
-            "beta": now.beta,
-            "lr": now.learning_rate,
+            "beta": current.beta,
+            "lr": current.learning_rate,
             "forward_backward_seconds": computed - start,
             "optimizer_seconds": time.perf_counter() - computed,
         }
 
-    def gradient(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, float]:
-        """Compute and clip the gradient; returns metrics. If it was wrong, it is computed again."""
-        measured = self.backward(groups, now, step)
+    def gradient(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, float]:
+        """Compute and clip the gradient, again if the loss turns out to couple groups; metrics."""
+        measured = self.backward(groups, current, step)
         norm = nn.utils.clip_grad_norm_(
             self.model.parameters(), self.config.max_grad_norm or math.inf
         )
@@ -1347,49 +1353,53 @@ class Learner(Stateful):
         if wrong and math.isfinite(metrics["loss"]) and not self.coupled:
             self.coupled = True
             self.optimizer.zero_grad()
-            return self.gradient(groups, now, step)
+            return self.gradient(groups, current, step)
         return metrics
 
-    def backward(self, groups: list[list[Trajectory]], now: Config, step: int) -> dict[str, Tensor]:
-        """Accumulate gradients of the objective on B groups of K trajectories, by micro-batches.
+    def backward(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, Tensor]:
+        """Accumulate the gradient of the objective, in micro-batches.
 
-        The objective gives the loss's derivative by each log-probability, and micro-batches
-        propagate it to the weights. A micro-batch has whole groups, and uses the derivatives by its
-        own log-probabilities while those of later groups are still 0: most losses are sums over
-        groups. At the end all are known, and with them the error of the derivatives that were used.
-        If the loss couples groups, or a group exceeds --tokens_per_microbatch, a first pass without
-        gradient computes all log-probabilities.
+        The objective is a function of all log-probabilities of the batch. Its derivatives with
+        respect to them (N,) come from autograd; micro-batches propagate these to the weights. A row
+        is a padded sequence: a prompt with one or more of its responses.
+
+        Most losses are sums over groups, so that a group's derivatives do not depend on the others:
+        each micro-batch consists of whole groups, and uses its derivatives while the
+        log-probabilities of later groups are still 0. At the end all are known, and so is the error
+        of the derivatives that were used. If a loss turns out to couple groups (`coupled`), or if a
+        group exceeds --tokens_per_microbatch, all log-probabilities are computed first, without
+        gradient, and micro-batches are filled row by row instead of group by group.
 
         Example: a group has one row of 60 tokens, another two rows of 45. With a budget of 100,
         each group is a micro-batch. With a budget of 80, the second group exceeds it: after a first
         pass over both, each of the three rows is a micro-batch.
         """
-        budget = now.tokens_per_microbatch
+        budget = current.tokens_per_microbatch
         prompts = self.task.train_prompts
         sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
         units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
         one_pass = not self.coupled and all(padded_tokens(unit) <= budget for unit in units)
-        batch = self.make_batch(groups, now, step)
-        known = batch.logprobs.data  # log pi_theta, (N,); 0 where it is not computed yet
+        batch = self.make_batch(groups, current, step)
+        known = batch.logprobs.data  # (N,), the batch's own memory; 0 where not computed yet
         used = torch.zeros_like(known)  # derivatives of the loss, (N,)
         if not one_pass:
             units = [[row] for unit in units for row in unit]
-            scored = np.concatenate(token_logprobs(self.policy, sequences, now))
+            scored = np.concatenate(token_logprobs(self.policy, sequences, current))
             known.copy_(to_device(scored, self.device))
-            used, *_ = self.derivatives(batch, now)
+            used, *_ = self.derivatives(batch, current)
         entropy = torch.zeros((), device=self.device)
-        for index, values in run_microbatches(self.policy, units, now):
+        for index, values in run_microbatches(self.policy, units, current):
             logprobs, entropies = values.unbind(1)
             entropy += entropies.detach().sum()
             if one_pass:
                 known[index] = logprobs.detach()
-                used[index] = self.derivatives(batch, now)[0][index]
+                used[index] = self.derivatives(batch, current)[0][index]
             logprobs.backward(self.ranks.size * used[index])  # FSDP averages over ranks
         self.ranks.all_reduce(entropy)
         if one_pass:
             self.ranks.all_reduce(known)
             self.ranks.all_reduce(used)
-        exact, own, result = self.derivatives(batch, now)
+        exact, own, result = self.derivatives(batch, current)
         for parameter, gradient in zip(self.parameters.values(), own, strict=True):
             parameter.grad = gradient
         measured = {
@@ -1397,17 +1407,17 @@ class Learner(Stateful):
             "entropy": entropy / len(known),
             "derivative_error": (used - exact).norm() / exact.norm().clamp(min=1e-30),
         }
-        measured |= batch_metrics(batch, now) | result.metrics
+        measured |= batch_metrics(batch, current) | result.metrics
         return {name: value.detach().float() for name, value in measured.items()}
 
-    def derivatives(self, batch: Batch, now: Config) -> tuple[Tensor, list[Tensor], Loss]:
-        """The loss's derivatives by log-probabilities (N,), and by each of PARAMETERS; the Loss."""
-        result = OBJECTIVES[now.objective](batch, now)
+    def derivatives(self, batch: Batch, current: Config) -> tuple[Tensor, list[Tensor], Loss]:
+        """The loss's derivatives w.r.t. log-probabilities (N,) and each of PARAMETERS; the Loss."""
+        result = OBJECTIVES[current.objective](batch, current)
         inputs = [batch.logprobs, *self.parameters.values()]
         by_logprob, *own = torch.autograd.grad(result.loss, inputs, materialize_grads=True)
         return by_logprob, own, result
 
-    def make_batch(self, groups: list[list[Trajectory]], now: Config, step: int) -> Batch:
+    def make_batch(self, groups: TrainingGroups, current: Config, step: int) -> Batch:
         """The Batch of B groups of K trajectories; its log pi_theta are still 0."""
         rows = [t for group in groups for t in group]
         load = partial(to_device, device=self.device)
@@ -1417,7 +1427,7 @@ class Learner(Stateful):
         return Batch(
             logprobs=torch.zeros_like(behaviour, requires_grad=True),
             behaviour=behaviour,
-            ref_logprobs=load(joined("ref_logprobs") / np.float32(now.reference_temperature)),
+            ref_logprobs=load(joined("ref_logprobs") / np.float32(current.reference_temperature)),
             tokens=load(joined("tokens").astype(np.int64)),
             lengths=load(np.array([len(t.tokens) for t in rows])),
             ended=load(table("ended")),
@@ -1428,7 +1438,7 @@ class Learner(Stateful):
             parameters=self.parameters,
         )
 
-    def follow(self) -> None:
+    def serve(self) -> None:
         """On the other ranks: run the methods that rank 0 calls, until it sends None."""
         while call := self.ranks.from_rank_zero(None):
             name, args = call
@@ -1443,7 +1453,7 @@ class Learner(Stateful):
     @on_every_rank
     @torch.no_grad()
     def sampling_evidence(self, sequences: PromptGroups) -> np.ndarray:
-        """What `sampling_evidence` says of all responses' tokens, (N, EVIDENCE)."""
+        """Statistics of all responses' tokens, (N, EVIDENCE), which SamplingCheck tests."""
         measure = partial(sampling_evidence, ends=self.task.end_tokens)
         return token_values(self.policy, sequences, self.config, EVIDENCE, measure=measure)
 
@@ -1492,8 +1502,8 @@ class Learner(Stateful):
 # ==================================================================================== 7. Searcher
 
 
-class Source(NamedTuple):
-    """The id of a request: where it comes from."""
+class RequestId(NamedTuple):
+    """Identifies a request, and says whether its prompt is held out."""
 
     held_out: bool  # it belongs to an evaluation
     index: int  # Group.index; 0 for a held-out prompt
@@ -1505,15 +1515,15 @@ class TaskCall:
     """A call of the task in a thread."""
 
     future: Future  # gives a list of messages to the Trainer
-    unscored: int  # responses that wait for their rewards
-    queued: float  # when it was last seen waiting for a thread
+    unrewarded: int  # responses that wait for their rewards
+    last_queued: float  # when it was last seen waiting for a thread
 
 
 class Searcher:
     """Generates and scores responses; waits for training only in lockstep.
 
-    One thread receives messages and weights (`follow`), others compute rewards; weights are loaded
-    between decode steps. If the process dies, a new one resumes at the first prompt whose group has
+    One thread receives messages and weights, others compute rewards; weights are loaded between
+    decode steps. If the process dies, a new one resumes at the first prompt whose group has
     not arrived, with the Trainer's current weights.
     """
 
@@ -1536,41 +1546,41 @@ class Searcher:
         task.setup(engine_of)
         threads = max(1, task.reward_threads)
         self.reward_pool = ThreadPoolExecutor(threads)
-        self.judge_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
+        self.evaluation_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
         self.version = -1  # of the policy; -1: no weights yet
-        self.in_flight: dict[Source, Request] = {}  # as submitted: an engine may alter its own
-        self.unscored: list[Group] = []  # complete; waiting for a thread
+        self.in_flight: dict[RequestId, Request] = {}  # as submitted: an engine may alter its own
+        self.unrewarded: list[Group] = []  # complete; waiting for a thread
         self.calls: list[TaskCall] = []  # in progress
         # groups per call: the threads together score at most --sequences_in_flight responses
         self.call_size = max(
             1, config.sequences_in_flight // (threads * config.searched_per_prompt)
         )
-        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.group.device)
-        self.group = copy.copy(spec.group)  # the process group that sends it weights
+        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.channel.device)
+        self.channel = copy.copy(spec.channel)  # the process group that sends it weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
-        self.news = threading.Event()  # a message has come, or the task has returned
+        self.wake_up = threading.Event()  # a message has come, or the task has returned
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
         self.tokens = 0  # generated
 
     def run(self) -> None:
         """Search until the process is killed."""
-        following = ThreadPoolExecutor(1).submit(self.follow)
-        while not following.done():
+        receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
+        while not receiving.done():
             self.submit_prompts()
             if self.engine.unfinished:
                 self.handle_completions(self.engine.step(self.between_steps))
             else:
                 start = time.perf_counter()
-                self.news.wait(POLL_SECONDS)
-                self.news.clear()  # before handling it, so that later news ends the next wait
+                self.wake_up.wait(POLL_SECONDS)
+                self.wake_up.clear()  # now, so that what comes later ends the next wait
                 self.idle += time.perf_counter() - start
                 self.between_steps()
-        following.result()  # raises what ended it
+        receiving.result()  # raises what ended it
 
-    def follow(self) -> None:
-        """In a thread: handle the Trainer's messages."""
-        self.group.connect("watch")  # now, as it can take seconds
+    def receive_messages(self) -> None:
+        """In a thread: handle the Trainer's messages, and receive weights."""
+        self.channel.connect("watch")  # now, as it can take seconds
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -1578,7 +1588,7 @@ class Searcher:
                 case ReceiveWeights() as message:
                     if receive_weights(self, message):
                         self.staged = message
-            self.news.set()
+            self.wake_up.set()
 
     def between_steps(self) -> None:
         """Work between decode steps. Raises what the task raised."""
@@ -1588,8 +1598,8 @@ class Searcher:
         if now - self.last_heartbeat > 0.5:
             self.last_heartbeat = now
             self.spec.send(Heartbeat(now, self.idle, self.tokens))
-        # weights load once held-out prompts have been answered; other responses continue under
-        # them, with their KV cache. In lockstep these, and prompts yet to be submitted, come first
+        # new weights load once no held-out prompt is in flight; training responses continue with
+        # them, and keep their KV cache. In lockstep, all requested groups are completed first
         to_submit = self.index < self.limit and self.version >= 0
         unfinished = self.config.synchronous and (to_submit or self.in_flight)
         if self.staged and not (unfinished or any(source.held_out for source in self.in_flight)):
@@ -1631,10 +1641,10 @@ class Searcher:
         config = self.config
         prompts = self.task.train_prompts
         S = config.searched_per_prompt
-        unscored = S * len(self.unscored) + sum(call.unscored for call in self.calls)
-        max_unscored = 2 * max(S, config.sequences_in_flight)
-        # in lockstep, it does not depend on how fast rewards are: runs repeat exactly
-        if self.version < 0 or (unscored > max_unscored and not config.synchronous):
+        unrewarded = S * len(self.unrewarded) + sum(call.unrewarded for call in self.calls)
+        limit = 2 * max(S, config.sequences_in_flight)
+        # in lockstep, which repeats exactly, the order must not depend on how fast rewards are
+        if self.version < 0 or (unrewarded > limit and not config.synchronous):
             return
         capacity = config.sequences_in_flight * self.engine.LOOKAHEAD  # some wait in the engine
         while self.index < self.limit:
@@ -1643,13 +1653,13 @@ class Searcher:
                 return
             index = self.index
             self.index += config.num_searchers
-            if index in self.spec.arrived:
+            if index in self.spec.arrived_positions:
                 continue
             epoch, position = divmod(index, len(prompts))
             prompt_id = int(epoch_order(config.seed, epoch, len(prompts))[position])
             rng = np.random.default_rng([config.seed, index])
             request = Request(
-                id=Source(False, index, prompt_id),
+                id=RequestId(False, index, prompt_id),
                 prompt=prompts[prompt_id],
                 n=S,
                 max_tokens=config.response_limit(prompts[prompt_id]),
@@ -1660,14 +1670,17 @@ class Searcher:
             self.in_flight[request.id] = request
 
     def submit_held_out(self, rows: range) -> None:
-        """Submit held-out prompts, which are answered before newer weights load."""
+        """Submit held-out prompts, which are answered before newer weights load.
+
+        They are in flight like training prompts, of which fewer are submitted meanwhile.
+        """
         config = self.config
         n = config.eval_responses
         greedy = self.task.greedy_evaluation and n == 1
         for row in rows:
             prompt = self.task.held_out_prompts[row]
             request = Request(
-                id=Source(True, 0, row),
+                id=RequestId(True, 0, row),
                 prompt=prompt,
                 n=n,
                 max_tokens=config.response_limit(prompt),
@@ -1687,7 +1700,7 @@ class Searcher:
                 if held_out:
                     self.call_task(groups, held_out)
                 else:
-                    self.unscored += groups
+                    self.unrewarded += groups
                 self.between_steps()
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
@@ -1696,13 +1709,13 @@ class Searcher:
         task = self.task
         first = completions[0].request
         if first.id.held_out and not task.wants_logprobs:
-            scored = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
+            scores = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
         else:
             # the engine's log-probabilities of greedy answers have temperature 1
             own = config.temperature if first.temperature else 1.0
             sequences = [(done.request.prompt, done.tokens) for done in completions]
-            scored = token_logprobs(self.reference, sequences, config, own)
-        ref_logprobs = iter(scored)
+            scores = token_logprobs(self.reference, sequences, config, own)
+        remaining = iter(scores)
         groups = []
         for done in completions:
             source = done.request.id
@@ -1710,14 +1723,14 @@ class Searcher:
             group = Group(source.index, [])
             fields = (done.tokens, done.logprobs, done.ended, done.versions)
             for tokens, logprobs, ended, (first, last) in zip(*fields, strict=True):
-                scored = next(ref_logprobs)
-                altered = task.ref_logprobs(tokens, scored)
+                scored = next(remaining)
+                ref_logprobs = task.adjust_ref_logprobs(tokens, scored)
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
-                    ref_logprobs=altered,
+                    ref_logprobs=ref_logprobs,
                     ended=bool(ended),
-                    in_kl=altered is scored and temperature == config.temperature,
+                    in_kl=ref_logprobs is scored and temperature == config.temperature,
                     temperature=temperature,
                     reward=math.nan,
                     prompt_id=source.prompt_id,
@@ -1736,9 +1749,9 @@ class Searcher:
         In lockstep, calls do not depend on when a thread is free: runs repeat exactly.
         """
         threads = math.inf if self.config.synchronous else max(1, self.task.reward_threads)
-        while self.unscored and sum(call.unscored > 0 for call in self.calls) < threads:
-            groups = self.unscored[: self.call_size]
-            del self.unscored[: self.call_size]
+        while self.unrewarded and sum(call.unrewarded > 0 for call in self.calls) < threads:
+            groups = self.unrewarded[: self.call_size]
+            del self.unrewarded[: self.call_size]
             self.call_task(groups, held_out=False)
 
     def call_task(self, groups: list[Group], held_out: bool) -> None:
@@ -1773,9 +1786,9 @@ class Searcher:
         if not task.reward_threads:
             self.spec.send(*messages())
             return
-        pool = self.judge_pool if held_out else self.reward_pool
+        pool = self.evaluation_pool if held_out else self.reward_pool
         future = pool.submit(messages)
-        future.add_done_callback(lambda _: self.news.set())
+        future.add_done_callback(lambda _: self.wake_up.set())
         self.calls.append(TaskCall(future, 0 if held_out else len(rows), time.perf_counter()))
 
     def collect_results(self) -> None:
@@ -1786,8 +1799,8 @@ class Searcher:
                 self.calls.remove(call)
                 self.spec.send(*call.future.result())
             elif not call.future.running():
-                call.queued = now
-            elif now - call.queued > self.config.searcher_timeout:
+                call.last_queued = now
+            elif now - call.last_queued > self.config.searcher_timeout:
                 raise TimeoutError(
                     "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
                 )
@@ -1828,6 +1841,7 @@ def load_model(
     if adapter or hasattr(model_config, "quantization_config"):
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
     text_config = model_config.get_text_config()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it keeps a plan for every shape
     # bfloat16 runs use TF32, which vLLM disables
     torch.set_float32_matmul_precision("high" if config.dtype == "bfloat16" else "highest")
     is_capped = getattr(text_config, "attn_logit_softcapping", None)  # SDPA ignores it (Gemma 2)
@@ -2698,14 +2712,23 @@ class FlatWeights:
         self.views = {name: part.view_as(tensor) for (name, tensor), part in parts}
 
 
+NCCL_ENVIRONMENT = {  # its watchdog would kill a process that has lost a member
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torchrun sets it to 1
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # how long a failed group lingers
+    "TORCH_FR_BUFFER_SIZE": "0",  # disables a flight recorder that is not thread-safe
+}
+
+
 @lru_cache(2)
 def connect_store(host: str, port: int, timeout: timedelta, use: str) -> dist.TCPStore:
-    """See `WeightGroup.connect`."""
+    """See `WeightChannel.connect`."""
     return dist.TCPStore(host, port, timeout=timeout)
 
 
 @dataclass
-class WeightGroup:
+class WeightChannel:
     """A process group besides the default one, in which rank 0 broadcasts weights."""
 
     host: str  # the Trainer's address
@@ -2789,7 +2812,7 @@ class WeightGroup:
 class Transfer:
     """A transfer of weights to the members of a process group."""
 
-    group: WeightGroup
+    channel: WeightChannel
     members: list[RunningSearcher]  # by rank, from 1
     version: int = -1  # optimizer step of the weights
     reference: bool = False  # the reference's weights, not the policy's
@@ -2811,10 +2834,10 @@ class WeightSync(Stateful):
         self.learner = learner
         self.searchers = searchers
         self.evaluations = evaluations
-        device = searchers.group.device
+        device = searchers.channel.device
         learner.snapshot = FlatWeights(learner.weights, self.config.torch_dtype, device)
         # the latest; this first one is over
-        self.transfer = Transfer(copy.copy(searchers.group), members=[])
+        self.transfer = Transfer(copy.copy(searchers.channel), members=[])
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
@@ -2837,7 +2860,7 @@ class WeightSync(Stateful):
         waiting_for = [s for s, reply in transfer.owed.items() if reply is Received]
         silent = [s for s in waiting_for if s.state == "ready"]
         if len(silent) < len(waiting_for):  # a member ended: the others stop waiting
-            self.searchers.store.set(transfer.group.name, "ended")
+            self.searchers.store.set(transfer.channel.name, "ended")
         complete = transfer.sending.done() and not silent
         if not complete and time.monotonic() < transfer.deadline:
             return
@@ -2853,7 +2876,7 @@ class WeightSync(Stateful):
             reason = first_line(next(iter(suspects.values()), error))
             text = f"sending the weights of step {transfer.version} failed: {reason}"
             self.searchers.say(f"warning: {text}; suspected: {names}")
-            transfer.group.abandon()
+            transfer.channel.abandon()
             self.due = True
 
     def begin_if_due(self, step: int) -> bool:
@@ -2885,14 +2908,14 @@ class WeightSync(Stateful):
             self.due = members != ready
         if self.learner.snapshot.flat.is_cuda:
             torch.cuda.synchronize()  # the thread uses another stream
-        group = self.transfer.group
-        if self.transfer.members != members or group.abandoned:
-            group.abandon()
-            group = dataclasses.replace(
-                self.searchers.group, name=os.urandom(8).hex(), size=len(members) + 1
+        channel = self.transfer.channel
+        if self.transfer.members != members or channel.abandoned:
+            channel.abandon()
+            channel = dataclasses.replace(
+                self.searchers.channel, name=os.urandom(8).hex(), size=len(members) + 1
             )
         transfer = Transfer(
-            group,
+            channel,
             members,
             version=self.reference_version if reference else step,
             reference=reference,
@@ -2902,7 +2925,7 @@ class WeightSync(Stateful):
         held_out = 0 if reference else self.evaluations.begin_if_due(step, members)
         # in a new thread, as a stuck one may never return
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
-        transfer.sending.add_done_callback(lambda _: self.searchers.news.set())
+        transfer.sending.add_done_callback(lambda _: self.searchers.wake_up.set())
         self.transfer = transfer
         self.seconds += time.perf_counter() - start
         return not reference
@@ -2914,10 +2937,10 @@ class WeightSync(Stateful):
                 version=transfer.version,
                 reference=transfer.reference,
                 held_out=range(i, held_out, len(transfer.members)),
-                group=dataclasses.replace(transfer.group, rank=i + 1, formed=None),
+                channel=dataclasses.replace(transfer.channel, rank=i + 1, formed=None),
             )
             s.spec.commands.put(message)
-        transfer.group.broadcast(self.learner.snapshot)
+        transfer.channel.broadcast(self.learner.snapshot)
 
     def on_received(self, s: RunningSearcher, failure: str) -> None:
         """Record that a member received the weights, or why it keeps its current ones."""
@@ -2960,15 +2983,15 @@ class WeightSync(Stateful):
 
 def receive_weights(searcher: Searcher, message: ReceiveWeights) -> bool:
     """In a Searcher's thread: receive weights, and reply; returns whether they arrived."""
-    if message.group.name != searcher.group.name:
-        searcher.group.abandon()
-        searcher.group = message.group
+    if message.channel.name != searcher.channel.name:
+        searcher.channel.abandon()
+        searcher.channel = message.channel
     failure = ""
     try:
-        searcher.group.broadcast(searcher.staging)
+        searcher.channel.broadcast(searcher.staging)
     except RuntimeError as error:  # perhaps another member's fault
         failure = first_line(error)
-        searcher.group.abandon()
+        searcher.channel.abandon()
     searcher.spec.send(Received(failure))
     return not failure
 
@@ -2994,7 +3017,7 @@ class ReceiveWeights(NamedTuple):
     version: int  # optimizer step of these weights
     reference: bool  # they are the reference's, not the policy's
     held_out: range  # held-out prompts to answer, if an evaluation starts with these weights
-    group: WeightGroup  # not formed yet; ignored by a Searcher that is in it
+    channel: WeightChannel  # not formed yet; ignored by a Searcher that is in it
 
 
 class Started(NamedTuple):
@@ -3042,8 +3065,8 @@ class SearcherSpec:
     searcher: int
     start: int  # number of this start, among those of all Searchers
     first: int  # position in the prompt order to start from
-    arrived: frozenset[int]  # later positions whose groups have arrived already
-    group: WeightGroup  # not formed: how to connect to the Trainer
+    arrived_positions: frozenset[int]  # later ones whose groups have arrived already
+    channel: WeightChannel  # not formed: how to connect to the Trainer
     shared: Any  # dict: path of the plug-in; the pickled Config and Task
     commands: Any  # queue of the Trainer's messages to this process
     messages: Any  # queue of all Searchers' messages
@@ -3112,7 +3135,7 @@ class SearcherProcesses(Stateful):
         self.arrived_positions: set[int] = set()
         self.manager: SyncManager | None = None  # the process in which the queues live
         self.arrivals: queue.SimpleQueue = queue.SimpleQueue()  # (start, message), unpickled
-        self.news = threading.Event()  # a message has come, or weights have been sent
+        self.wake_up = threading.Event()  # a message has come, or weights have been sent
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         self.limit = 0.0  # Searchers may submit prompts up to this position
@@ -3149,14 +3172,14 @@ class SearcherProcesses(Stateful):
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         timeout = timedelta(seconds=self.config.transfer_timeout)
-        self.group = WeightGroup(host, port, nccl, timeout)  # groups to be formed are copies
+        self.channel = WeightChannel(host, port, nccl, timeout)  # groups to be formed are copies
         self.store = dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach())
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
         if nccl or not torch.cuda.is_available():
-            self.start_all()
+            self.start_missing()
         # otherwise, vLLM on a shared GPU would take the policy being loaded for its own memory
 
-    def start_all(self) -> None:
+    def start_missing(self) -> None:
         """Start the Searchers that have not been started."""
         for i in range(len(self.running), self.config.num_searchers):
             self.running.append(self.start_searcher(i))
@@ -3166,7 +3189,7 @@ class SearcherProcesses(Stateful):
         while True:
             start, pickled = self.messages.get()
             self.arrivals.put((start, pickle.loads(pickled)))
-            self.news.set()
+            self.wake_up.set()
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process, which searches those of its positions whose groups have not arrived."""
@@ -3177,8 +3200,8 @@ class SearcherProcesses(Stateful):
             searcher=searcher,
             start=self.starts,
             first=self.first_missing + (searcher - self.first_missing) % self.config.num_searchers,
-            arrived=frozenset(self.arrived_positions),
-            group=self.group,
+            arrived_positions=frozenset(self.arrived_positions),
+            channel=self.channel,
             shared=self.shared,
             commands=commands,
             messages=self.messages,
@@ -3267,6 +3290,10 @@ class SearcherProcesses(Stateful):
                 s.process.kill()
         if self.manager:
             self.manager.shutdown()
+
+
+# what this process runs, by file name: this file, and plug-ins. Its Searchers run copies of them
+CODE = {Path(__file__).name: Path(__file__).read_bytes()}
 
 
 class LocalProcess(multiprocessing.context.ForkServerProcess):
@@ -3370,6 +3397,25 @@ class ClusterProcess:
         self.ray.cancel(self.result, force=True)
 
 
+# set by torchrun and accelerate
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+# settings of `accelerate config`, and ranks of MPI, which Accelerate would take for its own
+FOREIGN = ("ACCELERATE_", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+
+
+def prepare_process(is_searcher: bool = False) -> None:
+    """Remove variables that mislead libraries, set NCCL's, and hide progress bars and warnings."""
+    complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    ranks = complete and os.environ["WORLD_SIZE"] != "1" and not is_searcher
+    for name in list(os.environ):
+        if name.startswith(FOREIGN if ranks else FOREIGN + LAUNCHER):
+            del os.environ[name]
+    os.environ.update(NCCL_ENVIRONMENT)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # and those of the hub
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends; ignore STOP_SIGNALS."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -3421,7 +3467,7 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         after_in_parent=unblock,
         after_in_child=unblock,
     )
-    unset_variables(*LAUNCHER)  # they are the Trainer's, and would mislead vLLM
+    prepare_process(is_searcher=True)
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
@@ -3724,6 +3770,9 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
     """The dataset in flag `name`, as a dict of splits. Raises InputError."""
     import datasets  # only the main process needs it
 
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+
     def load(value: str) -> Any:
         if not os.path.exists(value):
             return datasets.load_dataset(*value.split(":"))  # NAME or NAME:CONFIG
@@ -4015,27 +4064,28 @@ class StepLog:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.arrived: list[Group] = []  # since the last step
+        self.new_groups: list[Group] = []  # those that arrived since the last step
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
         self.contradicted: set[str] = set()  # warnings of `check_learning` that do not apply
         self.diverse = False  # over 40 % were distinct, and since then never under 10 %
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = time.perf_counter()  # at first, the run's start
-        self.recent: deque[tuple[int, int]] = deque(maxlen=50)  # groups trained on, arrived
+        # per step, groups trained on and arrived
+        self.group_counts: deque[tuple[int, int]] = deque(maxlen=50)
 
-    def write(self, measured: dict[str, float], groups: list[list[Trajectory]]) -> None:
+    def write(self, measured: dict[str, float], groups: TrainingGroups) -> None:
         """Log a step that trained on these groups."""
         trainer = self.trainer
-        if self.arrived:
+        if self.new_groups:
             self.log_arrivals()
         seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - self.last_step_end
         tokens = sum(len(t.tokens) for group in groups for t in group)
         staleness = [trainer.step - 1 - t.version for group in groups for t in group]
-        self.recent.append((len(groups), len(self.arrived)))
-        groups_trained, groups_arrived = np.sum(self.recent, 0).tolist()
+        self.group_counts.append((len(groups), len(self.new_groups)))
+        groups_trained, groups_arrived = np.sum(self.group_counts, 0).tolist()
         running = [s for s in trainer.searchers.running if s.state != "pending"]
         rates = [s.recent_rates() for s in running]
         metrics = {
@@ -4069,16 +4119,16 @@ class StepLog:
         folder.bar.set_postfix_str(status.format_map(metrics), refresh=False)
         folder.bar.update()
         self.last_step_end = now
-        self.arrived = []
+        self.new_groups = []
         self.waited.clear()
         trainer.sync.seconds = 0.0
 
     def log_arrivals(self) -> None:
         """Average over arrived trajectories; append the last to completions.jsonl."""
-        rows = [t for group in self.arrived for t in group.trajectories]
+        rows = [t for group in self.new_groups for t in group.trajectories]
         # of the generating policy to the reference
         kl = [(t.logprobs - t.ref_logprobs).sum() for t in rows if t.in_kl]
-        self.responses += [t.tokens.tobytes() for g in self.arrived for t in g.trajectories[:2]]
+        self.responses += [t.tokens.tobytes() for g in self.new_groups for t in g.trajectories[:2]]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
             "response_length": float(np.mean([len(t.tokens) for t in rows])),
@@ -4106,10 +4156,10 @@ class StepLog:
         signs = {
             "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
             "no prompt has two different rewards: check --dataset, or sample more responses":
-            all(len({t.reward for t in group.trajectories}) == 1 for group in self.arrived),
+            all(len({t.reward for t in group.trajectories}) == 1 for group in self.new_groups),
         }  # fmt: skip
         self.contradicted |= {text for text, holds in signs.items() if not holds}
-        if len(self.recent) >= 20:
+        if len(self.group_counts) >= 20:
             for text in sorted(signs.keys() - self.contradicted):
                 self.trainer.folder.say(f"warning: {text}")
             self.contradicted |= signs.keys()
@@ -4136,6 +4186,7 @@ def run_plugin(path: str, source: str = "") -> None:
     if name in sys.modules and os.path.samefile(sys.modules[name].__file__, path):
         return
     CODE[Path(path).name] = Path(source or path).read_bytes()
+    sys.modules["tba"] = sys.modules[__name__]  # if this file is renamed
     spec = importlib.util.spec_from_file_location(name, source or path)
     module = importlib.util.module_from_spec(spec)
     module.__file__ = path
@@ -4184,7 +4235,7 @@ def parse(argv: list[str]) -> Config:
         add_flags(parser, owner)
     parser.add_argument("-h", "--help", action="help")  # only now, when it lists every flag
     config = parser.parse_args(argv, settings(**saved))
-    config.run_id = saved.get("run_id", os.urandom(4).hex())  # in W&B
+    config.run_id = saved.get("run_id", os.urandom(4).hex())  # in trackers
     # with the process ID, as two runs may start in the same second
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
@@ -4274,9 +4325,22 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
         config.require(False, "output_dir", f"{error.strerror}; choose another folder")
 
 
+@contextlib.contextmanager
+def stop_signal_handler(handler: Any) -> Iterator[None]:
+    """Handle STOP_SIGNALS with `handler`; under `nohup`, SIGHUP stays ignored."""
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 @lenient_output()
 def main(argv: list[str]) -> int:
     """Run tba.py with these arguments; returns the exit code. May be called repeatedly."""
+    prepare_process()
     given = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -4290,7 +4354,7 @@ def main(argv: list[str]) -> int:
             learner = Learner(config, task, ranks, checkpoint)
             if checkpoint:
                 learner.load_state(open_checkpoint(Path(checkpoint))["Learner"])
-            learner.follow()
+            learner.serve()
         return 0
     try:
         config = resolve(given)
@@ -4339,7 +4403,7 @@ def run(trainer: Trainer) -> int:
             code = 1
         else:
             if whole:
-                trainer.ranks.from_rank_zero(None)  # ends the others, which are in `follow`
+                trainer.ranks.from_rank_zero(None)  # ends the others, which are in `serve`
         if code == 0:
             finish(trainer)
     return code
@@ -4779,7 +4843,7 @@ class RedTeam(Task):
     def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         return self.log_toxicity(responses).mean(1)
 
-    def ref_logprobs(self, tokens: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
+    def adjust_ref_logprobs(self, tokens: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
         if len(tokens) < self.config.min_attack_tokens:
             return np.full_like(ref_logprobs, -500.0 / len(tokens))  # as in Lee et al.
         return ref_logprobs

@@ -34,7 +34,7 @@ of the pretrained model, and its path: reward, KL and diversity of held-out answ
 of M Searchers takes 8 optimizer steps to generate a batch of 8 prompts x 16 responses, so that it
 completes one group per step; the Trainer draws 8 per step. Weights are sent every k = 2 steps and
 arrive a quarter of a step later. Half of a batch is recent (m = 0.5), half is replayed with
-p ~ softmax(10 r), from buffers that evict nothing; --max_replays is 4.
+p ~ softmax(10 r), from buffers that evict nothing; --max_recent_draws is 4.
 
 9. Two sparse tasks: "rare" rewards 1 for a review whose mean valence is at least 0.32, which one in
    183 samples of the untrained policy reaches, "rarer" at least 0.39, one in 1,820. 16 training
@@ -496,7 +496,7 @@ if os.environ.get("TBA_SLOW"):  # processes that sleep in place of GPU work
     tba.Learner.step = learn_slowly
 
 
-class Mixed(tba.Newest):
+class Mixed(tba.RecentOrReward):
     """Half of a replayed group is drawn by reward and half uniformly; cf. tba.Anchored."""
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[tba.Trajectory]]:
@@ -527,7 +527,7 @@ class SimulatedSearcher(tba.Searcher):
             self.probe_scores: dict[int, list] = {}  # by version
             return
         self.__dict__ |= others[0].__dict__ | {
-            "spec": spec, "index": spec.first, "in_flight": {}, "unscored": [], "calls": []
+            "spec": spec, "index": spec.first, "in_flight": {}, "unrewarded": [], "calls": []
         }  # fmt: skip
 
     def score_probes(self) -> list[np.ndarray]:
@@ -561,15 +561,15 @@ class SimulatedSearchers(tba.SearcherProcesses):
 
     def start(self) -> None:
         """Load the Searchers."""
-        self.group = tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30))
+        self.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
         self.task.reward_threads = 0  # compute rewards synchronously
         self.loaded: list[tba.Searcher] = []
         M = self.config.num_searchers
         for i in range(M):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, first=i, arrived=frozenset(), group=self.group,
-                shared=None, commands=commands, messages=queue.SimpleQueue(),
+                searcher=i, start=i + 1, first=i, arrived_positions=frozenset(),
+                channel=self.channel, shared=None, commands=commands, messages=queue.SimpleQueue(),
             )  # fmt: skip
             self.loaded.append(SimulatedSearcher(self.config, self.task, spec, self.loaded))
             self.running.append(tba.RunningSearcher(spec, None, "ready"))
@@ -673,14 +673,14 @@ class SimulatedTrainer(tba.Trainer):
         super().__init__(config, task, folder, ranks, saved)
         duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
         searchers = SimulatedSearchers(duration, latency, config, task, folder)
-        self.searchers = self.checkpointed(searchers)
+        self.searchers = self.register(searchers)
         self.waited = Fraction(0)
 
     def run(self) -> None:
         def broadcast(_: object, weights: tba.FlatWeights) -> None:
             weights.flat.copy_(self.sync.learner.snapshot.flat)  # a no-op on the Trainer's own call
 
-        with mock.patch.object(tba.WeightGroup, "broadcast", broadcast):
+        with mock.patch.object(tba.WeightChannel, "broadcast", broadcast):
             super().run()
 
     def poll(self) -> None:
@@ -752,7 +752,7 @@ SLOW = ("0.006 0.4", "0.085 0.4")
 # for the experiment "replays", in optimizer steps: how long a Searcher's batch takes -> the minimum
 # length of a run, so that all runs can be compared at a common time
 DURATIONS = {"30": 480, "10": 240, "3": 120, "1": 120, "1/3": 120}
-REPLAYS = (1, 2, 4, 8, 16, 0)  # --max_replays
+REPLAYS = (1, 2, 4, 8, 16, 0)  # --max_recent_draws
 GROUPS = 128  # at which batch durations are compared
 # for the experiments with more Searchers: values of M, the duration of a batch and the latency of
 # weights in optimizer steps, and the numbers of groups at which runs are compared
@@ -936,7 +936,7 @@ def search_settings() -> dict[str, dict[tuple[str, int], Setting]]:
             "1e-3, decaying": {
                 "lr_schedule": "warmup_stable_decay", "stable_steps": half, "decay_steps": half
             },
-            "3e-4, by reward": {"learning_rate": 3e-4, "replay_rule": "newest"},
+            "3e-4, by reward": {"learning_rate": 3e-4, "replay_rule": "recent_or_reward"},
         }  # fmt: skip
         for (line, own), M in itertools.product(slower.items(), (1, 8, 64)):
             own = {"replay_rule": "mixed"} | own
@@ -998,7 +998,7 @@ def replays(D: str, R: int, m: float) -> Setting:
     steps = DURATIONS[D]
     if R:  # unless the Trainer never waits, it draws a batch's groups R times in `duration`
         steps = min(steps, math.ceil(steps * R / m / float(Fraction(D))))
-    flags = (("clock", D), ("max_replays", R), ("recent_probability", m))
+    flags = (("clock", D), ("max_recent_draws", R), ("recent_probability", m))
     experiment = "half replayed" if m == 0.5 else "replays"
     return Setting(experiment, "tb", steps=max(120, steps), flags=flags)
 
@@ -1790,7 +1790,7 @@ def bounds(rows: Rows, settings: list[Setting]) -> str:
         for setting in own:
             found = rows.of(setting, "report")
             waited = mean((100 * row["waited"] for row in found), 0)
-            R = dict(setting.flags)["max_replays"] or "none"
+            R = dict(setting.flags)["max_recent_draws"] or "none"
             line = [duration, str(R), *at_equal(found, "step", 120)[1:]]
             line += [f"{common:.0f}", *at_equal(found, "time", common)]
             line += [shown((row["staleness"] for row in found), 1), f"{waited} %"]
@@ -1804,7 +1804,7 @@ def by_groups(rows: Rows, settings: list[Setting], groups: int) -> str:
     """The gain when `groups` groups have arrived: a row per bound."""
     by_bound: dict[int, list[Setting]] = {}
     for setting in settings:
-        by_bound.setdefault(dict(setting.flags)["max_replays"], []).append(setting)
+        by_bound.setdefault(dict(setting.flags)["max_recent_draws"], []).append(setting)
     lines = []
     for R, own in by_bound.items():
         cells = [at_equal(rows.of(s, "report"), "groups", groups) for s in own]

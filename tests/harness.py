@@ -367,6 +367,7 @@ def run_tba(
 
 def config_and_task(files: Path, out: Path, **flags: object) -> tuple[tba.Config, tba.Task]:
     """The resolved settings of a very small run, and its data."""
+    tba.prepare_process()
     config = tba.resolve(tba.parse(arguments(files, out, **flags)))
     return config, tba.load_task(config)
 

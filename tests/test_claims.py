@@ -215,11 +215,11 @@ def test_the_small_engine_samples_what_it_says_from_the_models_own_distribution(
     assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / n) + 1 / n).all()
 
 
-def simulate(folder, monkeypatch, max_replays, clock="3", searchers=1):
+def simulate(folder, monkeypatch, max_recent_draws, clock="3", searchers=1):
     """Five steps on the simulated clock: their losses and staleness, and the clock."""
     claims.make_task("valence", folder / "valence")
     monkeypatch.setattr(claims.SimulatedTrainer, "clock", clock)
-    setting = replace(claims.replays("3", max_replays, 1.0), steps=5)
+    setting = replace(claims.replays("3", max_recent_draws, 1.0), steps=5)
     words = claims.arguments_of(setting, 1e-3, 1, 1.0, folder, folder / "run")
     flags = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
     flags |= {name: str(flags[name]) for name in ("model", "dataset", "output_dir")}
