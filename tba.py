@@ -260,7 +260,7 @@ class Config:
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Literal["none", "wandb", "tensorboard"] = flag("none", "Metrics tracker.")
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Metrics tracker.")
 
     def require(self, ok: Any, name: str, fix: str) -> None:
         """Raise InputError with the flag, its value and a fix, unless `ok`."""
@@ -3980,7 +3980,10 @@ class RunFolder:
 
     def track(self, values: dict, step: int) -> None:
         """Send metrics to the tracker; an evaluation's step may be an earlier one."""
-        self.accelerator.log(values, None if self.config.report_to == "wandb" else step)
+        if self.config.report_to == "wandb":  # refuses earlier steps: the axis is a metric
+            self.accelerator.log({**values, "step": step})
+        else:
+            self.accelerator.log(values, step)
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to files, tracker and terminal."""
@@ -3990,7 +3993,7 @@ class RunFolder:
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
         self.evaluations.sort(key=lambda record: record["step"])  # a slow judge's may be late
-        self.track({f"held_out/{name}": value for name, value in record.items()}, step)
+        self.track({f"held_out/{key}": record[key] for key in record if key != "step"}, step)
         self.say(self.describe(**record))
 
     def describe(self, step: int, n: int, **metrics: float) -> str:
@@ -4024,28 +4027,27 @@ class RunFolder:
 
 def make_accelerator(config: Config, step: int) -> Accelerator:
     """Accelerate, with the tracker of --report_to."""
+    if config.report_to == "trackio":  # which must not find it half imported by `draw_curves`
+        import matplotlib.figure  # noqa: F401
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
+    name = Path(config.output_dir).name
+    run_id = vars(config).get("run_id")
+    shared = {"config": vars(config), "resume": "allow"}
     options = {
         "tensorboard": {"purge_step": step + 1},  # later ones are repeated
-        "wandb": {
-            "name": Path(config.output_dir).name,
-            "config": vars(config),
-            "id": vars(config).get("run_id"),
-            "resume": "allow",
-        },
+        "trackio": {"name": f"{name}-{run_id}", **shared},  # resumes the run of this name
+        "wandb": {"name": name, "id": run_id, **shared},
     }
     try:
         accelerator.init_trackers("tba", init_kwargs=options)
     except Exception as error:  # W&B raises several types
         raise InputError(f"--report_to {config.report_to}: {first_line(error)}") from None
-    if config.report_to == "wandb":  # W&B refuses earlier steps: use metrics as axes
-        own = accelerator.get_tracker("wandb", unwrap=True)
-        own.define_metric("*", step_metric="step")
-        own.define_metric("held_out/*", step_metric="held_out/step")
+    if config.report_to == "wandb":
+        accelerator.get_tracker("wandb", unwrap=True).define_metric("*", step_metric="step")
     return accelerator
 
 
@@ -4085,7 +4087,6 @@ class StepLog:
         running = [s for s in trainer.searchers.running if s.state != "pending"]
         rates = [s.recent_rates() for s in running]
         metrics = {
-            "step": trainer.step,
             "seconds": now - trainer.folder.start,
             **self.means,
             **measured,
@@ -4107,7 +4108,7 @@ class StepLog:
             "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
         folder = trainer.folder
-        folder.append("metrics.jsonl", metrics)
+        folder.append("metrics.jsonl", {"step": trainer.step} | metrics)
         folder.track(metrics, trainer.step)
         status = "reward {reward:.3f}, distinct {distinct:.0%}, staleness {staleness_mean:.1f}, "
         status += "busy {trainer_busy:.0%}/{searcher_busy:.0%}"
@@ -4232,7 +4233,7 @@ def parse(argv: list[str]) -> Config:
         add_flags(parser, owner)
     parser.add_argument("-h", "--help", action="help")  # only now, when it lists every flag
     config = parser.parse_args(argv, settings(**saved))
-    config.run_id = saved.get("run_id", os.urandom(4).hex())  # in W&B
+    config.run_id = saved.get("run_id", os.urandom(4).hex())  # in trackers
     # with the process ID, as two runs may start in the same second
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
