@@ -216,7 +216,7 @@ class Config:
     sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
     objective: str = flag(
-        "tb", "Objective: tb, tb_learned_z, tba_prime, rloo, proximal_rloo, or from --plugin."
+        "tb", "Objective: tb, tb_learned_z, tba_prime, proximal_rloo, or from --plugin."
     )
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
     reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
@@ -260,7 +260,7 @@ class Config:
     eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
     eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy.", 1)
     save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Literal["none", "wandb", "tensorboard"] = flag("none", "Metrics tracker.")
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Metrics tracker.")
 
     def require(self, ok: Any, name: str, fix: str) -> None:
         """Raise InputError with the flag, its value and a fix, unless `ok`."""
@@ -431,17 +431,18 @@ class Batch:
     behaviour: Tensor  # (N,) Trajectory.logprobs, those of the sampling policy
     ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
     tokens: Tensor  # (N,) int64
-    lengths: Tensor  # (B*K,) int64
+    lengths: Tensor  # (B, K) int64
     ended: Tensor  # (B, K) bool, Trajectory.ended
     rewards: Tensor  # (B, K)
-    versions: Tensor  # (B*K,) int64, Trajectory.version
+    versions: Tensor  # (B, K) int64, Trajectory.version
     prompt_ids: Tensor  # (B,) int64
     step: int  # optimizer steps so far, skipped ones included
     parameters: dict[str, Tensor]  # those in PARAMETERS; they carry gradients
 
-    def response_index(self) -> Tensor:
-        """Index of the response that each token belongs to, (N,)."""
-        return torch.repeat_interleave(self.lengths, output_size=len(self.logprobs))
+    def spread(self, values: Tensor) -> Tensor:
+        """Give each token the value of its response: (B, K) -> (N,)."""
+        N = len(self.logprobs)
+        return values.flatten().repeat_interleave(self.lengths.flatten(), output_size=N)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum values (N,) over each response, (B, K); log-probabilities give log pi(y|x).
@@ -449,7 +450,8 @@ class Batch:
         In float64, in which the order of summation, which varies on a GPU, makes no difference.
         """
         zeros = values.new_zeros(self.rewards.numel(), dtype=torch.float64)
-        totals = zeros.index_add(0, self.response_index(), values.double())
+        responses = self.spread(torch.arange(len(zeros), device=zeros.device))  # (N,)
+        totals = zeros.index_add(0, responses, values.double())
         return totals.to(values.dtype).view_as(self.rewards)
 
 
@@ -525,49 +527,45 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     return Loss(-weighted.sum() / len(batch.logprobs))
 
 
-def rloo(batch: Batch, config: Config) -> Loss:
-    """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740).
-
-    R_j = r_j - beta (log pi_b - log pi_ref)(y_j), pi_b being the behaviour policy; A_j = R_j - mean
-    of the other K - 1; loss = - mean A_j log pi_theta(y_j), without off-policy correction.
-
-    Example: rewards [[1, 0, 0]] and KL 0 give A = [[1, -1/2, -1/2]].
-    """
-    advantage = leave_one_out(batch, config)  # (B, K)
-    return Loss(-(advantage * batch.sums(batch.logprobs)).mean())
-
-
 def proximal_rloo(batch: Batch, config: Config) -> Loss:
     """RLOO with PPO's clipped ratio of whole responses (paper equation 6; arXiv 2410.18252).
 
     loss = - mean min(rho A, clip(rho) A), with rho_j = pi_theta(y_j) / pi_b(y_j).
     """
     log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # log rho, (B, K)
-    surrogate, clipped = ppo_surrogate(log_ratio, leave_one_out(batch, config), config)
+    clip = config.clip_range
+    surrogate, clipped = ppo_surrogate(log_ratio, leave_one_out(batch, config), clip, clip)
     return Loss(-surrogate.mean(), {"clip_fraction": clipped.float().mean()})
 
 
 def leave_one_out(batch: Batch, config: Config) -> Tensor:
-    """RLOO's advantages (B, K), without gradient."""
+    """RLOO's advantages (B, K), without gradient (Ahmadian et al. 2024, arXiv 2402.14740).
+
+    R_j = r_j - beta (log pi_b - log pi_ref)(y_j), pi_b being the behaviour policy; A_j = R_j - mean
+    of the other K - 1.
+
+    Example: rewards [[1, 0, 0]] and KL 0 give A = [[1, -1/2, -1/2]].
+    """
     kl = batch.sums(batch.behaviour - batch.ref_logprobs)
     total = batch.rewards - config.beta * kl
     K = total.shape[1]
     return (total - total.mean(1, keepdim=True)) * (K / (K - 1))
 
 
-def ppo_surrogate(log_ratio: Tensor, advantage: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+def ppo_surrogate(
+    log_ratio: Tensor, advantage: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
     """PPO's min(rho A, clip(rho) A) (Schulman et al. 2017, eq. 7), and a mask of where it clips."""
     ratio = log_ratio.clamp(max=20).exp()  # finite
     unclipped = ratio * advantage
-    clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range) * advantage
+    clipped = ratio.clamp(1 - low, 1 + high) * advantage
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 
 # name -> function of a Batch and the Config of this step (`at_step`); plug-ins add their own:
-# bench/objectives.py has grpo, dr_grpo, online_dpo, ftb and oapl
+# bench/objectives.py has rloo, grpo, dr_grpo, cispo, dro, kimi, flowrl, oapl, ftb and online_dpo
 OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
-    objective.__name__: objective
-    for objective in (tb, tb_learned_z, tba_prime, rloo, proximal_rloo)
+    objective.__name__: objective for objective in (tb, tb_learned_z, tba_prime, proximal_rloo)
 }
 
 
@@ -1429,10 +1427,10 @@ class Learner(Stateful):
             behaviour=behaviour,
             ref_logprobs=load(joined("ref_logprobs") / np.float32(current.reference_temperature)),
             tokens=load(joined("tokens").astype(np.int64)),
-            lengths=load(np.array([len(t.tokens) for t in rows])),
+            lengths=load(np.array([[len(t.tokens) for t in group] for group in groups])),
             ended=load(table("ended")),
             rewards=load(table("reward").astype(np.float32)),
-            versions=load(table("version").flatten()),
+            versions=load(table("version")),
             prompt_ids=load(table("prompt_id")[:, 0]),
             step=step,
             parameters=self.parameters,
@@ -3982,7 +3980,10 @@ class RunFolder:
 
     def track(self, values: dict, step: int) -> None:
         """Send metrics to the tracker; an evaluation's step may be an earlier one."""
-        self.accelerator.log(values, None if self.config.report_to == "wandb" else step)
+        if self.config.report_to == "wandb":  # refuses earlier steps: the axis is a metric
+            self.accelerator.log({**values, "step": step})
+        else:
+            self.accelerator.log(values, step)
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to files, tracker and terminal."""
@@ -3992,7 +3993,7 @@ class RunFolder:
         self.append("eval.jsonl", record)
         self.evaluations.append(record)
         self.evaluations.sort(key=lambda record: record["step"])  # a slow judge's may be late
-        self.track({f"held_out/{name}": value for name, value in record.items()}, step)
+        self.track({f"held_out/{key}": record[key] for key in record if key != "step"}, step)
         self.say(self.describe(**record))
 
     def describe(self, step: int, n: int, **metrics: float) -> str:
@@ -4026,28 +4027,27 @@ class RunFolder:
 
 def make_accelerator(config: Config, step: int) -> Accelerator:
     """Accelerate, with the tracker of --report_to."""
+    if config.report_to == "trackio":  # which must not find it half imported by `draw_curves`
+        import matplotlib.figure  # noqa: F401
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         log_with=None if config.report_to == "none" else config.report_to,
         project_dir=config.output_dir,
     )
+    name = Path(config.output_dir).name
+    run_id = vars(config).get("run_id")
+    shared = {"config": vars(config), "resume": "allow"}
     options = {
         "tensorboard": {"purge_step": step + 1},  # later ones are repeated
-        "wandb": {
-            "name": Path(config.output_dir).name,
-            "config": vars(config),
-            "id": vars(config).get("run_id"),
-            "resume": "allow",
-        },
+        "trackio": {"name": f"{name}-{run_id}", **shared},  # resumes the run of this name
+        "wandb": {"name": name, "id": run_id, **shared},
     }
     try:
         accelerator.init_trackers("tba", init_kwargs=options)
     except Exception as error:  # W&B raises several types
         raise InputError(f"--report_to {config.report_to}: {first_line(error)}") from None
-    if config.report_to == "wandb":  # W&B refuses earlier steps: use metrics as axes
-        own = accelerator.get_tracker("wandb", unwrap=True)
-        own.define_metric("*", step_metric="step")
-        own.define_metric("held_out/*", step_metric="held_out/step")
+    if config.report_to == "wandb":
+        accelerator.get_tracker("wandb", unwrap=True).define_metric("*", step_metric="step")
     return accelerator
 
 
@@ -4087,7 +4087,6 @@ class StepLog:
         running = [s for s in trainer.searchers.running if s.state != "pending"]
         rates = [s.recent_rates() for s in running]
         metrics = {
-            "step": trainer.step,
             "seconds": now - trainer.folder.start,
             **self.means,
             **measured,
@@ -4109,7 +4108,7 @@ class StepLog:
             "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
         folder = trainer.folder
-        folder.append("metrics.jsonl", metrics)
+        folder.append("metrics.jsonl", {"step": trainer.step} | metrics)
         folder.track(metrics, trainer.step)
         status = "reward {reward:.3f}, distinct {distinct:.0%}, staleness {staleness_mean:.1f}, "
         status += "busy {trainer_busy:.0%}/{searcher_busy:.0%}"
@@ -4234,7 +4233,7 @@ def parse(argv: list[str]) -> Config:
         add_flags(parser, owner)
     parser.add_argument("-h", "--help", action="help")  # only now, when it lists every flag
     config = parser.parse_args(argv, settings(**saved))
-    config.run_id = saved.get("run_id", os.urandom(4).hex())  # in W&B
+    config.run_id = saved.get("run_id", os.urandom(4).hex())  # in trackers
     # with the process ID, as two runs may start in the same second
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)

@@ -20,7 +20,7 @@ import tba
 def token_mean(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     """The policy gradient with a mean over all tokens of the batch."""
     advantage = batch.rewards - batch.rewards.mean(1, keepdim=True)
-    return tba.Loss(-(advantage.flatten()[batch.response_index()] * batch.logprobs).mean())
+    return tba.Loss(-(batch.spread(advantage) * batch.logprobs).mean())
 
 
 def ordered(batch: tba.Batch, config: tba.Config) -> tba.Loss:

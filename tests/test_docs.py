@@ -1,14 +1,24 @@
-"""What the docs promise has tests, which they name."""
+"""The docs: promises name their tests, links lead somewhere, commands and flags exist."""
 
+import argparse
 import re
+import shlex
 
+import pytest
 from conftest import ROOT
+from test_runs import METRICS
 
+import tba
+
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS += [ROOT / "bench" / "README.md", ROOT / "tests" / "virtual_gpu" / "README.md"]
+TEXT = {path: path.read_text() for path in DOCS}
+OPERATIONS = TEXT[ROOT / "docs" / "operations.md"]
+CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 GUARANTEES, TABLE = re.search(
-    r"## Guarantees\n(.*?)### Which tests hold which promise\n(.*?)\n## ",
-    (ROOT / "docs" / "operations.md").read_text(),
-    re.DOTALL,
+    r"## Guarantees\n(.*?)### Which tests hold which promise\n(.*?)\n## ", OPERATIONS, re.DOTALL
 ).groups()
+each_doc = pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def test_every_promise_names_tests_that_exist():
@@ -21,3 +31,135 @@ def test_every_promise_names_tests_that_exist():
     promises = re.findall(r"^\* \*\*(.*?)\*\*", GUARANTEES, re.MULTILINE)
     assert len(promises) > 15
     assert [promise for promise in promises if promise not in rows] == []
+
+
+# ---------------------------------------------------------------------------------------- links
+
+
+def sections(text: str) -> dict[str, str]:
+    """Each heading's anchor, as GitHub forms it, -> the text up to the next heading as high.
+
+    >>> sections("# A run's folder\\nText")
+    {'a-runs-folder': "# A run's folder\\nText"}
+    """
+    text = CODE_BLOCK.sub("", text)
+    found = {}
+    for heading in re.finditer(r"^(#+) (.*)$", text, re.MULTILINE):
+        level, title = heading.groups()
+        title = re.sub(r"\]\([^)]*\)", "", title)  # the address of a link
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        end = re.compile(rf"^#{{1,{len(level)}}} ", re.MULTILINE).search(text, heading.end())
+        found[anchor] = text[heading.start() : end.start() if end else len(text)]
+    return found
+
+
+@each_doc
+def test_links_and_anchors_resolve(path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", TEXT[path]):
+        if re.match(r"\w+:", link):
+            continue  # another site
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in sections(target.read_text()), link
+
+
+@pytest.mark.parametrize(
+    "row", re.findall(r"^\| .*\]\(docs/results\.md#.*$", TEXT[ROOT / "README.md"], re.MULTILINE)
+)
+def test_numbers_of_the_readme_stand_in_the_results(row):
+    what, *numbers = row.strip("| ").split(" | ")
+    results = sections(TEXT[ROOT / "docs" / "results.md"])
+    there = "".join(results[anchor] for anchor in re.findall(r"results\.md#([\w-]+)", what))
+    missing = set(re.findall(r"\d[\d.,]*\b", " ".join(numbers))) - set(
+        re.findall(r"\d[\d.,]*\b", there)
+    )
+    assert not missing, row
+
+
+# --------------------------------------------------------------------------- commands and flags
+
+
+def defined_in(*texts: str) -> set[str]:
+    """Names of the flags that these Python texts define."""
+    found = set()
+    for text in texts:
+        found |= set(re.findall(r'add_argument\(\s*"--(\w+)"', text))
+        found |= set(re.findall(r"^    (\w+): .* = (?:tba\.)?(?:flag|schedule)\(", text, re.M))
+    return found
+
+
+PROGRAMS = {path.name: path.read_text() for path in (ROOT / "bench").glob("*.py")}
+FLAGS = {f.name for f in tba.all_flags()} | {"help"}
+PLUGIN_FLAGS = defined_in(PROGRAMS["objectives.py"], TEXT[ROOT / "docs" / "hacking.md"])
+
+
+def code_of(text: str) -> list[str]:
+    """The code spans of a text, and the lines of its code blocks without comments."""
+    prose = CODE_BLOCK.sub("", text)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    blocks = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks += re.findall(r"^    .*$", prose, re.MULTILINE)
+    joined = re.sub(r"\\\n\s*", "", "\n".join(blocks))
+    lines = [re.sub(r"\s# .*", "", line).strip() for line in joined.split("\n")]
+    return [code.replace("\\|", "|") for code in spans + lines]
+
+
+PARSER = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+for owner in tba.FLAGS:
+    tba.add_flags(PARSER, owner)
+PARSER.add_argument("--help", action="store_true")
+for flag in PLUGIN_FLAGS - FLAGS:
+    PARSER.add_argument(f"--{flag}")
+
+
+@each_doc
+def test_commands_and_flags_exist(path):
+    """Flags of tba.py and of the scripts have values of the right type and within their range."""
+    for code in code_of(TEXT[path]):
+        if alone := re.match(r"--([\w-]+)", code):
+            known = FLAGS | PLUGIN_FLAGS | defined_in(*PROGRAMS.values()) | {"tiny"}
+            assert alone[1] in known, code
+            continue
+        command = re.search(r"(?:^|[\s/])(tba\.py|run_\w+\.sh|\w+\.py)(?:\s(.*))?$", code)
+        if not command:
+            continue
+        name, rest = command[1], re.split(r" (?:[|&;]|&&) ", command[2] or "")[0]
+        if re.match(r"(python |bash )?(bench|tests)/", code):
+            assert (ROOT / re.search(r"\S+/\S+", code)[0]).exists(), code
+        if path.parent == ROOT / "bench" and code.startswith(name):
+            assert name in PROGRAMS, code
+        flags = set(re.findall(r"(?<!\S)--([\w-]+)", rest))
+        word = re.match(r"[a-z]*", rest)[0]  # such as `report`, or a script's `table2`
+        if name in PROGRAMS:
+            assert flags <= defined_in(PROGRAMS[name]) | {"help"}, code
+            assert re.search(rf"\b{word}", PROGRAMS[name]), code
+        elif name == "tba.py" or name.startswith("run_"):
+            assert flags <= FLAGS | PLUGIN_FLAGS | {"tiny"}, code
+            if name.startswith("run_"):
+                assert re.search(rf"\b{word}", (ROOT / name).read_text()), code
+            if not re.search(r"\.\.\.|\[|\$", rest):  # a whole command
+                values = [value for value in shlex.split(rest) if value != "--tiny"]
+                others = PARSER.parse_known_args(values)[1]
+                assert name.startswith("run_") or not others, code
+
+
+# -------------------------------------------------------------------------------------- metrics
+
+
+def cells(text: str, column: int) -> list[str]:
+    """The cells of a column of all tables in a text."""
+    rows = [row.split(" | ") for row in re.findall(r"^\| (.*) \|$", text, re.MULTILINE)]
+    return [row[column] for row in rows if len(row) > column]
+
+
+def test_metrics_in_the_docs_exist():
+    """`METRICS` are exactly those that a run writes (test_runs.py)."""
+    how_to = sections(OPERATIONS)["how-to-read-a-run"]
+    keys = OPERATIONS[OPERATIONS.index("Keys of metrics.jsonl") : OPERATIONS.index("## Where it")]
+    named = [*cells(how_to, 1), *cells(keys, 0)]
+    names = set(re.findall(r"`([a-z_]+\*?)`", " ".join(named)))
+    assert len(names) > 20
+    for name in names:
+        assert any(re.fullmatch(name.replace("*", ".*"), metric) for metric in METRICS), name

@@ -109,7 +109,7 @@ def test_minimiser_is_the_tempered_posterior(tau):
 
 def random_batch(B, K, seed, off_policy, far=1.0):
     torch.manual_seed(seed)
-    lengths = torch.randint(1, 6, (B * K,))
+    lengths = torch.randint(1, 6, (B, K))
     logprobs = -torch.rand(int(lengths.sum()), dtype=torch.float64)
     behaviour = logprobs + off_policy * torch.randn_like(logprobs)
     draw = lambda: torch.randn(B, K, dtype=torch.float64)
@@ -123,7 +123,7 @@ def random_batch(B, K, seed, off_policy, far=1.0):
         lengths=lengths,
         ended=torch.ones(B, K, dtype=torch.bool),
         rewards=draw(),
-        versions=torch.zeros(B * K, dtype=torch.int64),
+        versions=torch.zeros(B, K, dtype=torch.int64),
         prompt_ids=torch.arange(B),
         step=0,
         parameters={"log_z": log_z},
@@ -157,7 +157,7 @@ def test_ftb_has_its_divergences_gradient_and_minimum(divergence):
         logprobs = logits.log_softmax(0)[outcomes]
         batch = random_batch(1, len(outcomes), 0, 0.0)
         batch.logprobs, batch.ref_logprobs = logprobs, ref[0, outcomes]
-        batch.lengths, batch.rewards = torch.ones_like(outcomes), rewards[:, outcomes]
+        batch.lengths, batch.rewards = torch.ones_like(outcomes)[None], rewards[:, outcomes]
         return objectives.ftb(batch, config).loss, tba.tb(batch, config).loss
 
     logits = torch.zeros(n, dtype=torch.float64, requires_grad=True)
@@ -182,8 +182,8 @@ def test_ftb_has_its_divergences_gradient_and_minimum(divergence):
 
 def responses_of(batch):
     """Each response's own tensors, prompt by prompt: (log pi, log pi_b, log pi_ref, reward)."""
-    parts = [x.split(batch.lengths.tolist()) for x in (batch.logprobs, batch.behaviour)]
-    parts.append(batch.ref_logprobs.split(batch.lengths.tolist()))
+    parts = [x.split(batch.lengths.flatten().tolist()) for x in (batch.logprobs, batch.behaviour)]
+    parts.append(batch.ref_logprobs.split(batch.lengths.flatten().tolist()))
     flat = list(zip(*parts, batch.rewards.flatten().tolist(), strict=True))
     K = batch.rewards.shape[1]
     return [flat[i : i + K] for i in range(0, len(flat), K)]
@@ -192,12 +192,13 @@ def responses_of(batch):
 def gain(log_ratio, advantage, config):
     """The gain of one ratio; PPO's has no gradient where it has gone further than it should."""
     ratio, c, most = log_ratio.exp(), config.clip_range, config.ratio_cap
+    high = 1 + (config.clip_high or c)
     if config.ratio == "truncate":
         return min(ratio.item(), most) * advantage * log_ratio
     if config.ratio == "mask":
         return (ratio.item() if 1 / most <= ratio <= most else 0.0) * advantage * log_ratio
     if advantage >= 0:
-        return advantage * (ratio if ratio < 1 + c else torch.tensor(1 + c))
+        return advantage * (ratio if ratio < high else torch.tensor(high))
     return advantage * (ratio if ratio > 1 - c else torch.tensor(1 - c))
 
 
@@ -240,6 +241,49 @@ def oapl_by_hand(group, config):
     return sum(squares) / len(group)
 
 
+def kimi_by_hand(group, config):
+    rewards = [r for *_, r in group]
+    mean = sum(rewards) / len(group)
+    squares = [((r - mean) / config.beta - (p - f).sum()) ** 2 for p, _, f, r in group]
+    return sum(squares) / len(group)
+
+
+def flowrl_by_hand(group, config, log_z):
+    rewards = [r for *_, r in group]
+    mean, loss = sum(rewards) / len(group), 0.0
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(group) - 1)) + 1e-4
+    for p, b, f, r in group:
+        weight = min(math.exp((p - b).sum().item()), config.ratio_cap)
+        per_token = (p - f).mean()
+        loss = loss + weight * (log_z + per_token - config.flow_beta * (r - mean) / std) ** 2
+    return loss / len(group)
+
+
+def token_mean_by_hand(groups, config, divide, loss_of_token):
+    """The mean over all tokens of a loss of (log pi, log pi_b, A)."""
+    total, N = 0.0, 0
+    for group in groups:
+        rewards = [r for *_, r in group]
+        mean = sum(rewards) / len(group)
+        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(group) - 1)) + 1e-4
+        for p, b, _, r in group:
+            advantage = (r - mean) / std if divide else r - mean
+            for x, y in zip(p, b, strict=True):
+                total, N = total + loss_of_token(x, y, advantage), N + 1
+    return total / N
+
+
+def cispo_by_hand(groups, config, log_z):
+    capped = lambda x, y: min(math.exp(x.item() - y.item()), config.ratio_cap)
+    return token_mean_by_hand(groups, config, True, lambda x, y, a: -capped(x, y) * a * x)
+
+
+def dro_by_hand(groups, config, log_z):
+    c = config.behaviour_beta / 2
+    return token_mean_by_hand(groups, config, False, lambda x, y, a: c * (x - y) ** 2 - a * x)
+
+
+# name -> the loss of one prompt's responses
 BY_HAND = {
     "rloo": lambda g, c: sum(
         -a * p.sum() for a, (p, *_) in zip(rloo_by_hand(g, c), g, strict=True)
@@ -252,6 +296,20 @@ BY_HAND = {
     "dr_grpo": lambda g, c: grpo_by_hand(g, c, divide=False),
     "online_dpo": dpo_by_hand,
     "oapl": oapl_by_hand,
+    "kimi": kimi_by_hand,
+}  # fmt: skip
+# name -> the loss of all groups, with a log Z for each
+OF_BATCH = {
+    name: lambda groups, config, log_z, of_group=of_group: sum(
+        of_group(group, config) for group in groups
+    ) / len(groups)
+    for name, of_group in BY_HAND.items()
+} | {
+    "cispo": cispo_by_hand,
+    "dro": dro_by_hand,
+    "flowrl": lambda groups, config, log_z: sum(
+        flowrl_by_hand(group, config, z) for group, z in zip(groups, log_z, strict=True)
+    ) / len(groups),
 }  # fmt: skip
 WITH_RATIOS = ("proximal_rloo", "grpo", "dr_grpo")
 
@@ -259,23 +317,24 @@ WITH_RATIOS = ("proximal_rloo", "grpo", "dr_grpo")
 RATIOS = [(name, ratio) for name in WITH_RATIOS for ratio in ("truncate", "mask")]
 
 
-@pytest.mark.parametrize(("name", "ratio"), [*((name, "clip") for name in BY_HAND), *RATIOS])
+@pytest.mark.parametrize(("name", "ratio"), [*((name, "clip") for name in OF_BATCH), *RATIOS])
 @pytest.mark.parametrize("off_policy", [0.0, 0.3, 2.0])
 def test_other_objectives_equal_their_papers_written_out(name, ratio, off_policy):
-    """One response, one token at a time, in float64: the loss and its gradient."""
+    """One response, one token at a time, in float64: the loss and its gradients."""
     batch = random_batch(4, 5, 3, off_policy, far=0.5)
     batch.rewards[1] = 0.25  # all equal: nothing to learn, but for the KL
     batch.rewards[2] = batch.rewards[2].round()
     flags = {"ratio": ratio, "ratio_cap": 1.5, "kl_coefficient": 0.1, "max_response_tokens": 7}
+    flags |= {"clip_high": 0.28 if name == "grpo" else 0}
     config = tba.at_step(tba.settings(beta="0.3", **flags), 0)
     result = tba.OBJECTIVES[name](batch, config)
-    groups = responses_of(batch)
-    expected = sum(BY_HAND[name](group, config) for group in groups) / len(groups)
+    learned = [batch.logprobs, batch.parameters["log_z"]]
+    expected = OF_BATCH[name](responses_of(batch), config, learned[1])
     torch.testing.assert_close(result.loss, expected)
-    (gradient,) = torch.autograd.grad(result.loss, batch.logprobs)
-    (wanted,) = torch.autograd.grad(expected, batch.logprobs)
-    torch.testing.assert_close(gradient, wanted)
-    assert gradient.abs().sum() > 0
+    gradients = torch.autograd.grad(result.loss, learned, materialize_grads=True)
+    wanted = torch.autograd.grad(expected, learned, materialize_grads=True)
+    torch.testing.assert_close(gradients, wanted)
+    assert gradients[0].abs().sum() > 0 and gradients[1].any() == (name == "flowrl")
     if name in WITH_RATIOS:
         fraction = float(result.metrics["clip_fraction"])
         assert (fraction == 0) == (off_policy == 0) and fraction < 1
@@ -286,12 +345,12 @@ def test_far_ratios_give_bounded_gradients(name, ratio):
     """Whatever the sign of the advantage; PPO's are 0 for A > 0 and unbounded for A < 0."""
     batch = random_batch(2, 4, 0, off_policy=0.0)
     batch.rewards = torch.tensor([[1.0, 1, 0, 0]] * 2, dtype=torch.float64)
-    good = (batch.rewards > 0).flatten()[batch.response_index()]
+    good = batch.spread(batch.rewards > 0)
     flags = {"beta": 1e-9, "max_response_tokens": 1}
     plain = tba.settings(**flags)
     on_policy = gradient_of(tba.OBJECTIVES[name], batch, plain)
     assert (on_policy[good] < 0).all() and (on_policy[~good] > 0).all()
-    nats = 15 / batch.lengths[batch.response_index()]  # of a token; 15 of each response
+    nats = batch.spread(15 / batch.lengths)  # of a token; 15 of each response
     batch.behaviour = batch.logprobs.detach() - nats
     unbounded = gradient_of(tba.OBJECTIVES[name], batch, plain)
     assert not unbounded[good].any() and (unbounded[~good] > 10 * on_policy[~good]).all()
@@ -305,13 +364,21 @@ def test_far_ratios_give_bounded_gradients(name, ratio):
 
 
 @pytest.mark.parametrize(
-    ("name", "ratio"), [("grpo", "clip"), ("dr_grpo", "clip"), ("dr_grpo", "truncate")]
+    ("name", "ratio", "kl_coefficient"),
+    [
+        ("grpo", "clip", 0.0),
+        ("grpo", "clip", 0.04),
+        ("dr_grpo", "clip", 0.0),
+        ("dr_grpo", "clip", 0.04),
+        ("dr_grpo", "truncate", 0.0),
+        ("dr_grpo", "truncate", 0.04),
+        ("cispo", "truncate", 0.0),
+    ],
 )
-@pytest.mark.parametrize("kl_coefficient", [0.0, 0.04])
-def test_grpo_and_dr_grpo_equal_trls_own_loss(name, ratio, kl_coefficient):
+def test_grpo_dr_grpo_and_cispo_equal_trls_own_loss(name, ratio, kl_coefficient):
     """Its formulas, given the same log-probabilities; nothing of its trainer's loop.
 
-    Truncated ratios are those of its CISPO, whose loss is another with the same gradient.
+    Truncated ratios are those of its CISPO; the loss of dr_grpo is another, its gradient the same.
     """
     trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
     B, K, longest = 3, 5, 10
@@ -322,7 +389,7 @@ def test_grpo_and_dr_grpo_equal_trls_own_loss(name, ratio, kl_coefficient):
     gradient = gradient_of(tba.OBJECTIVES[name], batch, config)
 
     def padded(tokens):  # (N,) -> (B*K, longest)
-        parts = torch.split(tokens, batch.lengths.tolist())
+        parts = torch.split(tokens, batch.lengths.flatten().tolist())
         return torch.stack([torch.nn.functional.pad(p, (0, longest - len(p))) for p in parts])
 
     logprobs = batch.logprobs.detach().requires_grad_()
@@ -345,7 +412,7 @@ def test_grpo_and_dr_grpo_equal_trls_own_loss(name, ratio, kl_coefficient):
     )  # fmt: skip
     rewards = batch.rewards
     advantages = rewards - rewards.mean(1, keepdim=True)
-    if name == "grpo":
+    if name != "dr_grpo":
         advantages = advantages / (rewards.std(1, keepdim=True) + 1e-4)
     ids = torch.zeros(B * K, longest, dtype=torch.long)
     inputs = {
@@ -353,11 +420,13 @@ def test_grpo_and_dr_grpo_equal_trls_own_loss(name, ratio, kl_coefficient):
         "completion_mask": padded(torch.ones_like(batch.behaviour)),
         "advantages": advantages.flatten(), "old_per_token_logps": padded(batch.behaviour),
         "ref_per_token_logps": padded(batch.ref_logprobs),
-        "num_items_in_batch": torch.tensor(B * K * longest),
+        "num_items_in_batch": torch.tensor(
+            len(batch.logprobs) if name == "cispo" else B * K * longest
+        ),
     }  # fmt: skip
     expected = trainer._compute_loss(trainer.model, inputs)
     (expected_gradient,) = torch.autograd.grad(expected, logprobs)
-    if ratio == "clip":
+    if ratio == "clip" or name == "cispo":
         torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradient, expected_gradient)
 
@@ -372,7 +441,7 @@ def test_on_policy_tb_is_rloo_and_off_policy_it_is_not():
     for off_policy in (0.0, 0.5):
         batch = random_batch(3, K, 0, off_policy)
         of_tb = gradient_of(tba.tb, batch, config)
-        of_rloo = gradient_of(tba.rloo, batch, config) * 2 * (K - 1) / (K * 0.4)
+        of_rloo = gradient_of(objectives.rloo, batch, config) * 2 * (K - 1) / (K * 0.4)
         if off_policy:
             assert (of_tb - of_rloo).abs().max() > 0.1 * of_tb.abs().max()
         else:
@@ -382,8 +451,8 @@ def test_on_policy_tb_is_rloo_and_off_policy_it_is_not():
 def test_a_learned_log_z_replaces_the_estimate():
     """Equation 3, summed response by response; at the estimate's value it is the loss of `tb`."""
     batch, config = random_batch(3, 4, 5, off_policy=1.0), tba.settings(beta=0.4, tau=1.3)
-    policy = batch.logprobs.split(batch.lengths.tolist())
-    reference = batch.ref_logprobs.split(batch.lengths.tolist())
+    policy = batch.logprobs.split(batch.lengths.flatten().tolist())
+    reference = batch.ref_logprobs.split(batch.lengths.flatten().tolist())
     expected = 0.0
     for i in range(12):
         target = (reference[i].sum() + batch.rewards.flatten()[i] / 0.4) / 1.3
@@ -405,7 +474,7 @@ def test_a_learned_log_z_replaces_the_estimate():
 
 
 def test_metrics_of_every_objective():
-    lengths = torch.tensor([1, 2, 1, 1, 1, 1, 1, 1])
+    lengths = torch.tensor([[1, 2, 1, 1], [1, 1, 1, 1]])
     behaviour = torch.zeros(9)
     logprobs = torch.tensor([0, math.log(3), -math.log(3), 0, 0, 0, 0, 0, math.log(3)])
     rewards = torch.tensor([[1.0, 1, 1, 1], [0, 1, 0, 0]])
@@ -413,7 +482,7 @@ def test_metrics_of_every_objective():
         logprobs, behaviour, behaviour,
         tokens=torch.zeros(9, dtype=torch.int64), lengths=lengths,
         ended=torch.ones(2, 4, dtype=torch.bool), rewards=rewards,
-        versions=torch.zeros(8, dtype=torch.int64), prompt_ids=torch.arange(2), step=0,
+        versions=torch.zeros(2, 4, dtype=torch.int64), prompt_ids=torch.arange(2), step=0,
         parameters={},
     )  # fmt: skip
     metrics = tba.batch_metrics(batch, tba.settings(beta=0.5, tau=1.0))
@@ -529,10 +598,10 @@ def near_policy(gsm8k, tmp_path_factory):
         behaviour=joined([t.logprobs for t in flat]),
         ref_logprobs=joined([t.ref_logprobs for t in flat]) / 1.2,
         tokens=joined([t.tokens for t in flat]).long(),
-        lengths=torch.tensor([len(t.tokens) for t in flat], device=DEVICE),
+        lengths=torch.tensor([len(t.tokens) for t in flat], device=DEVICE).view(3, 6),
         ended=torch.tensor([t.ended for t in flat], device=DEVICE).view(3, 6),
         rewards=joined([[t.reward] for t in flat]).view(3, 6),
-        versions=torch.tensor([t.version for t in flat], device=DEVICE),
+        versions=torch.tensor([t.version for t in flat], device=DEVICE).view(3, 6),
         prompt_ids=ids.to(DEVICE),
         step=0,
         parameters={"log_z": log_z},
@@ -589,7 +658,7 @@ def coupled_by_spread(batch, config):
 def undefined_at_zero(batch, config):
     """Couples groups, and its derivatives are NaN while some log-probabilities are 0."""
     scale = batch.logprobs.sqrt() if (batch.logprobs == 0).any() else batch.logprobs
-    return tba.Loss((scale * batch.rewards.flatten()[batch.response_index()]).sum())
+    return tba.Loss((scale * batch.spread(batch.rewards)).sum())
 
 
 @pytest.mark.parametrize("objective", [coupled_by_spread, undefined_at_zero])

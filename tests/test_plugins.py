@@ -4,7 +4,10 @@ import contextlib
 import http.server
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import threading
 import types
 from typing import Any
@@ -150,8 +153,8 @@ def test_weighted_tb_equals_its_formula_and_on_policy_it_is_tb(load):
     for behaviour in (logprobs.detach(), logprobs.detach() + 2 * draw(B * K)):
         batch = tba.Batch(
             logprobs, behaviour, reference, tokens=torch.zeros(B * K, dtype=torch.int64),
-            lengths=torch.ones(B * K, dtype=torch.int64), ended=torch.ones(B, K) > 0,
-            rewards=rewards, versions=torch.zeros(B * K), prompt_ids=torch.arange(B), step=0,
+            lengths=torch.ones(B, K, dtype=torch.int64), ended=torch.ones(B, K) > 0,
+            rewards=rewards, versions=torch.zeros(B, K), prompt_ids=torch.arange(B), step=0,
             parameters={},
         )  # fmt: skip
         expected = 0.0
@@ -166,6 +169,29 @@ def test_weighted_tb_equals_its_formula_and_on_policy_it_is_tb(load):
         torch.testing.assert_close(gradient, wanted)
         (of_tb,) = torch.autograd.grad(tba.tb(batch, config).loss, logprobs)
         assert torch.allclose(gradient, of_tb) == torch.equal(behaviour, logprobs)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_check_of_an_objective_finds_an_error(tmp_path, right):
+    """The documentation's check of its first plug-in, and of one with twice the reward."""
+    (plugin,) = (text for flags, text in BLOCKS if "tb_topk" in flags)
+    (check,) = (
+        text
+        for text in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+        if "import topk" in text
+    )
+    assert plugin.count("batch.rewards.gather(1, best)") == 1
+    if not right:
+        plugin = plugin.replace(
+            "batch.rewards.gather(1, best)", "2 * batch.rewards.gather(1, best)"
+        )
+    (tmp_path / "topk.py").write_text(plugin)
+    (tmp_path / "check_topk.py").write_text(check)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "check_topk.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode == 0) == right, done.stderr
+    assert right or "AssertionError" in done.stderr
 
 
 def test_a_reward_function_of_trl_is_used_as_it_is(load):
@@ -192,6 +218,26 @@ def test_there_are_plugins_of_every_kind():
     text = "".join(text for _, text in BLOCKS)
     for name in ("FLAGS", "OBJECTIVES", "REPLAY_RULES", "TASKS", "ENGINES", "next_reference"):
         assert f"tba.{name}" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("kimi", "mean_log_ratio"),
+        ("dro", "penalty"),
+        ("flowrl", "log_z"),
+        ("cispo", "clip_fraction"),
+        ("rloo", "loss"),
+    ],
+)
+def test_objectives_of_bench_run(gsm8k, tmp_path, name, metric):
+    """With data that are one step old."""
+    flags = FLAGS | {"plugin": ROOT / "bench" / "objectives.py", "objective": name, "lag": 1}
+    run_tba([*arguments(gsm8k, tmp_path, **flags), "--synchronous"])
+    metrics = read_lines(tmp_path / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert all(math.isfinite(m["loss"]) and m["grad_norm"] > 0 for m in metrics)
+    assert all(math.isfinite(m[metric]) for m in metrics)
 
 
 @pytest.mark.parametrize("name", ["cluster.py", "objectives.py"])

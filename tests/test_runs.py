@@ -1,12 +1,14 @@
 """Whole runs as a user starts them: what they leave, lockstep, resuming."""
 
 import collections
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
 import signal
+import sqlite3
 import tempfile
 import threading
 import time
@@ -389,9 +391,7 @@ def init(**options):
 """
 
 
-def test_wandb_gets_every_evaluation_on_its_own_axis_and_resumes_its_run(
-    gsm8k, tmp_path, monkeypatch
-):
+def test_wandb_gets_every_evaluation_at_its_step_and_resumes_its_run(gsm8k, tmp_path, monkeypatch):
     """A recorder takes the place of wandb, which refuses steps that are not later than all."""
     library = tmp_path / "library"
     (library / "wandb-1.0.dist-info").mkdir(parents=True)
@@ -407,13 +407,34 @@ def test_wandb_gets_every_evaluation_on_its_own_axis_and_resumes_its_run(
         calls.append([json.loads(line) for line in lines])
     first, second = (next(call[1] for call in run if call[0] == "init") for run in calls)
     assert first["name"] == "run" and first["id"] == second["id"] and second["resume"] == "allow"
-    axes = dict(call[1:] for call in calls[1] if call[0] == "axis")
+    assert all(["axis", "*", "step"] in call for call in calls)
     logged = [call[1:] for run in calls for call in run if call[0] == "log"]
     assert all(step is None for step, _ in logged)
-    steps = [values[axes["*"]] for _, values in logged if "loss" in values]
-    assert steps == [1, 2, 3, 4]
-    evaluated = [values[axes["held_out/*"]] for _, values in logged if "loss" not in values]
-    assert evaluated == [e["step"] for e in read_lines(out / "eval.jsonl")]
+    assert [values["step"] for _, values in logged if "loss" in values] == [1, 2, 3, 4]
+    evaluated = [values for _, values in logged if "loss" not in values]
+    accuracies = {e["step"]: e["accuracy"] for e in read_lines(out / "eval.jsonl")}
+    assert {e["step"]: e["held_out/accuracy"] for e in evaluated} == accuracies
+
+
+def test_trackio_gets_steps_and_evaluations_and_resumes_its_run(gsm8k, tmp_path, monkeypatch):
+    """On this machine, without an account or a network."""
+    pytest.importorskip("trackio", reason="trackio is optional and not installed")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    out = tmp_path / "run"
+    flags = {"report_to": "trackio", "steps": 3, "eval_every": 1, "eval_samples": 20}
+    for args in (arguments(gsm8k, out, **flags), ["--resume", str(out), "--steps", "4"]):
+        run_tba(args)
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "tba.db")) as database:
+        rows = database.execute("SELECT run_id, step, metrics FROM metrics").fetchall()
+    assert len({run for run, _, _ in rows}) == 1
+    logged = [{"step": step, **json.loads(values)} for _, step, values in rows]
+    for name, shown, file in (
+        ("reward", "reward", "metrics.jsonl"),
+        ("accuracy", "held_out/accuracy", "eval.jsonl"),
+    ):
+        values = {row["step"]: row[shown] for row in logged if shown in row}
+        assert values == {row["step"]: row[name] for row in read_lines(out / file)}
+    assert max(values) == 4
 
 
 def test_a_run_that_learns_nothing_says_so_once(gsm8k, tmp_path):
