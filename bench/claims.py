@@ -849,10 +849,8 @@ def speed(rows: Rows) -> str:
             line = lines.setdefault(mode, [mode])
             line.append(shown(row["step_seconds"] / (row["steps"] - 1) for row in found))
             for target in TARGETS:
-                seconds = reached(found, target)
-                slower = [reached(own[f"lockstep, lag {lag}"], target) for lag in (0, 1)]
-                ratios = (f"{np.mean(values) / np.mean(seconds):.1f}" for values in slower)
-                line.append(f"{shown(seconds, 1)}; {', '.join(ratios)}")
+                slower = [own[f"lockstep, lag {lag}"] for lag in (0, 1)]
+                line.append(time_to(target, found, slower))
     return table(head, lines.values())
 
 
@@ -862,9 +860,13 @@ def mode_of(setting: Setting) -> str:
     return f"lockstep, lag {number}" if way == "lag" else f"asynchronous, M = {number}"
 
 
-def reached(found: list[dict], target: float) -> list[float]:
-    """The seconds at which runs of "speed" reached a target; infinity if never."""
-    return [row[f"reached {target}"] or math.inf for row in found]
+def time_to(target: float, found: list[dict], slower: list[list[dict]]) -> str:
+    """Seconds to a reward, and the speedup over other runs, if every seed reaches it."""
+    seconds, *others = ([r[f"reached {target}"] for r in runs] for runs in (found, *slower))
+    if missed := seconds.count(None):
+        return f"{shown(seconds, 1)} ({missed} never)"
+    ratios = [f"{np.mean(other) / np.mean(seconds):.1f}" for other in others if None not in other]
+    return f"{shown(seconds, 1)}; {', '.join(ratios)}"
 
 
 def more_searchers(rows: Rows) -> str:
@@ -905,39 +907,35 @@ COLOURS = {  # the other objectives are grey
 }  # fmt: skip
 # the lines of the right panel of staleness.png: label -> a line of the table "rules", colour
 RULES = {
-    "softmax(10 r)": ("softmax(10 r)", "C4"), "mixed": ("mixed", "C5"),
+    "by reward": ("softmax(10 r)", "C4"), "mixed": ("mixed", "C5"),
     "anchored": ("anchored", "C9"), "learned log Z": ("softmax(10 r), learned log Z", "C8"),
 }  # fmt: skip
-MODES = {  # of time_to_reward.png: a mode -> label, colour
-    "lockstep, lag 0": ("lockstep, lag 0", "0.5"),
-    "lockstep, lag 1": ("lockstep, lag 1", "C1"),
-    "asynchronous, M = 1": ("asynchronous, one Searcher", "C0"),
+MODES = {  # of time_to_reward.png: a mode -> label, colour, where the label is
+    "lockstep, lag 0": ("lockstep, lag 0", "0.45", (100, 0.29)),
+    "lockstep, lag 1": ("lockstep, lag 1", "C1", (105, 0.45)),
+    "asynchronous, M = 1": ("asynchronous", "C0", (16, 0.42)),
 }
 
 
 def draw_time_to_reward(rows: Rows, out: Path) -> None:
-    """Reward over seconds: a panel per duration of generation; thin lines are seeds."""
+    """Reward over seconds, a line per seed: a panel per duration of generation."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    for axes, (slow, label) in zip(figure.subplots(1, 2, sharey=True), SLOW.items(), strict=True):
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, (slow, label) in zip((left, right), SLOW.items(), strict=True):
         own = {mode_of(s): rows.of(s) for s in of("speed") if dict(s.flags)["slow"] == slow}
-        for mode, (name, colour) in MODES.items():
-            curves = [np.array(row["curve"]).T for row in own[mode]]
-            curves = [(seconds[4:], smoothed(rewards)) for seconds, rewards in curves]
-            for seconds, rewards in curves:
-                axes.plot(seconds, rewards, color=colour, linewidth=0.8, alpha=0.5)
-            start = max(seconds[0] for seconds, _ in curves)
-            end = min(seconds[-1] for seconds, _ in curves)
-            x = np.linspace(start, end, 200)
-            average = np.mean([np.interp(x, *curve) for curve in curves], 0)
-            axes.plot(x, average, color=colour, linewidth=2.5, label=name)
+        for mode, (name, colour, place) in MODES.items():
+            for row in own[mode]:
+                seconds, rewards = np.array(row["curve"]).T
+                axes.plot(seconds[4:], smoothed(rewards), color=colour, linewidth=1.6, alpha=0.85)
+            if axes is right:
+                axes.text(*place, name, color=colour, fontsize=14)
         axes.set_title(f"generation {label} as training")
         axes.set_xlabel("seconds")
         axes.set_xlim(0)
-    figure.axes[0].set_ylabel("reward")
-    figure.axes[0].set_ylim(0)
-    figure.axes[1].legend(frameon=False, loc="lower right")
+    left.set_ylabel("reward")
+    left.set_ylim(-0.1, 0.65)
     save(figure, out)
 
 

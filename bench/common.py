@@ -43,6 +43,11 @@ BETA: dict[str, float] = {}
 OWN_FLAGS: dict[str, dict] = {}
 PILOT_STEPS: dict[str, int] = {}
 
+# flags whose value in OWN_FLAGS is the name of a folder beside the task's model
+OF_FILES = (
+    "reward_model", "gold_reward_model", "victim_model", "toxicity_model", "sentence_model"
+)  # fmt: skip
+
 OBJECTIVES = {  # names in the tables -> flags, where these differ
     "ftb forward_kl": {"objective": "ftb", "divergence": "forward_kl"},
     "ftb hellinger": {"objective": "ftb", "divergence": "hellinger"},
@@ -265,11 +270,6 @@ def arguments_of(
         flags |= {"behaviour_beta": beta, "beta": OAPL_VALUE_BETA}
     return [word for name, value in (flags | special).items() for word in (f"--{name}", value)]
 
-
-# flags whose value in OWN_FLAGS is the name of a folder beside the task's model
-OF_FILES = (
-    "reward_model", "gold_reward_model", "victim_model", "toxicity_model", "sentence_model"
-)  # fmt: skip
 
 # ----------------------------------------------------------------------------------------- rows
 
