@@ -65,7 +65,7 @@ settings=(
   --recent_probability 0.95                  # m
   # the authors' Searchers reach a blocking sync only after whole batches of 3 prompts, so 3 of them
   # search at least 9 prompts while 2 steps train on 14
-  --max_replays 1.56
+  --max_recent_draws 1.56
   --reward_inverse_temperature 0             # uniform replay
   --kept_per_prompt 100
   --initial_trajectories 500

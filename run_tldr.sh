@@ -17,7 +17,7 @@
 #
 # Unlike the paper, the authors' code generates in float16. Unlike tba.py, it transfers data only at
 # blocking syncs, and draws recent prompts without replacement, over and over until the next sync:
-# with tba.py's default --max_replays 4 the Trainer may wait where theirs repeats (0: no bound).
+# with tba.py's default --max_recent_draws 4 the Trainer may wait where theirs repeats (0: no bound).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}

@@ -31,7 +31,7 @@ Numbers that are missing belong to experiments that were removed (git has them a
 steps to generate a batch of 8 prompts x 16 responses, so that it completes one group per step; the
 Trainer draws 8 per step. Weights are sent every k = 2 steps and arrive a quarter of a step later.
 Half of a batch is recent (m = 0.5), half is replayed with p ~ softmax(10 r), from buffers that
-evict nothing; --max_replays is 4.
+evict nothing; --max_recent_draws is 4.
 
 9. Two sparse tasks: "rare" rewards 1 for a review whose mean valence is at least 0.32, which one in
    183 samples of the untrained policy reaches, "rarer" at least 0.39, one in 1,820. 16 training
@@ -318,7 +318,7 @@ def sleep_for_gpus(decode_seconds: float, step_seconds: float) -> None:
     tba.Learner.step = learn_slowly
 
 
-class Mixed(tba.Newest):
+class Mixed(tba.RecentOrReward):
     """Half of a replayed group is drawn by reward and half uniformly; cf. tba.Anchored."""
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[tba.Trajectory]]:
@@ -349,7 +349,7 @@ class SimulatedSearcher(tba.Searcher):
             self.probe_scores: dict[int, list] = {}  # by version
             return
         self.__dict__ |= others[0].__dict__ | {
-            "spec": spec, "index": spec.first, "in_flight": {}, "unscored": [], "calls": []
+            "spec": spec, "index": spec.first, "in_flight": {}, "unrewarded": [], "calls": []
         }  # fmt: skip
 
     def score_probes(self) -> list[np.ndarray]:
@@ -383,14 +383,14 @@ class SimulatedSearchers(tba.SearcherProcesses):
 
     def start(self) -> None:
         """Load the Searchers."""
-        self.group = tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30))
+        self.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
         self.task.reward_threads = 0  # compute rewards synchronously
         self.loaded: list[tba.Searcher] = []
         M = self.config.num_searchers
         for i in range(M):
             commands = queue.SimpleQueue()
             spec = tba.SearcherSpec(
-                searcher=i, start=i + 1, first=i, arrived=frozenset(), group=self.group,
+                searcher=i, start=i + 1, first=i, arrived_positions=frozenset(), channel=self.channel,
                 shared=None, commands=commands, messages=queue.SimpleQueue(),
             )  # fmt: skip
             self.loaded.append(SimulatedSearcher(self.config, self.task, spec, self.loaded))
@@ -494,14 +494,14 @@ class SimulatedTrainer(tba.Trainer):
         super().__init__(config, task, folder, ranks, saved)
         duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
         searchers = SimulatedSearchers(duration, latency, config, task, folder)
-        self.searchers = self.checkpointed(searchers)
+        self.searchers = self.register(searchers)
         self.waited = Fraction(0)
 
     def run(self) -> None:
         def broadcast(_: object, weights: tba.FlatWeights) -> None:
             weights.flat.copy_(self.sync.learner.snapshot.flat)  # a no-op on the Trainer's own call
 
-        with mock.patch.object(tba.WeightGroup, "broadcast", broadcast):
+        with mock.patch.object(tba.WeightChannel, "broadcast", broadcast):
             super().run()
 
     def poll(self) -> None:

@@ -140,8 +140,8 @@ if IN_A_RUN:
         (tba.WeightSync, of_sync | {"send": "send"}),  # `send` and `form` run in a thread
         (tba.SearcherProcesses, of_processes),
         (tba.StepLog, {"write": "log"}),
-        (tba.Newest, {"sample": "draw"}),
-        (tba.WeightGroup, {"form": "form"}),
+        (tba.RecentOrReward, {"sample": "draw"}),
+        (tba.WeightChannel, {"form": "form"}),
     ):
         for method, name in names.items():
             measure(owner, method, name)
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
         "--steps", str(10**6), "--prompts_per_step", "7", "--trained_per_prompt", "20",
         "--searched_per_prompt", str(RESPONSES), "--sequences_in_flight", str(RESPONSES),
         "--max_response_tokens", "128", "--kept_per_prompt", str(RESPONSES),
-        "--max_replays", "0", "--eval_every", "0", "--eval_samples", "8", "--save_every", "0",
+        "--max_recent_draws", "0", "--eval_every", "0", "--eval_samples", "8", "--save_every", "0",
         "--max_restarts", "1000", *flags,
     ]  # fmt: skip
     log = open(folder / f"searchers-{M}.log", "w+")  # noqa: SIM115

@@ -144,7 +144,7 @@ class Checks:
         sums.unlink(missing_ok=True)
         metrics, _ = self.run(
             "races", 270, {"GPU_CHECK_SUMS": sums}, plugin=__file__, model=self.logs / "model",
-            steps=10**6, sync_every=1, max_replays=10**6, learning_rate=1e-5,
+            steps=10**6, sync_every=1, max_recent_draws=10**6, learning_rate=1e-5,
             prompts_per_step=2, trained_per_prompt=8, searched_per_prompt=8,
         )  # fmt: skip
         lines = [line.split() for line in sums.read_text().splitlines()]

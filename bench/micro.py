@@ -193,7 +193,7 @@ def main() -> None:
     print(f"sync: {seconds / minimum:.2f} times a copy and the probes ({1000 * seconds:.1f} ms)")
 
     config = packed.config
-    rule = tba.Newest(tba.ReplayBuffer(config), config)
+    rule = tba.RecentOrReward(tba.ReplayBuffer(config), config)
     for index in range(2000):
         for group in random_groups(packed, 4, 8):
             for t in group:

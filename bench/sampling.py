@@ -259,7 +259,7 @@ def sample(policy: str, name: str, seed: int) -> list[tba.Group]:
     in_flight = {}
     for index, prompt_id in enumerate(prompts):
         # in the place of a held-out prompt's, so that log pi_ref, not needed here, is not computed
-        source = tba.Source(True, index, int(prompt_id))
+        source = tba.RequestId(True, index, int(prompt_id))
         in_flight[source] = tba.Request(
             source, task.train_prompts[prompt_id], 18, config.max_response_tokens,
             config.temperature, seed=seed,

@@ -136,10 +136,10 @@ def judged_alone(task, t):
     return task.rewards([example], text, np.array([t.ended]))[0]
 
 
-replace(tba.WeightGroup, "form", form)
-replace(tba.WeightGroup, "broadcast", broadcast)
+replace(tba.WeightChannel, "form", form)
+replace(tba.WeightChannel, "broadcast", broadcast)
 replace(tba.Searcher, "load_weights", load_weights)
 replace(tba.Searcher, "between_steps", between_steps)
 replace(tba.SearcherSpec, "send", send)
-replace(tba.Newest, "on_group", on_group)
+replace(tba.RecentOrReward, "on_group", on_group)
 replace(tba.Trainer, "train_step", train_step)

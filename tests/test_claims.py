@@ -204,11 +204,11 @@ def test_the_small_engine_samples_what_it_says_from_the_models_own_distribution(
     assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / n) + 1 / n).all()
 
 
-def simulate(folder, monkeypatch, max_replays, clock="3", searchers=1):
+def simulate(folder, monkeypatch, max_recent_draws, clock="3", searchers=1):
     """Five steps on the simulated clock: their losses and staleness, and the clock."""
     claims.make_task("valence", folder / "valence")
     monkeypatch.setattr(claims.SimulatedTrainer, "clock", clock)
-    flags = (("clock", clock), ("max_replays", max_replays), ("recent_probability", 1.0))
+    flags = (("clock", clock), ("max_recent_draws", max_recent_draws), ("recent_probability", 1.0))
     setting = claims.Setting("", "tb", steps=5, flags=flags)
     words = common.arguments_of(setting, 1e-3, 1, 1.0, folder, folder / "run")
     flags = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}

@@ -41,7 +41,7 @@ MISTAKES = [
     {"recent_probability": 1.5}, {"temperature": "nan"}, {"seed": 2**32}, {"beta": "0"},
     {"beta": "1@5"}, {"beta": "1@0,x@3"}, {"tau": "-1"}, {"dtype": "float16"}, {"steps": "many"},
     {"searched_per_prompt": 4}, {"kept_per_prompt": 4}, {"lag": 2}, {"max_response_tokens": 4000},
-    {"adam_beta2": 1}, {"max_replays": -1}, {"report_to": "wandb"},
+    {"adam_beta2": 1}, {"max_recent_draws": -1}, {"report_to": "wandb"},
     {"synchronous": True, "lag": 1, "recent_probability": 0.5, "reset_reference_every": 50},
     {"learning_rate": "1e-4@0,1e-5~x"}, {"victim_top_p": 2},
 ]  # fmt: skip

@@ -251,7 +251,7 @@ def test_a_member_that_never_comes_ends_a_transfer_in_time():
     start = time.monotonic()
     with pytest.raises(RuntimeError):
         limit = tba.timedelta(seconds=1)
-        group = tba.WeightGroup("127.0.0.1", store.port, False, limit, "alone", size=2)
+        group = tba.WeightChannel("127.0.0.1", store.port, False, limit, "alone", size=2)
         group.form()
     assert time.monotonic() - start < 60
 

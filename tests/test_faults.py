@@ -284,7 +284,7 @@ class Blocking(tba.GSM8K):
         wait_for("verdicts")
         return [{"accuracy": float(x)} for x in super().rewards(examples, responses, ended)]
 
-broadcast = tba.WeightGroup.broadcast
+broadcast = tba.WeightChannel.broadcast
 
 def missed(*args):
     broadcast(*args)
@@ -300,7 +300,7 @@ def counted(searcher, completions):
             file.write(f"{len(completions)}\\n" * len(completions))
     return make_groups(searcher, completions)
 
-tba.WeightGroup.broadcast = missed
+tba.WeightChannel.broadcast = missed
 tba.Searcher.make_groups = counted
 tba.TASKS["blocking"] = Blocking
 '''
@@ -348,8 +348,8 @@ def searcher_of(gsm8k, tmp_path, **flags):
     flags = {"num_searchers": 1, "sequences_in_flight": 8, "dtype": "float32"} | flags
     config, task = config_and_task(gsm8k, tmp_path / "none", **flags)
     spec = tba.SearcherSpec(
-        searcher=0, start=1, first=0, arrived=frozenset(), shared=None, commands=queue.Queue(),
-        group=tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30)),
+        searcher=0, start=1, first=0, arrived_positions=frozenset(), shared=None, commands=queue.Queue(),
+        channel=tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30)),
         messages=queue.Queue(),
     )  # fmt: skip
     searcher = tba.Searcher(config, task, spec)
@@ -364,7 +364,7 @@ def searcher_of(gsm8k, tmp_path, **flags):
 
 def test_a_searcher_skips_positions_whose_groups_have_arrived(gsm8k, tmp_path):
     searcher = searcher_of(gsm8k, tmp_path, sequences_in_flight=1000)
-    searcher.spec.arrived = frozenset({1, 2, 4})  # before the run was resumed
+    searcher.spec.arrived_positions = frozenset({1, 2, 4})  # before the run was resumed
     searcher.limit = 6
     searcher.submit_prompts()
     assert [source.index for source in searcher.in_flight] == [0, 3, 5]
@@ -643,7 +643,7 @@ def trainer_of(**flags):
     trainer.searchers = searcher_processes(trainer.config)
     trainer.buffer = tba.ReplayBuffer(trainer.config)
     trainer.sync = SimpleNamespace(due=False)
-    trainer.log = SimpleNamespace(arrived=[], recent=[], write=lambda *_: None)
+    trainer.log = SimpleNamespace(new_groups=[], group_counts=[], write=lambda *_: None)
     trainer.sampling = SimpleNamespace(add=lambda _, version: trainer.checked.append(version))
     trainer.learner = SimpleNamespace(step=lambda *_: {}, skipped=0)
     return trainer
@@ -699,7 +699,7 @@ def weight_sync(members, **flags):
     learner.saved_weights = lambda: {"w": learner.weights["w"].clone()}
     learner.score_probes = lambda: [np.zeros(2, np.float32)]
     processes = searcher_processes(config)
-    processes.group = tba.WeightGroup("127.0.0.1", 0, False, tba.timedelta(seconds=30))
+    processes.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
     processes.store = SimpleNamespace(set=lambda *_: None)
     processes.running = [searcher_in("ready", i) for i in range(members)]
     task = SimpleNamespace(held_out_prompts=[None] * 7)
@@ -731,7 +731,7 @@ def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(memb
     healthy = ("loads", "loads", "loads", None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tba.time, "monotonic", lambda: now)
-        patch.setattr(tba.WeightGroup, "broadcast", lambda *_: None)
+        patch.setattr(tba.WeightChannel, "broadcast", lambda *_: None)
         for *events, resets in [*rounds, *[healthy] * (2 * members + 2)]:
             if resets is not None:
                 step += 1
@@ -749,9 +749,9 @@ def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(memb
             assert value == (step if policy else sync.reference_version)
             messages = [s.spec.commands.get_nowait() for s in event]
             assert {(m.version, m.reference) for m in messages} == {(value, not policy)}
-            assert [m.group.rank for m in messages] == list(range(1, len(event) + 1))
-            assert {m.group.size for m in messages} == {len(event) + 1}
-            assert {m.group.name for m in messages}.isdisjoint(failed)
+            assert [m.channel.rank for m in messages] == list(range(1, len(event) + 1))
+            assert {m.channel.size for m in messages} == {len(event) + 1}
+            assert {m.channel.name for m in messages}.isdisjoint(failed)
             # one may hang if it is with others, and is the only one to suspect if it is alone
             doubtful = [missed[s] for s in running if missed[s]]
             assert [missed[s] for s in event] == ([min(doubtful)] if doubtful else [0] * members)
@@ -778,7 +778,7 @@ def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(memb
             sync.due = due
             if set(event.values()) != {"loads"}:
                 assert due
-                failed |= {m.group.name for m in messages}
+                failed |= {m.channel.name for m in messages}
             all_reply = {"is silent", "dies"}.isdisjoint(event.values())
             for s in event:
                 missed[s] = 0 if event[s] == "loads" else missed[s] + all_reply
@@ -800,7 +800,7 @@ def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_
     sync = weight_sync(2, synchronous=synchronous)
     first, second = sync.searchers.running
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tba.WeightGroup, "broadcast", lambda *_: None)
+        patch.setattr(tba.WeightChannel, "broadcast", lambda *_: None)
         second.state = "loading"
         assert not sync.begin_if_due(0)
         second.state = "ready"
@@ -829,7 +829,7 @@ def searcher_processes(config):
     folder = SimpleNamespace(say=lambda text: None, code="")
     processes = tba.SearcherProcesses(config, None, folder)
     processes.manager = SimpleNamespace(Queue=queue.Queue)
-    processes.messages = processes.group = processes.shared = None
+    processes.messages = processes.channel = processes.shared = None
     processes.receiving = Future()
     return processes
 

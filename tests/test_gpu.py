@@ -292,8 +292,8 @@ def hanging(method):
 
 tba.receive_weights = receive_weights
 tba.SearcherSpec.send = send_and_note
-tba.WeightGroup.form = hanging(tba.WeightGroup.form)
-tba.WeightGroup.run = hanging(tba.WeightGroup.run)
+tba.WeightChannel.form = hanging(tba.WeightChannel.form)
+tba.WeightChannel.run = hanging(tba.WeightChannel.run)
 '''
 
 

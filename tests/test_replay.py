@@ -44,7 +44,7 @@ def rule_of(**flags):
     """An empty buffer with the paper's rule."""
     flags = {"recent_probability": 0.5} | flags
     config = tba.settings(**flags)
-    return tba.Newest(tba.ReplayBuffer(config), config)
+    return tba.RecentOrReward(tba.ReplayBuffer(config), config)
 
 
 def arrive(rule, *groups):
@@ -64,7 +64,7 @@ def chi_square(counts, expected):
 
 @pytest.mark.parametrize("m", [0.0, 0.3, 0.95, 1.0])
 def test_recent_prompts_are_drawn_with_probability_m(m):
-    rule = rule_of(recent_probability=m, max_replays=0)
+    rule = rule_of(recent_probability=m, max_recent_draws=0)
     arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200)))
     rule.on_sync(1)
     arrive(rule, group(0, [[0, 9], [0, 8]]))
@@ -138,7 +138,7 @@ EVENTS = st.lists(st.sampled_from(["arrive", "arrive", "sync", "sample"]), max_s
 @given(EVENTS, st.sampled_from([0.5, 1.0, 1.5, 14 / 9, 4.0, 0.0]), st.integers(1, 4))
 def test_no_group_is_drawn_as_recent_more_often_than_the_bound(events, bound, B):
     """And a batch waits exactly while fewer groups than it wants have draws left."""
-    rule = rule_of(recent_probability=1.0, max_replays=bound)
+    rule = rule_of(recent_probability=1.0, max_recent_draws=bound)
     arrivals = 0
     drawn: dict[int, int] = {}
     for event in events:
@@ -164,7 +164,7 @@ def test_no_group_is_drawn_as_recent_more_often_than_the_bound(events, bound, B)
 
 
 def test_replays_of_the_rest_are_not_counted_and_do_not_wait():
-    rule = rule_of(recent_probability=0.0, max_replays=1)
+    rule = rule_of(recent_probability=0.0, max_recent_draws=1)
     arrive(rule, *(group(p, [[p]]) for p in range(3)))
     for _ in range(20):
         assert len(rule.sample(3, 1)) == 3
@@ -395,7 +395,7 @@ def test_each_position_arrives_once_in_whatever_order(order, again, arriving):
         tba.settings(num_searchers=3), None, SimpleNamespace(say=print, code="")
     )
     processes.manager = SimpleNamespace(Queue=queue.Queue)
-    processes.messages = processes.group = processes.shared = None
+    processes.messages = processes.channel = processes.shared = None
     arrived = set()
     for index in order[:arriving]:
         arrived.add(index)
@@ -411,5 +411,5 @@ def test_each_position_arrives_once_in_whatever_order(order, again, arriving):
         patch.setattr(tba, "LocalProcess", lambda spec, code: None)
         for searcher in range(3):
             spec = processes.start_searcher(searcher).spec
-            searched = set(range(spec.first, 30, 3)) - spec.arrived
+            searched = set(range(spec.first, 30, 3)) - spec.arrived_positions
             assert searched == set(range(searcher, 30, 3)) - arrived

@@ -223,7 +223,7 @@ class Rewards(tba.Stateful):
 class Counting(tba.Trainer):
     def __init__(self, *args):
         super().__init__(*args)
-        self.rewards = self.checkpointed(Rewards())
+        self.rewards = self.register(Rewards())
 
     def train_step(self, groups):
         self.rewards.by_step[self.step] = [t.reward for group in groups for t in group]
@@ -431,7 +431,7 @@ def test_a_run_that_learns_nothing_says_so_once(gsm8k, tmp_path):
 def test_what_is_logged_as_waiting_is_waiting():
     """Not the work of the condition that is waited for, such as storing groups."""
     log = SimpleNamespace(waited=collections.Counter())
-    searchers = SimpleNamespace(news=threading.Event(), running=[])
+    searchers = SimpleNamespace(wake_up=threading.Event(), running=[])
     trainer = SimpleNamespace(log=log, searchers=searchers, LOG_EVERY=30, poll=lambda: None)
     answers = iter([False, False, True])
 
@@ -474,7 +474,7 @@ def logged_arrivals(steps):
     log = tba.StepLog(SimpleNamespace(folder=folder, task=task, step=0))
     found = []
     for groups in steps:
-        log.arrived = []
+        log.new_groups = []
         for index, responses in enumerate(groups):
             rows = []
             for tokens in responses:
@@ -483,7 +483,7 @@ def logged_arrivals(steps):
                     np.array(tokens, np.int32), zeros, zeros, True, True, 1.0, 0.0, index, 0, 0, 0
                 )
                 rows.append(row)
-            log.arrived.append(tba.Group(index, rows))
+            log.new_groups.append(tba.Group(index, rows))
         log.log_arrivals()
         found.append(log.means["distinct"])
     return found, said

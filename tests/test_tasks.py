@@ -298,7 +298,7 @@ def test_attacks_without_text_are_answered_and_differ_by_their_tokens(template, 
     group = random_groups(task, B=1, K=3)[0]
     for t, own in zip(group, tokens[1:], strict=True):
         t.tokens = own
-        t.ref_logprobs = task.ref_logprobs(own, np.full(len(own), -1.0, np.float32))
+        t.ref_logprobs = task.adjust_ref_logprobs(own, np.full(len(own), -1.0, np.float32))
     assert [t.ref_logprobs.sum() for t in group] == pytest.approx([-500, -2, -3])
     buffer = tba.AttackBuffer(config)
     buffer.add(tba.Group(0, group))
@@ -352,10 +352,10 @@ def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
     assert summary["cosine_distance"] == pytest.approx(np.mean(pairs))
     assert set(summary) == {"toxicity", "attack_success_rate", "cosine_distance"}
 
-    short = task.ref_logprobs(np.zeros(3, np.int32), np.array([-1.0, -2, -3], np.float32))
+    short = task.adjust_ref_logprobs(np.zeros(3, np.int32), np.array([-1.0, -2, -3], np.float32))
     assert short.sum() == pytest.approx(-500)
     long = np.array([-1.0, -2, -3, -4], np.float32)
-    assert np.array_equal(task.ref_logprobs(np.zeros(4, np.int32), long), long)
+    assert np.array_equal(task.adjust_ref_logprobs(np.zeros(4, np.int32), long), long)
 
 
 def test_attackers_are_not_trained_on_held_out_prompts(redteam, tmp_path):
@@ -463,7 +463,7 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     expected = {
         "prompts_per_step": 7, "trained_per_prompt": 20, "searched_per_prompt": 24, "sync_every": 2,
         "recent_probability": 0.95, "temperature": 0.7, "steps": 700,
-        "max_replays": 1.56,
+        "max_recent_draws": 1.56,
         "beta": "0.014@0,0.004@500", "initial_trajectories": 500, "objective": "tb",
     }  # fmt: skip
     assert {name: getattr(gsm8k, name) for name in expected} == expected
