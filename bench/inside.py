@@ -1,7 +1,7 @@
 """The paper's own comparison: objectives inside the same asynchronous loop, with real processes.
 
     python bench/inside.py run --minutes 30     # missing runs; 80 minutes in all; resumable
-    python bench/inside.py report               # writes its table in docs/results.md, prints more
+    python bench/inside.py report               # writes its table in docs/results.md, and verdicts
 
 Every run is `bash run_gsm8k.sh --tiny` (tests/models/gsm8k, one Searcher and the Trainer, a core
 each), with another objective, k (--sync_every) and m (--recent_probability). A row of
@@ -30,187 +30,108 @@ bench/results/inside.jsonl is one run, with its settings, seed, commit and held-
 7. The paper's claim on stale data is supported, against an objective, if the accuracy of `tb` is
    higher at k = 30 by the 95 % interval over seeds, and by more than at k = 1, for both m. It is
    refuted if that of `tb` is lower at k = 30 by that interval, for both m.
-8. Beside them, without a verdict: staleness, and how many of the choosing runs failed at each rate.
 """
 
 import argparse
 import itertools
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import claims  # beside this file; it finds tba.py
+import common  # beside this file; it finds tba.py
 import numpy as np
+from common import Choice, Setting, difference, finals
 
 import tba
 
 OBJECTIVES = ("tb", "proximal_rloo", "dr_grpo", "grpo", "online_dpo")
 SYNC_EVERY = (1, 10, 30)  # k
 RECENT = (0.95, 0.5)  # m
+WAYS = list(itertools.product(SYNC_EVERY, RECENT))
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 SEEDS_TO_CHOOSE = (101, 102)
 SEEDS = range(1, 11)
-STEPS = 80
-STUDENT_T = {
-    5: 2.31,
-    10: 2.10,
-}  # by seeds in each of two groups, for 95 %
-MODELS = claims.ROOT / "tests" / "models"
+MODELS = common.ROOT / "tests" / "models"
+Runs = Callable[[str, int, float], list[dict]]  # (objective, k, m) -> the reported runs
 
 
-class Measured(claims.Measured, tba.GSM8K):
+class Measured(common.Measured, tba.GSM8K):
     """GSM8K whose evaluations sample, so that distinct responses can be counted."""
 
 
 tba.TASKS["measured_gsm8k"] = Measured
-claims.BETA["gsm8k"] = 0.05
-claims.OWN_FLAGS["gsm8k"] = {
+common.BETA["gsm8k"] = 0.05
+common.OWN_FLAGS["gsm8k"] = {
     "plugin": __file__, "task": "measured_gsm8k", "engine": "small", "max_response_tokens": 32,
     "eval_every": 20, "eval_responses": 2,
 }  # fmt: skip
 
 
-def settings_of() -> list[claims.Setting]:
+def setting_of(objective: str, k: int, m: float) -> Setting:
+    """An asynchronous run with one Searcher."""
+    flags = (("asynchronous", 1), ("sync_every", k), ("recent_probability", m))
+    return Setting("inside", objective, task="gsm8k", steps=80, flags=flags)
+
+
+def settings_of() -> list[Setting]:
     """Every objective with every k and m."""
-    return [
-        claims.Setting("inside", objective, task="gsm8k", steps=STEPS, flags=flags_of(k, m))
-        for k in SYNC_EVERY for m in RECENT for objective in OBJECTIVES
-    ]  # fmt: skip
-
-
-def flags_of(k: int, m: float) -> tuple[tuple[str, object], ...]:
-    """The flags of an asynchronous run with one Searcher."""
-    return ("asynchronous", 1), ("sync_every", k), ("recent_probability", m)
+    return [setting_of(objective, k, m) for k, m in WAYS for objective in OBJECTIVES]
 
 
 def failed(row: dict) -> bool:
     """Whether a run diverged, ended below the untrained accuracy, or in few distinct responses."""
     first, last = row["path"][0], row["path"][-1]
-    return bool(row["exit_code"]) or last["reward"] < first["reward"] or last["distinct"] < 0.1
+    few = last["distinct"] < common.FEW_DISTINCT
+    return bool(row["exit_code"]) or last["reward"] < first["reward"] or few
 
 
-def score(row: dict) -> float:
-    """The final accuracy, or 0 for a run that failed."""
-    return 0.0 if failed(row) else row["path"][-1]["reward"]
+def score(rows: list[dict]) -> float:
+    """The mean final accuracy, with 0 for a run that failed."""
+    return float(np.mean([0.0 if failed(row) else row["path"][-1]["reward"] for row in rows]))
 
 
-class Rows(claims.Rows):
+class Rows(common.Rows):
     """The completed runs, with rates chosen from a fixed grid by final accuracy."""
 
-    def __init__(
-        self,
-        path: Path,
-        rates: Sequence[float],
-        seeds_of: Callable[[claims.Setting], Sequence[int]],
-        choosing: Callable[[claims.Setting], list[tuple[claims.Setting, int]]],
-    ) -> None:
-        """`seeds_of`: a setting's reported seeds; `choosing`: the runs that choose its rate."""
-        super().__init__(path)
-        self.rates = rates
-        self.seeds_of = seeds_of
-        self.choosing = choosing
+    rates: Sequence[float] = RATES
 
-    def tried(self, setting: claims.Setting, rate: float) -> list[dict]:
-        """The rows of a rate that choose."""
-        found = []
-        for chooser, seed in self.choosing(setting):
-            own = self.of(chooser, "choose")
-            found += [row for row in own if (row["rate"], row["seed"]) == (rate, seed)]
-        return found
+    def seeds_of(self, setting: Setting) -> Sequence[int]:
+        return SEEDS
 
-    def chosen_rate(self, setting: claims.Setting) -> float:
-        """The rate with the best mean score; of equal ones the lowest. A fixed one is kept."""
-        if fixed := dict(setting.flags).get("learning_rate"):
-            return fixed
-        scores = {rate: np.mean(list(map(score, self.tried(setting, rate)))) for rate in self.rates}
-        return max(sorted(scores), key=lambda rate: round(scores[rate], 6))
-
-    def missing(self, setting: claims.Setting) -> Iterator[tuple]:
-        """The runs that a setting needs next: (setting, role, rate, seed)."""
-        if self.clip(setting) is None:
-            pilot = replace(setting, experiment="pilot", lag=0, steps=6, flags=())
-            yield pilot, "pilot", 1e-12, SEEDS_TO_CHOOSE[0]
-            return
-        complete = True
-        for chooser, seed in self.choosing(setting):
-            there = {(row["rate"], row["seed"]) for row in self.of(chooser, "choose")}
-            for rate in self.rates:
-                if (rate, seed) not in there:
-                    complete = False
-                    yield chooser, "choose", rate, seed
-        if complete:
-            rate = self.chosen_rate(setting)
-            there = {row["seed"] for row in self.of(setting, "report")}
-            for seed in self.seeds_of(setting):
-                if seed not in there:
-                    yield setting, "report", rate, seed
+    def choice_of(self, setting: Setting) -> Choice:
+        k = dict(setting.flags)["sync_every"]
+        pairs = zip(RECENT, SEEDS_TO_CHOOSE, strict=True)
+        runs = [(setting_of(setting.objective, k, m), seed) for m, seed in pairs]
+        return Choice(self.rates, tuple(runs), score)
 
 
-def choosing(setting: claims.Setting) -> list[tuple[claims.Setting, int]]:
-    """The runs that choose the rate of an objective and k: one with each m, and a seed of its own.
-
-    >>> choosing(Setting(m=0.5))  # with the same k and objective
-    [(Setting(m=0.95), 101), (Setting(m=0.5), 102)]
-    """
-    k = dict(setting.flags)["sync_every"]
-    return [
-        (replace(setting, flags=flags_of(k, m)), seed)
-        for m, seed in zip(RECENT, SEEDS_TO_CHOOSE, strict=True)
-    ]
-
-
-def own_columns(out: Path) -> dict:
-    """The columns of a row that claims.py does not have, from a run's folder."""
-    metrics = claims.read_lines(out / "metrics.jsonl")
-    names = ("staleness_max", "replay_ratio", "trainer_busy", "searcher_busy")
-    return {name: round(float(np.mean([m[name] for m in metrics])), 2) for name in names}
-
-
-def run(setting: claims.Setting, role: str, rate: float, *rest) -> dict:
+def run(setting: Setting, role: str, rate: float, *rest) -> dict:
     """Run tba.py once with a rate that decays linearly to 0; returns its row."""
-    decay = ("learning_rate", f"{rate}@0,0@end")
-    decaying = replace(setting, flags=(*setting.flags, decay))
-    if role == "pilot":
-        decaying = setting
-    row = claims.run(decaying, role, rate, *rest, also=own_columns)
+    decaying = (*setting.flags, ("learning_rate", f"{rate}@0,0@end"))
+    flags = setting.flags if role == "pilot" else decaying
+    row = common.run(replace(setting, flags=flags), role, rate, *rest)
     return row | {"flags": setting.flags}
 
 
 # ------------------------------------------------------------------------------------- the report
 
 
-def final(rows: Sequence[dict]) -> list[float]:
-    """Final accuracies."""
-    return [row["path"][-1]["reward"] for row in rows]
-
-
-def difference(found: list[dict], others: list[dict]) -> tuple[float, float]:
-    """The difference of mean final accuracies, and half its 95 % interval; as many seeds each."""
-    a, b = final(found), final(others)
-    error = np.sqrt((np.var(a, ddof=1) + np.var(b, ddof=1)) / len(a))
-    return float(np.mean(a) - np.mean(b)), STUDENT_T[len(a)] * float(error)
-
-
-def stability(of: Callable[..., list[dict]], objective: str) -> str:
-    """What the protocol (6) says of appendix D.1: supported, refuted or neither.
-
-    `of(objective, k, m)` gives the reported runs.
-    """
+def stability(of: Runs, objective: str) -> str:
+    """What the protocol (6) says of appendix D.1: supported, refuted or neither."""
     supports = []
-    for k, m in itertools.product(SYNC_EVERY, RECENT):
-        found, of_tb = of(objective, k, m), of("tb", k, m)
+    for way in WAYS:
+        found, of_tb = of(objective, *way), of("tb", *way)
         lost = sum(map(failed, found))
-        if lost == 0 and np.mean(final(found)) >= np.mean(final(of_tb)) - 0.05:
-            return f"refuted at k = {k}, m = {m}"
+        if lost == 0 and np.mean(finals(found)) >= np.mean(finals(of_tb)) - 0.05:
+            return "refuted"
         supports.append(lost >= 2 and sum(map(failed, of_tb)) < lost)
     return "supported" if all(supports) else "neither"
 
 
-def stale_data(of: Callable[..., list[dict]], objective: str) -> str:
+def stale_data(of: Runs, objective: str) -> str:
     """What the protocol (7) says of `tb` on stale data, compared with an objective."""
     ahead, behind = [], []
     for m in RECENT:
@@ -221,70 +142,29 @@ def stale_data(of: Callable[..., list[dict]], objective: str) -> str:
     return "supported" if all(ahead) else "refuted" if all(behind) else "neither"
 
 
-def report(rows: Rows) -> None:
-    """Write the table of docs/results.md, and print it with others and the verdicts."""
-    settings = {
-        (s.objective, *(value for _, value in s.flags[1:])): s for s in settings_of()
-    }  # (objective, k, m) -> its setting
+def outcome(found: list[dict]) -> str:
+    """The mean and the worst final accuracy, and how many seeds failed, if any did."""
+    if not found:
+        return common.NOT_YET
+    lost = sum(map(failed, found))
+    return f"{np.mean(finals(found)):.2f}, {min(finals(found)):.2f}" + f" ({lost})" * (lost > 0)
 
-    def of(*key: object) -> list[dict]:
-        return rows.of(settings[key], "report")
 
-    def outcome(found: list[dict]) -> str:
-        if not found:
-            return claims.NOT_YET
-        lost = sum(map(failed, found))
-        return f"{np.mean(final(found)):.2f}, {min(final(found)):.2f}" + f" ({lost})" * (lost > 0)
+def tables_of(rows: Rows) -> dict[str, str]:
+    """The table of docs/results.md, and the differences from `tb`."""
 
-    def over_tb(key: tuple) -> str:
-        found, of_tb = of(*key), of("tb", *key[1:])
+    def over_tb(name: str, way: tuple) -> str:
+        found, of_tb = rows.of(setting_of(name, *way)), rows.of(setting_of("tb", *way))
         if min(len(found), len(of_tb)) < len(SEEDS):
-            return claims.NOT_YET
-        gap, half = difference(found, of_tb)
-        text = f"{gap:+.2f} ± {half:.2f}"
-        return f"**{text}**" if abs(gap) > half else text
+            return common.NOT_YET
+        return common.marked(*difference(found, of_tb))
 
-    def chosen_by(tried: list[dict], chosen: bool) -> str:
-        """The accuracies of the runs with a rate, of which one is chosen."""
-        text = ", ".join("failed" if failed(row) else f"{final([row])[0]:.2f}" for row in tried)
-        return f"**{text}**" if chosen else text
-
-    def mean(name: str, key: tuple) -> str:
-        """The mean of a row's column, or of a metric of the last evaluation."""
-        values = [row["path"][-1].get(name, row.get(name)) for row in of(*key)]
-        return claims.shown(values).split(" ")[0]
-
-    ways = list(itertools.product(SYNC_EVERY, RECENT))
-    columns = [f"k = {k}, m = {m}" for k, m in ways]
-    lines: dict[str, list[list[str]]] = defaultdict(list)
+    outcomes, gaps = [], []
     for name in OBJECTIVES:
-        keys = [(name, *way) for way in ways]
-        lines["outcome"].append([f"`{name}`", *(outcome(of(*key)) for key in keys)])
-        lines["more"].append([f"`{name}`, distinct", *(mean("distinct", key) for key in keys)])
-        if name != "tb":
-            lines["over tb"].append([f"`{name}`", *map(over_tb, keys)])
-        for k in SYNC_EVERY:
-            setting = settings[name, k, RECENT[0]]
-            tried = {rate: rows.tried(setting, rate) for rate in RATES}
-            chosen = {row["rate"] for row in of(name, k, RECENT[0])}
-            cells = [chosen_by(own, rate in chosen) for rate, own in tried.items()]
-            lines["choices"].append([f"`{name}`, k = {k}", *cells])
-    for what, title in (
-        ("staleness", "`tb`, staleness"),
-        ("trainer_busy", "`tb`, Trainer busy"), ("searcher_busy", "`tb`, Searcher busy"),
-    ):  # fmt: skip
-        lines["more"].append([title, *(mean(what, ("tb", *way)) for way in ways)])
-    parts = {
-        "inside": claims.table(["", *columns], lines["outcome"]),
-        "inside, over tb": claims.table(["", *columns], lines["over tb"]),
-        "inside, choices": claims.table(["", *map("{:g}".format, RATES)], lines["choices"]),
-        "inside, more": claims.table(["", *columns], lines["more"]),
-    }
-    claims.publish(parts, print_all=True)
-    if all(len(of(*key)) >= len(SEEDS) for key in settings):
-        for name in OBJECTIVES[1:]:
-            verdicts = f"unstable, D.1: {stability(of, name)}"
-            print(f"{name}: {verdicts}; `tb` ahead on stale data: {stale_data(of, name)}")
+        outcomes.append([f"`{name}`", *(outcome(rows.of(setting_of(name, *way))) for way in WAYS)])
+        gaps.append([f"`{name}`", *(over_tb(name, way) for way in WAYS)])
+    head = ["", *(f"k = {k}, m = {m}" for k, m in WAYS)]
+    return {"inside": common.table(head, outcomes), "inside, over tb": common.table(head, gaps)}
 
 
 def main() -> None:
@@ -292,13 +172,17 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "report"))
     parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
     args = parser.parse_args()
-    path = claims.ROOT / "bench" / "results" / "inside.jsonl"
-    rows = Rows(path, RATES, lambda setting: SEEDS, choosing)
+    rows = Rows(common.ROOT / "bench" / "results" / "inside.jsonl")
     if args.what == "run":
-        claims.run_all(rows, settings_of(), MODELS, args.minutes, 1, run)
-    else:
-        rows.check(settings_of(), MODELS)
-        report(rows)
+        common.run_all(rows, settings_of(), MODELS, args.minutes, 1, run)
+        return
+    rows.check(settings_of(), MODELS)
+    common.publish(tables_of(rows), print_all=True)
+    of = lambda *key: rows.of(setting_of(*key))
+    if all(len(rows.of(setting)) == len(SEEDS) for setting in settings_of()):
+        for name in OBJECTIVES[1:]:
+            print(f"{name}: unstable, D.1: {stability(of, name)}; ", end="")
+            print(f"`tb` ahead on stale data: {stale_data(of, name)}")
 
 
 if __name__ == "__main__":

