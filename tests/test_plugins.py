@@ -1,4 +1,4 @@
-"""Every plug-in of docs/hacking.md runs as it stands there; one is resumed."""
+"""Every plug-in of README.md and docs/hacking.md runs as it stands there; one is resumed."""
 
 import contextlib
 import http.server
@@ -21,6 +21,8 @@ from tba import extract_number, read_lines
 
 TEXT = (ROOT / "docs" / "hacking.md").read_text()
 BLOCKS = re.findall(r"```python\n# flags: ([^\n]*)\n(.*?)```", TEXT, re.DOTALL)
+(OWN_REWARD,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+BLOCKS.append(("--task terse", OWN_REWARD))
 FLAGS = {
     "steps": 3, "eval_every": 0, "eval_samples": 8, "recent_probability": None,
     "initial_trajectories": 32, "sync_every": 1,
@@ -96,6 +98,11 @@ def test_plugins_of_the_documentation(flags, text, gsm8k, tmp_path):
             (question,) = (q for q in answers if q in row["prompt"])
             right = extract_number(answers[question]) == extract_number(row["response"])
             assert row["reward"] == right
+    if "terse" in flags:
+        rows = read_lines(out / "completions.jsonl")
+        assert rows and all(
+            round(row["reward"] + 0.01 * len(row["response"]), 3) in (0, 1) for row in rows
+        )
     if "gsm8k_logged" in flags:
         for row in metrics + read_lines(out / "eval.jsonl"):
             assert row["calculations"] > 1 >= row.get("reward", 0)
