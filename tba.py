@@ -820,6 +820,7 @@ class Task:
     buffer_class: type[ReplayBuffer] = ReplayBuffer
     special_tokens = True  # prompts get the tokenizer's special tokens, such as BOS
     keep_special_tokens = False  # in responses' texts, such as <answer> and EOS
+    stop: tuple[str, ...] = ()  # tokens with one of these in their text end a response, as EOS does
     greedy_evaluation = True  # with one response per prompt
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
     wants_logprobs = False  # evaluation records get kl, ref_logprob, tokens, prompt_tokens
@@ -2391,7 +2392,8 @@ class TransformersEngine:
         """Load the model of flag `name`, for sequences of at most `longest` tokens."""
         self.config = config
         self.device = local_device()
-        self.end_tokens = end_tokens(*check_model(name, config))
+        stop = TASKS[config.task].stop if name == "model" else ()
+        self.end_tokens = end_tokens(*check_model(name, config), stop)
         self.model = load_model(config, getattr(config, name), config.torch_dtype, self.device)
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's
         self.state = checkpoint_state(self.model)
@@ -2563,7 +2565,8 @@ class VLLMEngine:
         self.label_weights(-1)
         self.requests: dict[str, Request] = {}  # unfinished, by the engine's request id
         self.outputs: dict[str, Any] = {}  # finished, and not returned yet
-        ends = end_tokens(*check_model(name, config))
+        stop = TASKS[config.task].stop if name == "model" else ()
+        ends = end_tokens(*check_model(name, config), stop)
         self.sampling = partial(
             vllm.SamplingParams,
             stop_token_ids=ends,
@@ -3760,17 +3763,19 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
     def load(value: str) -> Any:
         if not os.path.exists(value):
             return datasets.load_dataset(*value.split(":"))  # NAME or NAME:CONFIG
+        if os.path.isfile(value) and not os.path.getsize(value):
+            raise ValueError("is empty")
         if any(os.path.exists(f"{value}/{file}") for file in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(value)
             return saved if isinstance(saved, dict) else {"train": saved}
         with tempfile.TemporaryDirectory() as folder:
             links = f"{folder}/links"  # a path may look like a pattern
             if os.path.isdir(value):
-                shutil.copytree(value, links, copy_function=os.symlink)
+                shutil.copytree(os.path.abspath(value), links, copy_function=os.symlink)
             else:
                 suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", value.lower())[0]
                 os.mkdir(links)
-                os.symlink(value, f"{links}/train{suffix}")  # the name of its split
+                os.symlink(os.path.abspath(value), f"{links}/train{suffix}")  # its split
             # the usual cache may have old rows, or be read-only
             return datasets.load_dataset(links, cache_dir=f"{folder}/rows", keep_in_memory=True)
 
@@ -3790,9 +3795,8 @@ def read_rows(
     config.require(split in splits, name, fix)
     has = splits[split].column_names
     found = [next((c for c in column.split("|") if c in has), "") for column in columns]
-    config.require(
-        all(found), name, f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
-    )
+    fix = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
+    config.require(all(found), name, fix)
     table = splits[split].select_columns(list(dict.fromkeys(found)))
     rows = load_flag(name, config, lambda _: table.to_list())  # a file may not be UTF-8
     config.require(rows, name, f"split {split} has no rows")
@@ -3841,11 +3845,13 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     return train[n:], train[:n]
 
 
-def end_tokens(tokenizer: Any, model: nn.Module) -> list[int]:
-    """The tokens that end a response of a model."""
+def end_tokens(tokenizer: Any, model: nn.Module, stop: Iterable[str] = ()) -> list[int]:
+    """The tokens that end a response of a model: EOS, and those with a text of `stop` in theirs."""
     sources = (model.config.get_text_config(), model.generation_config, tokenizer)
     ends = np.hstack([source.eos_token_id for source in sources])  # numbers, lists, None
-    return sorted(set(ends.tolist()) - {None})
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) if stop else []
+    stops = {i for i, text in enumerate(texts) if any(part in text for part in stop)}
+    return sorted(stops | set(ends.tolist()) - {None})
 
 
 def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
@@ -3864,9 +3870,12 @@ def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> lis
 def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
     """The examples whose prompts fit, and their prompts' tokens. Raises InputError."""
     config = task.config
-    texts = [task.prompt(example) for example in examples]
-    encoded = prompt_tokens(task.tokenizer, texts, task.special_tokens)
-    config.require(all(encoded), "dataset", "a prompt is empty; see also --attacker_prompt")
+    encoded = []
+    for i in range(0, len(examples), 1000):  # tokenizers' outputs are large
+        texts = [task.prompt(example) for example in examples[i : i + 1000]]
+        rows = prompt_tokens(task.tokenizer, texts, task.special_tokens)
+        encoded += [np.array(ids, np.int32) for ids in rows]
+    config.require(all(map(len, encoded)), "dataset", "a prompt is empty; see --attacker_prompt")
     limits = {
         "max_response_tokens": task.max_context - config.max_response_tokens - 1,
         "max_total_tokens": (config.max_total_tokens or math.inf) - 1,
@@ -3880,8 +3889,9 @@ def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
         f"all {kind} prompts exceed the {max(0, longest)} tokens that it leaves "
         f"(context: {task.max_context})",
     )
-    print(f"{kind}: {len(fitting)} of {len(texts)} prompts fit {longest} tokens", file=sys.stderr)
-    return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
+    n = len(examples)
+    print(f"{kind}: {len(fitting)} of {n} prompts fit {longest} tokens", file=sys.stderr)
+    return [examples[i] for i in fitting], [encoded[i] for i in fitting]
 
 
 def load_task(config: Config) -> Task:
@@ -3890,7 +3900,7 @@ def load_task(config: Config) -> Task:
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
     task.max_context = context_of(model)
-    task.end_tokens = end_tokens(tokenizer, model)
+    task.end_tokens = end_tokens(tokenizer, model, task.stop)
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, task.train_prompts = encode_prompts(task, "training", task.train)
     task.held_out, task.held_out_prompts = encode_prompts(task, "evaluation", task.held_out)
@@ -3903,6 +3913,9 @@ def load_task(config: Config) -> Task:
     examples = {"dataset": task.train, "eval_dataset": held_out}  # prompts may have the date
     task.checksums = {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
     prompts = task.train_prompts + task.held_out_prompts
+    top = max(tokenizer.eos_token_id, np.concatenate(prompts).max())
+    rows = len(model.get_input_embeddings().weight)
+    config.require(top < rows, "model", f"has {rows} embeddings, none for its token {top}")
     task.longest = max(len(prompt) + config.response_limit(prompt) for prompt in prompts)
     task.packs = can_pack(model, task.longest)
     if not task.packs:
@@ -4441,7 +4454,7 @@ def last_box(text: str, bare: bool = False) -> str:
     >>> last_box(r"\boxed{5}? No, \boxed{\frac{1}{2}}. So it is $6$.")
     '\\frac{1}{2}'
     """
-    text = re.sub(r"(?<=\d)(\\[,;: ]|~)(?=\d{3})", "", text)  # 1\,200 is 1200
+    text = re.sub(r"(?<=\d)(\\[,;: ]|[~ ])(?=\d{3}(?!\d))", "", text)  # 1\,200 is 1200
     *others, box = re.split(r"\\(?:boxed|fbox)\s*", text)
     if not others:
         is_prose = re.search(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}", box)
@@ -4494,7 +4507,8 @@ class MATH(GSM8K):
         """Whether the response's last boxed answer equals the solution's."""
         from math_verify import parse, verify  # only this task needs it
 
-        answers = (last_box(solution, bare=True), last_box(response))
+        boxes = (last_box(solution, bare=True), last_box(response))
+        answers = [re.sub(r"[.\s]+(}*)$", r"\1", box) for box in boxes]  # "5.", "\text{Monday.}"
         try:
             gold, answer = (parse(f"\\boxed{{{a}}}", parsing_timeout=None) for a in answers)
             return bool(answer) and verify(gold, answer, timeout_seconds=None)
@@ -4686,23 +4700,31 @@ class AttackBuffer(ReplayBuffer):
             capacity = len(stored)
         new = [t.key for t in group.trajectories]
         texts = [*stored, *new]
-        lengths = np.array(list(map(len, texts)), np.float32)
-        edits = cdist(new, texts, scorer=Levenshtein.distance, workers=config.threads)
-        distances = edits / (lengths[-len(new) :, None] + lengths)  # (new, texts)
+        lengths = np.array(list(map(len, texts)))
         limit = config.near_duplicate or POSITIVE  # 0: only equal attacks
-        for t, text, row in zip(group.trajectories, new, distances, strict=True):
-            near = [i for i in np.flatnonzero(row < limit) if texts[i] in stored]
+        all_edits = cdist(  # (new, texts)
+            new,
+            texts,
+            scorer=Levenshtein.distance,
+            score_cutoff=int(limit * (lengths[-len(new) :].max() + lengths.max())),
+            dtype=np.uint16,
+            workers=len(os.sched_getaffinity(0)),  # beside a GPU, most of them are idle
+        )
+        for t, text, edits in zip(group.trajectories, new, all_edits, strict=True):
+            distances = edits / (len(text) + lengths)
+            near = [i for i in np.flatnonzero(distances < limit) if texts[i] in stored]
             if near:
-                nearest = texts[min(near, key=lambda i: row[i])]
+                nearest = texts[min(near, key=lambda i: distances[i])]
                 if text in stored or self.value(stored[nearest]) > self.value(t):
                     continue
                 del stored[nearest]
             stored[text] = t
-        order = list(stored)  # oldest first
-        if config.evict != "oldest":
-            order.sort(key=lambda key: self.value(stored[key]))
-        for key in order[:-capacity]:
-            del stored[key]
+        if len(stored) > capacity:
+            order = list(stored)  # oldest first
+            if config.evict != "oldest":
+                order.sort(key=lambda key: self.value(stored[key]))
+            for key in order[:-capacity]:
+                del stored[key]
 
 
 class RedTeam(Task):
