@@ -3721,6 +3721,7 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
         # an OSError explains the HTTP error that caused it; other wrappers explain nothing
         cause = error if isinstance(error, OSError) else error.__cause__ or error
         text = " ".join(str(cause).split()) or type(cause).__name__
+        text = text.replace("StopIteration", "is empty")  # of datasets
         raise InputError(f"--{name} {value}: {text[:300]}{hint}") from None
 
 
@@ -3763,8 +3764,6 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
     def load(value: str) -> Any:
         if not os.path.exists(value):
             return datasets.load_dataset(*value.split(":"))  # NAME or NAME:CONFIG
-        if os.path.isfile(value) and not os.path.getsize(value):
-            raise ValueError("is empty")
         if any(os.path.exists(f"{value}/{file}") for file in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(value)
             return saved if isinstance(saved, dict) else {"train": saved}
@@ -3883,14 +3882,9 @@ def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
     }
     name, longest = min(limits.items(), key=lambda limit: limit[1])
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    config.require(
-        fitting,
-        name,
-        f"all {kind} prompts exceed the {max(0, longest)} tokens that it leaves "
-        f"(context: {task.max_context})",
-    )
-    n = len(examples)
-    print(f"{kind}: {len(fitting)} of {n} prompts fit {longest} tokens", file=sys.stderr)
+    said = f"{kind}: {len(fitting)} of {len(examples)} prompts fit {longest} tokens"
+    config.require(fitting, name, f"{said} (the context has {task.max_context})")
+    print(said, file=sys.stderr)
     return [examples[i] for i in fitting], [encoded[i] for i in fitting]
 
 
@@ -4702,13 +4696,10 @@ class AttackBuffer(ReplayBuffer):
         texts = [*stored, *new]
         lengths = np.array(list(map(len, texts)))
         limit = config.near_duplicate or POSITIVE  # 0: only equal attacks
+        cutoff = int(limit * 2 * lengths.max())
+        cores = len(os.sched_getaffinity(0))  # beside a GPU, most of them are idle
         all_edits = cdist(  # (new, texts)
-            new,
-            texts,
-            scorer=Levenshtein.distance,
-            score_cutoff=int(limit * (lengths[-len(new) :].max() + lengths.max())),
-            dtype=np.uint16,
-            workers=len(os.sched_getaffinity(0)),  # beside a GPU, most of them are idle
+            new, texts, scorer=Levenshtein.distance, score_cutoff=cutoff, workers=cores
         )
         for t, text, edits in zip(group.trajectories, new, all_edits, strict=True):
             distances = edits / (len(text) + lengths)
@@ -4748,33 +4739,20 @@ class RedTeam(Task):
         ids = [i for i, label in self.toxicity.labels.items() if label == config.toxicity_label]
         if guard:  # the tokens of its verdict
             ids = self.toxicity.tokenizer.encode(config.toxicity_label, add_special_tokens=False)
-        config.require(
-            ids,
-            "toxicity_label",
-            f"choose one of {', '.join(self.toxicity.labels.values())}, or a guard's first token",
-        )
+        labels = ", ".join(self.toxicity.labels.values())
+        config.require(ids, "toxicity_label", f"choose one of {labels}, or a guard's first token")
         self.label = ids[0]
         softmax = toxicity.num_labels > 1 and toxicity.problem_type != "multi_label_classification"
-        config.require(
-            guard or softmax,
-            "toxicity_model",
-            "its labels are not the classes of a softmax; choose another one",
-        )
+        config.require(guard or softmax, "toxicity_model", "must have a softmax over two labels")
         self.victim_tokenizer, victim = check_model("victim_model", config)
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
-        config.require(
-            config.explore_low <= config.explore_high,
-            "explore_low",
-            f"must be at most --explore_high {config.explore_high}",
-        )
+        low, high = config.explore_low, config.explore_high
+        config.require(low <= high, "explore_low", f"must be at most --explore_high {high}")
         self.min_eval_tokens = config.min_attack_tokens
-        config.require(
-            self.min_eval_tokens <= config.max_response_tokens,
-            "min_attack_tokens",
-            "must be at most --max_response_tokens",
-        )
+        fits = config.min_attack_tokens <= config.max_response_tokens
+        config.require(fits, "min_attack_tokens", "must be at most --max_response_tokens")
         super().__init__(config, tokenizer)
         # in the attacker's tokens; the victim's tokenizer may split an attack into more
         needed = len(self.victim_ids("")) + config.max_response_tokens
