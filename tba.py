@@ -3829,13 +3829,14 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     splits = read_dataset("dataset", config)
     train = read("dataset", config, splits, config.train_split)
     del splits[config.train_split]
+    name = "dataset"
     usual = ["test", "validation"]
     if config.eval_dataset:
-        splits = read_dataset("eval_dataset", config)
+        name = "eval_dataset"
+        splits = read_dataset(name, config)
         usual.append("train")  # the split of a file
     split = config.eval_split or next((split for split in usual if split in splits), "")
     if split or config.eval_dataset:
-        name = "eval_dataset" if config.eval_dataset else "dataset"
         return train, read(name, config, splits, split)
     n = max(1, len(train) // 10)
     config.require(len(train) > n, "dataset", "needs at least two rows")
@@ -3876,7 +3877,7 @@ def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
         encoded += [np.array(ids, np.int32) for ids in rows]
     config.require(all(map(len, encoded)), "dataset", "a prompt is empty; see --attacker_prompt")
     limits = {
-        "max_response_tokens": task.max_context - config.max_response_tokens - 1,
+        "max_response_tokens": max(0, task.max_context - config.max_response_tokens - 1),
         "max_total_tokens": (config.max_total_tokens or math.inf) - 1,
         "max_prompt_tokens": config.max_prompt_tokens or math.inf,
     }

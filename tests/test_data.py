@@ -413,6 +413,11 @@ def test_a_warning_about_an_old_mistral_tokenizer_is_shown(gsm8k, tmp_path):
     MistralForCausalLM(MistralConfig(**sizes)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "4.40.0"}))
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = parts["model"]["vocab"]
+    unused = range(1000, 110_000)  # those that are wrong have over 100,000 tokens
+    vocabulary |= {f"unused {i}": i for i in unused}
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
     logger = tba.transformers.logging.get_logger("transformers")
     shown = []
     handler = logging.Handler()
