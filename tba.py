@@ -2574,7 +2574,7 @@ class VLLMEngine:
             flat_logprobs=True,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        self.prompt_logprobs([np.array(ends * 2, np.int32)])  # the first step compiles
+        self.prompt_logprobs([np.array(ends[:1] * 2, np.int32)])  # the first step compiles
 
     @property
     def unfinished(self) -> int:
@@ -4907,9 +4907,8 @@ def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
         # a prompt may end with the number of a list item
         space = "" if prompt[-1:].isspace() else " "
         response = row.get("response") or space + row["instruction"]
-        prompt_ids, whole = prompt_tokens(
-            tokenizer, [prompt, prompt + response], task.special_tokens
-        )
+        texts = [prompt, prompt + response]
+        prompt_ids, whole = prompt_tokens(tokenizer, texts, task.special_tokens)
         config.require(prompt_ids, "sft_data", "a prompt has no tokens")
         ids = whole[len(prompt_ids) :]
         if whole[: len(prompt_ids)] != prompt_ids:  # a token has parts of both
