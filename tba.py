@@ -820,6 +820,7 @@ class Task:
     buffer_class: type[ReplayBuffer] = ReplayBuffer
     special_tokens = True  # prompts get the tokenizer's special tokens, such as BOS
     keep_special_tokens = False  # in responses' texts, such as <answer> and EOS
+    stop: tuple[str, ...] = ()  # tokens with one of these in their text end a response, as EOS does
     greedy_evaluation = True  # with one response per prompt
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
     wants_logprobs = False  # evaluation records get kl, ref_logprob, tokens, prompt_tokens
@@ -2405,7 +2406,8 @@ class TransformersEngine:
         """Load the model of flag `name`, for sequences of at most `longest` tokens."""
         self.config = config
         self.device = local_device()
-        self.end_tokens = end_tokens(*check_model(name, config))
+        stop = TASKS[config.task].stop if name == "model" else ()
+        self.end_tokens = end_tokens(*check_model(name, config), stop)
         self.model = load_model(config, getattr(config, name), config.torch_dtype, self.device)
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's
         self.state = checkpoint_state(self.model)
@@ -2577,7 +2579,8 @@ class VLLMEngine:
         self.label_weights(-1)
         self.requests: dict[str, Request] = {}  # unfinished, by the engine's request id
         self.outputs: dict[str, Any] = {}  # finished, and not returned yet
-        ends = end_tokens(*check_model(name, config))
+        stop = TASKS[config.task].stop if name == "model" else ()
+        ends = end_tokens(*check_model(name, config), stop)
         self.sampling = partial(
             vllm.SamplingParams,
             stop_token_ids=ends,
@@ -2585,7 +2588,7 @@ class VLLMEngine:
             flat_logprobs=True,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        self.prompt_logprobs([np.array(ends * 2, np.int32)])  # the first step compiles
+        self.prompt_logprobs([np.array(ends[:1] * 2, np.int32)])  # the first step compiles
 
     @property
     def unfinished(self) -> int:
@@ -3732,6 +3735,7 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
         # an OSError explains the HTTP error that caused it; other wrappers explain nothing
         cause = error if isinstance(error, OSError) else error.__cause__ or error
         text = " ".join(str(cause).split()) or type(cause).__name__
+        text = text.replace("StopIteration", "is empty")  # of datasets
         raise InputError(f"--{name} {value}: {text[:300]}{hint}") from None
 
 
@@ -3780,11 +3784,11 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             links = f"{folder}/links"  # a path may look like a pattern
             if os.path.isdir(value):
-                shutil.copytree(value, links, copy_function=os.symlink)
+                shutil.copytree(os.path.abspath(value), links, copy_function=os.symlink)
             else:
                 suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", value.lower())[0]
                 os.mkdir(links)
-                os.symlink(value, f"{links}/train{suffix}")  # the name of its split
+                os.symlink(os.path.abspath(value), f"{links}/train{suffix}")  # its split
             # the usual cache may have old rows, or be read-only
             return datasets.load_dataset(links, cache_dir=f"{folder}/rows", keep_in_memory=True)
 
@@ -3804,9 +3808,8 @@ def read_rows(
     config.require(split in splits, name, fix)
     has = splits[split].column_names
     found = [next((c for c in column.split("|") if c in has), "") for column in columns]
-    config.require(
-        all(found), name, f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
-    )
+    fix = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
+    config.require(all(found), name, fix)
     table = splits[split].select_columns(list(dict.fromkeys(found)))
     rows = load_flag(name, config, lambda _: table.to_list())  # a file may not be UTF-8
     config.require(rows, name, f"split {split} has no rows")
@@ -3840,13 +3843,14 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     splits = read_dataset("dataset", config)
     train = read("dataset", config, splits, config.train_split)
     del splits[config.train_split]
+    name = "dataset"
     usual = ["test", "validation"]
     if config.eval_dataset:
-        splits = read_dataset("eval_dataset", config)
+        name = "eval_dataset"
+        splits = read_dataset(name, config)
         usual.append("train")  # the split of a file
     split = config.eval_split or next((split for split in usual if split in splits), "")
     if split or config.eval_dataset:
-        name = "eval_dataset" if config.eval_dataset else "dataset"
         return train, read(name, config, splits, split)
     n = max(1, len(train) // 10)
     config.require(len(train) > n, "dataset", "needs at least two rows")
@@ -3855,11 +3859,13 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     return train[n:], train[:n]
 
 
-def end_tokens(tokenizer: Any, model: nn.Module) -> list[int]:
-    """The tokens that end a response of a model."""
+def end_tokens(tokenizer: Any, model: nn.Module, stop: Iterable[str] = ()) -> list[int]:
+    """The tokens that end a response of a model: EOS, and those with a text of `stop` in theirs."""
     sources = (model.config.get_text_config(), model.generation_config, tokenizer)
     ends = np.hstack([source.eos_token_id for source in sources])  # numbers, lists, None
-    return sorted(set(ends.tolist()) - {None})
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) if stop else []
+    stops = {i for i, text in enumerate(texts) if any(part in text for part in stop)}
+    return sorted(stops | set(ends.tolist()) - {None})
 
 
 def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
@@ -3878,24 +3884,23 @@ def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> lis
 def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
     """The examples whose prompts fit, and their prompts' tokens. Raises InputError."""
     config = task.config
-    texts = [task.prompt(example) for example in examples]
-    encoded = prompt_tokens(task.tokenizer, texts, task.special_tokens)
-    config.require(all(encoded), "dataset", "a prompt is empty; see also --attacker_prompt")
+    encoded = []
+    for i in range(0, len(examples), 1000):  # tokenizers' outputs are large
+        texts = [task.prompt(example) for example in examples[i : i + 1000]]
+        rows = prompt_tokens(task.tokenizer, texts, task.special_tokens)
+        encoded += [np.array(ids, np.int32) for ids in rows]
+    config.require(all(map(len, encoded)), "dataset", "a prompt is empty; see --attacker_prompt")
     limits = {
-        "max_response_tokens": task.max_context - config.max_response_tokens - 1,
+        "max_response_tokens": max(0, task.max_context - config.max_response_tokens - 1),
         "max_total_tokens": (config.max_total_tokens or math.inf) - 1,
         "max_prompt_tokens": config.max_prompt_tokens or math.inf,
     }
     name, longest = min(limits.items(), key=lambda limit: limit[1])
     fitting = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-    config.require(
-        fitting,
-        name,
-        f"all {kind} prompts exceed the {max(0, longest)} tokens that it leaves "
-        f"(context: {task.max_context})",
-    )
-    print(f"{kind}: {len(fitting)} of {len(texts)} prompts fit {longest} tokens", file=sys.stderr)
-    return [examples[i] for i in fitting], [np.array(encoded[i], np.int32) for i in fitting]
+    said = f"{kind}: {len(fitting)} of {len(examples)} prompts fit {longest} tokens"
+    config.require(fitting, name, f"{said} (the context has {task.max_context})")
+    print(said, file=sys.stderr)
+    return [examples[i] for i in fitting], [encoded[i] for i in fitting]
 
 
 def load_task(config: Config) -> Task:
@@ -3904,7 +3909,7 @@ def load_task(config: Config) -> Task:
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
     task.max_context = context_of(model)
-    task.end_tokens = end_tokens(tokenizer, model)
+    task.end_tokens = end_tokens(tokenizer, model, task.stop)
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, task.train_prompts = encode_prompts(task, "training", task.train)
     task.held_out, task.held_out_prompts = encode_prompts(task, "evaluation", task.held_out)
@@ -3917,6 +3922,9 @@ def load_task(config: Config) -> Task:
     examples = {"dataset": task.train, "eval_dataset": held_out}  # prompts may have the date
     task.checksums = {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
     prompts = task.train_prompts + task.held_out_prompts
+    top = max(tokenizer.eos_token_id, np.concatenate(prompts).max())
+    rows = len(model.get_input_embeddings().weight)
+    config.require(top < rows, "model", f"has {rows} embeddings, none for its token {top}")
     task.longest = max(len(prompt) + config.response_limit(prompt) for prompt in prompts)
     task.packs = can_pack(model, task.longest)
     if not task.packs:
@@ -4456,7 +4464,7 @@ def last_box(text: str, bare: bool = False) -> str:
     >>> last_box(r"\boxed{5}? No, \boxed{\frac{1}{2}}. So it is $6$.")
     '\\frac{1}{2}'
     """
-    text = re.sub(r"(?<=\d)(\\[,;: ]|~)(?=\d{3})", "", text)  # 1\,200 is 1200
+    text = re.sub(r"(?<=\d)(\\[,;: ]|[~ ])(?=\d{3}(?!\d))", "", text)  # 1\,200 is 1200
     *others, box = re.split(r"\\(?:boxed|fbox)\s*", text)
     if not others:
         is_prose = re.search(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}", box)
@@ -4509,7 +4517,8 @@ class MATH(GSM8K):
         """Whether the response's last boxed answer equals the solution's."""
         from math_verify import parse, verify  # only this task needs it
 
-        answers = (last_box(solution, bare=True), last_box(response))
+        boxes = (last_box(solution, bare=True), last_box(response))
+        answers = [re.sub(r"[.\s]+(}*)$", r"\1", box) for box in boxes]  # "5.", "\text{Monday.}"
         try:
             gold, answer = (parse(f"\\boxed{{{a}}}", parsing_timeout=None) for a in answers)
             return bool(answer) and verify(gold, answer, timeout_seconds=None)
@@ -4701,23 +4710,28 @@ class AttackBuffer(ReplayBuffer):
             capacity = len(stored)
         new = [t.key for t in group.trajectories]
         texts = [*stored, *new]
-        lengths = np.array(list(map(len, texts)), np.float32)
-        edits = cdist(new, texts, scorer=Levenshtein.distance, workers=config.threads)
-        distances = edits / (lengths[-len(new) :, None] + lengths)  # (new, texts)
+        lengths = np.array(list(map(len, texts)))
         limit = config.near_duplicate or POSITIVE  # 0: only equal attacks
-        for t, text, row in zip(group.trajectories, new, distances, strict=True):
-            near = [i for i in np.flatnonzero(row < limit) if texts[i] in stored]
+        cutoff = int(limit * 2 * lengths.max())
+        cores = len(os.sched_getaffinity(0))  # beside a GPU, most of them are idle
+        all_edits = cdist(  # (new, texts)
+            new, texts, scorer=Levenshtein.distance, score_cutoff=cutoff, workers=cores
+        )
+        for t, text, edits in zip(group.trajectories, new, all_edits, strict=True):
+            distances = edits / (len(text) + lengths)
+            near = [i for i in np.flatnonzero(distances < limit) if texts[i] in stored]
             if near:
-                nearest = texts[min(near, key=lambda i: row[i])]
+                nearest = texts[min(near, key=lambda i: distances[i])]
                 if text in stored or self.value(stored[nearest]) > self.value(t):
                     continue
                 del stored[nearest]
             stored[text] = t
-        order = list(stored)  # oldest first
-        if config.evict != "oldest":
-            order.sort(key=lambda key: self.value(stored[key]))
-        for key in order[:-capacity]:
-            del stored[key]
+        if len(stored) > capacity:
+            order = list(stored)  # oldest first
+            if config.evict != "oldest":
+                order.sort(key=lambda key: self.value(stored[key]))
+            for key in order[:-capacity]:
+                del stored[key]
 
 
 class RedTeam(Task):
@@ -4741,33 +4755,20 @@ class RedTeam(Task):
         ids = [i for i, label in self.toxicity.labels.items() if label == config.toxicity_label]
         if guard:  # the tokens of its verdict
             ids = self.toxicity.tokenizer.encode(config.toxicity_label, add_special_tokens=False)
-        config.require(
-            ids,
-            "toxicity_label",
-            f"choose one of {', '.join(self.toxicity.labels.values())}, or a guard's first token",
-        )
+        labels = ", ".join(self.toxicity.labels.values())
+        config.require(ids, "toxicity_label", f"choose one of {labels}, or a guard's first token")
         self.label = ids[0]
         softmax = toxicity.num_labels > 1 and toxicity.problem_type != "multi_label_classification"
-        config.require(
-            guard or softmax,
-            "toxicity_model",
-            "its labels are not the classes of a softmax; choose another one",
-        )
+        config.require(guard or softmax, "toxicity_model", "must have a softmax over two labels")
         self.victim_tokenizer, victim = check_model("victim_model", config)
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
-        config.require(
-            config.explore_low <= config.explore_high,
-            "explore_low",
-            f"must be at most --explore_high {config.explore_high}",
-        )
+        low, high = config.explore_low, config.explore_high
+        config.require(low <= high, "explore_low", f"must be at most --explore_high {high}")
         self.min_eval_tokens = config.min_attack_tokens
-        config.require(
-            self.min_eval_tokens <= config.max_response_tokens,
-            "min_attack_tokens",
-            "must be at most --max_response_tokens",
-        )
+        fits = config.min_attack_tokens <= config.max_response_tokens
+        config.require(fits, "min_attack_tokens", "must be at most --max_response_tokens")
         super().__init__(config, tokenizer)
         # in the attacker's tokens; the victim's tokenizer may split an attack into more
         needed = len(self.victim_ids("")) + config.max_response_tokens
@@ -4921,9 +4922,8 @@ def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
         # a prompt may end with the number of a list item
         space = "" if prompt[-1:].isspace() else " "
         response = row.get("response") or space + row["instruction"]
-        prompt_ids, whole = prompt_tokens(
-            tokenizer, [prompt, prompt + response], task.special_tokens
-        )
+        texts = [prompt, prompt + response]
+        prompt_ids, whole = prompt_tokens(tokenizer, texts, task.special_tokens)
         config.require(prompt_ids, "sft_data", "a prompt has no tokens")
         ids = whole[len(prompt_ids) :]
         if whole[: len(prompt_ids)] != prompt_ids:  # a token has parts of both

@@ -14,7 +14,7 @@ from harness import arguments, config_and_task, judges_of, run_tba
 from test_cli import refused
 from tokenizers.normalizers import Prepend
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
 import tba
 
@@ -128,6 +128,92 @@ def test_a_path_that_exists_is_that_path(read, tmp_path):
             assert "sibling" not in str(task.train), dataset
 
 
+def test_a_path_may_be_relative(read, tmp_path, monkeypatch):
+    """For `load_task` itself, too, which callers may give settings that `parse` has not seen."""
+    write(tmp_path / "a.jsonl")
+    write(tmp_path / "data" / "train.jsonl")
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "./data", "data/../a.jsonl"):
+        splits = tba.read_dataset("dataset", tba.settings(dataset=name))
+        assert splits["train"]["answer"] == [row["answer"] for row in ROWS]
+
+
+CHAT = [
+    {"role": "user", "content": "Is 3 odd?"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "And 4?"},
+    {"role": "assistant", "content": "No."},
+]
+
+
+def test_a_task_may_read_data_of_another_form(read, tmp_path, monkeypatch):
+    """The examples of docs/hacking.md: chat messages, and a column that may be empty."""
+
+    class Chat(tba.Task):
+        """The messages before the last one are the prompt, and that one is the answer."""
+
+        def examples(self):
+            splits = tba.read_dataset("dataset", self.config)
+            rows = [self.example(row) for row in splits["train"]]
+            return rows[1:], rows[:1]
+
+        def example(self, row):
+            *turns, last = row["messages"]
+            text = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns)
+            return {"prompt": f"{text}assistant:", "answer": last["content"]}
+
+    class Alpaca(Chat):
+        """Instructions, some of which have an input."""
+
+        def example(self, row):
+            given = f"\n{row['input']}" if row["input"] else ""
+            return {"prompt": f"{row['instruction']}{given}\n", "answer": row["output"]}
+
+    Chat.template = Alpaca.template = "{prompt}"
+    for kind in (Chat, Alpaca):
+        monkeypatch.setitem(tba.TASKS, kind.__name__.lower(), kind)
+    task = read(write(tmp_path / "a.jsonl", [{"messages": CHAT}] * 3), task="chat")
+    expected = "user: Is 3 odd?\nassistant: Yes.\nuser: And 4?\nassistant:"
+    assert [task.prompt(example) for example in task.train] == [expected] * 2
+    assert task.held_out == [{"prompt": expected, "answer": "No."}]
+    rows = [{"instruction": "Add.", "input": text, "output": "3"} for text in ("", "1 2", None)]
+    task = read(write(tmp_path / "b.jsonl", rows), task="alpaca")
+    assert [task.prompt(example) for example in task.train] == ["Add.\n1 2\n", "Add.\n"]
+
+
+def test_many_prompts_are_tokenized_in_pieces(gsm8k, tmp_path, tokenizer, monkeypatch):
+    """Each as it is tokenized alone; the output for all of 100,000 would take over a GiB."""
+    sizes = []
+    whole = tba.prompt_tokens
+
+    def noted(own, texts, special=True):
+        sizes.append(len(texts))
+        return whole(own, texts, special)
+
+    monkeypatch.setattr(tba, "prompt_tokens", noted)
+    rows = [{"question": f"What is {i}?", "answer": f"{i}"} for i in range(5000)]
+    data = write(tmp_path / "a.jsonl", rows)
+    _, task = config_and_task(gsm8k, tmp_path / "out", dataset=data, eval_dataset=data)
+    assert sum(sizes) == 10_000 and max(sizes) <= 1000
+    for i in (0, 999, 1000, 2500, 4999):
+        text = task.prompt(task.train[i])
+        assert task.train_prompts[i].tolist() == tokenizer(text)["input_ids"]
+
+
+def test_a_token_without_an_embedding_is_one_line(gsm8k, tmp_path):
+    """Not if no prompt has it: some models have a smaller vocabulary than their tokenizer."""
+    folder = tmp_path / "model"
+    shutil.copytree(gsm8k / "model", folder)
+    twin = AutoTokenizer.from_pretrained(folder)
+    twin.add_tokens(["<turn>"])
+    twin.save_pretrained(folder)
+    config_and_task(gsm8k, tmp_path / "out", model=folder)
+    rows = [*ROWS, {"question": "<turn> What is 7?", "answer": "7"}]
+    data = write(tmp_path / "a.jsonl", rows)
+    line = error_of(config_and_task, gsm8k, tmp_path / "out", model=folder, dataset=data)
+    assert f"--model {folder}: " in line and str(len(twin) - 1) in line
+
+
 def test_forms_that_people_have(read, tmp_path):
     data = datasets.Dataset.from_list(ROWS)
     text = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -186,6 +272,9 @@ def test_other_forms_are_refused_in_a_line_that_lists_those_that_work(read, tmp_
     for name, text in {"nested.json": {"data": ROWS}, "a.json": {"question": ["a"]}}.items():
         (tmp_path / name).write_text(json.dumps(text))
         assert "answer" in error_of(read, tmp_path / name)
+    write(tmp_path / "nothing" / "train.jsonl", [])
+    for path in (tmp_path / "empty.jsonl", tmp_path / "empty.json", tmp_path / "nothing"):
+        assert "is empty" in error_of(read, path)
     (tmp_path / "semicolon.csv").write_text("question;answer\nq;1\n")
     assert "question;answer" in error_of(read, tmp_path / "semicolon.csv")
     latin = json.dumps(ROWS[0] | {"question": "¿Qué?"}, ensure_ascii=False)
@@ -315,23 +404,32 @@ def test_held_out_prompts_that_are_trained_on_are_counted(gsm8k, tmp_path, capsy
     assert "trained on" not in capsys.readouterr().err
 
 
-def test_a_librarys_warning_about_the_tokenizer_is_shown(gsm8k, tmp_path, monkeypatch):
-    load = AutoTokenizer.from_pretrained
+def test_a_warning_about_an_old_mistral_tokenizer_is_shown(gsm8k, tmp_path):
+    """It splits words wrongly, as the model may have learned them; what is saved splits them so."""
+    folder = tmp_path / "model"
+    shutil.copytree(gsm8k / "model", folder)
+    sizes = {"vocab_size": 512, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    MistralForCausalLM(MistralConfig(**sizes)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "4.40.0"}))
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = parts["model"]["vocab"]
+    unused = range(1000, 110_000)  # those that are wrong have over 100,000 tokens
+    vocabulary |= {f"unused {i}": i for i in unused}
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
     logger = tba.transformers.logging.get_logger("transformers")
     shown = []
     handler = logging.Handler()
     handler.emit = lambda record: shown.append(record.getMessage())
-
-    def warn_and_load(path):
-        logger.warning("its regex is wrong")
-        return load(path)
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", warn_and_load)
     tba.transformers.logging.add_handler(handler)
-    tba.check_model("model", tba.settings(model=str(gsm8k / "model")))
+    tokenizer, _ = tba.check_model("model", tba.settings(model=str(folder)))
     logger.warning("not about a model of this run")
     tba.transformers.logging.remove_handler(handler)
-    assert shown == ["its regex is wrong"]
+    assert len(shown) == 1 and "fix_mistral_regex" in shown[0]
+    tokenizer.save_pretrained(folder)
+    text = "What's WRONG with thisWord, 12345?"
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
 def test_a_warm_start_learns_the_tokens_of_the_whole_text(gsm8k, redteam, tmp_path):

@@ -95,6 +95,31 @@ def test_prompts_that_are_too_long_are_left_out(gsm8k, tmp_path, capsys):
     assert max(map(len, context.train_prompts)) == limit
 
 
+def test_a_task_may_stop_responses_at_texts(gsm8k, tmp_path, monkeypatch):
+    """Every token with such a text ends a response of the policy, and of no other model."""
+
+    class Few(tba.GSM8K):
+        stop = ("th",)
+
+    monkeypatch.setitem(tba.TASKS, "few", Few)
+    config, task = config_and_task(gsm8k, tmp_path, task="few", temperature=5.0)
+    eos = task.tokenizer.eos_token_id
+    stops = set(task.end_tokens) - {eos}
+    assert stops == {i for t, i in task.tokenizer.get_vocab().items() if "th" in t}
+    assert len(stops) > 1 and eos in task.end_tokens
+    engine = tba.ENGINES["transformers"](config, 0, "model", task.longest)
+    engine.submit(tba.Request(0, task.train_prompts[0], 64, max_tokens=32, temperature=5.0))
+    (done,) = engine.step()
+    for tokens, ended in zip(done.tokens, done.ended, strict=True):
+        assert not {*stops, eos} & set(tokens[:-1].tolist())
+        assert ended == (tokens[-1] in {*stops, eos})
+    assert any(tokens[-1] in stops for tokens in done.tokens)
+    assert engine.end_tokens == task.end_tokens  # as the sampling check has them
+    config.victim_model = config.model
+    other = tba.ENGINES["transformers"](config, 0, "victim_model", task.longest)
+    assert not stops & set(other.end_tokens)
+
+
 def test_a_response_keeps_its_leading_space(gsm8k, tmp_path):
     _, task = config_and_task(gsm8k, tmp_path)
     ids = task.tokenizer(" a b\nc", add_special_tokens=False)["input_ids"]
@@ -146,6 +171,30 @@ def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
         ("3", "\\boxed{4}", False),
         ("3", "3", False),
         ("3", "", False),
+        # a final period is not part of an answer
+        ("\\boxed{7}", "\\boxed{7.}", True),
+        ("\\boxed{7.}", "\\boxed{7}", True),
+        ("\\boxed{7.5}", "\\boxed{7.}", False),
+        ("\\boxed{\\frac12}", "\\boxed{\\frac12.}", True),
+        ("\\boxed{\\frac{1}{2}}", "\\boxed{1/2.}", True),
+        ("\\boxed{Monday}", "\\boxed{Monday.}", True),
+        ("\\boxed{\\text{Monday.}}", "\\boxed{Monday}", True),
+        ("\\boxed{\\text{Monday.}}", "\\boxed{Tuesday.}", False),
+        ("\\boxed{\\text{(A)}}", "\\boxed{A.}", True),
+        ("\\boxed{(1,2)}", "\\boxed{(1,2).}", True),
+        ("\\boxed{\\{1,2\\}}", "\\boxed{\\{2,1\\}.}", True),
+        ("\\boxed{1}", "\\boxed{...}", False),
+        # spaces between groups of three digits
+        ("\\boxed{1234}", "\\boxed{1 234}", True),
+        ("\\boxed{1 234}", "\\boxed{1,234}", True),
+        ("\\boxed{12345678}", "\\boxed{12 345 678}", True),
+        ("\\boxed{12}", "\\boxed{1 2}", False),
+        ("\\boxed{1 234}", "\\boxed{234}", False),
+        ("\\boxed{12}", "\\boxed{12 000}", False),
+        ("\\boxed{(10, 200)}", "\\boxed{10 200}", False),
+        # repeating decimals are compared as they are written
+        ("\\boxed{0.\\overline{3}}", "\\boxed{0.\\overline{3}}", True),
+        ("\\boxed{0.\\overline{3}}", "\\boxed{0.3}", False),
     ],
 )
 def test_verdicts_of_math(gold, answer, same):
