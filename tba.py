@@ -3596,63 +3596,48 @@ def save(trainer: Trainer) -> None:
     trainer.writing = ThreadPoolExecutor(1).submit(write)
 
 
-TOKENIZER_FILES = r".*tokenizer.*|vocab.*|merges.*|added_.*|special_.*|chat_.*|.*\.(model|jinja)"
-PROCESSOR_FILES = r".*processor_config\.json"  # vLLM needs them, even for a text policy
+# other programs and older libraries read these as they read --model's; vLLM needs a processor's
+COPIED = (
+    r".*(tokenizer|processor_config).*|(vocab|merges|added_|special_|chat_).*|.*\.(model|jinja)"
+)
 
 
-def save_model(model: nn.Module, weights: dict, task: Task, folder: Path) -> None:
-    """Write weights, configuration and tokenizer so that `from_pretrained` can load them."""
+def save_model(
+    model: nn.Module, weights: dict, task: Task, folder: Path, final: bool = False
+) -> None:
+    """Write a float32 model and its tokenizer so that `from_pretrained` can load them.
+
+    A `final` one has the dtype that --model's config.json names. It also has that very config.json,
+    if it means the same here: other programs and older libraries may know only its form.
+    """
+    source = model_folder(task.config.model)
+    given = transformers.AutoConfig.from_pretrained(source)
+    dtype = torch.float32
+    if final:
+        dtype = given.dtype or given.get_text_config().dtype or dtype
+    cast = lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
     # checkpoints rename, split and merge weights
-    write_weights(revert_weight_conversion(model, weights), folder)
+    weights = revert_weight_conversion(model, weights)
+    tensors = {name: cast(tensor.detach()).contiguous() for name, tensor in weights.items()}
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(folder.stat().st_mode & 0o666)  # save_file makes it private
+    model.config.dtype = dtype
     model.config.save_pretrained(folder)
     model.generation_config.to_json_file(folder / "generation_config.json")
     task.tokenizer.save_pretrained(folder)
-    # other programs, and older libraries, shall read the tokenizer as they read --model's
-    for file in model_folder(task.config.model).iterdir():
-        if re.fullmatch(f"{TOKENIZER_FILES}|{PROCESSOR_FILES}", file.name):
+    text = partial(re.sub, r'"(_name_or_path|dtype)": .*', "")
+    same = final and text(str(given)) == text(str(model.config))
+    for file in source.iterdir():
+        if re.fullmatch(COPIED, file.name) or (same and file.name == "config.json"):
             shutil.copyfile(file, folder / file.name)
-
-
-def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
-    """Write model.safetensors."""
-    path = folder / "model.safetensors"
-    tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(folder.stat().st_mode & 0o666)  # others may read it, if they may read the folder
 
 
 @lru_cache
 def model_folder(path: str) -> Path:
     """A model's folder; if it is on the hub, one with its small files."""
-    if not os.path.isdir(path):
-        path = snapshot_download(path, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja"])
-    return Path(path)
-
-
-def export_model(checkpoint: Path, source: str, folder: Path) -> None:
-    """Copy a checkpoint's model, in the dtype that the configuration of `source` names.
-
-    The configuration is that of `source`, too, where it says the same to this transformers: others
-    may know only its form.
-    """
-    files = shutil.ignore_patterns("*.pt", "*.rows", "*.safetensors")
-    shutil.copytree(checkpoint, folder, ignore=files, dirs_exist_ok=True)
-    ours, theirs = map(transformers.AutoConfig.from_pretrained, (checkpoint, source))
-    dtype = theirs.dtype or theirs.get_text_config().dtype or torch.float32
-    with safe_open(checkpoint / "model.safetensors", "pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    for name, tensor in weights.items():
-        weights[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    write_weights(weights, folder)
-    ours.architectures = theirs.architectures
-    own, other = (
-        re.sub(r'"(_name_or_path|dtype)": .*', "", str(config)) for config in (ours, theirs)
-    )
-    if own == other:
-        shutil.copyfile(model_folder(source) / "config.json", folder / "config.json")
-    else:
-        ours.dtype = dtype
-        ours.save_pretrained(folder)
+    small = ["*.json", "*.model", "*.txt", "*.jinja"]
+    return Path(path if os.path.isdir(path) else snapshot_download(path, allow_patterns=small))
 
 
 @contextlib.contextmanager
@@ -4376,24 +4361,20 @@ def resolve(given: Config) -> Config:
 
 
 def lock_folder(config: Config) -> Any:
-    """Make the run's folder, and lock it for this process until the returned file is closed.
+    """Lock the run's folder until the returned file is closed, or this process has ended.
 
-    Raises InputError if another process has locked it.
+    Raises InputError if another run has locked it.
     """
     name = "resume" if config.resume else "output_dir"
-    folder = Path(config.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")  # noqa: SIM115
-    except OSError as error:
-        config.require(False, name, f"{error.strerror}; choose another folder")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        config.require(False, name, "a run that has not ended uses this folder")
-    except OSError:
-        pass  # this file system has no locks
-    return lock
+    path = Path(config.output_dir) / ".lock"
+    with contextlib.suppress(OSError):  # no locks here, or no folder: see `claim_folder`
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "a")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            config.require(False, name, "a run that has not ended uses this folder")
+        return lock
 
 
 def claim_folder(given: Config, config: Config, step: int = 0) -> None:
@@ -4509,10 +4490,10 @@ def run(trainer: Trainer) -> int:
             folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
             code = 1
         else:
+            if code == 0:
+                finish(trainer)
             if whole:
                 trainer.ranks.from_rank_zero(None)  # ends the others, which are in `serve`
-        if code == 0:
-            finish(trainer)
     return code
 
 
@@ -4540,14 +4521,14 @@ def run_command_line() -> NoReturn:
 
 
 def finish(trainer: Trainer) -> None:
-    """At the end: print a summary, and copy the model to final/."""
+    """At the end: print a summary, and write the model to final/."""
     folder = trainer.folder
     ends = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
     print(" -> ".join(folder.describe(**evaluation) for evaluation in ends))
-    checkpoint = folder.path / f"checkpoint-{trainer.step}"
-    if checkpoint.exists():
+    if trainer.step:
+        weights = trainer.learner.saved_weights()
         with atomic_folder(folder.path / "final") as new:
-            export_model(checkpoint, trainer.task.config.model, new)
+            save_model(trainer.learner.model, weights, trainer.task, new, True)
         print(f"model: {folder.path / 'final'}; curves: {folder.path / 'curves.png'}")
 
 
