@@ -118,7 +118,9 @@ def start_fork_server() -> None:
     if len(os.environ.get("TMPDIR", "")) > 60:  # a socket's path has at most 107 bytes
         os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    in_main_thread = threading.current_thread() is threading.main_thread()  # others must not
+    signals = STOP_SIGNALS if in_main_thread else ()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
     forkserver.ensure_running()
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -3597,9 +3599,7 @@ def save(trainer: Trainer) -> None:
 
 
 # other programs and older libraries read these as they read --model's; vLLM needs a processor's
-COPIED = (
-    r".*(tokenizer|processor_config).*|(vocab|merges|added_|special_|chat_).*|.*\.(model|jinja)"
-)
+COPIED = r".*(tokenizer|processor_config).*|(vocab|merges|added_|special_|chat_).*|.*\.model"
 
 
 def save_model(
@@ -3612,9 +3612,8 @@ def save_model(
     """
     source = model_folder(task.config.model)
     given = transformers.AutoConfig.from_pretrained(source)
-    dtype = torch.float32
-    if final:
-        dtype = given.dtype or given.get_text_config().dtype or dtype
+    named = given.dtype or given.get_text_config().dtype or torch.float32
+    dtype = named if final else torch.float32
     cast = lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
     # checkpoints rename, split and merge weights
     weights = revert_weight_conversion(model, weights)
@@ -3629,7 +3628,8 @@ def save_model(
     text = partial(re.sub, r'"(_name_or_path|dtype)": .*', "")
     same = final and text(str(given)) == text(str(model.config))
     for file in source.iterdir():
-        if re.fullmatch(COPIED, file.name) or (same and file.name == "config.json"):
+        copied = re.fullmatch(COPIED, file.name) or (same and file.name == "config.json")
+        if copied and file.is_file():
             shutil.copyfile(file, folder / file.name)
 
 
@@ -3674,10 +3674,9 @@ def write_trajectories(trajectories: list[Trajectory], path: Path) -> None:
                 first = getattr(rows[0], name)
                 values = map(attrgetter(name), rows)
                 if name in Trajectory.BY_TOKEN:
-                    column = np.frombuffer(b"".join(values), first.dtype)
+                    np.save(file, np.frombuffer(b"".join(values), first.dtype))
                 else:
-                    column = np.fromiter(values, type(first))
-                np.save(file, column)
+                    np.save(file, np.fromiter(values, type(first)))
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
@@ -3690,8 +3689,9 @@ def read_trajectories(path: Path) -> list[Trajectory]:
             for name in Trajectory.__slots__:
                 column = np.load(file)
                 if name in Trajectory.BY_TOKEN:
-                    parts = [column[start:end].copy() for start, end in itertools.pairwise(ends)]
-                columns.append(parts if name in Trajectory.BY_TOKEN else column.tolist())
+                    columns.append([column[i:j].copy() for i, j in itertools.pairwise(ends)])
+                else:
+                    columns.append(column.tolist())
             found += [Trajectory(*row) for row in zip(*columns, strict=True)]
     return found
 
@@ -4378,7 +4378,7 @@ def lock_folder(config: Config) -> Any:
 
 
 def claim_folder(given: Config, config: Config, step: int = 0) -> None:
-    """Write config.json and, for this start at `step`, CODE to the run's folder.
+    """Make the run's folder, with its config.json and, for this start at `step`, CODE.
 
     Raises InputError if it has another run.
     """
@@ -4394,27 +4394,24 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
         "command": sys.argv,
         "versions": {package.name: package.version for package in metadata.distributions()},
     }
-    code = folder / "code" / str(step)
     new = folder / ".config.json"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        new.write_text(to_json(record, indent=2) + "\n")
+        new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
+        code = folder / "code" / str(step)
         code.mkdir(parents=True, exist_ok=True)
         for name, source in CODE.items():
             (code / name).write_bytes(source)
-        new.write_text(to_json(record, indent=2) + "\n")
-        new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
     except OSError as error:
         config.require(False, "output_dir", f"{error.strerror}; choose another folder")
 
 
 @contextlib.contextmanager
 def stop_signal_handler(handler: Any) -> Iterator[None]:
-    """Handle STOP_SIGNALS with `handler`, in the main thread; under `nohup`, SIGHUP stays ignored.
-
-    In others, which cannot, they keep the effect that they have in the calling program.
-    """
-    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    if threading.current_thread() is not threading.main_thread():
-        handled = []
+    """Handle STOP_SIGNALS with `handler`; under `nohup`, SIGHUP stays ignored."""
+    can = threading.current_thread() is threading.main_thread()  # or the caller handles them
+    handled = [n for n in STOP_SIGNALS if can and signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
