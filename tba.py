@@ -118,9 +118,9 @@ def start_fork_server() -> None:
     if len(os.environ.get("TMPDIR", "")) > 60:  # a socket's path has at most 107 bytes
         os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
-    in_main_thread = threading.current_thread() is threading.main_thread()  # others must not
-    signals = STOP_SIGNALS if in_main_thread else ()
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    # only the main thread may handle signals
+    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in own}
     forkserver.ensure_running()
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -607,7 +607,7 @@ class Stateful:
         """The attributes in SAVED, for a thread that writes them while training continues.
 
         They are copied, but not what they contain, nor tensors: replace these, and do not change
-        them in place. "rows" is for a list of trajectories, which is written in pieces.
+        them in place. "trajectories" is for a list of those, which is written in pieces.
         """
         return {name: copy.copy(getattr(self, name)) for name in self.SAVED}
 
@@ -656,10 +656,10 @@ class ReplayBuffer(Stateful):
 
     def state(self) -> dict[str, Any]:
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
-        return {"rows": rows, "rng": self.rng.bit_generator.state}
+        return {"trajectories": rows, "rng": self.rng.bit_generator.state}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        for t in state["rows"]:
+        for t in state["trajectories"]:
             self.trajectories.setdefault(t.prompt_id, {})[t.key] = t
         self.rng.bit_generator.state = state["rng"]
 
@@ -1024,12 +1024,12 @@ class Trainer(Stateful):
 
     def state(self) -> dict[str, Any]:
         rows = [t for group in self.inbox for t in group.trajectories]
-        return {"inbox": [group.index for group in self.inbox], "rows": rows}
+        return {"inbox": [group.index for group in self.inbox], "trajectories": rows}
 
     def load_state(self, state: dict[str, Any]) -> None:
         S = self.config.searched_per_prompt
         for i, index in enumerate(state["inbox"]):
-            self.inbox.append(Group(index, state["rows"][i * S : (i + 1) * S]))
+            self.inbox.append(Group(index, state["trajectories"][i * S : (i + 1) * S]))
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
@@ -3576,7 +3576,7 @@ def save(trainer: Trainer) -> None:
         trainer.folder.draw_curves()  # with evaluations that have ended since
         return
     saved = {name: owner.state() for name, owner in trainer.owners.items()}
-    rows = {name: state.pop("rows") for name, state in saved.items() if "rows" in state}
+    lists = {name: state.pop("trajectories", None) for name, state in saved.items()}
     saved |= {"step": trainer.step, "checksums": trainer.task.checksums}
     weights = trainer.learner.saved_weights()
     folder = trainer.folder
@@ -3587,8 +3587,9 @@ def save(trainer: Trainer) -> None:
         with atomic_folder(path) as new:
             save_model(trainer.learner.model, weights, trainer.task, new)
             torch.save(saved, new / "trainer.pt")
-            for name, trajectories in rows.items():
-                write_trajectories(trajectories, new / f"{name}.rows")
+            for name, trajectories in lists.items():
+                if trajectories is not None:
+                    write_trajectories(trajectories, new / f"{name}.trajectories")
         folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
         for old in checkpoints(folder.path)[2:]:  # on NFS, open files stay until later
             shutil.rmtree(old, ignore_errors=True)
@@ -3708,8 +3709,8 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
     for path in paths:
         try:
             saved = open_checkpoint(path)
-            for file in path.glob("*.rows"):
-                saved[file.stem]["rows"] = read_trajectories(file)
+            for file in path.glob("*.trajectories"):
+                saved[file.stem]["trajectories"] = read_trajectories(file)
             break
         except Exception as error:  # from torch, safetensors, numpy or the file system
             print(f"warning: {path} does not load: {first_line(error)}", file=sys.stderr)
@@ -4410,8 +4411,8 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
 @contextlib.contextmanager
 def stop_signal_handler(handler: Any) -> Iterator[None]:
     """Handle STOP_SIGNALS with `handler`; under `nohup`, SIGHUP stays ignored."""
-    can = threading.current_thread() is threading.main_thread()  # or the caller handles them
-    handled = [n for n in STOP_SIGNALS if can and signal.getsignal(n) != signal.SIG_IGN]
+    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handled = [number for number in own if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield

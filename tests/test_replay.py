@@ -278,7 +278,7 @@ def test_a_restored_buffer_and_rule_go_on_as_the_first(tmp_path):
     first.replay(4, 3, set())
     saved = {"buffer": first.buffer.state(), "rule": first.state()}
     epoch = list(first.epoch)
-    rows = saved["buffer"].pop("rows")
+    rows = saved["buffer"].pop("trajectories")
     arrive(first, group(0, [[0, 9]]))  # what comes before the thread writes is not saved
     first.epoch.append(-1)
     tba.write_trajectories(rows, tmp_path / "rows")
@@ -286,8 +286,8 @@ def test_a_restored_buffer_and_rule_go_on_as_the_first(tmp_path):
     torch.save(saved, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    saved["buffer"]["rows"] = tba.read_trajectories(tmp_path / "rows")
-    assert saved["rule"]["epoch"] == epoch and len(saved["buffer"]["rows"]) == 45
+    saved["buffer"]["trajectories"] = tba.read_trajectories(tmp_path / "rows")
+    assert saved["rule"]["epoch"] == epoch and len(saved["buffer"]["trajectories"]) == 45
     del first.epoch[-1], first.buffer.trajectories[0][group(0, [[0, 9]]).trajectories[0].key]
     second = rule_of(**flags)
     second.buffer.load_state(saved["buffer"])
@@ -332,7 +332,7 @@ def test_a_checkpoint_copies_references_in_the_training_thread_and_writes_in_pie
     times = []
     for _ in range(5):
         start = time.thread_time()
-        rows = buffer.state()["rows"]
+        rows = buffer.state()["trajectories"]
         times.append(time.thread_time() - start)
     assert len(rows) == 30_000 and min(times) < 1e-6 * len(rows)
     tracemalloc.start()
