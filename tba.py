@@ -3672,12 +3672,10 @@ def write_trajectories(trajectories: list[Trajectory], path: Path) -> None:
             rows = trajectories[start : start + PIECE]
             np.save(file, [len(t.tokens) for t in rows])
             for name in Trajectory.__slots__:
-                first = getattr(rows[0], name)
-                values = map(attrgetter(name), rows)
+                values = list(map(attrgetter(name), rows))
                 if name in Trajectory.BY_TOKEN:
-                    np.save(file, np.frombuffer(b"".join(values), first.dtype))
-                else:
-                    np.save(file, np.fromiter(values, type(first)))
+                    values = np.frombuffer(b"".join(values), values[0].dtype)
+                np.save(file, values)
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
@@ -4450,6 +4448,7 @@ def main(argv: list[str]) -> int:
         claim_folder(given, config, saved.get("step", 0))
         folder = RunFolder(config, saved.get("step", 0))
     except InputError as error:
+        lock = None  # released now: a traceback can keep this frame
         exit_with_error(str(error))
     config = warm_start(config, task, pairs, folder.say)
     task.checksums |= model_checksums(config)
