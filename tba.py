@@ -52,6 +52,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import fcntl
 import gc
 import importlib.util
 import itertools
@@ -86,6 +87,7 @@ from functools import lru_cache, partial, wraps
 from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -117,7 +119,9 @@ def start_fork_server() -> None:
     if len(os.environ.get("TMPDIR", "")) > 60:  # a socket's path has at most 107 bytes
         os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    # only the main thread may handle signals
+    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in own}
     forkserver.ensure_running()
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -139,6 +143,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from accelerate import Accelerator
+from huggingface_hub import snapshot_download
 from pebble import CONSTS, ProcessExpired, ProcessPool
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
@@ -207,7 +212,7 @@ class Config:
     beta: str = schedule("0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", POSITIVE)
     learning_rate: str = schedule("1e-5", "Learning rate of AdamW; value or schedule.")
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
-    output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-PID.")
+    output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-ID.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
 
     temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
@@ -601,9 +606,10 @@ class Stateful:
     def state(self) -> dict[str, Any]:
         """The attributes in SAVED, for a thread that writes them while training continues.
 
-        Containers are copied and tensors are not: replace those, and do not change them in place.
+        They are copied, but not what they contain, nor tensors: replace these, and do not change
+        them in place. "trajectories" is for a list of those, which is written in pieces.
         """
-        return {name: tree_map(copy.copy, getattr(self, name)) for name in self.SAVED}
+        return {name: copy.copy(getattr(self, name)) for name in self.SAVED}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
@@ -650,10 +656,10 @@ class ReplayBuffer(Stateful):
 
     def state(self) -> dict[str, Any]:
         rows = [t for stored in self.trajectories.values() for t in stored.values()]
-        return {"rows": trajectories_to_tensors(rows), "rng": self.rng.bit_generator.state}
+        return {"trajectories": rows, "rng": self.rng.bit_generator.state}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        for t in trajectories_from_tensors(state["rows"]):
+        for t in state["trajectories"]:
             self.trajectories.setdefault(t.prompt_id, {})[t.key] = t
         self.rng.bit_generator.state = state["rng"]
 
@@ -1022,11 +1028,13 @@ class Trainer(Stateful):
         return owner
 
     def state(self) -> dict[str, Any]:
-        return {"inbox": {g.index: trajectories_to_tensors(g.trajectories) for g in self.inbox}}
+        rows = [t for group in self.inbox for t in group.trajectories]
+        return {"inbox": [group.index for group in self.inbox], "trajectories": rows}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        saved = state["inbox"].items()
-        self.inbox = [Group(i, trajectories_from_tensors(tensors)) for i, tensors in saved]
+        S = self.config.searched_per_prompt
+        for i, index in enumerate(state["inbox"]):
+            self.inbox.append(Group(index, state["trajectories"][i * S : (i + 1) * S]))
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
@@ -2305,9 +2313,14 @@ def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def host_copy(value: Tensor, ranks: Ranks) -> Tensor | None:
-    """Copy a (sharded) tensor to rank 0's host memory; None elsewhere."""
+    """Copy a (sharded) tensor to rank 0's host memory; None elsewhere.
+
+    Copies of GPU tensors are pinned; torch keeps their memory, which the next ones then reuse.
+    """
     full = gather_full(value.detach())
-    return full.to("cpu", copy=True) if ranks.rank == 0 else None
+    if ranks.rank > 0:
+        return None
+    return torch.empty_like(full, device="cpu", pin_memory=full.is_cuda).copy_(full)
 
 
 def load_policy(
@@ -3580,6 +3593,7 @@ def save(trainer: Trainer) -> None:
         trainer.folder.draw_curves()  # with evaluations that have ended since
         return
     saved = {name: owner.state() for name, owner in trainer.owners.items()}
+    lists = {name: state.pop("trajectories", None) for name, state in saved.items()}
     saved |= {"step": trainer.step, "checksums": trainer.task.checksums}
     weights = trainer.learner.saved_weights()
     folder = trainer.folder
@@ -3590,6 +3604,9 @@ def save(trainer: Trainer) -> None:
         with atomic_folder(path) as new:
             save_model(trainer.learner.model, weights, trainer.task, new)
             torch.save(saved, new / "trainer.pt")
+            for name, trajectories in lists.items():
+                if trajectories is not None:
+                    write_trajectories(trajectories, new / f"{name}.trajectories")
         folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
         for old in checkpoints(folder.path)[2:]:  # on NFS, open files stay until later
             shutil.rmtree(old, ignore_errors=True)
@@ -3599,15 +3616,46 @@ def save(trainer: Trainer) -> None:
     trainer.writing = ThreadPoolExecutor(1).submit(write)
 
 
-def save_model(model: nn.Module, weights: dict, task: Task, folder: Path) -> None:
-    """Write weights and tokenizer so that `from_pretrained` can load them."""
+# other programs and older libraries read these as they read --model's; vLLM needs a processor's
+COPIED = r".*(tokenizer|processor_config).*|(vocab|merges|added_|special_|chat_).*|.*\.model"
+
+
+def save_model(
+    model: nn.Module, weights: dict, task: Task, folder: Path, final: bool = False
+) -> None:
+    """Write a float32 model and its tokenizer so that `from_pretrained` can load them.
+
+    A `final` one has the dtype that --model's config.json names. It also has that very config.json,
+    if it means the same here: other programs and older libraries may know only its form.
+    """
+    source = model_folder(task.config.model)
+    given = transformers.AutoConfig.from_pretrained(source)
+    named = given.dtype or given.get_text_config().dtype or torch.float32
+    dtype = named if final else torch.float32
+    cast = lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
     # checkpoints rename, split and merge weights
     weights = revert_weight_conversion(model, weights)
-    tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: cast(tensor.detach()).contiguous() for name, tensor in weights.items()}
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(folder.stat().st_mode & 0o666)  # save_file makes it private
+    model.config.dtype = dtype
     model.config.save_pretrained(folder)
     model.generation_config.to_json_file(folder / "generation_config.json")
     task.tokenizer.save_pretrained(folder)
+    text = partial(re.sub, r'"(_name_or_path|dtype)": .*', "")
+    same = final and text(str(given)) == text(str(model.config))
+    for file in source.iterdir():
+        copied = re.fullmatch(COPIED, file.name) or (same and file.name == "config.json")
+        if copied and file.is_file():
+            shutil.copyfile(file, folder / file.name)
+
+
+@lru_cache
+def model_folder(path: str) -> Path:
+    """A model's folder; if it is on the hub, one with its small files."""
+    small = ["*.json", "*.model", "*.txt", "*.jinja"]
+    return Path(path if os.path.isdir(path) else snapshot_download(path, allow_patterns=small))
 
 
 @contextlib.contextmanager
@@ -3628,26 +3676,40 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)  # a partial one would fill the disk
 
 
-def trajectories_to_tensors(trajectories: list[Trajectory]) -> dict[str, Tensor]:
-    """Trajectories as one tensor per field; arrays of tokens are concatenated."""
-    tensors = {"lengths": torch.tensor([len(t.tokens) for t in trajectories])}
-    for name in Trajectory.__slots__:
-        values = [getattr(t, name) for t in trajectories]
-        by_token = trajectories and name in Trajectory.BY_TOKEN
-        tensors[name] = torch.from_numpy(np.concatenate(values) if by_token else np.array(values))
-    return tensors
+PIECE = 1000  # trajectories that are written at a time
 
 
-def trajectories_from_tensors(tensors: dict[str, Tensor]) -> list[Trajectory]:
-    """The inverse of `trajectories_to_tensors`; copies, so that eviction frees memory."""
-    lengths = tensors["lengths"].tolist()
-    columns = []
-    for name in Trajectory.__slots__:
-        if name in Trajectory.BY_TOKEN:
-            columns.append([part.numpy().copy() for part in tensors[name].split(lengths)])
-        else:
-            columns.append(tensors[name].tolist())
-    return [Trajectory(*row) for row in zip(*columns, strict=True)]
+def write_trajectories(trajectories: list[Trajectory], path: Path) -> None:
+    """Write trajectories: for each piece, one array per field and one of their lengths.
+
+    Joining bytes and writing arrays release the GIL, so that training continues meanwhile.
+    """
+    with open(path, "wb") as file:
+        for start in range(0, len(trajectories), PIECE):
+            rows = trajectories[start : start + PIECE]
+            np.save(file, [len(t.tokens) for t in rows])
+            for name in Trajectory.__slots__:
+                values = list(map(attrgetter(name), rows))
+                if name in Trajectory.BY_TOKEN:
+                    values = np.frombuffer(b"".join(values), values[0].dtype)
+                np.save(file, values)
+
+
+def read_trajectories(path: Path) -> list[Trajectory]:
+    """The inverse of `write_trajectories`; arrays are copied, so that eviction frees memory."""
+    found = []
+    with open(path, "rb") as file:
+        while file.peek(1):
+            ends = [0, *np.load(file).cumsum().tolist()]
+            columns = []
+            for name in Trajectory.__slots__:
+                column = np.load(file)
+                if name in Trajectory.BY_TOKEN:
+                    columns.append([column[i:j].copy() for i, j in itertools.pairwise(ends)])
+                else:
+                    columns.append(column.tolist())
+            found += [Trajectory(*row) for row in zip(*columns, strict=True)]
+    return found
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -3658,16 +3720,24 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
     """Load the newest intact checkpoint of --resume. Raises InputError."""
-    for path in checkpoints(Path(config.resume)):
+    paths = checkpoints(Path(config.resume))
+    for path in paths:
         try:
             saved = open_checkpoint(path)
+            for file in path.glob("*.trajectories"):
+                saved[file.stem]["trajectories"] = read_trajectories(file)
             break
-        except Exception as error:  # from torch, safetensors or the file system
-            print(f"warning: skipping {path}: {first_line(error)}", file=sys.stderr)
+        except Exception as error:  # from torch, safetensors, numpy or the file system
+            print(f"warning: {path} does not load: {first_line(error)}", file=sys.stderr)
     else:
         config.require(
             False, "resume", "has no checkpoint that loads; start a new run in another folder"
         )
+    for newer in paths[: paths.index(path)]:  # or they would be kept instead of this run's
+        aside = newer.with_suffix(".broken")
+        shutil.rmtree(aside, ignore_errors=True)
+        newer.rename(aside)
+        print(f"{newer.name} is renamed to {aside.name}", file=sys.stderr)
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
@@ -3961,7 +4031,7 @@ class RunFolder:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 rows = [row for row in read_lines(self.path / name) if row["step"] <= step]
                 new = self.path / f".{name}"
-                new.write_text("".join(json.dumps(row) + "\n" for row in rows))
+                new.write_text("".join(to_json(row) + "\n" for row in rows))
                 new.rename(self.path / name)  # a full disk must not cost the records
         self.evaluations = read_lines(self.path / "eval.jsonl")
         steps = read_lines(self.path / "metrics.jsonl")
@@ -3980,11 +4050,9 @@ class RunFolder:
         write(text, file=sys.stderr)
 
     def append(self, name: str, record: dict) -> None:
-        """Append a record to a .jsonl file; NaN and infinities, which JSON lacks, as null."""
-        finite = lambda value: not isinstance(value, float) or math.isfinite(value)
-        record = {key: value if finite(value) else None for key, value in record.items()}
+        """Append a record to a .jsonl file."""
         with open(self.path / name, "a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(to_json(record) + "\n")
 
     def track(self, values: dict, step: int) -> None:
         """Send metrics to the tracker; an evaluation's step may be an earlier one."""
@@ -4014,7 +4082,8 @@ class RunFolder:
         try:
             from matplotlib.figure import Figure  # has no global state, needs no display
 
-            steps = read_lines(self.path / "metrics.jsonl")
+            # of at most 1,000 steps: reading all would slow down the training thread
+            steps = read_lines(self.path / "metrics.jsonl", self.bar.n // 1000 + 1)
             panels = [(title, names, steps, "-") for title, names in self.PANELS.items()]
             keys = [key for e in self.evaluations[-1:] for key in e if key not in ("step", "n")]
             panels += [(f"held out: {key}", [key], self.evaluations, "o-") for key in keys]
@@ -4059,10 +4128,20 @@ def make_accelerator(config: Config, step: int) -> Accelerator:
     return accelerator
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The complete lines of a .jsonl file; [] if there is no file."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+def read_lines(path: Path, every: int = 1) -> list[dict]:
+    """Every n-th of the complete lines of a .jsonl file; [] if there is no file."""
+    if not path.exists():
+        return []
+    with open(path) as file:
+        lines = itertools.islice(file, 0, None, every)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def to_json(record: dict, **options: Any) -> str:
+    """Strict JSON, which lacks NaN and infinities: they are null."""
+    finite = lambda value: not isinstance(value, float) or math.isfinite(value)
+    record = tree_map(lambda value: value if finite(value) else None, record)
+    return json.dumps(record, allow_nan=False, **options)
 
 
 class StepLog:
@@ -4214,6 +4293,8 @@ def parse(argv: list[str]) -> Config:
     `--resume DIR` loads that run's settings; flags before it are ignored, those after it override.
     So any script can be given `--resume DIR --steps 1000`.
     """
+    home = os.path.expanduser("~")  # shells do not expand it in --output_dir=~/run
+    argv = [re.sub(r"^(--\w+=)?~(?=/|$)", rf"\1{home}", word) for word in argv]
     after = [*itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)]
     argv = after or argv
     parser = argparse.ArgumentParser(
@@ -4231,6 +4312,7 @@ def parse(argv: list[str]) -> Config:
     if known.resume:
         try:
             saved = json.loads((Path(known.resume) / "config.json").read_text())["config"]
+            saved = {name: value for name, value in saved.items() if value is not None}
         except (OSError, ValueError, KeyError):
             exit_with_error(f"--resume {known.resume}: no config.json of a run there")
     if plugin := known.plugin or saved.get("plugin", ""):
@@ -4241,9 +4323,8 @@ def parse(argv: list[str]) -> Config:
         add_flags(parser, owner)
     parser.add_argument("-h", "--help", action="help")  # only now, when it lists every flag
     config = parser.parse_args(argv, settings(**saved))
-    config.run_id = saved.get("run_id", os.urandom(4).hex())  # in trackers
-    # with the process ID, as two runs may start in the same second
-    default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{os.getpid()}")
+    config.run_id = saved.get("run_id", os.urandom(4).hex())  # also in trackers
+    default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{config.run_id}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
     paths = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
     for name, value in vars(config).items():
@@ -4301,6 +4382,23 @@ def resolve(given: Config) -> Config:
     return config
 
 
+def lock_folder(config: Config) -> Any:
+    """Lock the run's folder until the returned file is closed, or this process has ended.
+
+    Raises InputError if another run has locked it.
+    """
+    name = "resume" if config.resume else "output_dir"
+    path = Path(config.output_dir) / ".lock"
+    with contextlib.suppress(OSError):  # no locks here, or no folder: see `claim_folder`
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "a")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            config.require(False, name, "a run that has not ended uses this folder")
+        return lock
+
+
 def claim_folder(given: Config, config: Config, step: int = 0) -> None:
     """Make the run's folder, with its config.json and, for this start at `step`, CODE.
 
@@ -4321,7 +4419,7 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
     new = folder / ".config.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(record, indent=2) + "\n")
+        new.write_text(to_json(record, indent=2) + "\n")
         new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
         code = folder / "code" / str(step)
         code.mkdir(parents=True, exist_ok=True)
@@ -4334,7 +4432,8 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
 @contextlib.contextmanager
 def stop_signal_handler(handler: Any) -> Iterator[None]:
     """Handle STOP_SIGNALS with `handler`; under `nohup`, SIGHUP stays ignored."""
-    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handled = [number for number in own if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
@@ -4364,12 +4463,15 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         config = resolve(given)
+        lock = lock_folder(config) if config.resume else None  # nobody else writes checkpoints
         task = load_task(config)
         saved = read_checkpoint(config, task) if config.resume else {}
         pairs = read_sft_pairs(config, task) if config.sft_data and not config.resume else []
+        lock = lock or lock_folder(config)  # while this function runs
         claim_folder(given, config, saved.get("step", 0))
         folder = RunFolder(config, saved.get("step", 0))
     except InputError as error:
+        lock = None  # released now: a traceback can keep this frame
         exit_with_error(str(error))
     config = warm_start(config, task, pairs, folder.say)
     task.checksums |= model_checksums(config)
@@ -4408,10 +4510,10 @@ def run(trainer: Trainer) -> int:
             folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
             code = 1
         else:
+            if code == 0:
+                finish(trainer)
             if whole:
                 trainer.ranks.from_rank_zero(None)  # ends the others, which are in `serve`
-        if code == 0:
-            finish(trainer)
     return code
 
 
@@ -4439,15 +4541,14 @@ def run_command_line() -> NoReturn:
 
 
 def finish(trainer: Trainer) -> None:
-    """At the end: print a summary, and copy the model to final/."""
+    """At the end: print a summary, and write the model to final/."""
     folder = trainer.folder
     ends = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
     print(" -> ".join(folder.describe(**evaluation) for evaluation in ends))
-    checkpoint = folder.path / f"checkpoint-{trainer.step}"
-    if checkpoint.exists():
+    if trainer.step:
+        weights = trainer.learner.saved_weights()
         with atomic_folder(folder.path / "final") as new:
-            ignore = shutil.ignore_patterns("*.pt")
-            shutil.copytree(checkpoint, new, ignore=ignore, dirs_exist_ok=True)
+            save_model(trainer.learner.model, weights, trainer.task, new, True)
         print(f"model: {folder.path / 'final'}; curves: {folder.path / 'curves.png'}")
 
 

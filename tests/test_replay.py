@@ -4,6 +4,10 @@ import io
 import itertools
 import math
 import queue
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -267,15 +271,24 @@ def test_duplicates_and_eviction_against_brute_force(groups, kept):
         assert [(t.tokens.tolist(), t.version) for t in stored] == expected[prompt_id]
 
 
-def test_a_restored_buffer_and_rule_go_on_as_the_first():
+def test_a_restored_buffer_and_rule_go_on_as_the_first(tmp_path):
     flags = {"recent_probability": 0.0, "reward_inverse_temperature": 1.0, "seed": 3}
     first = rule_of(**flags)
     arrive(first, *(group(p, [[p, j] for j in range(5)], [0, 1, 2, 3, 4]) for p in range(9)))
     first.replay(4, 3, set())
+    saved = {"buffer": first.buffer.state(), "rule": first.state()}
+    epoch = list(first.epoch)
+    rows = saved["buffer"].pop("trajectories")
+    arrive(first, group(0, [[0, 9]]))  # what comes before the thread writes is not saved
+    first.epoch.append(-1)
+    tba.write_trajectories(rows, tmp_path / "rows")
     file = io.BytesIO()
-    torch.save({"buffer": first.buffer.state(), "rule": first.state()}, file)
+    torch.save(saved, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
+    saved["buffer"]["trajectories"] = tba.read_trajectories(tmp_path / "rows")
+    assert saved["rule"]["epoch"] == epoch and len(saved["buffer"]["trajectories"]) == 45
+    del first.epoch[-1], first.buffer.trajectories[0][group(0, [[0, 9]]).trajectories[0].key]
     second = rule_of(**flags)
     second.buffer.load_state(saved["buffer"])
     second.load_state(saved["rule"])
@@ -293,6 +306,42 @@ def test_a_restored_buffer_and_rule_go_on_as_the_first():
         tokens_of(a) != tokens_of(b)
         for a, b in zip(first.replay(4, 3, set()), others.replay(4, 3, set()), strict=True)
     )
+
+
+@given(st.lists(st.lists(st.integers(0, 200_000), max_size=9), max_size=40), st.integers(1, 9))
+def test_trajectories_are_read_as_they_were_written(responses, piece):
+    """Any number, of any lengths, over several pieces."""
+    rows = group(3, responses, rewards=range(len(responses)), version=7).trajectories
+    for i, t in enumerate(rows):
+        t.temperature = 1 if i == 0 else 0.7  # as a plug-in may return it
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba, "PIECE", piece)
+        tba.write_trajectories(rows, Path(folder, "rows"))
+        found = tba.read_trajectories(Path(folder, "rows"))
+    assert len(found) == len(rows)
+    for one, other in zip(rows, found, strict=True):
+        for name in tba.Trajectory.__slots__:
+            a, b = getattr(one, name), getattr(other, name)
+            assert np.array_equal(a, b) and (type(a) is type(b) or name == "temperature")
+            assert name not in tba.Trajectory.BY_TOKEN or (a.dtype == b.dtype and b.base is None)
+
+
+def test_a_checkpoint_copies_references_in_the_training_thread_and_writes_in_pieces(tmp_path):
+    """Microseconds per trajectory, of which tensors cost ten; and a few MiB."""
+    buffer = tba.ReplayBuffer(tba.settings())
+    for p in range(300):
+        buffer.add(group(p, [[p, j, *[7] * 300] for j in range(100)]))
+    times = []
+    for _ in range(5):
+        start = time.thread_time()
+        rows = buffer.state()["trajectories"]
+        times.append(time.thread_time() - start)
+    assert len(rows) == 30_000 and min(times) < 1e-6 * len(rows)
+    tracemalloc.start()
+    tba.write_trajectories(rows, tmp_path / "rows")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (tmp_path / "rows").stat().st_size > 30_000 * 3600 > 10 * peak
 
 
 def edit_distance(a, b):

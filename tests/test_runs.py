@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import errno
 import json
 import math
 import os
@@ -19,10 +20,18 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from harness import Run, arguments, check_positions, config_and_task, run_tba
+from harness import (
+    Run,
+    arguments,
+    check_positions,
+    config_and_task,
+    learner_of,
+    run_tba,
+    steps_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tba
@@ -340,7 +349,9 @@ def test_an_evaluation_alone_and_a_run_that_is_given_more_steps(gsm8k, tmp_path)
     state = (out / "checkpoint-9" / "trainer.pt").read_bytes()
     (out / "checkpoint-9" / "trainer.pt").write_bytes(state[: len(state) // 2])
     _, err = run_tba(["--resume", str(out), "--steps", "6"])
-    assert "checkpoint-9" in err
+    assert "checkpoint-9.broken" in err
+    kept = {path.name for path in out.glob("checkpoint-*")}
+    assert kept == {"checkpoint-4", "checkpoint-6", "checkpoint-9.broken"}
     assert [e["n"] for e in read_lines(out / "eval.jsonl")] == [40, 200, 200]
     metrics = read_lines(out / "metrics.jsonl")
     np.testing.assert_allclose([m["beta"] for m in metrics], [0.1, 0.09, 0.08, 0.07, 0.06, 0.05])
@@ -485,6 +496,119 @@ def test_files_are_json_that_strict_parsers_read(tmp_path):
     assert found == {"step": 1, "loss": None, "kl": None, "text": "NaN"}
 
 
+def test_a_settings_value_that_json_lacks_is_its_default_after_a_resume(tmp_path):
+    given = tba.settings(output_dir=str(tmp_path / "run"))
+    given.a_plugins_limit = math.inf
+    tba.claim_folder(given, given)
+
+    def refuse(name):
+        raise ValueError(name)
+
+    text = (tmp_path / "run" / "config.json").read_text()
+    assert json.loads(text, parse_constant=refuse)["config"]["a_plugins_limit"] is None
+    resumed = tba.parse(["--resume", str(tmp_path / "run")])
+    assert resumed.steps == given.steps and not hasattr(resumed, "a_plugins_limit")
+
+
+@pytest.fixture
+def older_model(gsm8k, tmp_path):
+    """A bfloat16 model as transformers 4 wrote it, with a processor's file."""
+    folder = tmp_path / "older"
+    shutil.copytree(gsm8k / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"], config["dtype"]
+    config |= {"rope_theta": 5000.0, "torch_dtype": "bfloat16", "transformers_version": "4.57.1"}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = json.loads((folder / "tokenizer_config.json").read_text())
+    words["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    (folder / "preprocessor_config.json").write_text("{}")
+    weights = {name: tensor.bfloat16() for name, tensor in weights_of(folder).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_final_model_is_read_as_the_initial_one_was(gsm8k, older_model, tmp_path):
+    """By any program, and by whoever may read the folder. Checkpoints stay float32."""
+    learner = learner_of(gsm8k, tmp_path / "run", model=older_model)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(1e-3 * torch.randn_like(parameter))
+    before = os.umask(0o027)
+    try:
+        for name, final in (("checkpoint", False), ("final", True)):
+            with tba.atomic_folder(tmp_path / name) as new:
+                tba.save_model(learner.model, learner.saved_weights(), learner.task, new, final)
+    finally:
+        os.umask(before)
+    final = tmp_path / "final"
+    files = {file.name for file in older_model.iterdir()}
+    assert files <= {file.name for file in final.iterdir()}
+    for name in files - {"model.safetensors", "generation_config.json"}:
+        assert (final / name).read_bytes() == (older_model / name).read_bytes()
+    assert {file.stat().st_mode & 0o777 for file in final.iterdir()} == {0o640}
+    exact, rounded = weights_of(tmp_path / "checkpoint"), weights_of(final)
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+    assert all(exact[name].dtype == torch.float32 for name in exact)
+    for name, dtype in (("checkpoint", torch.float32), ("final", torch.bfloat16)):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert loaded.dtype == dtype and loaded.config.rope_parameters["rope_theta"] == 5000
+    assert (tmp_path / "checkpoint" / "preprocessor_config.json").exists()
+
+
+def test_a_final_model_of_a_changed_configuration_has_its_own(gsm8k, older_model, tmp_path):
+    learner = learner_of(gsm8k, tmp_path / "run", model=older_model)
+    learner.model.config.max_position_embeddings = 99
+    (tmp_path / "final").mkdir()
+    weights = learner.saved_weights()
+    tba.save_model(learner.model, weights, learner.task, tmp_path / "final", True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert loaded.config.max_position_embeddings == 99 and loaded.dtype == torch.bfloat16
+
+
+def test_a_home_folder_is_expanded_in_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    config = tba.parse(["--output_dir=~/run", "--model", "~/model", "--beta=0.1@0,0.2~9"])
+    found = [config.output_dir, config.model, config.beta]
+    assert found == [str(tmp_path / "run"), str(tmp_path / "model"), "0.1@0,0.2~9"]
+
+
+def test_two_runs_never_share_a_folder(gsm8k, tmp_path):
+    """Nor does one that resumes a running one; a run that was killed can be resumed."""
+    out = tmp_path / "run"
+    endless = arguments(gsm8k, out, steps=100_000, eval_every=0, eval_samples=8, save_every=2)
+    run = Run(out, endless, hooks=False)
+    run.until(lambda: (out / "config.json").exists(), "a folder")
+    _, err = run_tba(endless, code=2)
+    assert err.splitlines()[-1].startswith("tba.py: error: --output_dir")
+    run.until(lambda: list(out.glob("checkpoint-*")), "a checkpoint")
+    record = (out / "config.json").read_bytes()
+    resume = ["--resume", str(out), "--steps", "100_000"]
+    _, err = run_tba(resume, code=2)
+    assert err.splitlines()[-1].startswith("tba.py: error: --resume")
+    assert (out / "config.json").read_bytes() == record and not list(out.glob("*.broken"))
+    run.reaches(steps_of(out) + 1)
+    run.process.kill()
+    run.process.wait()
+    run.gone()
+    run_tba(["--resume", str(out), "--steps", str(steps_of(out) + 1)])
+
+
+def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    config = tba.settings(output_dir=str(tmp_path / "run"))
+    held = tba.lock_folder(config)
+    with pytest.raises(tba.InputError):
+        tba.lock_folder(config)
+    held.close()
+    tba.lock_folder(config).close()
+    monkeypatch.setattr(tba.fcntl, "flock", no_locks)
+    tba.lock_folder(config)
+
+
 def logged_arrivals(steps):
     """`distinct` after each step, and the warnings, if these groups of responses arrive."""
     said = []
@@ -608,16 +732,28 @@ def test_evaluations_take_a_fixed_random_sample(gsm8k, tmp_path):
     assert samples[0] == samples[1] and len(places) >= 40 and np.ptp(places) > 150
 
 
-def test_curves_of_a_run_with_many_steps_are_drawn(tmp_path):
+def test_curves_of_a_run_with_many_steps_cost_what_those_of_few_do(tmp_path):
     config = tba.settings(output_dir=str(tmp_path))
     rows = [dict.fromkeys(METRICS, 0.5) | {"step": step} for step in range(1, 20_001)]
-    del rows[5]["distinct"]  # of a version that did not log it
+    del rows[0]["distinct"]  # of a version that did not log it
     evaluations = [{"step": 0, "n": 8, "accuracy": 0.1}]
     evaluations.append(evaluations[0] | {"step": 50, "distinct": 0.9})
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tba.RunFolder(config).draw_curves()
-    assert min(matplotlib.image.imread(tmp_path / "curves.png").shape[:2]) > 300
+    folder = tba.RunFolder(config)
+    times = {}
+    for steps in (1000, 20_000):
+        lines = "".join(json.dumps(row) + "\n" for row in rows[:steps])
+        (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 20')  # is being written
+        folder.bar.update(steps - folder.bar.n)
+        times[steps] = []
+        for _ in range(3):
+            start = time.thread_time()
+            folder.draw_curves()
+            times[steps].append(time.thread_time() - start)
+        assert min(matplotlib.image.imread(tmp_path / "curves.png").shape[:2]) > 300
+        shown = tba.read_lines(tmp_path / "metrics.jsonl", folder.bar.n // 1000 + 1)
+        assert 500 <= len(shown) <= 1000 and shown[-1]["step"] > 0.99 * steps
+    assert min(times[20_000]) < 1.5 * min(times[1000])
 
 
 @pytest.mark.vllm

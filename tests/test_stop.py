@@ -200,12 +200,15 @@ def test_a_folder_that_could_not_be_written_is_removed(tmp_path):
 
 
 BEFORE = """import signal, threading
+from concurrent.futures import ThreadPoolExecutor
 import tba
 
 handlers = [signal.getsignal(number) for number in tba.STOP_SIGNALS]
 """
 AFTER = """
-assert tba.main(["--resume", "runs/1e-4", "--steps", "3"]) == 0
+with ThreadPoolExecutor() as pool:
+    resumed = pool.submit(tba.main, ["--resume", "runs/1e-4", "--steps", "3"])
+assert resumed.result() == 0
 assert [signal.getsignal(number) for number in tba.STOP_SIGNALS] == handlers
 others = [thread for thread in threading.enumerate() if not thread.daemon]
 others.remove(threading.main_thread())
@@ -217,7 +220,7 @@ for thread in others:
 
 @pytest.mark.parametrize("source", ["file", "standard input"])
 def test_the_sweep_of_the_docs_ends_and_leaves_nothing(gsm8k, tmp_path, started, source):
-    """A script without `if __name__ == "__main__"`; the second run is resumed."""
+    """A script without `if __name__ == "__main__"`; the second run is resumed, in a thread."""
     text = (ROOT / "docs" / "hacking.md").read_text()
     (sweep,) = re.findall(r"```python\n(import sys\n.*?)```", text, re.DOTALL)
     script = tmp_path / "sweep.py"
