@@ -132,7 +132,7 @@ if IN_A_RUN:
 
     tba.StepLog.write = write_measurements
     of_trainer = {"handle_messages": "take", "store": "store"}
-    of_sync = {"begin_if_due": "sync", "poll": "sync", "on_loaded": "sync", "on_received": "missed"}
+    of_sync = {"begin_if_due": "sync", "poll": "sync", "on_loaded": "sync", "on_missed": "missed"}
     of_processes = dict.fromkeys(("reap", "restart"), "failures")
     for owner, names in (
         (tba.Learner, {"step": "step"}),
