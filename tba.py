@@ -268,8 +268,9 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """CPU threads for each Trainer rank and each Searcher, as if all ran on this machine."""
-        return max(1, len(os.sched_getaffinity(0)) // (local_ranks() + self.num_searchers))
+        """CPU threads for each Trainer rank and each Searcher that may run on this machine."""
+        searchers = min(self.num_searchers, SEARCHERS_HERE.get(self.cluster, math.inf))
+        return max(1, len(os.sched_getaffinity(0)) // (local_ranks() + searchers))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -3357,6 +3358,9 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
         super().kill()
 
 
+SEARCHERS_HERE: dict[str, int] = {}  # --cluster, in the Trainer -> how many its machine may get
+
+
 def join_cluster(config: Config) -> int:
     """Connect to --cluster, and reserve the Trainer's devices, which Ray takes to be idle.
 
@@ -3374,11 +3378,14 @@ def join_cluster(config: Config) -> int:
     except Exception as error:  # Ray raises several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = device_kind()
-    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    node = ray.get_runtime_context().get_node_id()
+    here = {"ray.io/node-id": node}
     own = ray.util.placement_group([{kind: local_ranks()}], bundle_label_selector=[here])
     config.require(own.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} left for a Searcher")
+    (devices,) = [n["Resources"][kind] for n in ray.nodes() if n["NodeID"] == node]
+    SEARCHERS_HERE[config.cluster] = int(devices) - local_ranks()
     return others
 
 

@@ -84,6 +84,29 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
 
 
+@pytest.mark.devices(4)
+def test_a_searcher_that_hangs_costs_the_others_one_transfer_timeout(gsm8k, tmp_path):
+    """Before it has received weights, or once it has them; it is restarted much later."""
+    for fault in ("hang-receiving", "hang-loading"):
+        out = tmp_path / fault
+        run = Run(out, endless(gsm8k, out, transfer_timeout=10, searcher_timeout=600))
+        run.reaches(3)
+        run.want(fault)
+        run.suffered(fault)
+        stopped = time.monotonic()
+        version = read_lines(out / "metrics.jsonl")[-1]["version"] + 1  # perhaps sent already
+        run.until(
+            lambda v=version, o=out: read_lines(o / "metrics.jsonl")[-1]["version"] > v, "a version"
+        )
+        waited = time.monotonic() - stopped
+        print(f"{fault}: new weights after {waited:.1f} s")
+        assert waited < 60  # --transfer_timeout, and what a busy machine takes for some steps
+        run.reaches(read_lines(out / "metrics.jsonl")[-1]["step"] + 5)
+        assert not run.failed()  # it still hangs, and no other was taken for it
+        run.process.send_signal(signal.SIGINT)
+        run.ends(128 + signal.SIGINT)
+
+
 @pytest.mark.devices(3)
 def test_an_evaluation_whose_weights_do_not_arrive_is_repeated(gsm8k, tmp_path):
     out = tmp_path / "run"
