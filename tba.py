@@ -406,13 +406,14 @@ class Trajectory:
         return self.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """What a Searcher sends to the Trainer: the S trajectories of one prompt."""
 
     index: int  # position in the prompt order; Searcher i of M has i, i + M, i + 2M, ...
     trajectories: list[Trajectory]
     latest_sync: int = -1  # step of the weights last sent when it arrived
+    draws_left: int = 0  # as a recent group
 
     @property
     def prompt_id(self) -> int:
@@ -702,14 +703,6 @@ class ReplayRule(Stateful):
         return groups
 
 
-@dataclass(eq=False)
-class RecentGroup:
-    """A group that can still be drawn as a recent one."""
-
-    group: Group
-    draws_left: int
-
-
 class RecentOrReward(ReplayRule):
     """The paper's rule: recent groups with probability m, else replay by reward (section 4.2).
 
@@ -723,17 +716,17 @@ class RecentOrReward(ReplayRule):
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
         capacity = self.RECENT_BATCHES * config.prompts_per_step  # older ones are dropped
-        self.recent: deque[RecentGroup] = deque(maxlen=capacity)  # oldest first
+        self.recent: deque[Group] = deque(maxlen=capacity)  # oldest first
         self.groups_seen = 0
         self.wanted: int | None = None  # recent groups in the next batch; kept while waiting
 
     def on_group(self, group: Group) -> None:
         """Add a recent group. With a bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
         R = self.config.max_recent_draws or 10**9
-        draws = math.floor((self.groups_seen + 1) * R) - math.floor(self.groups_seen * R)
+        group.draws_left = math.floor((self.groups_seen + 1) * R) - math.floor(self.groups_seen * R)
         self.groups_seen += 1
-        if draws > 0:
-            self.recent.append(RecentGroup(group, draws))
+        if group.draws_left > 0:
+            self.recent.append(group)
 
     def sample(self, B: int, K: int) -> Drawn | None:
         """Draw B groups of K trajectories, or return None if too few groups are recent.
@@ -749,18 +742,18 @@ class RecentOrReward(ReplayRule):
         # these, each prompt's newest groups first, then at random
         newer: Counter[tuple[int, int]] = Counter()  # groups of the same prompt since the same sync
         order = {}
-        for entry in reversed(self.recent):
-            sync = entry.group.latest_sync
-            order[entry] = (-sync, newer[sync, entry.group.prompt_id], self.buffer.rng.random())
-            newer[sync, entry.group.prompt_id] += 1
+        for group in reversed(self.recent):
+            same = group.latest_sync, group.prompt_id
+            order[group] = (-group.latest_sync, newer[same], self.buffer.rng.random())
+            newer[same] += 1
         drawn = sorted(order, key=order.get)[: self.wanted]
         self.wanted = None
-        for entry in drawn:
-            entry.draws_left -= 1
-            if entry.draws_left == 0:
-                self.recent.remove(entry)
-        used = {entry.group.prompt_id for entry in drawn}
-        groups = [self.distinct_first(entry.group, K) for entry in drawn]
+        for group in drawn:
+            group.draws_left -= 1
+            if group.draws_left == 0:
+                self.recent.remove(group)
+        used = {group.prompt_id for group in drawn}
+        groups = [self.distinct_first(group, K) for group in drawn]
         return groups + self.replay(B - len(groups), K, used)
 
     def distinct_first(self, group: Group, K: int) -> list[Trajectory]:
@@ -1001,6 +994,7 @@ class Trainer(Stateful):
         self.writing.set_result(self.step)
         self.inbox: list[Group] = []  # not yet stored or, in lockstep, trained on
         self.stored = 0  # groups, since the start, the resume or the latest reference reset
+        self.lacking = ""  # why there is no next batch
         self.register(self)
         self.log = StepLog(self)
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
@@ -1043,28 +1037,26 @@ class Trainer(Stateful):
 
     def run_asynchronous(self) -> None:
         """Train on batches drawn by the replay rule, while the Searchers keep generating."""
-        waits = f"--replay_rule {self.config.replay_rule} draws no batch yet"
         while self.step < self.config.steps:
             self.poll()  # receives and stores groups, sends weights
-            groups = self.wait_for("generation", self.next_batch, lambda: self.missing() or waits)
+            groups = self.wait_for("generation", self.next_batch)
             self.train_step(groups)
             self.save_if_due()
 
     def next_batch(self) -> Drawn | None:
-        """Draw a batch; None if the replay rule, or the run's start, needs more groups."""
-        if self.missing():
-            return None
-        return self.rule.sample(self.config.prompts_per_step, self.config.trained_per_prompt)
-
-    def missing(self) -> str:
-        """What has to arrive before the replay rule is asked for a batch; empty if nothing."""
+        """Draw a batch; None if too little has arrived, of which `lacking` tells the log."""
         config = self.config
         groups = self.searchers.first_missing + len(self.searchers.arrived_positions)
         trajectories = groups * config.searched_per_prompt  # received in the whole run
+        prompts = min(config.prompts_per_step, len(self.task.train_prompts))
         if trajectories < config.initial_trajectories:
-            return f"{trajectories} of --initial_trajectories {config.initial_trajectories}"
-        enough = min(config.prompts_per_step, len(self.task.train_prompts))
-        return f"{self.stored} of {enough} groups" if self.stored < enough else ""
+            self.lacking = f" ({trajectories} of --initial_trajectories are here)"
+        elif self.stored < prompts:
+            self.lacking = f" ({self.stored} of the first {prompts} groups are here)"
+        else:
+            self.lacking = " (--replay_rule draws no batch yet)"
+            return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
+        return None
 
     def store_inbox(self) -> None:
         """Store groups for at most a second; pause the Searchers while too many are left."""
@@ -1143,12 +1135,10 @@ class Trainer(Stateful):
         self.stored = 0
         self.rule = self.register(type(self.rule)(self.buffer, self.config))
 
-    def wait_for(
-        self, what: str, condition: Callable[[], Any], reason: Callable[[], str] = str
-    ) -> Any:
+    def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
         """Poll until `condition` returns something true, and return it; log long waits.
 
-        `what` names the wait in log lines, which also have the `reason`, and in `StepLog.waited`.
+        `what` names the wait in log lines, and in `StepLog.waited`.
         """
         start = time.monotonic()
         next_log = start + self.LOG_EVERY
@@ -1162,10 +1152,10 @@ class Trainer(Stateful):
             self.poll()
             if time.monotonic() > next_log:
                 ready = sum(s.state == "ready" for s in self.searchers.running)
-                why = reason()
+                why = self.lacking if what == "generation" else ""
                 self.folder.say(
-                    f"step {self.step}: waiting for {what} for {next_log - start:.0f} s"
-                    f"{why and f' ({why})'}; {ready}/{self.config.num_searchers} Searchers ready"
+                    f"step {self.step}: waiting for {what}{why} for {next_log - start:.0f} s; "
+                    f"{ready}/{self.config.num_searchers} Searchers ready"
                 )
                 next_log += self.LOG_EVERY
         return result
@@ -2277,14 +2267,13 @@ class Ranks:
             sys.exit(2)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun or accelerate
             with_rank_0 = os.environ["LOCAL_RANK"] == str(rank)  # on the first machine
-            signal_at_end_of_parent(signal.SIGTERM if with_rank_0 else signal.SIGKILL)
+            number = signal.SIGTERM if with_rank_0 else signal.SIGKILL
+            ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         return cls(rank, size)
 
     def warn_of_large_model(self, trainer: Trainer) -> None:
         """Warn if the launcher would probably kill a run that it stops before it is saved."""
-        weights = sum(tensor.numel() for tensor in trainer.learner.weights.values())
-        moments = 2 * sum(tensor.numel() for tensor in trainer.learner.trained.values())
-        gigabytes = 4e-9 * (weights + moments)
+        gigabytes = 12e-9 * sum(p.numel() for p in trainer.learner.trained.values())  # and moments
         if self.size > 1 and gigabytes > self.KILLED_AFTER:  # a file system may write 1 GB/s
             trainer.folder.say(f"warning: a checkpoint has {gigabytes:.3g} GB; {self.KILLED}")
 
@@ -2292,13 +2281,13 @@ class Ranks:
         """Warn, before the launcher would kill a run that it stops, if it is not saved by then."""
 
         def check(step: int) -> None:
-            writing = trainer.writing
-            if not writing.done() or writing.exception() or writing.result() != step:
+            newest = [int(path.name[11:]) for path in checkpoints(trainer.folder.path)[:1]]
+            if newest < [step]:
                 trainer.folder.say(f"warning: step {step} is not saved yet; {self.KILLED}")
 
         if self.size > 1:
             timer = threading.Timer(0.8 * self.KILLED_AFTER, check, [trainer.step])
-            timer.daemon = True  # an end of the run does not wait for it
+            timer.daemon = True  # the end of a run does not wait for it
             timer.start()
 
     def from_rank_zero(self, value: Any) -> Any:
@@ -2312,11 +2301,6 @@ class Ranks:
         """Sum a tensor over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
-
-
-def signal_at_end_of_parent(number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends."""
-    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def local_ranks() -> int:
@@ -2910,9 +2894,9 @@ class WeightSync(Stateful):
             if s.missed >= 3:  # in a row
                 s.end(f"missed a weight transfer ({reason}), and was killed")
         names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
-        reason = first_line(next(iter(suspects.values()), error))
-        text = f"sending the weights of step {transfer.version} failed: {reason}"
-        self.searchers.say(f"warning: {text}; suspected: {names}")
+        text = f"warning: sending the weights of step {transfer.version} failed: "
+        text += first_line(next(iter(suspects.values()), error))
+        self.searchers.say(f"{text}; suspected: {names}")
 
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
@@ -2922,8 +2906,7 @@ class WeightSync(Stateful):
         one may hang: each is sent the next ones alone. Returns whether the policy is being sent.
         """
         free = [s for s in self.searchers.running if s.state == "ready" and not s.transfer]
-        outdated = any(s.version < self.version for s in free)
-        self.due |= self.evaluations.due or outdated
+        self.due |= self.evaluations.due or any(s.version < self.version for s in free)
         states = {s.state for s in self.searchers.running}
         if self.config.synchronous:
             complete = states == {"ready"}
@@ -3459,7 +3442,7 @@ def prepare_process(is_searcher: bool = False) -> None:
 
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends; ignore STOP_SIGNALS."""
-    signal_at_end_of_parent(signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     for number in STOP_SIGNALS:  # unlike SIG_IGN, a handler is not inherited by programs
         signal.signal(number, lambda *_: None)
     server = forkserver._forkserver

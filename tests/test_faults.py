@@ -1,5 +1,6 @@
 """Searchers that die, hang or raise, wrong weights, signals: what promises 2 to 5 say."""
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -84,6 +85,14 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
 
 
+def first_steps(out):
+    """By version of the weights last sent, when the first step after that ended, in seconds."""
+    times = {}
+    for m in read_lines(out / "metrics.jsonl"):
+        times.setdefault(m["version"], m["seconds"])
+    return times
+
+
 @pytest.mark.devices(4)
 def test_a_searcher_that_hangs_costs_the_others_one_transfer_timeout(gsm8k, tmp_path):
     """Before it has received weights, or once it has them; it is restarted much later."""
@@ -93,14 +102,12 @@ def test_a_searcher_that_hangs_costs_the_others_one_transfer_timeout(gsm8k, tmp_
         run.reaches(3)
         run.want(fault)
         run.suffered(fault)
-        stopped = time.monotonic()
-        version = read_lines(out / "metrics.jsonl")[-1]["version"] + 1  # perhaps sent already
-        run.until(
-            lambda v=version, o=out: read_lines(o / "metrics.jsonl")[-1]["version"] > v, "a version"
-        )
-        waited = time.monotonic() - stopped
+        before = len(first_steps(out))
+        run.until(lambda o=out, n=before: len(first_steps(o)) > n + 3, "newer weights")
+        times = list(first_steps(out).values())
+        waited = max(after - before for before, after in itertools.pairwise(times))
         print(f"{fault}: new weights after {waited:.1f} s")
-        assert waited < 60  # --transfer_timeout, and what a busy machine takes for some steps
+        assert 10 < waited < 60  # --transfer_timeout, and what a busy machine takes for some steps
         run.reaches(read_lines(out / "metrics.jsonl")[-1]["step"] + 5)
         assert not run.failed()  # it still hangs, and no other was taken for it
         run.process.send_signal(signal.SIGINT)
@@ -785,7 +792,6 @@ def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
                 return None
             return self.replay(B, K, set())
 
-    trainer.config.replay_rule = "late"
     trainer.rule = Late(trainer.buffer, trainer.config)
     index = 0
 
@@ -800,7 +806,7 @@ def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
     trainer.run_asynchronous()
     assert [[g[0].prompt_id for g in groups] for groups in trained] == [[4, 4]]
     said = "\n".join(trainer.said)
-    assert "4 of --initial_trajectories 8" in said and "--replay_rule late" in said
+    assert "4 of --initial_trajectories" in said and "--replay_rule draws no batch" in said
 
 
 def weight_sync(members, **flags):
