@@ -1049,14 +1049,11 @@ class Trainer(Stateful):
         groups = self.searchers.first_missing + len(self.searchers.arrived_positions)
         trajectories = groups * config.searched_per_prompt  # received in the whole run
         prompts = min(config.prompts_per_step, len(self.task.train_prompts))
-        if trajectories < config.initial_trajectories:
-            self.lacking = f" ({trajectories} of --initial_trajectories are here)"
-        elif self.stored < prompts:
-            self.lacking = f" ({self.stored} of the first {prompts} groups are here)"
-        else:
-            self.lacking = " (--replay_rule draws no batch yet)"
-            return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
-        return None
+        if trajectories < config.initial_trajectories or self.stored < prompts:
+            self.lacking = f" ({trajectories} of --initial_trajectories, {self.stored} new groups)"
+            return None
+        self.lacking = " (--replay_rule draws no batch yet)"
+        return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
 
     def store_inbox(self) -> None:
         """Store groups for at most a second; pause the Searchers while too many are left."""

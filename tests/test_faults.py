@@ -110,7 +110,7 @@ def test_a_searcher_that_hangs_costs_the_others_one_transfer_timeout(gsm8k, tmp_
         assert 10 < waited < 60  # --transfer_timeout, and what a busy machine takes for some steps
         run.reaches(read_lines(out / "metrics.jsonl")[-1]["step"] + 5)
         assert not run.failed()  # it still hangs, and no other was taken for it
-        run.process.send_signal(signal.SIGINT)
+        os.kill(run.process.pid, signal.SIGINT)
         run.ends(128 + signal.SIGINT)
 
 
@@ -755,6 +755,30 @@ def test_searchers_pause_in_every_wait_while_batches_of_groups_are_not_stored(sy
         assert set(limits) == {70} and len(trainer.inbox) == 50
     else:  # four a second are stored; 30 may be left
         assert limits == [70] + [0] * 4 + [math.inf] * 10 and not trainer.inbox
+
+
+def test_slow_storing_does_not_make_data_ever_staler(gsm8k, tmp_path):
+    """As with a large buffer of attacks: two groups a step are stored, and more are generated."""
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(
+        """import time
+import tba
+
+add = tba.ReplayBuffer.add
+
+def slow(buffer, group):
+    time.sleep(0.5)
+    add(buffer, group)
+
+tba.ReplayBuffer.add = slow
+"""
+    )
+    out = tmp_path / "run"
+    flags = {"steps": 40, "prompts_per_step": 2, "sequences_in_flight": 16, "plugin": plugin}
+    flags["recent_probability"] = 1  # replayed groups may be of any age
+    run_tba(arguments(gsm8k, out, eval_every=0, eval_samples=8, initial_trajectories=16, **flags))
+    staleness = [m["staleness_mean"] for m in read_lines(out / "metrics.jsonl")]
+    assert max(staleness[-10:]) < 12, staleness  # without a bound: 0.3 more in each step and more
 
 
 def test_a_group_counts_as_of_its_arrival_however_late_it_is_stored():
