@@ -2282,7 +2282,7 @@ class Ranks:
             if newest < [step]:
                 trainer.folder.say(f"warning: step {step} is not saved yet; {self.KILLED}")
 
-        if self.size > 1:
+        if self.size > 1 and trainer.step:
             timer = threading.Timer(0.8 * self.KILLED_AFTER, check, [trainer.step])
             timer.daemon = True  # the end of a run does not wait for it
             timer.start()

@@ -204,11 +204,14 @@ def test_a_folder_that_could_not_be_written_is_removed(tmp_path):
 TINY = f"""exec bash {ROOT}/run_gsm8k.sh --tiny --steps 100000 --learning_rate 1e-4 \\
   --save_every 0 --eval_every 0 --eval_samples 8 "${{@: -2}}"
 """
-STAND_INS = {  # of commands; pkill sees the test's own processes only
+STAND_INS = {  # of commands; pkill sees processes of this folder only
     "scontrol": "echo localhost",
     "srun": 'while [[ $1 == --* ]]; do shift; done; "$@"',
     "ray": 'while [ "$1" != -- ]; do shift; done; shift; "$@"',
-    "pkill": f'exec {shutil.which("pkill")} -s 0 "$@"',
+    "pkill": """
+for pid in $(pgrep -f "${@: -1}"); do
+  if [ "$(readlink /proc/$pid/cwd)" = "$PWD" ]; then kill "$1" $pid; fi
+done""",
 }
 ONE_MACHINE = "the script for one machine"
 
