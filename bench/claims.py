@@ -527,7 +527,7 @@ class SimulatedSearcher(tba.Searcher):
             self.probe_scores: dict[int, list] = {}  # by version
             return
         self.__dict__ |= others[0].__dict__ | {
-            "spec": spec, "index": spec.first, "in_flight": {}, "unscored": [], "calls": []
+            "spec": spec, "index": spec.first, "in_flight": {}, "unrewarded": [], "calls": []
         }  # fmt: skip
 
     def score_probes(self) -> list[np.ndarray]:
