@@ -12,9 +12,9 @@ neither waits for the other. With --cluster, Searchers are Ray tasks. Results: d
 
     Trainer.run_asynchronous, the main process      Searcher.run, one process and GPU each
       while step < steps:                             while True:
-        poll()        receives groups        <---       submit_prompts()      S responses a prompt
+        poll()        stores new groups      <---       submit_prompts()      S responses a prompt
                       sends weights, if due  --->       engine.step()         decode steps; between:
-        next_batch()  stores groups, draws                start_scoring()     rewards, in a thread
+        next_batch()  draws from the buffer               start_scoring()     rewards, in a thread
                       B prompts x K responses             collect_results()   sends scored groups
         train_step()  loss, gradient, AdamW;              load_weights()      of a new version
                       every k steps, a sync is due      handle_completions()  groups, log pi_ref
@@ -169,7 +169,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 #   FlatWeights, WeightSync  11  a copy of all weights in one tensor; what sends it to Searchers
 #   SearcherProcesses        12  starts Searchers; all groups before `first_missing` have arrived
 #   SearcherSpec             12  what a Searcher is started with, such as its `first` prompt
-#   Received, Loaded, ...    12  the messages that Searchers send, besides Groups
+#   Loaded, Missed, ...      12  the messages that Searchers send, besides Groups
 #   Evaluations              13  splits held-out prompts among the Searchers
 #   RunFolder, StepLog       16  the run's files; the metrics of a step
 
@@ -274,8 +274,9 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """CPU threads for each Trainer rank and each Searcher, as if all ran on this machine."""
-        return max(1, len(os.sched_getaffinity(0)) // (local_ranks() + self.num_searchers))
+        """CPU threads for each Trainer rank and each Searcher that may run on this machine."""
+        searchers = min(self.num_searchers, SEARCHERS_HERE.get(self.cluster, math.inf))
+        return max(1, len(os.sched_getaffinity(0)) // (local_ranks() + searchers))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -412,12 +413,14 @@ class Trajectory:
         return self.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """What a Searcher sends to the Trainer: the S trajectories of one prompt."""
 
     index: int  # position in the prompt order; Searcher i of M has i, i + M, i + 2M, ...
     trajectories: list[Trajectory]
+    latest_sync: int = -1  # step of the weights last sent when it arrived
+    draws_left: int = 0  # as a recent group
 
     @property
     def prompt_id(self) -> int:
@@ -693,7 +696,8 @@ class ReplayRule(Stateful):
         stored = self.buffer.trajectories
         groups = []
         while len(groups) < count:
-            prompt_id = next((p for p in reversed(self.epoch) if p not in used), None)
+            left = (p for p in reversed(self.epoch) if p in stored and p not in used)
+            prompt_id = next(left, None)
             if prompt_id is None:
                 if used >= stored.keys():
                     used.clear()  # prompts must repeat
@@ -705,15 +709,6 @@ class ReplayRule(Stateful):
         return groups
 
 
-@dataclass(eq=False)
-class RecentGroup:
-    """A group that can still be drawn as a recent one."""
-
-    group: Group
-    window: int  # number of syncs begun before it arrived
-    draws_left: int
-
-
 class RecentOrReward(ReplayRule):
     """The paper's rule: recent groups with probability m, else replay by reward (section 4.2).
 
@@ -722,24 +717,22 @@ class RecentOrReward(ReplayRule):
     Trainer waits, as the authors' does at a sync, rather than draw the same groups over and over.
     """
 
+    RECENT_BATCHES = 8  # so many batches of groups can be recent; more would make data stale
+
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        capacity = 1024 + config.prompts_per_step  # older ones are dropped
-        self.recent: deque[RecentGroup] = deque(maxlen=capacity)  # oldest first
+        capacity = self.RECENT_BATCHES * config.prompts_per_step  # older ones are dropped
+        self.recent: deque[Group] = deque(maxlen=capacity)  # oldest first
         self.groups_seen = 0
-        self.window = 0
         self.wanted: int | None = None  # recent groups in the next batch; kept while waiting
 
     def on_group(self, group: Group) -> None:
         """Add a recent group. With a bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
         R = self.config.max_recent_draws or 10**9
-        draws = math.floor((self.groups_seen + 1) * R) - math.floor(self.groups_seen * R)
+        group.draws_left = math.floor((self.groups_seen + 1) * R) - math.floor(self.groups_seen * R)
         self.groups_seen += 1
-        if draws > 0:
-            self.recent.append(RecentGroup(group, self.window, draws))
-
-    def on_sync(self, step: int) -> None:
-        self.window += 1
+        if group.draws_left > 0:
+            self.recent.append(group)
 
     def sample(self, B: int, K: int) -> TrainingGroups | None:
         """Draw B groups of K trajectories, or return None if too few groups are recent.
@@ -751,25 +744,22 @@ class RecentOrReward(ReplayRule):
             self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
         if len(self.recent) < self.wanted:
             return None
-        # the latest window first, in it each prompt's newest groups, then at random
-        newer: Counter[tuple[int, int]] = Counter()  # groups of the same window and prompt
+        # those since the latest sync first, then those since the one before it, and so on; of
+        # these, each prompt's newest groups first, then at random
+        newer: Counter[tuple[int, int]] = Counter()  # groups of the same prompt since the same sync
         order = {}
-        window = self.window
-        for entry in reversed(self.recent):
-            if len(order) >= self.wanted and entry.window < window:
-                break  # older windows are not needed
-            window = entry.window
-            same = entry.window, entry.group.prompt_id
-            order[entry] = (-entry.window, newer[same], self.buffer.rng.random())
+        for group in reversed(self.recent):
+            same = group.latest_sync, group.prompt_id
+            order[group] = (-group.latest_sync, newer[same], self.buffer.rng.random())
             newer[same] += 1
         drawn = sorted(order, key=order.get)[: self.wanted]
         self.wanted = None
-        for entry in drawn:
-            entry.draws_left -= 1
-            if entry.draws_left == 0:
-                self.recent.remove(entry)
-        used = {entry.group.prompt_id for entry in drawn}
-        groups = [self.distinct_first(entry.group, K) for entry in drawn]
+        for group in drawn:
+            group.draws_left -= 1
+            if group.draws_left == 0:
+                self.recent.remove(group)
+        used = {group.prompt_id for group in drawn}
+        groups = [self.distinct_first(group, K) for group in drawn]
         return groups + self.replay(B - len(groups), K, used)
 
     def distinct_first(self, group: Group, K: int) -> list[Trajectory]:
@@ -993,7 +983,7 @@ class Trainer(Stateful):
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
-    MAX_INBOX = 1024  # groups not stored yet; above this, Searchers pause
+    INBOX_BATCHES = 2  # Searchers pause while more batches of groups are not stored yet
 
     def __init__(
         self, config: Config, task: Task, folder: RunFolder, ranks: Ranks, saved: dict
@@ -1014,7 +1004,8 @@ class Trainer(Stateful):
         self.writing = Future()  # gives the step of the latest checkpoint
         self.writing.set_result(self.step)
         self.inbox: list[Group] = []  # not yet stored or, in lockstep, trained on
-        self.has_received = False  # a group, since the start or the resume
+        self.stored = 0  # groups, since the start, the resume or the latest reference reset
+        self.lacking = ""  # why there is no next batch
         self.register(self)
         self.log = StepLog(self)
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
@@ -1050,37 +1041,41 @@ class Trainer(Stateful):
         self.searchers.start_missing()  # on a shared GPU, only now
         self.sync = WeightSync(self.learner, self.searchers, self.evaluations)
         self.register(self.sync)
+        self.ranks.warn_of_large_model(self)
         if self.config.synchronous:
             self.run_lockstep()
         else:
             self.run_asynchronous()
-        self.searchers.search_up_to(0)  # no more prompts
         self.wait_for("an evaluation", self.evaluations.idle)
 
     def run_asynchronous(self) -> None:
         """Train on batches drawn by the replay rule, while the Searchers keep generating."""
         while self.step < self.config.steps:
-            self.poll()  # receives groups, sends weights
+            self.poll()  # receives and stores groups, sends weights
             groups = self.wait_for("generation", self.next_batch)
             self.train_step(groups)
             self.save_if_due()
 
     def next_batch(self) -> TrainingGroups | None:
-        """Store new groups and draw a batch; None if there is too little to draw from."""
+        """Draw a batch; None if too little has arrived, of which `lacking` tells the log."""
+        config = self.config
+        groups = self.searchers.first_missing + len(self.searchers.arrived_positions)
+        trajectories = groups * config.searched_per_prompt  # received in the whole run
+        prompts = min(config.prompts_per_step, len(self.task.train_prompts))
+        if trajectories < config.initial_trajectories or self.stored < prompts:
+            self.lacking = f" ({trajectories} of --initial_trajectories, {self.stored} new groups)"
+            return None
+        self.lacking = " (--replay_rule draws no batch yet)"
+        return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
+
+    def store_inbox(self) -> None:
+        """Store groups for at most a second; pause the Searchers while too many are left."""
         deadline = time.monotonic() + 1  # a group of red-teaming can take 0.1 s
         while self.inbox and time.monotonic() < deadline:
             self.store([self.inbox.pop(0)])
-        limit = 0 if len(self.inbox) > self.MAX_INBOX else math.inf
-        if limit != self.searchers.limit:
-            self.searchers.search_up_to(limit)
-        B = self.config.prompts_per_step
-        enough_prompts = len(self.buffer.trajectories) >= min(B, len(self.task.train_prompts))
-        groups = self.searchers.first_missing + len(self.searchers.arrived_positions)
-        trajectories = groups * self.config.searched_per_prompt  # received in the whole run
-        enough = enough_prompts and trajectories >= self.config.initial_trajectories
-        if not (self.has_received and enough):  # a resumed run first waits for a group
-            return None
-        return self.rule.sample(B, self.config.trained_per_prompt)
+        full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
+        done = self.step == self.config.steps
+        self.searchers.search_up_to(0 if full or done else math.inf)
 
     def store(self, groups: list[Group]) -> None:
         """Add groups to the replay buffer, except those scored by an earlier reference."""
@@ -1088,6 +1083,7 @@ class Trainer(Stateful):
             if group.trajectories[0].reference_version == self.sync.reference_version:
                 self.buffer.add(group)
                 self.rule.on_group(group)
+                self.stored += 1
 
     def run_lockstep(self) -> None:
         """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
@@ -1134,6 +1130,7 @@ class Trainer(Stateful):
         every = self.config.save_every
         if every and self.step % every == 0:
             self.wait_for("the previous checkpoint", self.writing.done)
+            self.ranks.warn_of_slow_save(self)
             save(self)
 
     def mark_due(self) -> None:
@@ -1149,6 +1146,7 @@ class Trainer(Stateful):
         """
         self.sync.reset_reference(self.step)
         self.buffer.trajectories.clear()
+        self.stored = 0
         self.rule = self.register(type(self.rule)(self.buffer, self.config))
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
@@ -1168,16 +1166,18 @@ class Trainer(Stateful):
             self.poll()
             if time.monotonic() > next_log:
                 ready = sum(s.state == "ready" for s in self.searchers.running)
+                why = self.lacking if what == "generation" else ""
                 self.folder.say(
-                    f"step {self.step}: waiting for {what} for {next_log - start:.0f} s; "
+                    f"step {self.step}: waiting for {what}{why} for {next_log - start:.0f} s; "
                     f"{ready}/{self.config.num_searchers} Searchers ready"
                 )
                 next_log += self.LOG_EVERY
         return result
 
     def poll(self) -> None:
-        """Handle messages and signals, restart failed Searchers, advance the sync."""
+        """Handle messages and signals, restart failed Searchers, advance the sync; store groups."""
         if self.signals and self.can_stop():
+            self.ranks.warn_of_slow_save(self)
             raise KeyboardInterrupt(next(iter(self.signals)))
         if self.writing.done() and (error := self.writing.exception()):
             raise RunEnded(f"writing a checkpoint failed: {error!r}")
@@ -1188,6 +1188,8 @@ class Trainer(Stateful):
         self.sync.poll()
         if self.sync.begin_if_due(self.step):
             self.rule.on_sync(self.step)
+        if not self.config.synchronous:
+            self.store_inbox()
 
     def can_stop(self) -> bool:
         """Whether the run can be resumed exactly from here.
@@ -1217,13 +1219,13 @@ class Trainer(Stateful):
             match message:
                 case Group():
                     if self.searchers.record_arrival(message.index):  # not a repeat
-                        self.has_received = True
+                        message.latest_sync = self.sync.version
                         self.inbox.append(message)
                         self.log.new_groups.append(message)
-                case Received(failure):
-                    self.sync.on_received(s, failure)
                 case Loaded(probes):
                     self.sync.on_loaded(s, probes)
+                case Missed(reason):
+                    self.sync.on_missed(s, reason)
                 case Evaluated():
                     self.evaluations.on_records(message)
 
@@ -2249,12 +2251,18 @@ class Ranks:
     """The processes that share the policy, started by `accelerate launch` or torchrun.
 
     Rank 0, the main process, tells the others over Gloo which method of the Learner to run next
-    (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher ends all if one ends.
+    (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher ends all if one ends; if
+    the launcher ends, rank 0 gets SIGTERM, which it handles, and ends the others.
     """
 
     rank: int = 0
     size: int = 1
     JOIN_TIMEOUT: ClassVar = timedelta(minutes=10)
+    KILLED_AFTER: ClassVar = 30  # seconds from torchrun's SIGTERM to its SIGKILL
+    KILLED: ClassVar = (
+        "torchrun kills all ranks 30 s after it gets SIGTERM or SIGINT, and only the checkpoint "
+        "before is whole then; SIGUSR1 to rank 0 has no such limit"
+    )
 
     @classmethod
     def connect(cls) -> Ranks:
@@ -2277,7 +2285,30 @@ class Ranks:
             text = f"WORLD_SIZE {os.environ['WORLD_SIZE']}: {first_line(error)}"
             print(f"tba.py: error: {text}; unset it to train in one process", file=sys.stderr)
             sys.exit(2)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun or accelerate
+            with_rank_0 = os.environ["LOCAL_RANK"] == str(rank)  # on the first machine
+            number = signal.SIGTERM if with_rank_0 else signal.SIGKILL
+            ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         return cls(rank, size)
+
+    def warn_of_large_model(self, trainer: Trainer) -> None:
+        """Warn if the launcher would probably kill a run that it stops before it is saved."""
+        gigabytes = 12e-9 * sum(p.numel() for p in trainer.learner.trained.values())  # and moments
+        if self.size > 1 and gigabytes > self.KILLED_AFTER:  # a file system may write 1 GB/s
+            trainer.folder.say(f"warning: a checkpoint has {gigabytes:.3g} GB; {self.KILLED}")
+
+    def warn_of_slow_save(self, trainer: Trainer) -> None:
+        """Warn, before the launcher would kill a run that it stops, if it is not saved by then."""
+
+        def check(step: int) -> None:
+            newest = [int(path.name[11:]) for path in checkpoints(trainer.folder.path)[:1]]
+            if newest < [step]:
+                trainer.folder.say(f"warning: step {step} is not saved yet; {self.KILLED}")
+
+        if self.size > 1 and trainer.step:
+            timer = threading.Timer(0.8 * self.KILLED_AFTER, check, [trainer.step])
+            timer.daemon = True  # the end of a run does not wait for it
+            timer.start()
 
     def from_rank_zero(self, value: Any) -> Any:
         """Return rank 0's value on every rank; waits for rank 0."""
@@ -2696,12 +2727,12 @@ def vllm_can_run() -> bool:
 #                             probes, and continues to train
 #   WeightSync.send           in a thread: notifies the members, forms a process group if they
 #                             changed, broadcasts
-#   receive_weights           in a Searcher's thread: joins the group, receives -> Received
+#   receive_weights           in a Searcher's thread: joins the group, receives; or -> Missed
 #   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded
 #   WeightSync.on_loaded      compares the probes; after the last member's, the sync is over
 #
-# If a step fails, the next sync, due at once, forms a new group. Only members that do not reply in
-# time, or that repeatedly miss weights on their own, are killed.
+# If a step fails, the next sync, due at once, forms a new group. Members that have not replied by
+# the deadline are left out until they do. Only those that miss three transfers in a row are killed.
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
@@ -2822,7 +2853,7 @@ class WeightChannel:
             self.formed = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Transfer:
     """A transfer of weights to the members of a process group."""
 
@@ -2830,14 +2861,14 @@ class Transfer:
     members: list[RunningSearcher]  # by rank, from 1
     version: int = -1  # optimizer step of the weights
     reference: bool = False  # the reference's weights, not the policy's
-    deadline: float = 0.0  # for sending, and for the members' replies
-    sending: Future | None = None  # None: it is sent, and every member has replied
-    owed: dict[RunningSearcher, type] = field(default_factory=dict)  # member -> its next reply
+    probes: np.ndarray | None = None  # of a policy: the Trainer's log-probabilities of the probes
+    deadline: float = 0.0  # then the next transfer may begin, without those that still load
+    sending: Future | None = None  # None: it is over
     missed: dict[RunningSearcher, str] = field(default_factory=dict)  # member -> why
 
 
 class WeightSync(Stateful):
-    """The Trainer's side of weight syncs; at most one transfer is in flight."""
+    """The Trainer's side of weight syncs; at most one transfer is in progress."""
 
     SAVED = ("reference", "reference_version")
 
@@ -2854,7 +2885,6 @@ class WeightSync(Stateful):
         self.transfer = Transfer(copy.copy(searchers.channel), members=[])
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
-        self.probes = np.zeros(0)  # log-probabilities of the probes under that snapshot
         # the reference's weights in host memory, if it ever changes
         self.reference = learner.saved_weights() if self.config.reset_reference_every else {}
         self.reference_version = 0  # step of its latest change
@@ -2862,87 +2892,89 @@ class WeightSync(Stateful):
 
     @property
     def in_progress(self) -> bool:
-        """Whether weights are in flight, or not loaded yet."""
-        owed = any(s.state == "ready" for s in self.transfer.owed)
-        return owed or self.transfer.sending is not None
+        """Whether weights are being sent or loaded."""
+        return self.transfer.sending is not None
 
     def poll(self) -> None:
-        """End a transfer that is complete or late; kill members that have not replied."""
+        """End a transfer that all members have loaded or missed, or that is late."""
         transfer = self.transfer
         if transfer.sending is None:
             return
-        waiting_for = [s for s, reply in transfer.owed.items() if reply is Received]
-        silent = [s for s in waiting_for if s.state == "ready"]
-        if len(silent) < len(waiting_for):  # a member ended: the others stop waiting
+        sent = transfer.sending.done()
+        error = transfer.sending.exception() if sent else None
+        pending = [s for s in transfer.members if s.transfer is transfer]
+        ended = [s for s in pending if s.state == "ended"]
+        if ended or error:  # those that still receive stop waiting
             self.searchers.store.set(transfer.channel.name, "ended")
-        complete = transfer.sending.done() and not silent
-        if not complete and time.monotonic() < transfer.deadline:
+        # lockstep waits for all
+        late = time.monotonic() > transfer.deadline and not self.config.synchronous
+        if not sent or (len(ended) < len(pending) and not late):
             return
-        error = transfer.sending.exception() if complete else "timeout (--transfer_timeout)"
         transfer.sending = None
-        suspects = dict.fromkeys(waiting_for, "it ended or did not reply") or transfer.missed
+        if not (error or transfer.missed):
+            return
+        transfer.channel.abandon()
+        silent = pending if error else ended
+        suspects = dict.fromkeys(silent, "it ended or did not reply") or transfer.missed
         for s, reason in suspects.items():
             s.missed += 1
-            if s in silent or s.missed >= 3:  # in a row
+            if s.missed >= 3:  # in a row
                 s.end(f"missed a weight transfer ({reason}), and was killed")
-        if suspects or error:
-            names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
-            reason = first_line(next(iter(suspects.values()), error))
-            text = f"sending the weights of step {transfer.version} failed: {reason}"
-            self.searchers.say(f"warning: {text}; suspected: {names}")
-            transfer.channel.abandon()
-            self.due = True
+        names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
+        text = f"warning: sending the weights of step {transfer.version} failed: "
+        text += first_line(next(iter(suspects.values()), error))
+        self.searchers.say(f"{text}; suspected: {names}")
 
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
-        A changed reference is sent first, on its own. If all missed the weights, one may hang: each
-        is sent the next ones alone. Returns whether the policy is being sent.
+        Those that have not loaded earlier weights yet are left out: they may hang, or answer
+        held-out prompts. A changed reference is sent first, on its own. If all missed the weights,
+        one may hang: each is sent the next ones alone. Returns whether the policy is being sent.
         """
-        ready = [s for s in self.searchers.running if s.state == "ready"]
-        self.due |= self.evaluations.due or any(s.version < 0 for s in ready)
+        free = [s for s in self.searchers.running if s.state == "ready" and not s.transfer]
+        self.due |= self.evaluations.due or any(s.version < self.version for s in free)
         states = {s.state for s in self.searchers.running}
         if self.config.synchronous:
             complete = states == {"ready"}
         else:  # only the first sync waits for Searchers that are loading their models
             complete = self.version >= 0 or "loading" not in states
-        if not (self.due and ready and complete) or self.in_progress:
+        if not (self.due and free and complete) or self.in_progress:
             return False
         start = time.perf_counter()
-        doubtful = [s for s in ready if s.missed]
-        members = [min(doubtful, key=lambda s: s.missed)] if doubtful else ready
-        reference = any(s.reference_version < self.reference_version for s in members)
-        if reference:
-            for name, tensor in self.reference.items():
-                self.learner.snapshot.views[name].copy_(tensor)
-        else:
-            self.learner.copy_weights()
-            self.probes = np.concatenate(self.learner.score_probes())
-            self.version = step
-            self.due = members != ready
-        if self.learner.snapshot.flat.is_cuda:
-            torch.cuda.synchronize()  # the thread uses another stream
+        doubtful = [s for s in free if s.missed]
+        members = [min(doubtful, key=lambda s: s.missed)] if doubtful else free
         channel = self.transfer.channel
         if self.transfer.members != members or channel.abandoned:
             channel.abandon()
             channel = dataclasses.replace(
                 self.searchers.channel, name=os.urandom(8).hex(), size=len(members) + 1
             )
-        transfer = Transfer(
-            channel,
-            members,
-            version=self.reference_version if reference else step,
-            reference=reference,
-            deadline=time.monotonic() + 3 * self.config.transfer_timeout,
-            owed=dict.fromkeys(members, Received),
-        )
-        held_out = 0 if reference else self.evaluations.begin_if_due(step, members)
+        transfer = Transfer(channel, members)
+        held_out = 0
+        if any(s.reference_version < self.reference_version for s in members):
+            for name, tensor in self.reference.items():
+                self.learner.snapshot.views[name].copy_(tensor)
+            transfer.reference = True
+            transfer.version = self.reference_version
+        else:
+            self.learner.copy_weights()
+            transfer.probes = np.concatenate(self.learner.score_probes())
+            transfer.version = self.version = step
+            held_out = self.evaluations.begin_if_due(step, members)
+            self.due = False
+        if self.learner.snapshot.flat.is_cuda:
+            torch.cuda.synchronize()  # the thread uses another stream
+        # members that have to give up do so after --transfer_timeout; their replies take a moment
+        transfer.deadline = time.monotonic() + self.config.transfer_timeout + 2
+        for s in members:
+            s.transfer = transfer
         # in a new thread, as a stuck one may never return
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
         transfer.sending.add_done_callback(lambda _: self.searchers.wake_up.set())
         self.transfer = transfer
         self.seconds += time.perf_counter() - start
-        return not reference
+        return not transfer.reference
 
     def send(self, transfer: Transfer, held_out: int) -> None:
         """In a thread: send all members the snapshot and held-out prompts. Raises RuntimeError."""
@@ -2956,30 +2988,27 @@ class WeightSync(Stateful):
             s.spec.commands.put(message)
         transfer.channel.broadcast(self.learner.snapshot)
 
-    def on_received(self, s: RunningSearcher, failure: str) -> None:
-        """Record that a member received the weights, or why it keeps its current ones."""
-        transfer = self.transfer
-        if not failure:
-            transfer.owed[s] = Loaded
-        else:
-            del transfer.owed[s]
-            transfer.missed[s] = failure
-            if not transfer.reference:
-                self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
+    def on_missed(self, s: RunningSearcher, reason: str) -> None:
+        """Record that a member keeps its current weights, and why."""
+        transfer = s.transfer
+        s.transfer = None
+        transfer.missed[s] = reason
+        if not transfer.reference:
+            self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
 
     def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
         """A member loaded the weights: compare its log-probabilities with the Trainer's.
 
         Raises RunEnded if any differs by more than --logprob_tolerance.
         """
-        transfer = self.transfer
-        del transfer.owed[s]
+        transfer = s.transfer
+        s.transfer = None
         s.missed = 0
         if transfer.reference:
             s.reference_version = transfer.version
             return
         s.version = transfer.version
-        s.logprob_gap = float(np.abs(np.concatenate(probes) - self.probes).max())
+        s.logprob_gap = float(np.abs(np.concatenate(probes) - transfer.probes).max())
         if not s.logprob_gap <= self.config.logprob_tolerance:  # or NaN
             raise RunEnded(
                 f"step {s.version}: log-probabilities of Trainer and engine differ by up to "
@@ -2996,18 +3025,17 @@ class WeightSync(Stateful):
 
 
 def receive_weights(searcher: Searcher, message: ReceiveWeights) -> bool:
-    """In a Searcher's thread: receive weights, and reply; returns whether they arrived."""
+    """In a Searcher's thread: receive weights; returns whether they arrived."""
     if message.channel.name != searcher.channel.name:
         searcher.channel.abandon()
         searcher.channel = message.channel
-    failure = ""
     try:
         searcher.channel.broadcast(searcher.staging)
     except RuntimeError as error:  # perhaps another member's fault
-        failure = first_line(error)
         searcher.channel.abandon()
-    searcher.spec.send(Received(failure))
-    return not failure
+        searcher.spec.send(Missed(first_line(error)))
+        return False
+    return True
 
 
 # ===================================================================== 12. Messages and processes
@@ -3023,7 +3051,7 @@ class SearchUpTo(NamedTuple):
 
 
 class ReceiveWeights(NamedTuple):
-    """Receive weights -> Received; load them between two decode steps -> Loaded.
+    """Receive weights and load them between two decode steps -> Loaded, or else -> Missed.
 
     Held-out prompts are submitted before more training prompts -> Evaluated, in parts.
     """
@@ -3046,10 +3074,10 @@ class Heartbeat(NamedTuple):
     tokens: int  # generated so far
 
 
-class Received(NamedTuple):
-    """The weights are in the staging buffer, unless the process group or the broadcast failed."""
+class Missed(NamedTuple):
+    """The process group or the broadcast failed: it keeps its weights."""
 
-    failure: str
+    reason: str
 
 
 class Loaded(NamedTuple):
@@ -3109,6 +3137,7 @@ class RunningSearcher:
     seen: float = field(default_factory=time.monotonic)  # time of its last message
     version: int = -1  # of its weights
     reference_version: int = 0
+    transfer: Transfer | None = None  # of weights that it has neither loaded nor missed yet
     missed: int = 0  # consecutive transfers
     logprob_gap: float = 0.0  # after its latest transfer
     reason: str = ""  # why it failed or was killed
@@ -3293,6 +3322,8 @@ class SearcherProcesses(Stateful):
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
+        if limit == self.limit:
+            return
         self.limit = limit
         for s in self.running:
             s.spec.commands.put(SearchUpTo(limit))
@@ -3337,6 +3368,9 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
         super().kill()
 
 
+SEARCHERS_HERE: dict[str, int] = {}  # --cluster, in the Trainer -> how many its machine may get
+
+
 def join_cluster(config: Config) -> int:
     """Connect to --cluster, and reserve the Trainer's devices, which Ray takes to be idle.
 
@@ -3354,11 +3388,14 @@ def join_cluster(config: Config) -> int:
     except Exception as error:  # Ray raises several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = device_kind()
-    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    node = ray.get_runtime_context().get_node_id()
+    here = {"ray.io/node-id": node}
     own = ray.util.placement_group([{kind: local_ranks()}], bundle_label_selector=[here])
     config.require(own.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} left for a Searcher")
+    (devices,) = [n["Resources"][kind] for n in ray.nodes() if n["NodeID"] == node]
+    SEARCHERS_HERE[config.cluster] = int(devices) - local_ranks()
     return others
 
 

@@ -137,6 +137,22 @@ def test_lockstep_on_a_cluster_equals_one_machine(gsm8k, tmp_path, lasting):
     assert one == many
 
 
+def test_the_trainer_has_the_cores_that_searchers_on_its_machine_leave(lasting, monkeypatch):
+    """However many Searchers run elsewhere: the head's only device is the Trainer's."""
+    import ray
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32))
+    config = tba.settings(cluster=lasting.address, num_searchers=31)
+    assert config.threads == 1  # a Searcher's, which does not know what else is there
+    try:
+        assert tba.join_cluster(config) == 2
+        assert config.threads == 32
+        config.cluster = ""
+        assert config.threads == 1
+    finally:
+        ray.shutdown()
+
+
 def test_ports_keys_and_a_killed_trainer(gsm8k, tmp_path, lasting):
     out = tmp_path / "run"
     run = Run(out, endless(gsm8k, out, lasting.address), hooks=False)  # a Searcher for each node

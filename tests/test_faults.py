@@ -1,5 +1,6 @@
 """Searchers that die, hang or raise, wrong weights, signals: what promises 2 to 5 say."""
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -81,6 +83,35 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     step = read_lines(out / "metrics.jsonl")[-1]["step"]
     run_tba(["--resume", str(out), "--steps", str(step + 3)])
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
+
+
+def first_steps(out):
+    """By version of the weights last sent, when the first step after that ended, in seconds."""
+    times = {}
+    for m in read_lines(out / "metrics.jsonl"):
+        times.setdefault(m["version"], m["seconds"])
+    return times
+
+
+@pytest.mark.devices(4)
+def test_a_searcher_that_hangs_costs_the_others_one_transfer_timeout(gsm8k, tmp_path):
+    """Before it has received weights, or once it has them; it is restarted much later."""
+    for fault in ("hang-receiving", "hang-loading"):
+        out = tmp_path / fault
+        run = Run(out, endless(gsm8k, out, transfer_timeout=10, searcher_timeout=600))
+        run.reaches(3)
+        run.want(fault)
+        run.suffered(fault)
+        before = len(first_steps(out))
+        run.until(lambda o=out, n=before: len(first_steps(o)) > n + 3, "newer weights")
+        times = list(first_steps(out).values())
+        waited = max(after - before for before, after in itertools.pairwise(times))
+        print(f"{fault}: new weights after {waited:.1f} s")
+        assert 10 < waited < 60  # --transfer_timeout, and what a busy machine takes for some steps
+        run.reaches(read_lines(out / "metrics.jsonl")[-1]["step"] + 5)
+        assert not run.failed()  # it still hangs, and no other was taken for it
+        os.kill(run.process.pid, signal.SIGINT)
+        run.ends(128 + signal.SIGINT)
 
 
 @pytest.mark.devices(3)
@@ -618,11 +649,8 @@ def test_every_token_of_every_probe_counts(wrong):
     config = SimpleNamespace(logprob_tolerance=1e-3)
     for value in (0.0, 0.01, -0.01, math.nan):
         s = tba.RunningSearcher(None, None, "ready")
-        transfer = SimpleNamespace(owed={s: tba.Loaded}, reference=False, version=2)
-        sync = SimpleNamespace(
-            transfer=transfer, config=config, probes=np.concatenate(own),
-            learner=SimpleNamespace(config=config),
-        )  # fmt: skip
+        s.transfer = tba.Transfer(None, [s], version=2, probes=np.concatenate(own))
+        sync = SimpleNamespace(config=config)
         probes = [row.copy() for row in np.split(np.zeros(10, np.float32), [4, 5])]
         flat = np.concatenate(probes)
         flat[wrong] = value
@@ -639,13 +667,21 @@ def trainer_of(**flags):
     trainer.config = tba.settings(**flags)
     trainer.task = SimpleNamespace(held_out_prompts=[None], train_prompts=[None])
     trainer.step, trainer.inbox, trainer.said, trainer.checked = 0, [], [], []
-    trainer.has_received = True
     trainer.folder = SimpleNamespace(step=0, say=trainer.said.append, evaluations=[])
     trainer.evaluations = tba.Evaluations(trainer.config, trainer.task, trainer.folder)
     trainer.searchers = searcher_processes(trainer.config)
     trainer.buffer = tba.ReplayBuffer(trainer.config)
-    trainer.sync = SimpleNamespace(due=False)
+    trainer.searchers.running = [
+        searcher_in("ready", i) for i in range(trainer.config.num_searchers)
+    ]
+    trainer.searchers.reap = list
+    trainer.signals, trainer.stored, trainer.ranks = {}, 0, tba.Ranks()
+    trainer.writing = Future()
+    trainer.writing.set_result(0)
+    trainer.sync = SimpleNamespace(due=False, version=0, reference_version=0, poll=lambda: None)
+    trainer.sync.begin_if_due = lambda step: False
     trainer.log = SimpleNamespace(new_groups=[], group_counts=[], write=lambda *_: None)
+    trainer.log.waited = Counter()
     trainer.sampling = SimpleNamespace(add=lambda _, version: trainer.checked.append(version))
     trainer.learner = SimpleNamespace(step=lambda *_: {}, skipped=0)
     return trainer
@@ -674,22 +710,127 @@ def test_ten_skipped_steps_in_a_row_end_a_run():
         trainer.train_step([])
 
 
-def test_searchers_pause_while_many_groups_wait_to_be_stored(monkeypatch):
-    trainer = trainer_of(num_searchers=1)
-    trainer.MAX_INBOX = 3
-    trainer.inbox = list(range(8))
+def one_group(index, prompt_id=0, version=0):
+    """A group of one response."""
+    trajectory = tba.Trajectory(
+        tokens=np.array([index], np.int32),
+        logprobs=np.zeros(1, np.float32),
+        ref_logprobs=np.zeros(1, np.float32),
+        ended=True,
+        in_kl=True,
+        temperature=1.0,
+        reward=0.0,
+        prompt_id=prompt_id,
+        version=version,
+        last_version=version,
+        reference_version=0,
+    )
+    return tba.Group(index, [trajectory])
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_searchers_pause_in_every_wait_while_batches_of_groups_are_not_stored(synchronous):
+    """They pause with a few batches, not with some number of groups. Lockstep has its own limit."""
+    trainer = trainer_of(num_searchers=1, prompts_per_step=10, synchronous=synchronous)
+    trainer.INBOX_BATCHES = 3
+    trainer.rule = tba.RecentOrReward(trainer.buffer, trainer.config)
     now, limits = 1e6, []
 
-    def store(groups):
+    def add(group):
         nonlocal now
-        now += 2  # seconds: too long for another one before messages are handled
+        now += 0.25  # seconds
 
-    trainer.store = store
-    monkeypatch.setattr(tba.time, "monotonic", lambda: now)
-    for _ in range(10):
-        assert trainer.next_batch() is None
+    trainer.buffer.add = add
+    trainer.inbox = [one_group(i) for i in range(50)]
+    trainer.searchers.limit = 70
+
+    def written():
         limits.append(trainer.searchers.limit)
-    assert limits == [0] * 4 + [math.inf] * 6 and not trainer.inbox
+        return len(limits) == 15
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba.time, "monotonic", lambda: now)
+        trainer.wait_for("the previous checkpoint", written)
+    if synchronous:
+        assert set(limits) == {70} and len(trainer.inbox) == 50
+    else:  # four a second are stored; 30 may be left
+        assert limits == [70] + [0] * 4 + [math.inf] * 10 and not trainer.inbox
+
+
+def test_slow_storing_does_not_make_data_ever_staler(gsm8k, tmp_path):
+    """As with a large buffer of attacks: two groups a step are stored, and more are generated."""
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(
+        """import time
+import tba
+
+add = tba.ReplayBuffer.add
+
+def slow(buffer, group):
+    time.sleep(0.5)
+    add(buffer, group)
+
+tba.ReplayBuffer.add = slow
+"""
+    )
+    out = tmp_path / "run"
+    flags = {"steps": 40, "prompts_per_step": 2, "sequences_in_flight": 16, "plugin": plugin}
+    flags["recent_probability"] = 1  # replayed groups may be of any age
+    run_tba(arguments(gsm8k, out, eval_every=0, eval_samples=8, initial_trajectories=16, **flags))
+    staleness = [m["staleness_mean"] for m in read_lines(out / "metrics.jsonl")]
+    assert max(staleness[-10:]) < 12, staleness  # without a bound: 0.3 more in each step and more
+
+
+def test_a_group_counts_as_of_its_arrival_however_late_it_is_stored():
+    """Groups that came before a sync are not drawn as if they had come after it."""
+    trainer = trainer_of(num_searchers=1, recent_probability=1.0)
+    trainer.rule = tba.RecentOrReward(trainer.buffer, trainer.config)
+    (s,) = trainer.searchers.running
+    for index in range(6):
+        trainer.sync.version = 10 * (index // 3)
+        trainer.searchers.arrivals.put((s.spec.start, one_group(index, prompt_id=index)))
+        trainer.handle_messages()
+    trainer.sync.version = 20
+    trainer.store_inbox()
+    assert {g[0].prompt_id for g in trainer.rule.sample(3, 1)} == {3, 4, 5}
+
+
+def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
+    trainer = trainer_of(num_searchers=1, prompts_per_step=2, searched_per_prompt=4, steps=1)
+    trainer.config.initial_trajectories = 8
+    trainer.task.train_prompts = [None] * 9
+    trainer.LOG_EVERY = 0
+    (s,) = trainer.searchers.running
+
+    class Late(tba.ReplayRule):
+        """Waits for five groups, and keeps the newest prompt alone."""
+
+        groups = 0
+
+        def on_group(self, group):
+            self.groups += 1
+            self.buffer.trajectories = {group.prompt_id: self.buffer.trajectories[group.prompt_id]}
+
+        def sample(self, B, K):
+            if self.groups < 5:
+                return None
+            return self.replay(B, K, set())
+
+    trainer.rule = Late(trainer.buffer, trainer.config)
+    index = 0
+
+    def next_group():
+        nonlocal index
+        trainer.searchers.arrivals.put((s.spec.start, one_group(index, prompt_id=index)))
+        index += 1
+
+    trainer.sync.poll = next_group  # at each poll
+    trained = []
+    trainer.train_step = lambda groups: (trained.append(groups), setattr(trainer, "step", 1))
+    trainer.run_asynchronous()
+    assert [[g[0].prompt_id for g in groups] for groups in trained] == [[4, 4]]
+    said = "\n".join(trainer.said)
+    assert "4 of --initial_trajectories" in said and "--replay_rule draws no batch" in said
 
 
 def weight_sync(members, **flags):
@@ -699,10 +840,11 @@ def weight_sync(members, **flags):
     learner = SimpleNamespace(config=config, weights={"w": torch.zeros(1)}, snapshot=None)
     learner.copy_weights = lambda: learner.snapshot.views["w"].copy_(learner.weights["w"])
     learner.saved_weights = lambda: {"w": learner.weights["w"].clone()}
-    learner.score_probes = lambda: [np.zeros(2, np.float32)]
+    learner.score_probes = lambda: [np.full(2, learner.weights["w"].item(), np.float32)]
     processes = searcher_processes(config)
     processes.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
-    processes.store = SimpleNamespace(set=lambda *_: None)
+    processes.ended = ""  # name of the group whose other members are told
+    processes.store = SimpleNamespace(set=lambda name, _: setattr(processes, "ended", name))
     processes.running = [searcher_in("ready", i) for i in range(members)]
     task = SimpleNamespace(held_out_prompts=[None] * 7)
     evaluations = tba.Evaluations(config, task, SimpleNamespace(step=0, evaluations=[]))
@@ -710,31 +852,54 @@ def weight_sync(members, **flags):
 
 
 def searcher_in(state, searcher):
-    spec = SimpleNamespace(searcher=searcher, commands=queue.Queue())
+    spec = SimpleNamespace(searcher=searcher, start=searcher + 1, commands=queue.Queue())
     return tba.RunningSearcher(spec, SimpleNamespace(kill=lambda: None), state)
 
 
-EVENTS = st.sampled_from(["loads", "loads", "misses", "misses", "is silent", "dies"])
+EVENTS = st.sampled_from(["loads", "loads", "misses", "misses", "hangs", "dies", "loads late"])
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(EVENTS, EVENTS, EVENTS, st.booleans()), max_size=12))
 def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(members, rounds):
     """One transfer after the other; each gets the latest reference before it gets a policy.
 
-    Who does not reply, or misses three transfers in a row, is killed, and nobody else. A group in
-    which one failed is not used again. Evaluations are of weights that have arrived.
+    Whoever misses three transfers in a row is killed, and nobody else. One that hangs, or loads
+    late, keeps the others for --transfer_timeout, and is left out until it has loaded or ended. A
+    group in which one failed is not used again. Evaluations are of weights that have arrived.
     """
     sync = weight_sync(members, reset_reference_every=1)
     running, evaluations = sync.searchers.running, sync.evaluations
     loaded = {s: {True: [], False: []} for s in running}  # versions of the policy, the reference
     missed = dict.fromkeys(running, 0)  # transfers in a row
+    late = {}  # Searcher -> whether a policy's weights are still to be loaded, version, start
     failed = set()  # names of groups
-    now, step = 1e6, 0
+    now, step, round_number = 1e6, 0, 0
     healthy = ("loads", "loads", "loads", None)
+
+    def load(s, policy, value, at):
+        probes = [np.full(1, at, np.float32)] * 2  # those of the snapshot's step
+        sync.on_loaded(s, probes)
+        loaded[s][policy].append(value)
+        missed[s] = 0
+
+    def replace(s):
+        evaluations.drop(s)
+        new = running[s.spec.searcher] = searcher_in("ready", s.spec.searcher)
+        loaded[new], missed[new] = {True: [], False: []}, 0
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tba.time, "monotonic", lambda: now)
         patch.setattr(tba.WeightChannel, "broadcast", lambda *_: None)
-        for *events, resets in [*rounds, *[healthy] * (2 * members + 2)]:
+        for *events, resets in [*rounds, *[healthy] * (3 * members + 4)]:
+            round_number += 1
+            for s, (policy, value, since, hangs) in list(late.items()):
+                if round_number > since + 1:
+                    del late[s]
+                    if hangs:  # its heartbeats have stopped for long enough
+                        s.state = "ended"
+                        replace(s)
+                    else:
+                        load(s, policy, value, value)
             if resets is not None:
                 step += 1
                 sync.learner.weights["w"].fill_(step)
@@ -744,9 +909,11 @@ def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(memb
             policy = sync.begin_if_due(step)
             transfer = sync.transfer
             if transfer.sending is None:
-                break
+                assert late or not sync.due
+                continue
             transfer.sending.result()
             event = {s: events[s.spec.searcher] for s in transfer.members}
+            assert event.keys().isdisjoint(late)
             value = sync.learner.snapshot.flat.item()
             assert value == (step if policy else sync.reference_version)
             messages = [s.spec.commands.get_nowait() for s in event]
@@ -755,42 +922,43 @@ def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(memb
             assert {m.channel.size for m in messages} == {len(event) + 1}
             assert {m.channel.name for m in messages}.isdisjoint(failed)
             # one may hang if it is with others, and is the only one to suspect if it is alone
-            doubtful = [missed[s] for s in running if missed[s]]
-            assert [missed[s] for s in event] == ([min(doubtful)] if doubtful else [0] * members)
+            free = [s for s in running if s not in late]
+            doubtful = [missed[s] for s in free if missed[s]]
+            expected = [min(doubtful)] if doubtful else [0] * len(free)
+            assert [missed[s] for s in event] == expected
             rows = sorted(row for m in messages for row in m.held_out)
             assert rows == list(range(7)) * (policy and bool(rows))
             for s in event:
                 assert not policy or max(loaded[s][False], default=0) == sync.reference_version
                 if event[s] == "dies":
                     s.state = "ended"
-                elif event[s] != "is silent":
-                    sync.on_received(s, "a failure" if event[s] == "misses" else "")
+                elif event[s] == "misses":
+                    sync.on_missed(s, "a failure")
+                elif event[s] == "loads":
+                    load(s, policy, value, value)
+                else:
+                    late[s] = (policy, value, round_number, event[s] == "hangs")
             sync.poll()
-            assert (transfer.sending is not None) == ("is silent" in event.values())
-            now += 1000
+            waits = any(s in late for s in event)
+            assert sync.in_progress == waits
+            assert not (waits and sync.begin_if_due(step))
+            now += 40  # --transfer_timeout, and a little
             sync.poll()
-            assert transfer.sending is None
-            due = sync.due
-            for s in event:
-                if event[s] == "loads":
-                    sync.due = True
-                    assert not sync.begin_if_due(step) and sync.transfer is transfer
-                    sync.on_loaded(s, [np.zeros(1), np.zeros(1)])
-                    loaded[s][policy].append(value)
-            sync.due = due
-            if set(event.values()) != {"loads"}:
-                assert due
+            assert not sync.in_progress
+            assert sync.searchers.ended == (
+                transfer.channel.name if "dies" in event.values() else ""
+            )
+            sync.searchers.ended = ""
+            if "misses" in event.values():
                 failed |= {m.channel.name for m in messages}
-            all_reply = {"is silent", "dies"}.isdisjoint(event.values())
+            died = [s for s in event if event[s] == "dies"]
             for s in event:
-                missed[s] = 0 if event[s] == "loads" else missed[s] + all_reply
-                ends = event[s] in ("is silent", "dies") or missed[s] == 3
+                missed[s] += event[s] == "misses" and not died
+                ends = event[s] == "dies" or missed[s] == 3
                 assert (s.state == "ended") == ends
                 if ends:
-                    evaluations.drop(s)
-                    new = running[s.spec.searcher] = searcher_in("ready", s.spec.searcher)
-                    loaded[new], missed[new] = {True: [], False: []}, 0
-        assert not (sync.due or sync.in_progress or evaluations.due)
+                    replace(s)
+        assert not (late or sync.due or sync.in_progress or evaluations.due)
         for s in running:
             assert s.version == loaded[s][True][-1] == sync.version == step
         for version, (evaluating, _) in evaluations.pending.items():
@@ -809,7 +977,6 @@ def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_
         assert sync.begin_if_due(0)
         sync.transfer.sending.result()
         for s in (first, second):
-            sync.on_received(s, "")
             sync.on_loaded(s, [np.zeros(2)])
         sync.poll()
         assert not sync.begin_if_due(1)  # nothing is due
@@ -818,7 +985,6 @@ def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_
         assert sync.begin_if_due(1) == (not synchronous)
         if not synchronous:
             sync.transfer.sending.result()
-            sync.on_received(first, "")
             sync.on_loaded(first, [np.zeros(2)])
             sync.poll()
         sync.due = synchronous

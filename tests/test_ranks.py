@@ -18,10 +18,12 @@ from harness import (
     arguments,
     processes_of,
     run_tba,
+    steps_of,
     wait_until,
 )
 from safetensors.torch import load_file
 
+import tba
 from tba import read_lines
 
 pytestmark = pytest.mark.devices(3)  # two ranks and a Searcher
@@ -149,24 +151,64 @@ def test_two_ranks_may_run_repeatedly(gsm8k, tmp_path):
     assert len(read_lines(out / "metrics.jsonl")) == 2
 
 
-def test_a_lost_rank_ends_the_run_and_a_signal_saves_a_checkpoint(gsm8k, tmp_path):
-    endless = {"steps": 100_000, "synchronous": None}
-    for case in ("lost", "signal"):
-        out = tmp_path / case
-        with open(tmp_path / f"{case}.log", "a") as log:
-            process = start_ranks(flags_of(gsm8k, out, **endless), log)
-        metrics = out / "metrics.jsonl"
-        wait_until(lambda path=metrics: path.exists() and path.read_text(), "a step")
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) >= 5  # two ranks, Manager, fork server, Searcher
-        if case == "signal":
-            process.send_signal(signal.SIGTERM)
-        else:
-            ranks = [p for p in family if str(ROOT / "tba.py") in p.cmdline()]
-            (second,) = [p for p in ranks if p.environ().get("RANK") == "1"]
-            second.kill()
-        assert process.wait(PATIENCE) != 0
-        _, alive = psutil.wait_procs(family, timeout=2 * GONE)
-        assert not alive
-    step = read_lines(tmp_path / "signal" / "metrics.jsonl")[-1]["step"]
-    assert (tmp_path / "signal" / f"checkpoint-{step}").exists()
+@pytest.mark.parametrize("case", ["lost", "signal", "launcher"])
+def test_a_lost_rank_ends_the_run_and_a_signal_saves_a_checkpoint(gsm8k, tmp_path, case):
+    out = tmp_path / "run"
+    path = tmp_path / "log"
+    with open(path, "w") as log:
+        process = start_ranks(flags_of(gsm8k, out, steps=100_000, synchronous=None), log)
+    wait_until(lambda: steps_of(out) > 0, "a step", path.read_text)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 5  # two ranks, Manager, fork server, Searcher
+    if case == "lost":
+        ranks = [p for p in family if str(ROOT / "tba.py") in p.cmdline()]
+        (second,) = [p for p in ranks if p.environ().get("RANK") == "1"]
+        second.kill()
+    elif case == "signal":
+        process.send_signal(signal.SIGTERM)
+    else:  # the launcher does not handle this signal: it ends, and leaves its ranks to themselves
+        process.send_signal(signal.SIGUSR1)
+    assert process.wait(PATIENCE) != 0
+    _, alive = psutil.wait_procs(family, timeout=2 * GONE)
+    assert not alive
+    if case != "lost":
+        assert (out / f"checkpoint-{steps_of(out)}").exists(), path.read_text()
+
+
+SLOW_DISK = """
+import time
+import tba
+
+tba.Ranks.KILLED_AFTER = 1e-6  # also the gigabytes that can be written by then
+write = tba.save_model
+written = []
+
+def slow(*args):
+    if written:
+        time.sleep(1000)
+    written.append(args)
+    write(*args)
+
+tba.save_model = slow
+"""
+
+
+def test_a_save_that_the_launcher_would_not_wait_for_is_warned_of(gsm8k, tmp_path):
+    """At the start, because of the model's size; and when it happens. The one before is whole."""
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(SLOW_DISK)
+    out = tmp_path / "run"
+    path = tmp_path / "log"
+    with open(path, "w") as log:
+        args = flags_of(gsm8k, out, steps=100_000, synchronous=None, plugin=plugin)
+        process = start_ranks(args, log)
+    wait_until(lambda: "step 4 is not saved yet" in path.read_text(), "a slow save", path.read_text)
+    said = path.read_text()
+    assert said.index("a checkpoint has") < said.index("step 4 is not saved yet")
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) != 0
+    _, alive = psutil.wait_procs(family, timeout=2 * GONE)
+    assert not alive
+    assert [found.name for found in tba.checkpoints(out)] == ["checkpoint-2"]
+    tba.open_checkpoint(out / "checkpoint-2")

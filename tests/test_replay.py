@@ -22,8 +22,8 @@ import tba
 CRITICAL = {1: 10.8, 3: 16.3, 5: 20.5, 11: 31.3, 15: 37.7}
 
 
-def group(prompt_id, responses, rewards=None, version=0, index=0):
-    """A group whose responses are lists of tokens."""
+def group(prompt_id, responses, rewards=None, version=0, sync=0):
+    """A group whose responses are lists of tokens; it arrived after the sync of this step."""
     trajectories = []
     for i, response in enumerate(responses):
         tokens = np.array(response, np.int32)
@@ -41,7 +41,7 @@ def group(prompt_id, responses, rewards=None, version=0, index=0):
             reference_version=0,
         )
         trajectories.append(trajectory)
-    return tba.Group(index, trajectories)
+    return tba.Group(0, trajectories, sync)
 
 
 def rule_of(**flags):
@@ -70,10 +70,8 @@ def chi_square(counts, expected):
 def test_recent_prompts_are_drawn_with_probability_m(m):
     rule = rule_of(recent_probability=m, max_recent_draws=0)
     arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200)))
-    rule.on_sync(1)
-    arrive(rule, group(0, [[0, 9], [0, 8]]))
-    rule.on_sync(2)
-    arrive(rule, *(group(p, [[p, j] for j in range(4)]) for p in range(200, 240)))
+    arrive(rule, group(0, [[0, 9], [0, 8]], sync=1))
+    arrive(rule, *(group(p, [[p, j] for j in range(4)], sync=2) for p in range(200, 240)))
     counts = []  # of replayed groups
     replay = rule.replay
 
@@ -124,14 +122,11 @@ def test_groups_of_one_prompt_are_drawn_newest_first_and_not_twice():
 def test_groups_from_before_the_latest_sync_follow_only_where_newer_ones_are_too_few():
     rule = rule_of(recent_probability=1.0)
     arrive(rule, *(group(p, [[p]], version=0) for p in range(5)))
-    rule.on_sync(1)
-    rule.on_sync(2)
-    arrive(rule, *(group(p, [[p]], version=2) for p in (5, 6)))
+    arrive(rule, *(group(p, [[p]], version=2, sync=2) for p in (5, 6)))
     assert {g[0].prompt_id for g in rule.sample(2, 1)} == {5, 6}
     drawn = [g[0].prompt_id for g in rule.sample(7, 1)]
     assert sorted(drawn) == list(range(7))
-    rule.on_sync(3)
-    arrive(rule, group(7, [[7]], version=3))
+    arrive(rule, group(7, [[7]], version=3, sync=3))
     assert {g[0].prompt_id for g in rule.sample(3, 1)} == {5, 6, 7}
 
 
@@ -145,12 +140,13 @@ def test_no_group_is_drawn_as_recent_more_often_than_the_bound(events, bound, B)
     rule = rule_of(recent_probability=1.0, max_recent_draws=bound)
     arrivals = 0
     drawn: dict[int, int] = {}
+    sync = 0
     for event in events:
         if event == "arrive":
-            arrive(rule, group(arrivals, [[arrivals]]))
+            arrive(rule, group(arrivals, [[arrivals]], sync=sync))
             arrivals += 1
         elif event == "sync":
-            rule.on_sync(0)
+            sync += 1
         else:
             batch = rule.sample(B, 1)
             # the n-th group's draws: what n + 1 groups may be drawn more often than n
@@ -165,6 +161,27 @@ def test_no_group_is_drawn_as_recent_more_often_than_the_bound(events, bound, B)
                 drawn[prompt_id] = drawn.get(prompt_id, 0) + 1
     if bound:
         assert sum(drawn.values()) <= bound * arrivals
+
+
+def test_only_the_latest_batches_of_groups_are_recent():
+    """However many groups arrive between two syncs, those of long ago are only replayed."""
+    rule = rule_of(recent_probability=1.0, max_recent_draws=1, prompts_per_step=4)
+    arrive(rule, *(group(p, [[p]], version=p) for p in range(1000)))
+    versions = []
+    while batch := rule.sample(4, 1):
+        versions += [t.version for (t,) in batch]
+    assert len(versions) <= 10 * 4 and min(versions) >= 1000 - 10 * 4
+    assert len(rule.buffer.trajectories) == 1000
+
+
+def test_prompts_that_a_rule_drops_from_the_buffer_are_no_longer_replayed():
+    rule = rule_of(recent_probability=0.0)
+    arrive(rule, *(group(p, [[p]]) for p in range(12)))
+    rule.sample(4, 1)
+    for p in range(0, 12, 2):
+        del rule.buffer.trajectories[p]
+    drawn = [g[0].prompt_id for _ in range(6) for g in rule.sample(3, 1)]
+    assert set(drawn) == set(range(1, 12, 2))
 
 
 def test_replays_of_the_rest_are_not_counted_and_do_not_wait():

@@ -4,10 +4,12 @@ import fcntl
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import termios
+import textwrap
 
 import pytest
 import torch
@@ -197,6 +199,65 @@ def test_a_folder_that_could_not_be_written_is_removed(tmp_path):
         (new / "part").write_text("a large part of a full disk")
         raise OSError(28, "No space left on device")
     assert list(tmp_path.iterdir()) == []
+
+
+TINY = f"""exec bash {ROOT}/run_gsm8k.sh --tiny --steps 100000 --learning_rate 1e-4 \\
+  --save_every 0 --eval_every 0 --eval_samples 8 "${{@: -2}}"
+"""
+STAND_INS = {  # of commands; pkill sees processes of this folder only
+    "scontrol": "echo localhost",
+    "srun": 'while [[ $1 == --* ]]; do shift; done; "$@"',
+    "ray": 'while [ "$1" != -- ]; do shift; done; shift; "$@"',
+    "pkill": """
+for pid in $(pgrep -f "${@: -1}"); do
+  if [ "$(readlink /proc/$pid/cwd)" = "$PWD" ]; then kill "$1" $pid; fi
+done""",
+}
+ONE_MACHINE = "the script for one machine"
+
+
+@pytest.mark.parametrize("case", [ONE_MACHINE, "with several ranks", "the script for a cluster"])
+@pytest.mark.devices(3)
+def test_the_slurm_scripts_of_the_docs_save_after_a_signal(gsm8k, tmp_path, started, case):
+    """SLURM signals the shell that runs a script; started again, the script resumes the run."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    blocks = re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
+    one, ranks, cluster = (block for block in blocks if "$folder" in block)
+    if case == ONE_MACHINE:
+        script = one
+    elif case == "with several ranks":
+        *lines, _ = one.splitlines(keepends=True)
+        flags = arguments(None, None, steps=100_000, model="MODEL", dataset="DATA", save_every=0)
+        script = "".join(lines) + ranks.replace("$folder", f"{' '.join(flags)} $folder")
+    else:
+        script = cluster
+    (tmp_path / "script").write_text(textwrap.dedent(script))
+    for name in ("run_gsm8k.sh", "run_redteam.sh"):
+        (tmp_path / name).write_text(TINY)
+    shutil.copy(ROOT / "tba.py", tmp_path)
+    (tmp_path / "MODEL").symlink_to(gsm8k / "model")
+    (tmp_path / "DATA").symlink_to(gsm8k / "data")
+    (tmp_path / "bin").mkdir()
+    for name, body in STAND_INS.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    paths = [str(tmp_path / "bin"), os.path.dirname(sys.executable), os.environ["PATH"]]
+    environment = os.environ | {"PATH": os.pathsep.join(paths), "PYTHON": sys.executable}
+    environment |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+    out = tmp_path / re.search("run=(.*)", script)[1]
+    log = tmp_path / "log"
+    steps = 0
+    for _ in range(2 if case == ONE_MACHINE else 1):
+        with open(log, "a") as file:
+            streams = {"stdout": file, "stderr": file}
+            process = started(["bash", "script"], cwd=tmp_path, env=environment, **streams)
+        wait_until(lambda least=steps + 3: steps_of(out) >= least, "three steps", log.read_text)
+        process.send_signal(signal.SIGUSR1)
+        check_saved(out, process, log)
+        assert process.returncode == (1 if "ranks" in case else 128 + signal.SIGUSR1)
+        steps = steps_of(out)
+    assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, steps + 1))
 
 
 BEFORE = """import signal, threading
