@@ -1352,9 +1352,10 @@ class Learner(Stateful):
     def gradient(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, float]:
         """Compute and clip the gradient, again if the loss turns out to couple groups; metrics."""
         measured = self.backward(groups, current, step)
-        norm = nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.config.max_grad_norm or math.inf
-        )
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        if self.config.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
         measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
@@ -1910,7 +1911,7 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
     twin = copy.copy(model)
     twin._modules = model._modules | {model.base_model_prefix: body}
     # an instance's `forward` may be wrapped, and bound to the original
-    return type(twin).forward(twin, use_cache=False).logits[0].float()
+    return type(twin).forward(twin, use_cache=False).logits.squeeze(0).float()
 
 
 def likelihood(logprobs: Tensor, targets: Tensor) -> Tensor:
@@ -1921,7 +1922,8 @@ def likelihood(logprobs: Tensor, targets: Tensor) -> Tensor:
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
     entropies = torch.zeros_like(chosen)
     if torch.is_grad_enabled():
-        entropies = torch.special.entr(logprobs.detach().exp()).sum(-1)
+        logprobs = logprobs.detach()
+        entropies = -logprobs.exp().mul_(logprobs).nansum(-1)  # a log-probability may be -inf
     return torch.stack([chosen, entropies], 1)
 
 
@@ -1932,7 +1934,7 @@ class TokenLogProbs(nn.Module):
     the backward pass.
     """
 
-    CHUNK = 1024
+    CHUNK = 512  # tokens whose logits are in memory at once
     ROW_TOKENS = 1024  # of a packed row; the cost of attention is quadratic
 
     def __init__(self, model: nn.Module, temperature: float, packs: bool = True) -> None:
@@ -1954,13 +1956,16 @@ class TokenLogProbs(nn.Module):
         `temperature` overrides the policy's, and another `measure` what is computed of the
         distributions (n, V) of tokens (n,).
         """
+        T = temperature or self.temperature
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # (N, H)
         output = dataclasses.replace(output, last_hidden_state=None)  # free the other positions
 
         def project(hidden: Tensor, targets: Tensor) -> Tensor:
             logits = logits_of(self.model, output, hidden)  # (CHUNK, V)
-            return measure((logits / (temperature or self.temperature)).log_softmax(-1), targets)
+            if T != 1:
+                logits = logits / T
+            return measure(logits.log_softmax(-1), targets)
 
         if torch.is_grad_enabled():
             project = partial(checkpoint, project, use_reentrant=False)
@@ -2123,6 +2128,9 @@ def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[l
     return [plan + [[IDLE]] * (count - len(plan)) for plan in plans]
 
 
+PARTS = 3  # forward passes of a micro-batch: rows of similar length together need less padding
+
+
 def run_microbatches(
     policy: TokenLogProbs, units: list[list[Row]], config: Config, **options: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -2134,10 +2142,15 @@ def run_microbatches(
     device = policy.model.device
     ranks = policy.ranks
     for rows in plan_microbatches(units, config.tokens_per_microbatch, ranks.size)[ranks.rank]:
+        rows = sorted(rows, key=lambda row: row.length)
+        count = math.ceil(len(rows) / PARTS)
+        parts = [rows[i : i + count] for i in range(0, len(rows), count)]
+        if ranks.size > 1:  # all make the same number of forward passes
+            parts += [[IDLE]] * (PARTS - len(parts))
         # without the cache, a weight's bfloat16 copy is freed with the graph
         enabled = config.dtype == "bfloat16" and ranks.size == 1  # FSDP casts by itself
         with torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False):
-            values = policy(**pack(rows, device), **options)
+            values = torch.cat([policy(**pack(part, device), **options) for part in parts])
         index = np.concatenate([index for row in rows for index in row.indices])
         yield to_device(index, device), values
 
