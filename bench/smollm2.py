@@ -6,7 +6,6 @@
     python bench/smollm2.py run --only "one rate" --workers 2   # another hour
     python bench/smollm2.py run       # the rest, one run at a time; another two hours
     python bench/smollm2.py report    # its tables in docs/results.md
-    python bench/smollm2.py engines   # logprob_gap, memory and time for each engine and dtype
 
 The task, which tba.py also accepts with `--plugin bench/smollm2.py`, is "sums" of two numbers from
 1 to 20, after two examples in the model's chat template, with a reward of 1 for the exact number.
@@ -47,11 +46,9 @@ converted to bfloat16 and copied into a new Llama, as transformers refuses to sa
 import argparse
 import itertools
 import random
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -272,33 +269,9 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
     return table(head, lines)
 
 
-def engines(files: Path) -> None:
-    """Print the log-probability gap, memory and time of two steps, by engine and dtype."""
-    for engine in ("transformers", "vllm"):
-        for dtype in ("float32", "bfloat16"):
-            with tempfile.TemporaryDirectory() as folder:
-                out = Path(folder) / "run"
-                setting = Setting("lockstep", "tb", 0, "sums", steps=2)
-                words = common.arguments_of(setting, 1e-5, 1, 0.0, files, out)
-                words += ["--engine", engine, "--dtype", dtype, "--eval_samples", 2]
-                command = [sys.executable, ROOT / "tba.py", *words]
-                start = time.time()
-                done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-                metrics = read_lines(out / "metrics.jsonl") if not done.returncode else []
-            if not metrics:
-                print(f"{engine} {dtype}: exit code {done.returncode}\n{done.stderr[-1500:]}")
-                continue
-            memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-            gap = max(m["logprob_gap"] for m in metrics)
-            step = metrics[-1]["seconds"] - metrics[0]["seconds"]
-            text = f"logprob_gap {gap:.2g}, first step after {metrics[0]['seconds']:.0f} s, "
-            text += f"{step:.0f} s per step, {time.time() - start:.0f} s in total; max RSS so far "
-            print(f"{engine} {dtype}: {text}{memory:.1f} GiB", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("make", "run", "report", "engines"))
+    parser.add_argument("what", choices=("make", "run", "report"))
     parser.add_argument("--only", choices=settings_of(), help="experiment to run")
     parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
     parser.add_argument("--workers", type=int, default=1, help="number of parallel runs")
@@ -318,8 +291,6 @@ def main() -> None:
             common.run_all(rows, settings, args.files, args.minutes, args.workers, run)
         case "report":
             common.publish(tables_of(rows), print_all=True)
-        case "engines":
-            engines(args.files)
 
 
 if __name__ == "__main__":
