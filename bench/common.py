@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
@@ -279,7 +278,7 @@ class Rows:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows = read_lines(path) if path.exists() else []
+        self.rows = read_lines(path)
         self.by_key = collections.defaultdict(list)  # (key of a setting, role) -> rows
         self.under_way: set[tuple] = set()
         for row in self.rows:
@@ -404,24 +403,20 @@ def run_tba(arguments: list, log: Path, prepare: Callable[[], None]) -> int:
 
     `prepare` is called in the fork first. Returns the exit code; stdout and stderr go to `log`.
     """
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    code = 1
-    try:
+
+    def main() -> None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
         tba.LocalProcess._Popen = staticmethod(multiprocessing.context.ForkProcess._Popen)
         tba.RunFolder.draw_curves = lambda _: None
         prepare()
-        code = tba.main([str(word) for word in arguments])
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+        sys.exit(tba.main([str(word) for word in arguments]))
+
+    child = multiprocessing.get_context("fork").Process(target=main)
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 def run(
@@ -501,11 +496,9 @@ def run_all(
                 row = future.result()
                 rows.add(row)
                 setting, role, rate, seed = job
-                what = f"{setting.experiment}: {setting.objective}, lag {setting.lag}, "
-                what += "".join(f"{name} {value}, " for name, value in setting.flags)
                 found = f"{area(row):.3f}{' collapsed' if collapsed(row) else ''}"
-                what += f"{role} {rate:g}, seed {seed}: {found} ({row['seconds']} s)"
-                print(what, flush=True)
+                what = f"{role} {rate:g}, seed {seed}: {found} ({row['seconds']} s)"
+                print(f"{setting}: {what}", flush=True)
     if failure:
         raise failure
 
@@ -580,9 +573,9 @@ def shown(values: Iterable[float | None], digits: int = 2) -> str:
     return f"{np.mean(found):.{digits}f}{spread}"
 
 
-def mean(values: Iterable[float], digits: int = 2) -> str:
+def mean(values: Iterable[float]) -> str:
     """The mean alone."""
-    return shown(values, digits).split(" ")[0]
+    return shown(values).split(" ")[0]
 
 
 def rate_of(rows: list[dict]) -> str:
@@ -612,10 +605,10 @@ def difference(found: list[dict], others: list[dict]) -> tuple[float, float]:
     return float(np.mean(a) - np.mean(b)), STUDENT_T[2 * len(a) - 2] * float(error)
 
 
-def paired(found: list[dict], others: list[dict], value: Callable[[dict], float] = area) -> str:
-    """The mean difference in `value` over the seeds that both have, with its 95 % interval."""
-    by_seed = {row["seed"]: value(row) for row in others}
-    gaps = [value(row) - by_seed[row["seed"]] for row in found if row["seed"] in by_seed]
+def paired(found: list[dict], others: list[dict]) -> str:
+    """The mean difference in gain over the seeds that both have, with its 95 % interval."""
+    by_seed = {row["seed"]: area(row) for row in others}
+    gaps = [area(row) - by_seed[row["seed"]] for row in found if row["seed"] in by_seed]
     if len(gaps) - 1 not in STUDENT_T:
         return NOT_YET
     half = STUDENT_T[len(gaps) - 1] * np.std(gaps, ddof=1) / math.sqrt(len(gaps))
