@@ -172,7 +172,8 @@ def tables_of(rows: Rows) -> dict[str, str]:
     lines = []
     for setting in SETTINGS:
         found = rows.of(setting)
-        line = [setting.objective, common.rate_of(found), common.areas(found)]
+        gain = shown(map(common.area, found)) + common.note(found)
+        line = [setting.objective, common.rate_of(found), gain]
         line.append(shown(common.objective_of(row, last(row)) for row in found))
         line += [shown(common.frontier(row)[b] for row in found) for b in common.BUDGETS]
         lines.append([*line, shown((row["seconds"] for row in found), 1)])
@@ -193,7 +194,7 @@ def main() -> None:
         case "speed":
             print_speed(claims.FILES, args.rounds)
         case "run":
-            common.run_all(rows, SETTINGS, claims.FILES, args.minutes, 1, run)
+            common.run_all(rows, SETTINGS, claims.FILES, run, args.minutes)
         case "report":
             common.publish(tables_of(rows), print_all=False)
 

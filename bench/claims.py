@@ -120,17 +120,13 @@ import tba
 
 # ------------------------------------------------------------------------------------ the tasks
 
-ADJECTIVES = {
+LEXICON = {  # the valence of adjectives, verbs and adverbs; nouns have none
     "superb": 1.0, "lovely": 0.8, "bright": 0.6, "good": 0.5, "fresh": 0.3, "old": 0.0,
     "red": 0.0, "small": 0.0, "long": 0.0, "plain": -0.2, "dull": -0.4, "bad": -0.6,
-    "ugly": -0.8, "awful": -1.0,
+    "ugly": -0.8, "awful": -1.0, "charms": 0.8, "helps": 0.5, "meets": 0.0, "follows": 0.0,
+    "holds": 0.0, "bores": -0.5, "hurts": -0.8, "gladly": 0.6, "gently": 0.4, "often": 0.0,
+    "now": 0.0, "rarely": -0.2, "sadly": -0.6,
 }  # fmt: skip
-VERBS = {
-    "charms": 0.8, "helps": 0.5, "meets": 0.0, "follows": 0.0, "holds": 0.0, "bores": -0.5,
-    "hurts": -0.8,
-}  # fmt: skip
-ADVERBS = {"gladly": 0.6, "gently": 0.4, "often": 0.0, "now": 0.0, "rarely": -0.2, "sadly": -0.6}
-LEXICON = ADJECTIVES | VERBS | ADVERBS
 
 
 def valence(text: str) -> float:
@@ -428,7 +424,6 @@ class SimulatedTrainer(tba.Trainer):
     clock = "1"  # "DURATION" or "DURATION LATENCY"
 
     def __init__(self, config, task, folder, ranks, saved) -> None:
-        """Takes the Trainer's arguments."""
         super().__init__(config, task, folder, ranks, saved)
         duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
         searchers = SimulatedSearchers(duration, latency, config, task, folder)
@@ -951,7 +946,7 @@ def main() -> None:
             row = run(setting, "choose", 1e-3, 1, 1.0, FILES)
             print(f"{setting.experiment}: area {area(row):.3f} in {row['seconds']} s", flush=True)
     elif args.what == "run":
-        common.run_all(rows, settings, FILES, args.minutes, args.workers, run)
+        common.run_all(rows, settings, FILES, run, args.minutes, args.workers)
     else:
         rows.check(settings, FILES)
         common.publish(tables_of(rows), args.all)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
@@ -42,11 +42,6 @@ BETA: dict[str, float] = {}
 OWN_FLAGS: dict[str, dict] = {}
 PILOT_STEPS: dict[str, int] = {}
 
-# flags whose value in OWN_FLAGS is the name of a folder beside the task's model
-OF_FILES = (
-    "reward_model", "gold_reward_model", "victim_model", "toxicity_model", "sentence_model"
-)  # fmt: skip
-
 OBJECTIVES = {  # names in the tables -> flags, where these differ
     "ftb forward_kl": {"objective": "ftb", "divergence": "forward_kl"},
     "ftb hellinger": {"objective": "ftb", "divergence": "hellinger"},
@@ -62,7 +57,6 @@ HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for dig
 BUDGETS = (2.0, 4.0, 6.0, 12.0)  # nats per response
 COLLAPSED = 50.0  # nats per response
 FEW_DISTINCT = 0.1  # below this, different prompts share their responses
-A_DISTANCE = ("attacks",)  # tasks whose `distinct` is a distance, not a fraction
 EVERY = 10  # steps between evaluations
 POINT = ("step", "kl", "reward", "distinct")  # what a row has of each evaluation
 NOT_YET = "·"  # in a table: no seed has been run
@@ -248,8 +242,8 @@ def arguments_of(
         "eval_every": EVERY, "eval_responses": 4, "save_every": 0,
     }  # fmt: skip
     flags |= OBJECTIVES.get(setting.objective, {"objective": setting.objective})
-    own = OWN_FLAGS[setting.task]
-    flags |= {name: folder / value if name in OF_FILES else value for name, value in own.items()}
+    for name, value in OWN_FLAGS[setting.task].items():  # models are beside the task's own
+        flags[name] = folder / value if name.endswith("_model") else value
     special = dict(setting.flags)
     if special.pop("slow", ""):
         flags |= {"engine": "slow", "eval_every": 0}
@@ -274,7 +268,11 @@ def arguments_of(
 
 
 class Rows:
-    """The completed runs in a file, and the next one to run."""
+    """The completed runs in a file, and the next one to run.
+
+    A subclass has `choice_of(setting)`, how its learning rate is chosen, and `seeds_of(setting)`,
+    the seeds that are reported.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -284,14 +282,6 @@ class Rows:
         for row in self.rows:
             row["path"] = [dict(zip(POINT, point, strict=False)) for point in row["path"]]
             self.by_key[setting_of(row).key(), row["role"]].append(row)
-
-    def choice_of(self, setting: Setting) -> Choice:
-        """How the setting's learning rate is chosen."""
-        raise NotImplementedError
-
-    def seeds_of(self, setting: Setting) -> Sequence[int]:
-        """The seeds that are reported."""
-        raise NotImplementedError
 
     def of(self, setting: Setting, role: str = "report") -> list[dict]:
         return self.by_key[setting.key(), role]
@@ -455,7 +445,6 @@ def run(
         "role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": exit_code,
         "model": hash_of(setting.task, files), "commit": commit,
         "seconds": round(time.time() - start),
-        "staleness": round(float(np.mean([m["staleness_mean"] for m in metrics])), 2),
         "step_seconds": round(metrics[-1]["seconds"] - metrics[0]["seconds"], 1),
         "ess": round(float(np.mean([m["effective_sample_size"] for m in metrics])), 3),
         "path": [{name: round(record[name], 3) for name in POINT} for record in evaluations],
@@ -463,15 +452,11 @@ def run(
 
 
 def run_all(
-    rows: Rows, settings: list[Setting], files: Path, minutes: float, workers: int,
-    run: Callable[..., dict] = run,
+    rows: Rows, settings: list[Setting], files: Path, run: Callable[..., dict],
+    minutes: float = math.inf, workers: int = 1,
 ) -> None:  # fmt: skip
-    """Run what is missing, `workers` at a time, until all is done or time is up.
-
-    When a run fails, no more are started, and its exception is raised once the others have ended.
-    """
+    """Run what is missing, `workers` at a time, until all is done, time is up or a run fails."""
     rows.check(settings, files)
-    failure = None
     end = time.monotonic() + 60 * minutes
     # fork now: everything is imported and no other thread is running
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
@@ -481,7 +466,7 @@ def run_all(
                 job = rows.next(settings)
                 if job is None:
                     break
-                setting, role, rate, seed = job
+                setting, role, _, _ = job
                 clip = 0.0 if role == "pilot" else rows.clip(setting)
                 under_way[pool.submit(run, *job, clip, files)] = job
             if not under_way:
@@ -489,18 +474,11 @@ def run_all(
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                 job = under_way.pop(future)
                 rows.under_way.remove(job)
-                if future.exception():
-                    failure = future.exception()
-                    end = -math.inf
-                    continue
                 row = future.result()
                 rows.add(row)
-                setting, role, rate, seed = job
                 found = f"{area(row):.3f}{' collapsed' if collapsed(row) else ''}"
-                what = f"{role} {rate:g}, seed {seed}: {found} ({row['seconds']} s)"
-                print(f"{setting}: {what}", flush=True)
-    if failure:
-        raise failure
+                what = f"{row['role']} {row['rate']:g}, seed {row['seed']}: {found}"
+                print(f"{job[0]}: {what} ({row['seconds']} s)", flush=True)
 
 
 # -------------------------------------------------------------------------- numbers of one run
@@ -546,8 +524,8 @@ def collapsed(row: dict) -> bool:
 
 def lost(row: dict) -> bool:
     """Whether a run collapsed by its KL at any time, or ends with few distinct responses."""
-    few = row["task"] not in A_DISTANCE and last(row)["distinct"] < FEW_DISTINCT
-    return collapsed(row) or few
+    few = last(row)["distinct"] < FEW_DISTINCT
+    return collapsed(row) or (few and row["task"] != "attacks")  # there, it is a distance
 
 
 def objective_of(row: dict, point: dict) -> float:
@@ -586,11 +564,6 @@ def note(rows: list[dict]) -> str:
     """How many seeds are lost, if any are."""
     count = sum(map(lost, rows))
     return f" ({count} of {len(rows)})" if count else ""
-
-
-def areas(rows: list[dict]) -> str:
-    """The gain over seeds, and how many of them are lost."""
-    return shown(map(area, rows)) + note(rows)
 
 
 def finals(rows: list[dict]) -> list[float]:

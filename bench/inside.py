@@ -150,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = Rows(common.ROOT / "bench" / "results" / "inside.jsonl")
     if args.what == "run":
-        common.run_all(rows, settings_of(), MODELS, args.minutes, 1, run)
+        common.run_all(rows, settings_of(), MODELS, run, args.minutes)
         return
     rows.check(settings_of(), MODELS)
     common.publish(tables_of(rows), print_all=True)

@@ -100,7 +100,7 @@ def test_a_run_that_ends_with_few_responses_is_reported_as_collapsed_but_keeps_i
     for point, distinct in zip(row["path"], (1.0, 0.9, 0.01), strict=True):
         point["distinct"] = distinct
     assert common.lost(row) and not common.collapsed(row)
-    assert common.areas([row]).endswith("(1 of 1)")
+    assert common.note([row]).endswith("(1 of 1)")
     assert claims.score([row]) == pytest.approx(common.area(row), abs=1e-6)
     assert not common.lost(row | {"path": row["path"][:2]})
     assert not common.lost(row | {"task": "attacks"})  # there it is a distance
