@@ -36,7 +36,7 @@ SIZES: dict[str, Shape] = {  # hidden, intermediate, layers, vocabulary; tokens 
     "1.1 B": (2048, 5632, 22, 32_000, 16_384),  # RhoMath-1B
     "1.1 B, small micro-batches": (2048, 5632, 22, 32_000, 4096),
     "0.3 B": (1024, 2816, 20, 32_000, 4096),
-    "tiny": (64, 192, 2, 428, 4096),
+    "tiny": (64, 192, 2, 428, 4096),  # where no other fits
 }
 SHARE = 0.25  # vLLM's fraction of a GPU that it shares with the Trainer
 Row = tuple[str, str, str, bool | None]  # what, measured, expected, passed
