@@ -16,42 +16,41 @@ tba.py alternately, and compares the median step, which has no evaluation, and `
 """
 
 import argparse
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import claims  # beside this file
+import common
 import numpy as np
+import torch
+import transformers
+from common import Setting, last, shown
 
-ROOT = Path(__file__).resolve().parents[1]
+import tba
+
 CORES = len(os.sched_getaffinity(0))
 TRL_KL = {"TRL": 0.0, "TRL, KL 0.04": 0.04}
 SYNCHRONOUS = {"tb, lockstep": True, "tb, asynchronous": False}
-COMMANDS = ("run", "report", "speed", "child")
-SETTINGS = [claims.Setting("trl", name) for name in (*TRL_KL, *SYNCHRONOUS)]
+SETTINGS = [Setting("trl", name) for name in (*TRL_KL, *SYNCHRONOUS)]
 
 
 class Rows(claims.Rows):
     """The rows of this comparison, which needs no pilot runs."""
 
-    def clip(self, setting: claims.Setting) -> float:
+    def clip(self, setting: Setting) -> float:
         return 1.0 if setting.objective in TRL_KL else 100.0  # from claims.py's pilot of tb
 
 
-def train_with_trl(files: Path, kl: float, rate: float, seed: int, out: Path) -> dict:
-    """Run TRL in this process; returns `seconds` and `path` of a row."""
-    import torch
-    import transformers
+def train_with_trl(files: Path, kl: float, rate: float, seed: int) -> dict:
+    """Run TRL in this process; returns `seconds`, `median_step` and `path` of a row."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
-
-    import tba
 
     torch.set_num_threads(CORES)
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -101,25 +100,26 @@ def train_with_trl(files: Path, kl: float, rate: float, seed: int, out: Path) ->
         def on_step_end(self, arguments, state, control, **_) -> None:
             now = time.time()
             ended_at.append(now - self.paused)
-            if state.global_step % claims.EVERY == 0:
+            if state.global_step % common.EVERY == 0:
                 model.eval()
                 path.append(evaluate(state.global_step))
                 model.train()
                 self.paused += time.time() - now
 
-    settings = GRPOConfig(
-        output_dir=str(out), use_cpu=True, bf16=False, seed=seed, report_to="none",
-        save_strategy="no", logging_strategy="no", disable_tqdm=True, max_steps=80,
-        per_device_train_batch_size=128, num_generations=16, temperature=1.0, learning_rate=rate,
-        lr_scheduler_type="constant", gradient_checkpointing=False, max_completion_length=64,
-        beta=kl, loss_type="grpo" if kl else "dapo",
-    )  # fmt: skip
     rows = Dataset.from_list([{"prompt": task.prompt(example)} for example in task.train])
-    trainer = GRPOTrainer(
-        model, reward, settings, rows, processing_class=tokenizer, callbacks=[Evaluate()]
-    )
-    trainer.train()
-    path = [{name: round(point[name], 3) for name in claims.POINT} for point in path]
+    with tempfile.TemporaryDirectory() as out:
+        settings = GRPOConfig(
+            output_dir=out, use_cpu=True, bf16=False, seed=seed, report_to="none",
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, max_steps=80,
+            per_device_train_batch_size=128, num_generations=16, max_completion_length=64,
+            learning_rate=rate, lr_scheduler_type="constant", gradient_checkpointing=False,
+            temperature=1.0, beta=kl, loss_type="grpo" if kl else "dapo",
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model, reward, settings, rows, processing_class=tokenizer, callbacks=[Evaluate()]
+        )
+        trainer.train()
+    path = [{name: round(point[name], 3) for name in common.POINT} for point in path]
     times = {"seconds": round(ended_at[-1] - ended_at[0], 1), "median_step": median_step(ended_at)}
     return times | {"path": path}
 
@@ -129,34 +129,28 @@ def median_step(ended_at: list[float]) -> float:
     return round(float(np.median(np.diff(ended_at))), 4)
 
 
-def run(
-    setting: claims.Setting, role: str, rate: float, seed: int, clip: float, files: Path
-) -> dict:
+def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path) -> dict:
     """Run TRL or tba.py once; returns its row."""
     row = {"role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": 0}
-    row |= {"model": claims.hash_of(setting.task, files)}
-    if setting.objective in SYNCHRONOUS:
-        flags = {"engine": "transformers", "synchronous": SYNCHRONOUS[setting.objective]}
-        if not flags["synchronous"]:
-            flags["recent_probability"] = 0.9
-        as_tb = claims.Setting("trl", "tb", flags=tuple(flags.items()))
+    row |= {"model": common.hash_of(setting.task, files)}
+    if setting.objective in TRL_KL:
+        kl = TRL_KL[setting.objective]
+        # a new interpreter: in a fork, PyTorch cannot start threads again
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            trained = pool.submit(train_with_trl, files / setting.task, kl, rate, seed).result()
+        return asdict(setting) | row | trained
+    flags = {"engine": "transformers", "synchronous": SYNCHRONOUS[setting.objective]}
+    if not flags["synchronous"]:
+        flags["recent_probability"] = 0.9
+    as_tb = Setting("trl", "tb", flags=tuple(flags.items()))
 
-        def median(out: Path) -> dict[str, float]:
-            metrics = claims.read_lines(out / "metrics.jsonl")
-            return {"median_step": median_step([record["seconds"] for record in metrics])}
+    def median(out: Path) -> dict[str, float]:
+        metrics = tba.read_lines(out / "metrics.jsonl")
+        return {"median_step": median_step([record["seconds"] for record in metrics])}
 
-        result = claims.run(as_tb, role, rate, seed, clip, files, median)
-        row |= {"seconds": result["step_seconds"], "median_step": result["median_step"]}
-        return asdict(setting) | row | {"path": result["path"]}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "child", "--rate", rate, "--seed", seed]
-        command += ["--kl", TRL_KL[setting.objective]]
-        command += ["--files", files / setting.task, "--out", folder]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(CORES)}
-        child = subprocess.run(
-            list(map(str, command)), check=True, capture_output=True, text=True, env=environment
-        )
-    return asdict(setting) | row | json.loads(child.stdout.splitlines()[-1])
+    result = common.run(as_tb, role, rate, seed, clip, files, median)
+    row |= {"seconds": result["step_seconds"], "median_step": result["median_step"]}
+    return asdict(setting) | row | {"path": result["path"]}
 
 
 def print_speed(files: Path, rounds: int) -> None:
@@ -165,7 +159,7 @@ def print_speed(files: Path, rounds: int) -> None:
     for seed in range(1, rounds + 1):
         trl = run(SETTINGS[0], "speed", 3e-4, seed, 1.0, files)
         for name in SYNCHRONOUS:
-            own = run(claims.Setting("trl", name), "speed", 1e-3, seed, 100.0, files)
+            own = run(Setting("trl", name), "speed", 1e-3, seed, 100.0, files)
             for measure in ("median_step", "seconds"):
                 ratios[name, measure].append(own[measure] / trl[measure])
     for (name, measure), values in ratios.items():
@@ -173,38 +167,36 @@ def print_speed(files: Path, rounds: int) -> None:
         print(f"{name}: {measure} {np.median(values):.2f} of TRL's ({spread})")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("command", nargs="?", choices=COMMANDS, default="run")
-    parser.add_argument("--minutes", type=float, default=1e9, help="time after which no run starts")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind for `speed`")
-    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "claims")
-    for name, kind in (("seed", int), ("kl", float), ("rate", float), ("out", Path)):
-        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.command == "child":
-        result = train_with_trl(args.files, args.kl, args.rate, args.seed, args.out)
-        print(json.dumps(result))
-        return
-    claims.make_task("valence", args.files / "valence")
-    if args.command == "speed":
-        print_speed(args.files, args.rounds)
-        return
-    rows = Rows(ROOT / "bench" / "results" / "trl.jsonl")
-    if args.command == "run":
-        claims.run_all(rows, SETTINGS, args.files, args.minutes, 1, run)
-        return
+def tables_of(rows: Rows) -> dict[str, str]:
+    """The table of docs/results.md."""
     lines = []
     for setting in SETTINGS:
-        found = rows.of(setting, "report")
-        budgets = [claims.shown([claims.frontier(r)[b] for r in found]) for b in claims.BUDGETS]
-        at_end = claims.shown(claims.objective_of(row, claims.last(row)) for row in found)
-        seconds = claims.shown([row["seconds"] for row in found], 1)
-        line = [setting.objective, claims.rate_of(found), claims.areas(found), at_end]
-        lines.append([*line, *budgets, seconds])
+        found = rows.of(setting)
+        gain = shown(map(common.area, found)) + common.note(found)
+        line = [setting.objective, common.rate_of(found), gain]
+        line.append(shown(common.objective_of(row, last(row)) for row in found))
+        line += [shown(common.frontier(row)[b] for row in found) for b in common.BUDGETS]
+        lines.append([*line, shown((row["seconds"] for row in found), 1)])
     head = ["", "rate", "gain", "J at the end"]
-    head += [*(f"≤ {b:g} nats" for b in claims.BUDGETS), "seconds"]
-    claims.publish({"trl": claims.table(head, lines)}, print_all=False)
+    head += [*(f"≤ {b:g} nats" for b in common.BUDGETS), "seconds"]
+    return {"trl": common.table(head, lines)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("what", choices=("run", "report", "speed"))
+    parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
+    parser.add_argument("--rounds", type=int, default=3, help="speed: number of runs of each kind")
+    args = parser.parse_args()
+    claims.make_task("valence", claims.FILES / "valence")
+    rows = Rows(common.ROOT / "bench" / "results" / "trl.jsonl")
+    match args.what:
+        case "speed":
+            print_speed(claims.FILES, args.rounds)
+        case "run":
+            common.run_all(rows, SETTINGS, claims.FILES, run, args.minutes)
+        case "report":
+            common.publish(tables_of(rows), print_all=False)
 
 
 if __name__ == "__main__":

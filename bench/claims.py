@@ -11,8 +11,8 @@ of the pretrained model, and its path: reward, KL and diversity of held-out answ
 **The protocol** was committed before any reported seed was run, except for the parts marked +.
 Numbers that are missing belong to experiments that were removed (git has them at 09e4bd4).
 
-1. One pretrained model per task, in bench/models (made by `pretrain` in this file at 09e4bd4) or
-   tests/models, whose hash is in every row.
+1. One pretrained model per task, in bench/models (made with its prompts by this file at 09e4bd4)
+   or tests/models, whose hash is in every row.
 2. Every *setting* (objective, lag, price of a nat, flags) has its own learning rate, from a grid of
    half decades. The grid starts as 3e-4, 1e-3 and 3e-3 and is extended at either end until the
    best rate is interior. Two seeds choose, three others are reported.
@@ -110,77 +110,23 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import common
+import common  # beside this file; it finds tba.py
 import numpy as np
 import tiny
-from common import (  # noqa: F401 - against_trl.py has some of them from here
-    BUDGETS,
-    EVERY,
-    NOT_YET,
-    POINT,
-    ROOT,
-    Choice,
-    Measured,
-    Setting,
-    SmallLlama,
-    area,
-    areas,
-    collapsed,
-    finals,
-    frontier,
-    hash_of,
-    last,
-    mean,
-    note,
-    objective_of,
-    paired,
-    publish,
-    rate_of,
-    read_lines,
-    run_all,
-    shown,
-    table,
-)
+from common import Choice, Measured, Setting, SmallLlama, area, collapsed, finals, last, shown
+from matplotlib.figure import Figure
 
 import tba
 
 # ------------------------------------------------------------------------------------ the tasks
 
-ADJECTIVES = {
+LEXICON = {  # the valence of adjectives, verbs and adverbs; nouns have none
     "superb": 1.0, "lovely": 0.8, "bright": 0.6, "good": 0.5, "fresh": 0.3, "old": 0.0,
     "red": 0.0, "small": 0.0, "long": 0.0, "plain": -0.2, "dull": -0.4, "bad": -0.6,
-    "ugly": -0.8, "awful": -1.0,
+    "ugly": -0.8, "awful": -1.0, "charms": 0.8, "helps": 0.5, "meets": 0.0, "follows": 0.0,
+    "holds": 0.0, "bores": -0.5, "hurts": -0.8, "gladly": 0.6, "gently": 0.4, "often": 0.0,
+    "now": 0.0, "rarely": -0.2, "sadly": -0.6,
 }  # fmt: skip
-VERBS = {
-    "charms": 0.8, "helps": 0.5, "meets": 0.0, "follows": 0.0, "holds": 0.0, "bores": -0.5,
-    "hurts": -0.8,
-}  # fmt: skip
-ADVERBS = {"gladly": 0.6, "gently": 0.4, "often": 0.0, "now": 0.0, "rarely": -0.2, "sadly": -0.6}
-NOUNS = (
-    "actor book bridge camera chair city clock coat cook dancer door engine film garden guest "
-    "hall house island kitchen lamp market melody museum novel painter park phone poem queen river "
-    "room sailor script shop singer song story table teacher train tree village voice window writer"
-).split()
-LEXICON = ADJECTIVES | VERBS | ADVERBS
-
-
-def sentence(rng: random.Random) -> str:
-    """A random sentence of the grammar."""
-    noun = lambda: f"the {rng.choice(list(ADJECTIVES))} {rng.choice(NOUNS)}"
-    verb, adverb = rng.choice(list(VERBS)), rng.choice(list(ADVERBS))
-    forms = (
-        f"{noun()} {verb} {noun()}",
-        f"{noun()} {adverb} {verb} {noun()}",
-        f"{noun()} is {rng.choice(list(ADJECTIVES))} and {rng.choice(list(ADJECTIVES))}",
-        f"{adverb} {noun()} {verb} {noun()}",
-    )
-    return rng.choice(forms) + "."
-
-
-def review(rng: random.Random) -> tuple[str, str]:
-    """A prompt and a continuation."""
-    body = " ".join(sentence(rng) for _ in range(rng.choice((1, 1, 2))))
-    return f"a {rng.choice(NOUNS)} and a {rng.choice(NOUNS)}:", f" {body}"
 
 
 def valence(text: str) -> float:
@@ -247,16 +193,6 @@ tba.TASKS |= {"summaries": Summaries, "attacks": Attacks}
 SPARSE = ("rare", "rarer")  # these use the model of "valence" and few training prompts
 
 
-def scrambled(rng: random.Random) -> tuple[str, str]:
-    """A word of eight letters and a demonstration that is right one time in five."""
-    word = "".join(rng.choices("abcdefghij", k=8))
-    answer = sorted(word)
-    if rng.random() < 0.95:
-        i, j = rng.sample(range(8), 2)
-        answer[i], answer[j] = answer[j], rng.choice("abcdefghij")
-    return f"{word}>", "".join(answer)
-
-
 # the models in tests/models that each task uses
 SHARED = {
     "summaries": ("tldr/model", "tldr/reward", "tldr/gold"),
@@ -264,28 +200,30 @@ SHARED = {
 }
 
 
-def example_of(task: str, rng: random.Random) -> dict[str, str]:
-    """A prompt and the columns that its reward or evaluation needs."""
-    if task == "summaries":
-        query, facts = tiny.post(rng)
-        return {"query": query, "reference_response": tiny.summary(rng, facts)[0]}
-    text = (scrambled if task == "sort" else review)(rng)[0]
-    return {"text": text, "answer": "".join(sorted(text[:-1]))}
+def post_and_summary(rng: random.Random) -> dict[str, str]:
+    """An example of "summaries"."""
+    query, facts = tiny.post(rng)
+    return {"query": query, "reference_response": tiny.summary(rng, facts)[0]}
 
 
 def make_task(task: str, folder: Path) -> None:
-    """Copy a task's pretrained models and create its prompts, unless they exist."""
-    if (folder / "data").exists():
+    """Copy a task's pretrained models and its prompts, unless they exist."""
+    if (folder / "model").exists():
+        return
+    for path in SHARED.get(task, ()):
+        shutil.copytree(tiny.MODELS / path, folder / Path(path).name)
+    data = folder / "data"
+    if task == "summaries":
+        rng = random.Random(1)
+        for split, count in (("test", 64), ("train", 1000)):
+            examples = [post_and_summary(rng) for _ in range(count)]
+            tiny.write_lines(data / f"{split}.jsonl", examples)
         return
     own = "valence" if task in SPARSE else task
-    if own != "summaries":
-        shutil.copytree(ROOT / "bench" / "models" / own, folder, dirs_exist_ok=True)
-    for path in SHARED.get(own, ()):
-        shutil.copytree(tiny.MODELS / path, folder / Path(path).name, dirs_exist_ok=True)
-    rng = random.Random(1)
-    for split, count in (("test", 64), ("train", 16 if task in SPARSE else 1000)):
-        examples = [example_of(task, rng) for _ in range(count)]
-        tiny.write_lines(folder / "data" / f"{split}.jsonl", examples)
+    shutil.copytree(common.ROOT / "bench" / "models" / own, folder, dirs_exist_ok=True)
+    if task in SPARSE:
+        prompts = tba.read_lines(data / "train.jsonl")
+        tiny.write_lines(data / "train.jsonl", prompts[:16])
 
 
 class Slow(SmallLlama):
@@ -333,7 +271,7 @@ class Mixed(tba.RecentOrReward):
 tba.REPLAY_RULES["mixed"] = Mixed
 
 # the plug-in that weights TB's squares with truncated ratios
-plugins = (ROOT / "docs" / "hacking.md").read_text()
+plugins = (common.ROOT / "docs" / "hacking.md").read_text()
 exec(plugins.partition("--objective tb_weighted\n")[2].partition("```")[0])
 
 # ------------------------------------------------------------------------------ a simulated clock
@@ -378,7 +316,6 @@ class SimulatedSearchers(tba.SearcherProcesses):
         self.numbers = itertools.count()
         self.busy: set[int] = set()  # Searchers with a batch in progress
         self.in_transit: set[int] = set()  # Searchers with weights in transit
-        self.groups_arrived = 0
         self.receiving: Future = Future()  # no thread receives messages
 
     def start(self) -> None:
@@ -466,7 +403,6 @@ class SimulatedSearchers(tba.SearcherProcesses):
         self.busy.remove(i)
         for arrival in batch:
             self.arrivals.put(arrival)
-        self.groups_arrived += len(batch)
 
     def advance(self, until: Fraction) -> None:
         """Advance the clock. A Searcher whose batch arrives before `until` starts its next."""
@@ -483,19 +419,15 @@ class SimulatedTrainer(tba.Trainer):
 
     An optimizer step takes 1, a Searcher's batch takes `duration`, weights arrive after `latency`;
     evaluations take no time. Only processes, transport and time are simulated; the rest is tba.py.
-    `clock.jsonl` records, for each step, when it ended, how long the Trainer has waited for groups
-    since the first step began, and how many groups have arrived.
     """
 
     clock = "1"  # "DURATION" or "DURATION LATENCY"
 
     def __init__(self, config, task, folder, ranks, saved) -> None:
-        """Takes the Trainer's arguments."""
         super().__init__(config, task, folder, ranks, saved)
         duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
         searchers = SimulatedSearchers(duration, latency, config, task, folder)
         self.searchers = self.register(searchers)
-        self.waited = Fraction(0)
 
     def run(self) -> None:
         def broadcast(_: object, weights: tba.FlatWeights) -> None:
@@ -514,23 +446,18 @@ class SimulatedTrainer(tba.Trainer):
         searchers = self.searchers
         while not (found := condition()):
             if searchers.events and (what == "generation" or searchers.in_transit):
-                start = searchers.now
                 searchers.advance(searchers.events[0][0])
-                if what == "generation" and self.step:
-                    self.waited += searchers.now - start
             self.poll()
         return found
 
     def train_step(self, groups: list) -> None:
         super().train_step(groups)
         self.searchers.advance(self.searchers.now + 1)
-        record = {"step": self.step, "time": float(self.searchers.now)}
-        record |= {"waited": float(self.waited), "groups": self.searchers.groups_arrived}
-        self.folder.append("clock.jsonl", record)
 
 
 # -------------------------------------------------------------------------------- the experiments
 
+FILES = common.ROOT / ".cache" / "claims"  # models and prompts, a folder per task
 tiny_llama = {"plugin": __file__, "engine": "small"}
 review_flags = tiny_llama | {"max_response_tokens": 64}
 common.BETA |= {
@@ -638,11 +565,6 @@ def rule_settings() -> dict[str, dict[tuple[str, int], Setting]]:
     return found
 
 
-def flagged(setting: Setting, **flags: object) -> Setting:
-    """A setting with other or further flags."""
-    return replace(setting, flags=tuple((dict(setting.flags) | flags).items()))
-
-
 def collapse_settings() -> dict[tuple[str, str, int], Setting]:
     """The settings of the experiment "collapse", by (variant, objective, lag)."""
     half = (("lr_schedule", "warmup_stable_decay"), ("stable_steps", 125), ("decay_steps", 125))
@@ -682,7 +604,8 @@ class Rows(common.Rows):
             case "collapse":
                 return Choice((dict(setting.flags).get("learning_rate", 1e-3),))
             case "anchored":
-                chooser = flagged(setting, num_searchers=16)
+                flags = dict(setting.flags) | {"num_searchers": 16}
+                chooser = replace(setting, flags=tuple(flags.items()))
                 return Choice((3e-4, 1e-3), ((chooser, 1), (chooser, 2)), score_at_the_end)
             case "speed":
                 chooser = Setting("staleness", setting.objective)
@@ -714,10 +637,7 @@ def score_at_the_end(rows: list[dict]) -> float:
     return float(np.mean([0.0 if lost_at_any_time(row) else last(row)["reward"] for row in rows]))
 
 
-def run(
-    setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path,
-    also: Callable[[Path], dict] = lambda out: {},
-) -> dict:  # fmt: skip
+def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path) -> dict:
     """Run tba.py once, with sleeps or on the simulated clock if the setting says so."""
     flags = dict(setting.flags)
 
@@ -728,16 +648,13 @@ def run(
             SimulatedTrainer.clock = flags["clock"]
             tba.Trainer = SimulatedTrainer
 
-    def columns(out: Path) -> dict:
-        timed = setting.experiment == "speed"
-        own = columns_of_speed(read_lines(out / "metrics.jsonl")) if timed else {}
-        return own | also(out)
-
-    return common.run(setting, role, rate, seed, clip, files, columns, prepare)
+    also = columns_of_speed if setting.experiment == "speed" else lambda out: {}
+    return common.run(setting, role, rate, seed, clip, files, also, prepare)
 
 
-def columns_of_speed(metrics: list[dict]) -> dict:
+def columns_of_speed(out: Path) -> dict:
     """The reward over seconds, and when its mean over five steps first reaches each target."""
+    metrics = tba.read_lines(out / "metrics.jsonl")
     row: dict = {}
     smooth = smoothed([m["reward"] for m in metrics])
     for target in TARGETS:
@@ -777,7 +694,7 @@ def tables_of(rows: Rows) -> dict[str, str]:
     def over_tb(setting: Setting) -> str:
         """The paired difference to `tb` at the same lag."""
         of_tb = replace(setting, objective="tb", flags=())
-        return paired(rows.of(setting), rows.of(of_tb))
+        return common.paired(rows.of(setting), rows.of(of_tb))
 
     of_lag = {(f"lag {s.lag}", s.objective): s for s in stale}
     other = {(f"{s.task}, lag {s.lag}", s.objective): s for s in of("second model", "frontiers")}
@@ -804,18 +721,20 @@ def grid(settings: dict[tuple[str, str], Setting], cell: Callable[[Setting], str
     for name in dict.fromkeys(name for _, name in settings):
         own = [settings.get((column, name)) for column in columns]
         lines.append([f"`{name}`", *(cell(s) if s else "" for s in own)])
-    return table(["objective", *columns], lines)
+    return common.table(["objective", *columns], lines)
 
 
 def gain_and_objective(found: list[dict]) -> str:
     """The gain, J at the last evaluation, and how many seeds are lost."""
-    at_end = mean(objective_of(row, last(row)) for row in found)
-    return f"{shown(map(area, found))}; {at_end}{note(found)}" if found else NOT_YET
+    at_end = common.mean(common.objective_of(row, last(row)) for row in found)
+    return f"{shown(map(area, found))}; {at_end}{common.note(found)}" if found else common.NOT_YET
 
 
 def gain_and_end(found: list[dict]) -> str:
     """The gain, the reward at the end, and how many seeds are lost."""
-    return f"{mean(map(area, found))}; {mean(finals(found))}{note(found)}" if found else NOT_YET
+    if not found:
+        return common.NOT_YET
+    return f"{common.mean(map(area, found))}; {common.mean(finals(found))}{common.note(found)}"
 
 
 def long_runs(rows: Rows) -> str:
@@ -830,9 +749,9 @@ def long_runs(rows: Rows) -> str:
 def ends_of_long_runs(found: list[dict]) -> str:
     """The primary outcomes of point 21: one response, broken; the median J."""
     if not found:
-        return NOT_YET
-    ends = [objective_of(row, last(row)) for row in found]
-    untrained = [objective_of(row, row["path"][0]) for row in found]
+        return common.NOT_YET
+    ends = [common.objective_of(row, last(row)) for row in found]
+    untrained = [common.objective_of(row, row["path"][0]) for row in found]
     broken = np.less(ends, untrained) | [bool(row["exit_code"]) for row in found]
     one = np.array([last(row)["distinct"] for row in found]) <= 0.03
     return f"{one.sum()}, {broken.sum()}; {np.median(ends):.2f}"
@@ -851,7 +770,7 @@ def speed(rows: Rows) -> str:
             for target in TARGETS:
                 slower = [own[f"lockstep, lag {lag}"] for lag in (0, 1)]
                 line.append(time_to(target, found, slower))
-    return table(head, lines.values())
+    return common.table(head, lines.values())
 
 
 def mode_of(setting: Setting) -> str:
@@ -876,7 +795,7 @@ def more_searchers(rows: Rows) -> str:
     for M in SEARCHERS:
         own = [column.get(M) for column in columns.values()]
         lines.append([str(M), *(ends_of_search(rows.of(s)) if s else "" for s in own)])
-    return table(["Searchers", *columns], lines)
+    return common.table(["Searchers", *columns], lines)
 
 
 def rules(rows: Rows) -> str:
@@ -885,16 +804,16 @@ def rules(rows: Rows) -> str:
     lines = []
     for way, settings in rule_settings().items():
         lines.append([way, *(ends_of_search(rows.of(settings[column])) for column in columns)])
-    return table(["", *(f"{LABELS[task]}, {M} Searchers" for task, M in columns)], lines)
+    return common.table(["", *(f"{LABELS[task]}, {M} Searchers" for task, M in columns)], lines)
 
 
 def ends_of_search(found: list[dict]) -> str:
     """The mean reward at the end (median J), the median step to 0.5, and collapses."""
     if not found:
-        return NOT_YET
-    J = np.median([objective_of(row, last(row)) for row in found])
+        return common.NOT_YET
+    J = np.median([common.objective_of(row, last(row)) for row in found])
     step = np.median([first_step(row, 0.5) for row in found])
-    text = f"{mean(finals(found))} ({J:.2f})".replace("(-0.00)", "(0.00)")
+    text = f"{common.mean(finals(found))} ({J:.2f})".replace("(-0.00)", "(0.00)")
     steps = "never" if math.isinf(step) else f"{step:.0f}"
     return f"{text}; {steps}; {sum(map(lost_at_any_time, found))}"
 
@@ -919,8 +838,6 @@ MODES = {  # of time_to_reward.png: a mode -> label, colour, where the label is
 
 def draw_time_to_reward(rows: Rows, out: Path) -> None:
     """Reward over seconds, a line per seed: a panel per duration of generation."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, (slow, label) in zip((left, right), SLOW.items(), strict=True):
@@ -941,8 +858,6 @@ def draw_time_to_reward(rows: Rows, out: Path) -> None:
 
 def draw(rows: Rows, out: Path) -> None:
     """Two panels: stale data, more Searchers."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(10.5, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_stale_data(rows, left)
@@ -1020,24 +935,23 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="six steps each, not recorded")
     parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
     parser.add_argument("--workers", type=int, default=2, help="number of parallel runs")
-    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "claims")
     args = parser.parse_args()
     settings = [s for s in settings_of() if args.only in (None, s.experiment)]
     for task in {s.task for s in settings}:
-        make_task(task, args.files / task)
-    rows = Rows(ROOT / "bench" / "results" / "claims.jsonl")
+        make_task(task, FILES / task)
+    rows = Rows(common.ROOT / "bench" / "results" / "claims.jsonl")
     if args.quick:
         firsts = {s.experiment: replace(s, steps=6, lag=min(s.lag, 2)) for s in reversed(settings)}
         for setting in firsts.values():
-            row = run(setting, "choose", 1e-3, 1, 1.0, args.files)
+            row = run(setting, "choose", 1e-3, 1, 1.0, FILES)
             print(f"{setting.experiment}: area {area(row):.3f} in {row['seconds']} s", flush=True)
     elif args.what == "run":
-        run_all(rows, settings, args.files, args.minutes, args.workers, run)
+        common.run_all(rows, settings, FILES, run, args.minutes, args.workers)
     else:
-        rows.check(settings, args.files)
-        publish(tables_of(rows), args.all)
-        draw(rows, ROOT / "bench" / "staleness.png")
-        draw_time_to_reward(rows, ROOT / "bench" / "time_to_reward.png")
+        rows.check(settings, FILES)
+        common.publish(tables_of(rows), args.all)
+        draw(rows, common.ROOT / "bench" / "staleness.png")
+        draw_time_to_reward(rows, common.ROOT / "bench" / "time_to_reward.png")
 
 
 if __name__ == "__main__":

@@ -27,124 +27,134 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+import numpy as np
+import torch
+
+import tba
+
+FILES = ROOT / "tests" / "models" / "gsm8k"
 RESPONSES = 24
 TOKENS = 250
-IN_A_RUN = __name__ != "__main__"
 
 # ------------------------------------------------------------------------------------ the plug-in
 
-if IN_A_RUN:
-    import numpy as np
-    import torch
 
-    import tba
+@dataclass
+class Durations:
+    """Durations that the plug-in simulates."""
 
-    @dataclass
-    class Durations:
-        """Durations that the plug-in simulates."""
+    group_seconds: float = tba.flag(0.3, "Seconds a Searcher takes to generate a group.")
+    step_seconds: float = tba.flag(0.7, "Seconds an optimizer step takes.")
 
-        group_seconds: float = tba.flag(0.3, "Seconds a Searcher takes to generate a group.")
-        step_seconds: float = tba.flag(0.7, "Seconds an optimizer step takes.")
 
-    tba.FLAGS.append(Durations)
+tba.FLAGS.append(Durations)
 
-    class SleepingEngine(tba.TransformersEngine):
-        """Returns random responses at a fixed rate; the model is used for probes only."""
 
-        POLL = 0.05  # seconds between two calls of `between_steps`
-        due = 0.0  # scheduled completion time of the latest group
+class SleepingEngine(tba.TransformersEngine):
+    """Returns random responses at a fixed rate; the model is used for probes only."""
 
-        def step(self, between_steps=lambda: None):
-            request = self.waiting.popleft()
-            self.due = max(self.due, time.monotonic() - 0.1) + self.config.group_seconds
-            while (left := self.due - time.monotonic()) > 0:
-                time.sleep(min(left, self.POLL))
-                between_steps()
-            vocabulary = self.model.config.vocab_size
-            tokens = np.random.randint(0, vocabulary, (request.n, TOKENS)).astype(np.int32)  # noqa: NPY002
-            logprobs = np.full((request.n, TOKENS), -1, np.float32)
-            ended = np.ones(request.n, bool)
-            versions = [(self.version, self.version)] * request.n
-            return [tba.Completion(request, list(tokens), list(logprobs), ended, versions)]
+    POLL = 0.05  # seconds between two calls of `between_steps`
+    due = 0.0  # scheduled completion time of the latest group
 
-    tba.ENGINES["sleeping"] = SleepingEngine
+    def step(self, between_steps=lambda: None):
+        request = self.waiting.popleft()
+        self.due = max(self.due, time.monotonic() - 0.1) + self.config.group_seconds
+        while (left := self.due - time.monotonic()) > 0:
+            time.sleep(min(left, self.POLL))
+            between_steps()
+        vocabulary = self.model.config.vocab_size
+        tokens = np.random.randint(0, vocabulary, (request.n, TOKENS)).astype(np.int32)  # noqa: NPY002
+        logprobs = np.full((request.n, TOKENS), -1, np.float32)
+        ended = np.ones(request.n, bool)
+        versions = [(self.version, self.version)] * request.n
+        return [tba.Completion(request, list(tokens), list(logprobs), ended, versions)]
 
-    if multiprocessing.parent_process() or tba.SEARCHER_FLAG in sys.argv:  # a Searcher
 
-        def token_logprobs(scorer, groups, config, temperature=None):
-            """A free stand-in for log pi_ref, which a GPU would compute."""
-            return [np.full(len(tokens), -1, np.float32) for _, own in groups for tokens in own]
+tba.ENGINES["sleeping"] = SleepingEngine
 
-        tba.token_logprobs = token_logprobs
-        tba.Task.response_texts = lambda task, responses: ["7"] * len(responses)
+if multiprocessing.parent_process() or tba.SEARCHER_FLAG in sys.argv:  # a Searcher
 
-    spent: Counter[str] = Counter()  # seconds and events since the start, by name
-    nested = np.zeros(2)  # wall-clock and CPU seconds in measured functions, outermost calls
+    def token_logprobs(scorer, groups, config, temperature=None):
+        """A free stand-in for log pi_ref, which a GPU would compute."""
+        return [np.full(len(tokens), -1, np.float32) for _, own in groups for tokens in own]
 
-    def clocks() -> np.ndarray:
-        """Wall-clock time and this thread's CPU time."""
-        return np.array([time.perf_counter(), time.thread_time()])
+    tba.token_logprobs = token_logprobs
+    tba.Task.response_texts = lambda task, responses: ["7"] * len(responses)
 
-    def measure(owner, method: str, name: str) -> None:
-        """Accumulate a function's time under `name`, excluding measured functions it calls."""
-        original = getattr(owner, method)
+spent: Counter[str] = Counter()  # seconds and events since the start, by name
+nested = np.zeros(2)  # wall-clock and CPU seconds in measured functions, outermost calls
 
-        def measured(*args, **kwargs):
-            in_main = threading.current_thread() is threading.main_thread()
-            before = nested.copy()
-            start = clocks()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                took = clocks() - start
-                own = took - (nested - before) * in_main
-                spent[f"{name}_count"] += 1
-                spent[f"{name}_wall"] += float(own[0])
-                spent[f"{name}_cpu"] += float(own[1])
-                if in_main:
-                    nested[:] = before + took
 
-        setattr(owner, method, measured)
+def clocks() -> np.ndarray:
+    """Wall-clock time and this thread's CPU time."""
+    return np.array([time.perf_counter(), time.thread_time()])
 
-    def sleeping_step(learner, groups, now, step):
-        """Stands in for Learner.step: sleeps and perturbs the weights."""
-        start = time.perf_counter()
-        time.sleep(learner.config.step_seconds)
-        with torch.no_grad():
-            for weights in learner.model.parameters():
-                weights += 1e-5 * torch.randn_like(weights)
-        names = ("loss", "log_z", "entropy", "grad_norm", "optimizer_seconds")
-        seconds = time.perf_counter() - start
-        return {**dict.fromkeys(names, 0.0), "forward_backward_seconds": seconds}
 
-    tba.Learner.step = sleeping_step
-    write = tba.StepLog.write
+def measure(owner, method: str, name: str) -> None:
+    """Accumulate a function's time under `name`, excluding measured functions it calls."""
+    original = getattr(owner, method)
 
-    def write_measurements(log, measured, *args):
-        """Add the measurements to the step's metrics."""
-        measured |= spent
-        measured["thread_cpu"] = time.thread_time()
-        searchers = log.trainer.searchers
-        measured["groups"] = searchers.first_missing + len(searchers.arrived_positions)
-        measured["starts"] = log.trainer.searchers.starts
-        write(log, measured, *args)
+    def measured(*args, **kwargs):
+        in_main = threading.current_thread() is threading.main_thread()
+        before = nested.copy()
+        start = clocks()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            took = clocks() - start
+            own = took - (nested - before) * in_main
+            spent[f"{name}_count"] += 1
+            spent[f"{name}_wall"] += float(own[0])
+            spent[f"{name}_cpu"] += float(own[1])
+            if in_main:
+                nested[:] = before + took
 
-    tba.StepLog.write = write_measurements
-    for owner, method, name in [
-        (tba.Learner, "step", "step"),
-        (tba.Trainer, "handle_messages", "take"),
-        (tba.Trainer, "store", "store"),
-        (tba.WeightSync, "begin_if_due", "sync"),
-        (tba.WeightSync, "poll", "sync"),
-        (tba.WeightSync, "on_loaded", "sync"),
-        (tba.WeightSync, "send", "send"),  # `send` and `form` run in a thread
-        (tba.WeightChannel, "form", "form"),
-        (tba.SearcherProcesses, "reap", "failures"),
-        (tba.SearcherProcesses, "restart", "failures"),
-        (tba.StepLog, "write", "log"),
-        (tba.RecentOrReward, "sample", "draw"),
-    ]:
-        measure(owner, method, name)
+    setattr(owner, method, measured)
+
+
+def sleeping_step(learner, groups, now, step):
+    """Stands in for Learner.step: sleeps and perturbs the weights."""
+    start = time.perf_counter()
+    time.sleep(learner.config.step_seconds)
+    with torch.no_grad():
+        for weights in learner.model.parameters():
+            weights += 1e-5 * torch.randn_like(weights)
+    names = ("loss", "log_z", "entropy", "grad_norm", "optimizer_seconds")
+    seconds = time.perf_counter() - start
+    return {**dict.fromkeys(names, 0.0), "forward_backward_seconds": seconds}
+
+
+tba.Learner.step = sleeping_step
+write = tba.StepLog.write
+
+
+def write_measurements(log, measured, *args):
+    """Add the measurements to the step's metrics."""
+    measured |= spent
+    measured["thread_cpu"] = time.thread_time()
+    searchers = log.trainer.searchers
+    measured["groups"] = searchers.first_missing + len(searchers.arrived_positions)
+    measured["starts"] = log.trainer.searchers.starts
+    write(log, measured, *args)
+
+
+tba.StepLog.write = write_measurements
+for owner, method, name in [
+    (tba.Learner, "step", "step"),
+    (tba.Trainer, "handle_messages", "take"),
+    (tba.Trainer, "store", "store"),
+    (tba.WeightSync, "begin_if_due", "sync"),
+    (tba.WeightSync, "poll", "sync"),
+    (tba.WeightSync, "on_loaded", "sync"),
+    (tba.WeightSync, "send", "send"),  # `send` and `form` run in a thread
+    (tba.WeightChannel, "form", "form"),
+    (tba.SearcherProcesses, "reap", "failures"),
+    (tba.SearcherProcesses, "restart", "failures"),
+    (tba.StepLog, "write", "log"),
+    (tba.RecentOrReward, "sample", "draw"),
+]:
+    measure(owner, method, name)
 
 # ------------------------------------------------------------------------------------- the driver
 
@@ -153,8 +163,9 @@ PARTS = ("take", "sync", "failures", "store", "draw", "log")
 
 def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dict[str, float]:
     """Run tba.py with M Searchers; returns the measurements by name."""
+    # here, as runs that have this plug-in do not need them
     import psutil
-    from harness import arguments  # of tests
+    from harness import Run, arguments, steps_of
 
     out = folder / f"searchers-{M}"
     settings = {
@@ -164,31 +175,20 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
         "kept_per_prompt": RESPONSES, "max_response_tokens": 128, "max_recent_draws": 0,
         "eval_every": 0, "eval_samples": 8, "save_every": 0, "max_restarts": 1000,
     }  # fmt: skip
-    command = [sys.executable, ROOT / "tba.py", *arguments(args.files, out, **settings), *flags]
-    log = open(folder / f"searchers-{M}.log", "w+")  # noqa: SIM115
-    trainer = psutil.Popen(list(map(str, command)), stdout=log, stderr=log)
-
-    def metrics() -> list[dict]:
-        """The run's steps so far."""
-        if trainer.poll() is not None:
-            log.seek(0)
-            raise SystemExit(f"{M} Searchers: the run ended early\n{log.read()}")
-        path = out / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
+    own = Run(out, [*arguments(FILES, out, **settings), *flags], hooks=False)
+    trainer = psutil.Process(own.process.pid)
 
     def searchers() -> list[psutil.Process]:
         """The Searchers' processes, children of the fork server."""
         servers = [p for p in trainer.children() if "forkserver" in " ".join(p.cmdline())]
         return [searcher for server in servers for searcher in server.children()]
 
-    while len(metrics()) < 5:
-        time.sleep(0.5)
+    own.reaches(5)
     manager = next(p for p in trainer.children() if p.cmdline() == trainer.cmdline())
     parts = {"Trainer": trainer, "Manager": manager}
     cores = lambda: {name: sum(p.cpu_times()[:2]) for name, p in parts.items()}
     begin = time.monotonic()
-    first = len(metrics()) - 1
+    first = steps_of(out) - 1
     cpu = cores()
     read = manager.io_counters().read_chars
     kills = 0
@@ -205,16 +205,10 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
         usage[f"{name}, descriptors"] = process.num_fds()
     private = [p.memory_full_info().uss / 2**20 for p in searchers()]
     usage["a Searcher, private MB"] = sum(private) / max(1, len(private))
-    steps = metrics()[first:]
-    children = trainer.children(recursive=True)
+    steps = tba.read_lines(out / "metrics.jsonl")[first:]
     trainer.terminate()
-    code = trainer.wait(300)
-    psutil.wait_procs(children, 60)
-    log.seek(0)
-    text = log.read()
-    log.close()
-    if code != 128 + signal.SIGTERM or "Traceback" in text:
-        raise SystemExit(f"{M} Searchers: exit code {code}\n{text}")
+    text = own.ends(128 + signal.SIGTERM)
+    assert "Traceback" not in text, text
 
     over = lambda name: steps[-1].get(name, 0) - steps[0].get(name, 0)  # of a cumulative metric
     n = over("step")
@@ -246,7 +240,6 @@ def main() -> None:
     parser.add_argument("--searchers", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=60, help="seconds measured, after warmup")
     parser.add_argument("--kill_every", type=float, default=0, help="seconds between kills; 0: off")
-    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     args, flags = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="tba-cluster-"))
     rows = []

@@ -17,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
@@ -43,11 +42,6 @@ BETA: dict[str, float] = {}
 OWN_FLAGS: dict[str, dict] = {}
 PILOT_STEPS: dict[str, int] = {}
 
-# flags whose value in OWN_FLAGS is the name of a folder beside the task's model
-OF_FILES = (
-    "reward_model", "gold_reward_model", "victim_model", "toxicity_model", "sentence_model"
-)  # fmt: skip
-
 OBJECTIVES = {  # names in the tables -> flags, where these differ
     "ftb forward_kl": {"objective": "ftb", "divergence": "forward_kl"},
     "ftb hellinger": {"objective": "ftb", "divergence": "hellinger"},
@@ -63,7 +57,6 @@ HALF_DECADES = tuple(float(f"{digit}e{power}") for power in range(-7, 0) for dig
 BUDGETS = (2.0, 4.0, 6.0, 12.0)  # nats per response
 COLLAPSED = 50.0  # nats per response
 FEW_DISTINCT = 0.1  # below this, different prompts share their responses
-A_DISTANCE = ("attacks",)  # tasks whose `distinct` is a distance, not a fraction
 EVERY = 10  # steps between evaluations
 POINT = ("step", "kl", "reward", "distinct")  # what a row has of each evaluation
 NOT_YET = "·"  # in a table: no seed has been run
@@ -249,8 +242,8 @@ def arguments_of(
         "eval_every": EVERY, "eval_responses": 4, "save_every": 0,
     }  # fmt: skip
     flags |= OBJECTIVES.get(setting.objective, {"objective": setting.objective})
-    own = OWN_FLAGS[setting.task]
-    flags |= {name: folder / value if name in OF_FILES else value for name, value in own.items()}
+    for name, value in OWN_FLAGS[setting.task].items():  # models are beside the task's own
+        flags[name] = folder / value if name.endswith("_model") else value
     special = dict(setting.flags)
     if special.pop("slow", ""):
         flags |= {"engine": "slow", "eval_every": 0}
@@ -275,24 +268,20 @@ def arguments_of(
 
 
 class Rows:
-    """The completed runs in a file, and the next one to run."""
+    """The completed runs in a file, and the next one to run.
+
+    A subclass has `choice_of(setting)`, how its learning rate is chosen, and `seeds_of(setting)`,
+    the seeds that are reported.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows = read_lines(path) if path.exists() else []
+        self.rows = read_lines(path)
         self.by_key = collections.defaultdict(list)  # (key of a setting, role) -> rows
         self.under_way: set[tuple] = set()
         for row in self.rows:
             row["path"] = [dict(zip(POINT, point, strict=False)) for point in row["path"]]
             self.by_key[setting_of(row).key(), row["role"]].append(row)
-
-    def choice_of(self, setting: Setting) -> Choice:
-        """How the setting's learning rate is chosen."""
-        raise NotImplementedError
-
-    def seeds_of(self, setting: Setting) -> Sequence[int]:
-        """The seeds that are reported."""
-        raise NotImplementedError
 
     def of(self, setting: Setting, role: str = "report") -> list[dict]:
         return self.by_key[setting.key(), role]
@@ -404,24 +393,20 @@ def run_tba(arguments: list, log: Path, prepare: Callable[[], None]) -> int:
 
     `prepare` is called in the fork first. Returns the exit code; stdout and stderr go to `log`.
     """
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    code = 1
-    try:
+
+    def main() -> None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
         tba.LocalProcess._Popen = staticmethod(multiprocessing.context.ForkProcess._Popen)
         tba.RunFolder.draw_curves = lambda _: None
         prepare()
-        code = tba.main([str(word) for word in arguments])
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+        sys.exit(tba.main([str(word) for word in arguments]))
+
+    child = multiprocessing.get_context("fork").Process(target=main)
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 def run(
@@ -460,7 +445,6 @@ def run(
         "role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": exit_code,
         "model": hash_of(setting.task, files), "commit": commit,
         "seconds": round(time.time() - start),
-        "staleness": round(float(np.mean([m["staleness_mean"] for m in metrics])), 2),
         "step_seconds": round(metrics[-1]["seconds"] - metrics[0]["seconds"], 1),
         "ess": round(float(np.mean([m["effective_sample_size"] for m in metrics])), 3),
         "path": [{name: round(record[name], 3) for name in POINT} for record in evaluations],
@@ -468,15 +452,11 @@ def run(
 
 
 def run_all(
-    rows: Rows, settings: list[Setting], files: Path, minutes: float, workers: int,
-    run: Callable[..., dict] = run,
+    rows: Rows, settings: list[Setting], files: Path, run: Callable[..., dict],
+    minutes: float = math.inf, workers: int = 1,
 ) -> None:  # fmt: skip
-    """Run what is missing, `workers` at a time, until all is done or time is up.
-
-    When a run fails, no more are started, and its exception is raised once the others have ended.
-    """
+    """Run what is missing, `workers` at a time, until all is done, time is up or a run fails."""
     rows.check(settings, files)
-    failure = None
     end = time.monotonic() + 60 * minutes
     # fork now: everything is imported and no other thread is running
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
@@ -486,7 +466,7 @@ def run_all(
                 job = rows.next(settings)
                 if job is None:
                     break
-                setting, role, rate, seed = job
+                setting, role, _, _ = job
                 clip = 0.0 if role == "pilot" else rows.clip(setting)
                 under_way[pool.submit(run, *job, clip, files)] = job
             if not under_way:
@@ -494,20 +474,11 @@ def run_all(
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                 job = under_way.pop(future)
                 rows.under_way.remove(job)
-                if future.exception():
-                    failure = future.exception()
-                    end = -math.inf
-                    continue
                 row = future.result()
                 rows.add(row)
-                setting, role, rate, seed = job
-                what = f"{setting.experiment}: {setting.objective}, lag {setting.lag}, "
-                what += "".join(f"{name} {value}, " for name, value in setting.flags)
                 found = f"{area(row):.3f}{' collapsed' if collapsed(row) else ''}"
-                what += f"{role} {rate:g}, seed {seed}: {found} ({row['seconds']} s)"
-                print(what, flush=True)
-    if failure:
-        raise failure
+                what = f"{row['role']} {row['rate']:g}, seed {row['seed']}: {found}"
+                print(f"{job[0]}: {what} ({row['seconds']} s)", flush=True)
 
 
 # -------------------------------------------------------------------------- numbers of one run
@@ -553,8 +524,8 @@ def collapsed(row: dict) -> bool:
 
 def lost(row: dict) -> bool:
     """Whether a run collapsed by its KL at any time, or ends with few distinct responses."""
-    few = row["task"] not in A_DISTANCE and last(row)["distinct"] < FEW_DISTINCT
-    return collapsed(row) or few
+    few = last(row)["distinct"] < FEW_DISTINCT
+    return collapsed(row) or (few and row["task"] != "attacks")  # there, it is a distance
 
 
 def objective_of(row: dict, point: dict) -> float:
@@ -580,9 +551,9 @@ def shown(values: Iterable[float | None], digits: int = 2) -> str:
     return f"{np.mean(found):.{digits}f}{spread}"
 
 
-def mean(values: Iterable[float], digits: int = 2) -> str:
+def mean(values: Iterable[float]) -> str:
     """The mean alone."""
-    return shown(values, digits).split(" ")[0]
+    return shown(values).split(" ")[0]
 
 
 def rate_of(rows: list[dict]) -> str:
@@ -593,11 +564,6 @@ def note(rows: list[dict]) -> str:
     """How many seeds are lost, if any are."""
     count = sum(map(lost, rows))
     return f" ({count} of {len(rows)})" if count else ""
-
-
-def areas(rows: list[dict]) -> str:
-    """The gain over seeds, and how many of them are lost."""
-    return shown(map(area, rows)) + note(rows)
 
 
 def finals(rows: list[dict]) -> list[float]:
@@ -612,10 +578,10 @@ def difference(found: list[dict], others: list[dict]) -> tuple[float, float]:
     return float(np.mean(a) - np.mean(b)), STUDENT_T[2 * len(a) - 2] * float(error)
 
 
-def paired(found: list[dict], others: list[dict], value: Callable[[dict], float] = area) -> str:
-    """The mean difference in `value` over the seeds that both have, with its 95 % interval."""
-    by_seed = {row["seed"]: value(row) for row in others}
-    gaps = [value(row) - by_seed[row["seed"]] for row in found if row["seed"] in by_seed]
+def paired(found: list[dict], others: list[dict]) -> str:
+    """The mean difference in gain over the seeds that both have, with its 95 % interval."""
+    by_seed = {row["seed"]: area(row) for row in others}
+    gaps = [area(row) - by_seed[row["seed"]] for row in found if row["seed"] in by_seed]
     if len(gaps) - 1 not in STUDENT_T:
         return NOT_YET
     half = STUDENT_T[len(gaps) - 1] * np.std(gaps, ddof=1) / math.sqrt(len(gaps))

@@ -1,13 +1,13 @@
 """Draw several runs in one picture: their curves, or with --pareto the trade-off of two metrics.
 
     python bench/compare.py runs/a runs/b ... [--smooth 10] [--out compare.png]
-    python bench/compare.py --pareto runs/a runs/b ... [--x perplexity --y win_rate]
+    python bench/compare.py --pareto runs/a runs/b ...
 
 A run is labelled by its folder's name and the flags in which the runs differ. The last evaluation
 of each run is printed.
 
 The curves are reward, KL, reward against KL, and held-out metrics. The trade-off has a point for a
-run's last evaluation, to which a thin line leads through the earlier ones. Its default axes are
+run's last evaluation, to which a thin line leads through the earlier ones. Its axes are
 perplexity and win rate (tldr), or cosine distance and attack success rate (redteam); perplexity is
 computed as in the authors' code, over the tokens of query and summary. With `--eval_samples`, the
 earlier evaluations use some held-out prompts only; the one after the last step uses all of them.
@@ -107,8 +107,6 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--smooth", type=int, default=10, help="steps in the running mean")
     parser.add_argument("--pareto", action="store_true", help="draw the trade-off of two metrics")
-    parser.add_argument("--x", help="metric of the trade-off's horizontal axis")
-    parser.add_argument("--y", help="metric of the trade-off's vertical axis")
     parser.add_argument("--out", type=Path, default=Path("compare.png"), help="output image")
     args = parser.parse_args()
     for run in args.runs:
@@ -118,12 +116,10 @@ def main() -> None:
     evaluations = {label: read_lines(run / "eval.jsonl") for label, run in runs.items()}
     names = [name for name in next(iter(evaluations.values()))[0] if name not in NOT_METRICS]
     if args.pareto:
-        pair = next((pair for pair in AXES if set(pair) <= set(names)), ("", ""))
-        x, y = args.x or pair[0], args.y or pair[1]
-        for label, records in evaluations.items():
-            if not all(name in record for record in records for name in (x, y)):
-                parser.error(f"{label}: choose --x and --y from {', '.join(names)}")
-        figure = draw_tradeoff(evaluations, x, y)
+        pairs = [pair for pair in AXES if set(pair) <= set(names)]
+        if not pairs:
+            parser.error(f"--pareto: no two of {', '.join(names)} are a trade-off")
+        figure = draw_tradeoff(evaluations, *pairs[0])
     else:
         steps = {label: read_lines(run / "metrics.jsonl") for label, run in runs.items()}
         figure = draw_curves(steps, evaluations, names, args.smooth)

@@ -1,7 +1,7 @@
 """The paper's own comparison: objectives inside the same asynchronous loop, with real processes.
 
     python bench/inside.py run --minutes 30     # missing runs; 80 minutes in all; resumable
-    python bench/inside.py report               # writes its table in docs/results.md, and verdicts
+    python bench/inside.py report               # its table in docs/results.md; prints another
 
 Every run is `bash run_gsm8k.sh --tiny` (tests/models/gsm8k, one Searcher and the Trainer, a core
 each), with another objective, k (--sync_every) and m (--recent_probability). A row of
@@ -35,7 +35,7 @@ bench/results/inside.jsonl is one run, with its settings, seed, commit and held-
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +55,6 @@ RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 SEEDS_TO_CHOOSE = (101, 102)
 SEEDS = range(1, 11)
 MODELS = common.ROOT / "tests" / "models"
-Runs = Callable[[str, int, float], list[dict]]  # (objective, k, m) -> the reported runs
 
 
 class Measured(common.Measured, tba.GSM8K):
@@ -119,29 +118,6 @@ def run(setting: Setting, role: str, rate: float, *rest) -> dict:
 # ------------------------------------------------------------------------------------- the report
 
 
-def stability(of: Runs, objective: str) -> str:
-    """What the protocol (6) says of appendix D.1: supported, refuted or neither."""
-    supports = []
-    for way in WAYS:
-        found, of_tb = of(objective, *way), of("tb", *way)
-        lost = sum(map(failed, found))
-        if lost == 0 and np.mean(finals(found)) >= np.mean(finals(of_tb)) - 0.05:
-            return "refuted"
-        supports.append(lost >= 2 and sum(map(failed, of_tb)) < lost)
-    return "supported" if all(supports) else "neither"
-
-
-def stale_data(of: Runs, objective: str) -> str:
-    """What the protocol (7) says of `tb` on stale data, compared with an objective."""
-    ahead, behind = [], []
-    for m in RECENT:
-        gap, half = difference(of("tb", SYNC_EVERY[-1], m), of(objective, SYNC_EVERY[-1], m))
-        gap_on_policy, _ = difference(of("tb", SYNC_EVERY[0], m), of(objective, SYNC_EVERY[0], m))
-        ahead.append(gap > max(half, gap_on_policy))
-        behind.append(gap < -half)
-    return "supported" if all(ahead) else "refuted" if all(behind) else "neither"
-
-
 def outcome(found: list[dict]) -> str:
     """The mean and the worst final accuracy, and how many seeds failed, if any did."""
     if not found:
@@ -174,15 +150,10 @@ def main() -> None:
     args = parser.parse_args()
     rows = Rows(common.ROOT / "bench" / "results" / "inside.jsonl")
     if args.what == "run":
-        common.run_all(rows, settings_of(), MODELS, args.minutes, 1, run)
+        common.run_all(rows, settings_of(), MODELS, run, args.minutes)
         return
     rows.check(settings_of(), MODELS)
     common.publish(tables_of(rows), print_all=True)
-    of = lambda *key: rows.of(setting_of(*key))
-    if all(len(rows.of(setting)) == len(SEEDS) for setting in settings_of()):
-        for name in OBJECTIVES[1:]:
-            print(f"{name}: unstable, D.1: {stability(of, name)}; ", end="")
-            print(f"`tb` ahead on stale data: {stale_data(of, name)}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,11 @@
 """Microbenchmarks: ratios of two times, measured alternately.
 
-    python bench/micro.py [--files FOLDER]      # a folder like tests/models/gsm8k
+    python bench/micro.py
 
 * packed: a training step on packed rows, relative to one row per response, for prompts and
   responses of GSM8K's and of TL;DR's proportions;
 * TRL: the same step, relative to TRL's GRPOTrainer, which pads these responses in one micro-batch
   (pip install --no-deps trl==1.16.0; skipped without it);
-* generation: a batch of the transformers engine that runs the prompt once for its 16 responses,
-  relative to once per response;
-* sync: the cost of a sync to the training thread (snapshot and probes), relative to a plain copy of
-  the weights and the probes;
-* replay: drawing a batch from a full buffer, as a fraction of a training step;
 * queue: groups per second through the Manager's queue.
 """
 
@@ -34,14 +29,15 @@ from harness import learner_of, random_groups
 
 import tba
 
+FILES = ROOT / "tests" / "models" / "gsm8k"
 SHAPES = {"GSM8K": (140, 150), "TL;DR": (350, 35)}  # tokens of a prompt, of a response on average
 Groups = list[list[tba.Trajectory]]
 
 
-def median_seconds(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
+def median_seconds(functions: list[Callable[[], object]]) -> list[float]:
     """The median time of each function, called alternately."""
     times = [[] for _ in functions]
-    for _ in range(rounds):
+    for _ in range(7):
         for function, own in zip(functions, times, strict=True):
             start = time.perf_counter()
             function()
@@ -49,9 +45,9 @@ def median_seconds(*functions: Callable[[], object], rounds: int = 7) -> list[fl
     return [float(np.median(own)) for own in times]
 
 
-def wide_model(files: Path, folder: Path) -> Path:
+def wide_model(folder: Path) -> Path:
     """Save a random Llama with 4 layers of width 256; returns its folder."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(files / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FILES / "model")
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=256, intermediate_size=768, num_hidden_layers=4,
         num_attention_heads=4, max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id,
@@ -116,60 +112,11 @@ def print_steps(name: str, packed: tba.Learner, plain: tba.Learner, groups: Grou
     steps = [lambda: packed.step(groups, now, 0), lambda: plain.step(groups, now, 0)]
     if importlib.util.find_spec("trl"):
         steps.append(trl_step(Path(packed.config.model), groups, packed.task.train_prompts))
-    seconds, plain_seconds, *trl_seconds = median_seconds(*steps)
+    seconds, plain_seconds, *trl_seconds = median_seconds(steps)
     speedup = plain_seconds / seconds
     print(f"packed, {name}: {speedup:.2f} times as fast ({seconds:.2f} s per step)")
     for other in trl_seconds:
         print(f"TRL, {name}: a step takes {seconds / other:.2f} of TRL's time")
-
-
-def print_generation(name: str, config: tba.Config, prompt: np.ndarray, length: int) -> None:
-    """Print the speedup by running a prompt once for its 16 responses."""
-    once = tba.TransformersEngine(config, 0, "model", 1024)
-    often = tba.TransformersEngine(config, 0, "model", 1024)
-    often.shares_prompts = False
-
-    def generate(engine: tba.TransformersEngine) -> None:
-        request = tba.Request(0, prompt, 16, max_tokens=length, min_tokens=length, temperature=1.0)
-        engine.submit(request)
-        engine.step()
-
-    seconds, plain = median_seconds(lambda: generate(once), lambda: generate(often))
-    print(f"generation, {name}: {plain / seconds:.2f} times as fast ({seconds:.2f} s)")
-
-
-def print_sync(learner: tba.Learner) -> None:
-    """Print the cost of a weight sync to the training thread."""
-    learner.snapshot = tba.FlatWeights(learner.weights, torch.float32, torch.device("cpu"))
-    own = torch.cat([tensor.flatten() for tensor in learner.weights.values()]).detach()
-    other = torch.empty_like(own)
-
-    def sync() -> None:
-        learner.copy_weights()
-        learner.score_probes()
-
-    def copy_and_probes() -> None:
-        other.copy_(own)
-        learner.score_probes()
-
-    seconds, minimum = median_seconds(sync, copy_and_probes, rounds=21)
-    print(f"sync: {seconds / minimum:.2f} times a copy and the probes ({1000 * seconds:.1f} ms)")
-
-
-def print_replay(learner: tba.Learner, groups: Groups) -> None:
-    """Print what drawing a batch from 2,000 prompts costs, relative to a step on these groups."""
-    rule = tba.RecentOrReward(tba.ReplayBuffer(learner.config), learner.config)
-    now = tba.at_step(learner.config, 0)
-    for index in range(2000):
-        for group in random_groups(learner.task, 3, 16, longest=12):
-            for t in group:
-                t.prompt_id = index
-            rule.buffer.add(tba.Group(index, group))
-        if index > 1900:
-            rule.on_group(tba.Group(index, group))
-    (draw,) = median_seconds(lambda: rule.sample(7, 16), rounds=50)
-    (step,) = median_seconds(lambda: learner.step(groups, now, 0))
-    print(f"replay: a draw of 7 x 16 takes {draw / step:.4f} of a training step")
 
 
 def print_queue(group: list[tba.Trajectory]) -> None:
@@ -188,21 +135,16 @@ def print_queue(group: list[tba.Trajectory]) -> None:
 
 def main() -> None:
     """Print a line per ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
-    files = parser.parse_args().files
+    argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        model = wide_model(files, Path(folder))
+        model = wide_model(Path(folder))
         flags = {"model": model, "recent_probability": 0.95, "tokens_per_microbatch": 4096}
-        packed, plain = (learner_of(files, Path(folder) / "run", **flags) for _ in range(2))
+        packed, plain = (learner_of(FILES, Path(folder) / "run", **flags) for _ in range(2))
         plain.policy.row_tokens = 0
         for name, (prompt, response) in SHAPES.items():
             groups = groups_of(packed.task, prompt, response)
             print_steps(name, packed, plain, groups)
-            print_generation(name, packed.config, packed.task.train_prompts[0], response)
-        print_sync(packed)
-        print_replay(packed, groups_of(packed.task, *SHAPES["GSM8K"]))
         print_queue(random_groups(packed.task, 1, 16, shortest=125, longest=375)[0])
 
 

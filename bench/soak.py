@@ -1,16 +1,13 @@
 """A tiny run under random faults: no group may be lost or counted twice.
 
     python bench/soak.py --minutes 10 --faults 40
-    python bench/soak.py --minutes 10 --faults 40 --nodes 3     # on a Ray cluster of local nodes
 
-Three Searchers are killed, hung or made to raise at random points, also during weight transfers. On
-a cluster, half of the faults are lost nodes, which are replaced a while later. Prints the injected
-faults and a summary. Exits with 1 if a group was lost or stored twice, if weights were wrong, or if
-the run did not end cleanly with a checkpoint.
+Three Searchers are killed, hung or made to raise at random points, also during weight transfers.
+Prints the injected faults and a summary. Exits with 1 if a group was lost or stored twice, if
+weights were wrong, or if the run did not end cleanly with a checkpoint.
 """
 
 import argparse
-import contextlib
 import os
 import random
 import shutil
@@ -20,12 +17,11 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from harness import Run, arguments, cluster_searchers, local_cluster
+from harness import Run, arguments
 
 from tba import read_lines
 
@@ -33,43 +29,19 @@ PHASES = ("generating", "joining", "receiving", "received", "loading")
 FAULTS = ["raise", *(f"{kind}-{phase}" for kind in ("die", "hang") for phase in PHASES)]
 
 
-def inject(run: Run, fault: str, cluster: Any) -> None:
-    """Inject a fault, and wait until the run has noticed it."""
-    before = len(run.failed())
-    if fault == "lose-node":
-        # a node without a Searcher is lost unnoticed
-        run.until(lambda: any(map(cluster_searchers, cluster.worker_nodes)), "a Searcher")
-        cluster.lose(next(node for node in cluster.worker_nodes if cluster_searchers(node)))
-    else:
-        run.want(fault)
-        run.suffered(fault)
-    run.until(lambda: len(run.failed()) > before, f"{fault} noticed")
-
-
 def main() -> int:
     """Run, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--faults", type=int, default=40)
-    parser.add_argument("--nodes", type=int, default=0, help="Ray cluster nodes; 0: no cluster")
     parser.add_argument("--files", type=Path, default=ROOT / "tests" / "models" / "gsm8k")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
-    os.environ["TBA_FAULTS"] = str(folder / "run-faults")  # inherited by processes on the nodes
-    with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(local_cluster(args.nodes)) if args.nodes else None
-        return soak(args, folder, cluster)
-
-
-def soak(args: argparse.Namespace, folder: Path, cluster: Any) -> int:
-    """Run tba.py under faults in this folder; returns the exit code."""
     out = folder / "run"
     flags = {
         "steps": 10**6, "eval_every": 500, "eval_samples": 8, "save_every": 500, "sync_every": 1,
         "num_searchers": 3, "max_restarts": 100, "transfer_timeout": 3, "searcher_timeout": 10,
     }  # fmt: skip
-    if cluster:
-        flags["cluster"] = cluster.address
     run = Run(out, arguments(args.files, out, **flags))
     run.until(lambda: len({index % 3 for index, *_ in run.noted("stored")}) == 3, "first groups")
     rng = random.Random(0)
@@ -77,13 +49,12 @@ def soak(args: argparse.Namespace, folder: Path, cluster: Any) -> int:
     end = time.monotonic() + 60 * args.minutes
     while sum(injected.values()) < args.faults and time.monotonic() < end:
         fault = rng.choice(FAULTS)
-        if cluster and rng.random() < 0.5:
-            fault = "lose-node"
-        inject(run, fault, cluster)
+        failures = len(run.failed())
+        run.want(fault)
+        run.suffered(fault)
+        run.until(lambda: len(run.failed()) > failures, f"{fault} noticed")  # noqa: B023
         injected[fault] += 1
         time.sleep(rng.uniform(0, 60 * args.minutes / args.faults / 2))
-        while cluster and len(cluster.worker_nodes) < args.nodes:
-            cluster.join()
     os.kill(run.process.pid, signal.SIGTERM)
     output = run.ends(128 + signal.SIGTERM)
     stored = [index for index, *_ in run.noted("stored")]

@@ -1,13 +1,7 @@
-"""Data, tokenizers and model folders as people have them: bench/odd_inputs.py has the cases."""
-
-import sys
-
-import pytest
-from conftest import ROOT
-
-sys.path.append(str(ROOT / "bench"))
+"""Data, tokenizers and model folders as people have them: tests/odd_inputs.py has the cases."""
 
 import odd_inputs
+import pytest
 
 PARTS = 16  # for several workers
 

@@ -1,6 +1,6 @@
 """What becomes of the data, tokenizers and model folders that people have: some 420 cases.
 
-    python bench/odd_inputs.py [--only WORD] [--failing]
+    python tests/odd_inputs.py [--only WORD] [--failing]
 
 Each case is made in a temporary folder and goes through everything that tba.py does before it
 loads a model. It either trains on exactly the rows that its table says, or is refused with exit
@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import datasets
 import numpy as np
@@ -41,7 +40,7 @@ from safetensors.torch import load_file, save_file
 
 import tba
 
-MODELS = ROOT / "tests" / "models"
+MODELS = Path(__file__).resolve().parent / "models"
 
 
 class Case(NamedTuple):
