@@ -2468,7 +2468,7 @@ class TransformersEngine:
         self.model = load_model(config, getattr(config, name), config.torch_dtype, self.device)
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's
         self.state = checkpoint_state(self.model)
-        self.shares_prompts = can_pack(self.model, longest)
+        self.pads = can_pack(self.model, longest)  # whether a batch may have prompts of any length
         self.waiting: deque[Request] = deque()
         self.version = -1  # of the weights; -1: those of the checkpoint
 
@@ -2486,13 +2486,12 @@ class TransformersEngine:
 
         def kind(request: Request) -> tuple:
             # padding changes linear attention
-            length = 0 if self.shares_prompts else len(request.prompt)
+            length = 0 if self.pads else len(request.prompt)
             return request.temperature == 0, request.top_p, request.min_tokens, length
 
         batch = [self.waiting.popleft()]
-        rows = batch[0].n
         while self.waiting and kind(self.waiting[0]) == kind(batch[0]):
-            rows += self.waiting[0].n
+            rows = sum(request.n for request in (*batch, self.waiting[0]))
             if rows > self.config.sequences_in_flight:
                 break
             batch.append(self.waiting.popleft())
@@ -2502,30 +2501,19 @@ class TransformersEngine:
     def step(self, between_steps: Callable[[], None] = lambda: None) -> list[Completion]:
         """Generate the next batch; `between_steps`, called after each token, may load weights."""
         batch = self.take_batch()
-        rows = [b for b, request in enumerate(batch) for _ in range(request.n)]  # R indices
-        temperatures = [[batch[b].temperature or 1.0] for b in rows]
+        rows = [request for request in batch for _ in range(request.n)]  # R
+        temperatures = [[request.temperature or 1.0] for request in rows]
         hook = DecodeHook(self, torch.tensor(temperatures, device=self.device), between_steps)
-        prompts = [torch.from_numpy(request.prompt).long() for request in batch]  # B x (P,)
+        prompts = [torch.from_numpy(request.prompt).long() for request in rows]  # R x (P,)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-        prompt_ids = pad(prompts).to(self.device)  # (B, P), with the longest prompt's P
-        mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (B, P)
-        cache = None
-        if self.shares_prompts and len(rows) > len(batch) and mask.shape[1] > 1:
-            # run all but the last token once per prompt; `generate` continues from there
-            cache = self.model.base_model(
-                prompt_ids[:, :-1],
-                attention_mask=mask[:, :-1],
-                position_ids=(mask[:, :-1].cumsum(1) - 1).clamp(min=0),
-                use_cache=True,
-            ).past_key_values
-            cache.batch_select_indices(torch.tensor(rows, device=self.device))
+        prompt_ids = pad(prompts).to(self.device)  # (R, P), with the longest prompt's P
+        mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.device)  # (R, P)
         # `between_steps` may generate too, with a seed of its own
         with torch.random.fork_rng():
             torch.manual_seed(batch[0].seed)
             ids = self.model.generate(  # (R, P + T)
-                prompt_ids[rows],
-                attention_mask=mask[rows],
-                past_key_values=cache,
+                prompt_ids,
+                attention_mask=mask,
                 do_sample=batch[0].temperature > 0,
                 top_k=0,
                 top_p=batch[0].top_p,

@@ -454,7 +454,7 @@ def test_slow_rewards_do_not_change_what_lockstep_samples(gsm8k, tmp_path, monke
     for slow in (False, True):
         searcher = searcher_of(gsm8k, tmp_path, synchronous=True)
         searcher.limit = 12
-        searcher.engine.shares_prompts = False  # prompts of other lengths wait in the engine
+        searcher.engine.pads = False  # prompts of other lengths wait in the engine
         scored.set()
         if slow:
             scored.clear()
