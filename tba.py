@@ -1465,7 +1465,8 @@ class Learner(Stateful):
     def sampling_evidence(self, sequences: PromptGroups) -> np.ndarray:
         """Statistics of all responses' tokens, (N, EVIDENCE), which SamplingCheck tests."""
         measure = partial(sampling_evidence, ends=self.task.end_tokens)
-        return token_values(self.policy, sequences, self.config, EVIDENCE, measure=measure)
+        found = token_values(self.policy, sequences, self.config, EVIDENCE, measure=measure)
+        return np.concatenate(found)
 
     def merged(self, name: str) -> Tensor:
         """A weight by its checkpoint name, with its LoRA adapter merged if it has one."""
@@ -1841,11 +1842,7 @@ def load_model(
     config: Config, path: str, dtype: torch.dtype, device: torch.device,
     kind: str = "AutoModelForCausalLM",
 ) -> nn.Module:  # fmt: skip
-    """Load a model from a folder or hub name, in evaluation mode; `kind` is its auto class.
-
-    Raises ValueError if weights are missing, unexpected or quantized, or if it has an adapter or
-    cannot generate from left to right.
-    """
+    """Load a model, of auto class `kind`, in evaluation mode. Raises ValueError if it is unfit."""
     adapter = transformers.utils.find_adapter_config_file(path)
     model_config = None if adapter else transformers.AutoConfig.from_pretrained(path)
     if adapter or hasattr(model_config, "quantization_config"):
@@ -1985,22 +1982,18 @@ def sampling_evidence(logprobs: Tensor, targets: Tensor, ends: list[int]) -> Ten
     Columns 8-10: the same of a token that is drawn here, and has the same distribution.
     """
     p = logprobs.exp()
-    moments = torch.xlogy(p, p)  # p log p
-    entropy = -moments.sum(1)
+    entropy = -torch.xlogy(p, p).sum(1)
     variance = (p * (logprobs.clamp(min=-1e4) + entropy[:, None]).square()).sum(1)
     ending = p[:, ends].sum(1)
     ended = torch.isin(targets, torch.tensor(ends, device=targets.device)).float()
-
-    def depth(tokens: Tensor) -> list[Tensor]:
-        own = logprobs.gather(1, tokens)
-        likelier = logprobs > own
-        return [likelier.sum(1), (p * likelier).sum(1), logprobs.amax(1) - own[:, 0]]
-
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
     columns = [chosen, chosen + entropy, variance, ended - ending, ending * (1 - ending)]
     # as `multinomial` does it, which raises an error if the policy has become NaN
-    drawn = (p / torch.empty_like(p).exponential_()).argmax(1, keepdim=True)
-    columns += depth(targets[:, None]) + depth(drawn)
+    drawn = (p / torch.empty_like(p).exponential_()).argmax(1)
+    for tokens in (targets, drawn):
+        own = logprobs.gather(1, tokens[:, None])
+        likelier = logprobs > own
+        columns += [likelier.sum(1), (p * likelier).sum(1), logprobs.amax(1) - own[:, 0]]
     return torch.stack(columns, 1)
 
 
@@ -2034,20 +2027,18 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     plan = []
     start = 0  # index of a response's first token
     for prompt, responses in groups:
-        max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
-        room = max(1, max_tokens - len(prompt))  # for responses, in each row
-        fewest = min(len(responses), math.ceil(sum(map(len, responses)) / room))
-        limit = max(budget, len(prompt) + max(map(len, responses)))
+        tokens = max(row_tokens, 4 * len(prompt)) if row_tokens else 0
+        longest = max(map(len, responses))
+        # tokens of responses in a row, which may exceed this by less than the longest response
+        average = max(1, min(tokens, budget - longest) - len(prompt))
+        row_count = min(len(responses), math.ceil(sum(map(len, responses)) / average))
+        rows = [Row(prompt, [], []) for _ in range(row_count)]
         starts = start + np.cumsum([0, *map(len, responses)])
         start = starts[-1]
-        for row_count in range(fewest, len(responses) + 1):
-            rows = [Row(prompt, [], []) for _ in range(row_count)]
-            for i in sorted(range(len(responses)), key=lambda i: -len(responses[i])):
-                shortest = min(rows, key=lambda row: row.length)
-                shortest.indices.append(np.arange(starts[i], starts[i + 1]))
-                shortest.responses.append(responses[i])
-            if max(row.length for row in rows) <= limit:
-                break
+        for i in sorted(range(len(responses)), key=lambda i: -len(responses[i])):
+            shortest = min(rows, key=lambda row: row.length)
+            shortest.indices.append(np.arange(starts[i], starts[i + 1]))
+            shortest.responses.append(responses[i])
         plan.append(rows)
     return plan
 
@@ -2075,19 +2066,18 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
     shape = len(rows), max(row.length for row in rows)  # (R, L)
     ids = np.zeros(shape, np.int64)
     position_ids = np.zeros(shape, np.int64)
+    predictor = np.zeros(shape, np.int64)
     owner = np.full(shape, -1)  # 0: the prompt, 1...: the responses, -1: padding
     for r, row in enumerate(rows):
         P = len(row.prompt)
         lengths = [len(response) for response in row.responses]
+        counts = np.concatenate([np.arange(P), *(np.arange(P, P + T) for T in lengths)])
         ids[r, : row.length] = np.concatenate([row.prompt, *row.responses])
-        counts = [np.arange(P), *(np.arange(P, P + T) for T in lengths)]
-        position_ids[r, : row.length] = np.concatenate(counts)
-        owner[r, : row.length] = np.repeat(np.arange(len(counts)), [P, *lengths])
-    prompt_lengths = np.array([[len(row.prompt)] for row in rows])  # (R, 1)
-    index = np.arange(ids.size).reshape(shape)
-    # the prompt's last token predicts every response's first
-    first = position_ids == prompt_lengths
-    predictor = np.where(first, index[:, :1] + prompt_lengths, index) - 1
+        position_ids[r, : row.length] = counts
+        owner[r, : row.length] = np.repeat(np.arange(len(lengths) + 1), [P, *lengths])
+        # the prompt's last token predicts every response's first
+        previous = np.where(counts == P, P, np.arange(row.length)) - 1
+        predictor[r, : row.length] = r * shape[1] + previous
     answered = owner > 0
     inputs = {"input_ids": to_device(ids, device)}
     # rows of one response need no mask: attention is causal, and padding comes last. Some families
@@ -2158,37 +2148,36 @@ def run_microbatches(
 @torch.no_grad()
 def token_values(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, columns: int = 2, **options: Any
-) -> np.ndarray:
-    """What `policy` returns for all responses' tokens, (N, columns), on every rank."""
+) -> list[np.ndarray]:
+    """What `policy` returns for every response's tokens, (T, columns), on every rank."""
     plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
     units = [[row] for rows in plan for row in rows]
-    tokens = sum(len(response) for _, responses in groups for response in responses)
-    flat = torch.zeros(tokens, columns, device=policy.model.device)
+    lengths = [len(response) for _, responses in groups for response in responses]
+    flat = torch.zeros(sum(lengths), columns, device=policy.model.device)
     for index, values in run_microbatches(policy, units, config, **options):
         flat[index] = values
     policy.ranks.all_reduce(flat)
-    return flat.cpu().numpy()
+    return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
 def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> list[np.ndarray]:
     """Log-probabilities (T,) of every response's tokens, on every rank."""
-    values = token_values(policy, groups, config, temperature=temperature)
-    lengths = [len(response) for _, responses in groups for response in responses]
-    return np.split(values[:, 0], np.cumsum(lengths)[:-1])
+    found = token_values(policy, groups, config, temperature=temperature)
+    return [values[:, 0] for values in found]
 
 
 class SamplingCheck:
     """Checks that responses are samples of the policy at --temperature, with its log-probabilities.
 
-    It looks at groups that were sampled with the Trainer's current weights: in an asynchronous run
-    those before the first step, in lockstep every batch until there is enough evidence. They are
-    the first ones of each Searcher: a choice that depends on responses, such as the first to
-    arrive, which are short, would bias it. If all is well, log pi(y) + entropy and
-    EOS - P(EOS) are martingale differences over a response's tokens, whatever ends it, so that
-    their sums over the root of their variances are standard normal; of the c most unlikely tokens,
-    among samples and as many draws by the Trainer, none is a sample with probability 2^-c, about.
+    It looks at the first groups of each Searcher, sampled with the Trainer's current weights: in an
+    asynchronous run those before the first step, in lockstep every batch until there is enough
+    evidence. The first to arrive would be a biased choice, as they are short. If all is well,
+    log pi(y) + entropy and EOS - P(EOS) are martingale differences over a response's tokens,
+    whatever ends it: their sums over the root of their variances are standard normal. Of the c most
+    unlikely tokens, among samples and as many draws by the Trainer, none is a sample with
+    probability 2^-c, about.
     """
 
     ENOUGH = 5000.0  # nats^2: a temperature that is wrong by a tenth gives |z| of about 6
@@ -2204,7 +2193,6 @@ class SamplingCheck:
     def add(self, arrived: list[Group], version: int) -> None:
         """Add the groups that these weights sampled; warn once if something is wrong."""
         config = self.learner.config
-        prompts = self.learner.task.train_prompts
         groups = [
             group.trajectories
             for group in arrived
@@ -2213,16 +2201,16 @@ class SamplingCheck:
         ]
         if self.done or not groups:
             return
+        prompts = self.learner.task.train_prompts
         sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
         behaviour = np.concatenate([t.logprobs for group in groups for t in group])
         found = np.column_stack([self.learner.sampling_evidence(sequences), behaviour])
         self.evidence = np.concatenate([self.evidence, found])
         _, surprise, variance, endings, endings_variance, *_ = self.evidence.sum(0)
-        unlikely = self.evidence[:, 5:8].max(0)
         gap = np.abs(self.evidence[:, 0] - self.evidence[:, -1]).mean()
         z = surprise / math.sqrt(max(variance, 100))  # not normal if there are few rare tokens
         eos_z = endings / math.sqrt(max(endings_variance, 10))
-        unseen = (self.evidence[:, 8:] > np.append(unlikely, np.inf)).sum(0).max()
+        unseen = (self.evidence[:, 8:11] > self.evidence[:, 5:8].max(0)).sum(0).max()
         self.metrics = {
             "sampler_gap": float(gap),
             "sampler_z": float(z),
@@ -2251,9 +2239,10 @@ class SamplingCheck:
     def ends_wrongly(self, t: Trajectory) -> bool:
         """Whether a response goes on after EOS, or ends neither there nor at its maximum length."""
         task = self.learner.task
-        *before, last = [token in task.end_tokens for token in t.tokens.tolist()] or [False]
         limit = task.config.response_limit(task.train_prompts[t.prompt_id])
-        return any(before) or last != t.ended or not (last or len(t.tokens) == limit)
+        is_end = np.isin(t.tokens, task.end_tokens).tolist()
+        ends_at = [False] * (len(t.tokens) - 1) + [t.ended]
+        return is_end != ends_at or not (t.ended or len(t.tokens) == limit)
 
 
 # ======================================================================================= 9. Ranks
@@ -2531,10 +2520,7 @@ class TransformersEngine:
     def completions_of(
         self, batch: list[Request], tokens: np.ndarray, logprobs: np.ndarray, versions: list[int]
     ) -> list[Completion]:
-        """Split arrays (R, T) by request, and cut rows after EOS or at their maximum length.
-
-        `versions` (T,) are those of the weights that each token was sampled with.
-        """
+        """Split arrays (R, T) by request, and cut rows after EOS or at their maximum length."""
         completions = []
         rows = zip(tokens, logprobs, np.isin(tokens, self.end_tokens), strict=True)
         for request in batch:
@@ -2681,10 +2667,7 @@ class VLLMEngine:
         self.label_weights(version)
 
     def label_weights(self, version: int) -> None:
-        """Label the tokens to come, and keep requests that are waiting from older weights' KV.
-
-        Running requests keep their KV cache.
-        """
+        """Label the tokens to come, and keep requests that are waiting from older weights' KV."""
         self.version = version  # of the weights; salts the prefix cache
         self.llm.update_weight_version(str(version))
         for request in self.llm.llm_engine.engine_core.engine_core.scheduler.waiting:
