@@ -110,6 +110,19 @@ SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
+@contextlib.contextmanager
+def stop_signal_handler(handler: Any) -> Iterator[None]:
+    """Handle STOP_SIGNALS, in the main thread; under `nohup`, SIGHUP stays ignored."""
+    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handled = [number for number in own if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 def start_fork_server() -> None:
     """Start the process that local Searchers are forked from, unless it runs already.
 
@@ -118,12 +131,8 @@ def start_fork_server() -> None:
     if len(os.environ.get("TMPDIR", "")) > 60:  # a socket's path has at most 107 bytes
         os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
-    # only the main thread may handle signals
-    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in own}
-    forkserver.ensure_running()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with stop_signal_handler(signal.SIG_IGN):
+        forkserver.ensure_running()
 
 
 if __name__ == "__main__":
@@ -3630,7 +3639,7 @@ class Evaluations:
 FIXED = (
     "task", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every", "seed"
 )  # fmt: skip
-LOCKSTEP = ("lag", "prompts_per_step", "trained_per_prompt", "recent_probability")
+LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
 def save(trainer: Trainer) -> None:
@@ -3706,8 +3715,11 @@ def model_folder(path: str) -> Path:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder, and rename it to `path` once its files are written and synced."""
-    new = path.with_name(f".{path.name}")
+    """Yield a new folder, and rename it to `path` once its files are written and synced.
+
+    A run writes one at a time, all under the same name, so that nothing partial is left for long.
+    """
+    new = path.with_name(".partial")
     shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
     try:
@@ -3749,7 +3761,7 @@ def read_trajectories(path: Path) -> list[Trajectory]:
             for name in Trajectory.__slots__:
                 column = np.load(file)
                 if name in Trajectory.BY_TOKEN:
-                    columns.append([part.copy() for part in np.split(column, starts)])
+                    columns.append(map(np.copy, np.split(column, starts)))
                 else:
                     columns.append(column.tolist())
             found += [Trajectory(*row) for row in zip(*columns, strict=True)]
@@ -3774,9 +3786,7 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         except Exception as error:  # from torch, safetensors, numpy or the file system
             print(f"warning: {path} does not load: {first_line(error)}", file=sys.stderr)
     else:
-        config.require(
-            False, "resume", "has no checkpoint that loads; start a new run in another folder"
-        )
+        config.require(False, "resume", "has no checkpoint that loads; start a new run elsewhere")
     for newer in paths[: paths.index(path)]:  # or they would be kept instead of this run's
         aside = newer.with_suffix(".broken")
         shutil.rmtree(aside, ignore_errors=True)
@@ -3784,14 +3794,13 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         print(f"{newer.name} is renamed to {aside.name}", file=sys.stderr)
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
-    for name in (*FIXED, *(LOCKSTEP if config.synchronous else ("searched_per_prompt",))):
+    for name in LOCKSTEP if config.synchronous else (*FIXED, "searched_per_prompt"):
         value = record["resolved"][name]
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
     for name, checksum in (task.checksums | model_checksums(config)).items():
-        same = checksum == saved["checksums"].get(name)
         source = name if getattr(config, name) else "dataset"
         fix = "its files or the examples that fit --max_response_tokens changed since the start"
-        config.require(same, source, fix)
+        config.require(saved["checksums"].get(name) == checksum, source, fix)
     return saved
 
 
@@ -3815,8 +3824,7 @@ def model_checksum(path: str) -> int:
             checksum = zlib.crc32(f"{file.name} {size}".encode(), checksum)
             with open(file, "rb") as opened:
                 for place in range(0, size, max(4096, size // 256)):
-                    opened.seek(place)
-                    checksum = zlib.crc32(opened.read(4096), checksum)
+                    checksum = zlib.crc32(os.pread(opened.fileno(), 4096, place), checksum)
     return checksum
 
 
@@ -4069,8 +4077,6 @@ class RunFolder:
         self.path = Path(config.output_dir)
         self.code = str(self.path / "code" / str(step))  # what this start of the run runs
         self.accelerator = make_accelerator(config, step)
-        for partial_checkpoint in self.path.glob(".checkpoint-*"):  # of a process that was killed
-            shutil.rmtree(partial_checkpoint, ignore_errors=True)
         if step:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 rows = [row for row in read_lines(self.path / name) if row["step"] <= step]
@@ -4094,7 +4100,6 @@ class RunFolder:
         write(text, file=sys.stderr)
 
     def append(self, name: str, record: dict) -> None:
-        """Append a record to a .jsonl file."""
         with open(self.path / name, "a") as file:
             file.write(to_json(record) + "\n")
 
@@ -4111,8 +4116,8 @@ class RunFolder:
             file.write(answers)
         record = {"step": step, "n": n} | metrics
         self.append("eval.jsonl", record)
-        self.evaluations.append(record)
-        self.evaluations.sort(key=lambda record: record["step"])  # a slow judge's may be late
+        # a slow judge's may be late
+        self.evaluations = sorted([*self.evaluations, record], key=lambda record: record["step"])
         self.track({f"held_out/{key}": record[key] for key in record if key != "step"}, step)
         self.say(self.describe(**record))
 
@@ -4136,9 +4141,8 @@ class RunFolder:
             for place, (title, names, records, style) in enumerate(panels, 1):
                 axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
                 axes.set_title(title, fontsize=10)
-                shown = records[:: len(records) // 1000 + 1]  # at most 1,000
-                values = [[record.get(name, math.nan) for name in names] for record in shown]
-                axes.plot([record["step"] for record in shown], values, style, lw=1)
+                values = [[record.get(name, math.nan) for name in names] for record in records]
+                axes.plot([record["step"] for record in records], values, style, lw=1)
                 axes.legend(names, fontsize=8)
                 axes.grid(alpha=0.3)
             figure.savefig(self.path / "curves.png", dpi=110)
@@ -4176,16 +4180,14 @@ def read_lines(path: Path, every: int = 1) -> list[dict]:
     """Every n-th of the complete lines of a .jsonl file; [] if there is no file."""
     if not path.exists():
         return []
-    with open(path) as file:
-        lines = itertools.islice(file, 0, None, every)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_text().splitlines(keepends=True)[::every]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def to_json(record: dict, **options: Any) -> str:
     """Strict JSON, which lacks NaN and infinities: they are null."""
-    finite = lambda value: not isinstance(value, float) or math.isfinite(value)
-    record = tree_map(lambda value: value if finite(value) else None, record)
-    return json.dumps(record, allow_nan=False, **options)
+    record = json.loads(json.dumps(record), parse_constant=lambda name: None)
+    return json.dumps(record, **options)
 
 
 class StepLog:
@@ -4195,7 +4197,7 @@ class StepLog:
         self.trainer = trainer
         self.new_groups: list[Group] = []  # those that arrived since the last step
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
-        self.contradicted: set[str] = set()  # warnings of `check_learning` that do not apply
+        self.signs: Counter[str] = Counter()  # steps with each; -inf after one without it
         self.diverse = False  # over 40 % were distinct, and since then never under 10 %
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
@@ -4287,11 +4289,10 @@ class StepLog:
             "no prompt has two different rewards: check --dataset, or sample more responses":
             all(len({t.reward for t in group.trajectories}) == 1 for group in self.new_groups),
         }  # fmt: skip
-        self.contradicted |= {text for text, holds in signs.items() if not holds}
-        if len(self.group_counts) >= 20:
-            for text in sorted(signs.keys() - self.contradicted):
+        for text, holds in signs.items():
+            self.signs[text] = self.signs[text] + 1 if holds else -math.inf
+            if self.signs[text] == 20:
                 self.trainer.folder.say(f"warning: {text}")
-            self.contradicted |= signs.keys()
         distinct = self.means["distinct"]
         self.diverse |= distinct > 0.4 and len(self.responses) == self.responses.maxlen
         if self.diverse and distinct < 0.1:
@@ -4306,10 +4307,7 @@ class StepLog:
 
 
 def run_plugin(path: str, source: str = "") -> None:
-    """Import a Python file that registers tasks, objectives, flags, ...; only once.
-
-    With `source`, that copy of it is run.
-    """
+    """Import a plug-in once: the Python file at `path`, or its copy at `source`."""
     # does not shadow a module of the same name
     name = "plugin_" + re.sub(r"\W", "_", Path(path).stem)
     if name in sys.modules and os.path.samefile(sys.modules[name].__file__, path):
@@ -4386,15 +4384,15 @@ def resolve(given: Config) -> Config:
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
+    elif config.engine == "vllm":
+        config.require(vllm_can_run(), "engine", "has no device here; see docs/operations.md")
     if config.dtype == "auto":
         config.dtype = "bfloat16" if gpus else "float32"
     free = join_cluster(config) if config.cluster else max(1, gpus - local_ranks())
     config.num_searchers = config.num_searchers or free
-    config.require(
-        config.cluster or not gpus or config.num_searchers <= free,
-        "num_searchers",
-        f"this machine has GPUs for {free}; --cluster uses those of other machines",
-    )
+    if gpus and not config.cluster:
+        fix = f"this machine has GPUs for {free}; --cluster uses those of other machines"
+        config.require(config.num_searchers <= free, "num_searchers", fix)
     if not config.logprob_tolerance:
         # in bfloat16, rounding alone causes gaps of 0.6 for unlikely tokens (SmolLM2)
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 1.0
@@ -4407,22 +4405,13 @@ def resolve(given: Config) -> Config:
         config.require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
-        enough = getattr(config, name) >= K
-        config.require(enough, name, f"must be at least --trained_per_prompt {K}")
+        config.require(getattr(config, name) >= K, name, f"is below --trained_per_prompt {K}")
     config.require(config.synchronous or not config.lag, "lag", "needs --synchronous")
-    replays = config.recent_probability < 1 and config.lag
-    config.require(
-        not (replays and config.reset_reference_every),
-        "reset_reference_every",
-        "--lag with --recent_probability below 1 would replay groups of earlier references",
-    )
+    if config.lag and config.recent_probability < 1:
+        fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
+        config.require(not config.reset_reference_every, "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     config.require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    config.require(
-        config.engine != "vllm" or vllm_can_run(),
-        "engine",
-        "vLLM has no device here; use transformers, or see docs/operations.md",
-    )
     return config
 
 
@@ -4432,15 +4421,16 @@ def lock_folder(config: Config) -> Any:
     Raises InputError if another run has locked it.
     """
     name = "resume" if config.resume else "output_dir"
-    path = Path(config.output_dir) / ".lock"
+    folder = Path(config.output_dir)
+    lock = contextlib.nullcontext()
     with contextlib.suppress(OSError):  # no locks here, or no folder: see `claim_folder`
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path, "a")  # noqa: SIM115
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             config.require(False, name, "a run that has not ended uses this folder")
-        return lock
+    return lock
 
 
 def claim_folder(given: Config, config: Config, step: int = 0) -> None:
@@ -4450,9 +4440,9 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
     """
     folder = Path(config.output_dir)
     free = config.resume or not any(folder.glob("*.jsonl"))
-    again = shlex.quote(config.output_dir)
+    fix = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"
+    config.require(free, "output_dir", fix)
     here = shlex.quote(str(Path(__file__).parent))
-    config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
     record = {
         "config": vars(given),  # a resumed run resolves them again
         "resolved": vars(config),
@@ -4460,30 +4450,16 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
         "command": sys.argv,
         "versions": {package.name: package.version for package in metadata.distributions()},
     }
+    code = folder / "code" / str(step)
     new = folder / ".config.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        new.write_text(to_json(record, indent=2) + "\n")
-        new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
-        code = folder / "code" / str(step)
         code.mkdir(parents=True, exist_ok=True)
         for name, source in CODE.items():
             (code / name).write_bytes(source)
+        new.write_text(to_json(record, indent=2) + "\n")
+        new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
     except OSError as error:
         config.require(False, "output_dir", f"{error.strerror}; choose another folder")
-
-
-@contextlib.contextmanager
-def stop_signal_handler(handler: Any) -> Iterator[None]:
-    """Handle STOP_SIGNALS with `handler`; under `nohup`, SIGHUP stays ignored."""
-    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    handled = [number for number in own if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in handled}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 @lenient_output()
@@ -4493,9 +4469,8 @@ def main(argv: list[str]) -> int:
     given = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if torch.cuda.is_initialized():  # by an earlier run of this process: free its policy
-        gc.collect()
-        torch.cuda.empty_cache()
+    gc.collect()  # the policy of an earlier run of this process
+    torch.cuda.empty_cache()
     ranks = Ranks.connect()
     if ranks.rank > 0:
         with stop_signal_handler(signal.SIG_IGN):  # rank 0 handles them
@@ -4507,20 +4482,18 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         config = resolve(given)
-        lock = lock_folder(config) if config.resume else None  # nobody else writes checkpoints
         task = load_task(config)
-        saved = read_checkpoint(config, task) if config.resume else {}
         pairs = read_sft_pairs(config, task) if config.sft_data and not config.resume else []
-        lock = lock or lock_folder(config)  # while this function runs
-        claim_folder(given, config, saved.get("step", 0))
-        folder = RunFolder(config, saved.get("step", 0))
+        with lock_folder(config):
+            saved = read_checkpoint(config, task) if config.resume else {}
+            claim_folder(given, config, saved.get("step", 0))
+            folder = RunFolder(config, saved.get("step", 0))
+            config = warm_start(config, task, pairs, folder.say)
+            task.checksums |= model_checksums(config)
+            ranks.from_rank_zero((config, task, saved.get("model", "")))
+            return run(Trainer(config, task, folder, ranks, saved))
     except InputError as error:
-        lock = None  # released now: a traceback can keep this frame
         exit_with_error(str(error))
-    config = warm_start(config, task, pairs, folder.say)
-    task.checksums |= model_checksums(config)
-    ranks.from_rank_zero((config, task, saved.get("model", "")))
-    return run(Trainer(config, task, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:
