@@ -3715,11 +3715,8 @@ def model_folder(path: str) -> Path:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder, and rename it to `path` once its files are written and synced.
-
-    A run writes one at a time, all under the same name, so that nothing partial is left for long.
-    """
-    new = path.with_name(".partial")
+    """Yield a new folder, and rename it to `path` once its files are written and synced."""
+    new = path.with_name(".partial")  # whatever `path` is: a run writes one at a time
     shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
     try:
@@ -3734,14 +3731,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)  # a partial one would fill the disk
 
 
-PIECE = 1000  # trajectories that are written at a time
+PIECE = 1000  # trajectories written at a time: joining them holds the GIL for a millisecond
 
 
 def write_trajectories(trajectories: list[Trajectory], path: Path) -> None:
-    """Write trajectories: for each piece, one array per field and one of their lengths.
-
-    Writing an array releases the GIL, and joining one takes a millisecond: training continues.
-    """
+    """Write trajectories: for each piece, one array per field and one of their lengths."""
     with open(path, "wb") as file:
         for start in range(0, len(trajectories), PIECE):
             rows = trajectories[start : start + PIECE]
@@ -4197,7 +4191,7 @@ class StepLog:
         self.trainer = trainer
         self.new_groups: list[Group] = []  # those that arrived since the last step
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
-        self.signs: Counter[str] = Counter()  # steps with each; -inf after one without it
+        self.contradicted: set[str] = set()  # warnings of `check_learning` that do not apply
         self.diverse = False  # over 40 % were distinct, and since then never under 10 %
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
@@ -4289,10 +4283,11 @@ class StepLog:
             "no prompt has two different rewards: check --dataset, or sample more responses":
             all(len({t.reward for t in group.trajectories}) == 1 for group in self.new_groups),
         }  # fmt: skip
-        for text, holds in signs.items():
-            self.signs[text] = self.signs[text] + 1 if holds else -math.inf
-            if self.signs[text] == 20:
+        self.contradicted |= {text for text, holds in signs.items() if not holds}
+        if len(self.group_counts) >= 20:
+            for text in sorted(signs.keys() - self.contradicted):
                 self.trainer.folder.say(f"warning: {text}")
+            self.contradicted |= signs.keys()
         distinct = self.means["distinct"]
         self.diverse |= distinct > 0.4 and len(self.responses) == self.responses.maxlen
         if self.diverse and distinct < 0.1:
@@ -4338,7 +4333,6 @@ def parse(argv: list[str]) -> Config:
     home = os.path.expanduser("~")  # shells do not expand it in --output_dir=~/run
     argv = [re.sub(r"^(--\w+=)?~(?=/|$)", rf"\1{home}", word) for word in argv]
     after = [*itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)]
-    argv = after or argv
     parser = argparse.ArgumentParser(
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
@@ -4347,7 +4341,7 @@ def parse(argv: list[str]) -> Config:
     )
     parser.error = exit_with_error
     add_flags(parser, Config)
-    known = parser.parse_known_args(argv)[0]
+    known = parser.parse_known_args(after or argv)[0]
     if after and (not known.resume or known.output_dir not in (None, "", known.resume)):
         exit_with_error("--resume needs a run's folder, which stays its --output_dir")
     saved = {}
@@ -4364,7 +4358,7 @@ def parse(argv: list[str]) -> Config:
     for owner in FLAGS[1:]:
         add_flags(parser, owner)
     parser.add_argument("-h", "--help", action="help")  # only now, when it lists every flag
-    config = parser.parse_args(argv, settings(**saved))
+    config = parser.parse_args(after or argv, settings(**saved))
     config.run_id = saved.get("run_id", os.urandom(4).hex())  # also in trackers
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{config.run_id}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
@@ -4376,10 +4370,7 @@ def parse(argv: list[str]) -> Config:
 
 
 def resolve(given: Config) -> Config:
-    """A copy of the settings with definite values for defaults such as "auto".
-
-    Raises InputError with flag, value and fix if a setting is invalid.
-    """
+    """The settings with definite values for "auto" and other defaults. Raises InputError."""
     config = copy.copy(given)
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
@@ -4434,14 +4425,13 @@ def lock_folder(config: Config) -> Any:
 
 
 def claim_folder(given: Config, config: Config, step: int = 0) -> None:
-    """Make the run's folder, with its config.json and, for this start at `step`, CODE.
+    """Write config.json and, for this start at `step`, CODE to the run's folder.
 
-    Raises InputError if it has another run.
+    Raises InputError if it has another run, or cannot be written.
     """
     folder = Path(config.output_dir)
-    free = config.resume or not any(folder.glob("*.jsonl"))
     fix = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"
-    config.require(free, "output_dir", fix)
+    config.require(config.resume or not any(folder.glob("*.jsonl")), "output_dir", fix)
     here = shlex.quote(str(Path(__file__).parent))
     record = {
         "config": vars(given),  # a resumed run resolves them again
