@@ -3824,8 +3824,7 @@ def model_checksum(path: str) -> int:
 
 def open_checkpoint(path: Path) -> dict[str, Any]:
     """Load a checkpoint, without executing code from it. Raises if it is damaged."""
-    with safe_open(path / "model.safetensors", "pt"):
-        pass  # checks the header and the file's length
+    safe_open(path / "model.safetensors", "pt")  # checks the header and the file's length
     # memory-mapped: each rank reads only its shards
     saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
     return saved | {"model": str(path)}
@@ -4172,9 +4171,7 @@ def make_accelerator(config: Config, step: int) -> Accelerator:
 
 def read_lines(path: Path, every: int = 1) -> list[dict]:
     """Every n-th of the complete lines of a .jsonl file; [] if there is no file."""
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)[::every]
+    lines = path.read_text().splitlines(keepends=True)[::every] if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
@@ -4318,7 +4315,6 @@ def run_plugin(path: str, source: str = "") -> None:
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Print one line and exit with code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each machine
         print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
     sys.exit(2)
@@ -4330,8 +4326,8 @@ def parse(argv: list[str]) -> Config:
     `--resume DIR` loads that run's settings; flags before it are ignored, those after it override.
     So any script can be given `--resume DIR --steps 1000`.
     """
-    home = os.path.expanduser("~")  # shells do not expand it in --output_dir=~/run
-    argv = [re.sub(r"^(--\w+=)?~(?=/|$)", rf"\1{home}", word) for word in argv]
+    # shells do not expand --output_dir=~/run
+    argv = ["=".join(map(os.path.expanduser, word.split("=", 1))) for word in argv]
     after = [*itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)]
     parser = argparse.ArgumentParser(
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
@@ -4407,10 +4403,7 @@ def resolve(given: Config) -> Config:
 
 
 def lock_folder(config: Config) -> Any:
-    """Lock the run's folder until the returned file is closed, or this process has ended.
-
-    Raises InputError if another run has locked it.
-    """
+    """Lock the run's folder until the returned file is closed. Raises InputError if it is used."""
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
     lock = contextlib.nullcontext()
@@ -4459,7 +4452,7 @@ def main(argv: list[str]) -> int:
     given = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    gc.collect()  # the policy of an earlier run of this process
+    gc.collect()  # frees the policy of an earlier run of this process
     torch.cuda.empty_cache()
     ranks = Ranks.connect()
     if ranks.rank > 0:
