@@ -87,7 +87,6 @@ from functools import lru_cache, partial, wraps
 from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -111,6 +110,19 @@ SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
+@contextlib.contextmanager
+def stop_signal_handler(handler: Any) -> Iterator[None]:
+    """Handle STOP_SIGNALS, in the main thread; under `nohup`, SIGHUP stays ignored."""
+    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handled = [number for number in own if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 def start_fork_server() -> None:
     """Start the process that local Searchers are forked from, unless it runs already.
 
@@ -119,12 +131,8 @@ def start_fork_server() -> None:
     if len(os.environ.get("TMPDIR", "")) > 60:  # a socket's path has at most 107 bytes
         os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
-    # only the main thread may handle signals
-    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in own}
-    forkserver.ensure_running()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with stop_signal_handler(signal.SIG_IGN):
+        forkserver.ensure_running()
 
 
 if __name__ == "__main__":
@@ -3600,10 +3608,8 @@ class Evaluations:
 # settings that a resumed run cannot change: its stored groups were sampled and scored with them,
 # in the order of prompts that the seed gives
 FIXED = (
-    "task", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every",
-    "seed",
+    "task", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every", "seed"
 )  # fmt: skip
-ASYNCHRONOUS = (*FIXED, "searched_per_prompt")
 LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
@@ -3614,7 +3620,7 @@ def save(trainer: Trainer) -> None:
         trainer.folder.draw_curves()  # with evaluations that have ended since
         return
     saved = {name: owner.state() for name, owner in trainer.owners.items()}
-    lists = {name: state.pop("trajectories", None) for name, state in saved.items()}
+    lists = {name: s.pop("trajectories") for name, s in saved.items() if "trajectories" in s}
     saved |= {"step": trainer.step, "checksums": trainer.task.checksums}
     weights = trainer.learner.saved_weights()
     folder = trainer.folder
@@ -3626,8 +3632,7 @@ def save(trainer: Trainer) -> None:
             save_model(trainer.learner.model, weights, trainer.task, new)
             torch.save(saved, new / "trainer.pt")
             for name, trajectories in lists.items():
-                if trajectories is not None:
-                    write_trajectories(trajectories, new / f"{name}.trajectories")
+                write_trajectories(trajectories, new / f"{name}.trajectories")
         folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
         for old in checkpoints(folder.path)[2:]:  # on NFS, open files stay until later
             shutil.rmtree(old, ignore_errors=True)
@@ -3682,7 +3687,7 @@ def model_folder(path: str) -> Path:
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder, and rename it to `path` once its files are written and synced."""
-    new = path.with_name(f".{path.name}")
+    new = path.with_name(".partial")  # whatever `path` is: a run writes one at a time
     shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
     try:
@@ -3697,23 +3702,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)  # a partial one would fill the disk
 
 
-PIECE = 1000  # trajectories that are written at a time
+PIECE = 1000  # trajectories written at a time: joining them holds the GIL for a millisecond
 
 
 def write_trajectories(trajectories: list[Trajectory], path: Path) -> None:
-    """Write trajectories: for each piece, one array per field and one of their lengths.
-
-    Joining bytes and writing arrays release the GIL, so that training continues meanwhile.
-    """
+    """Write trajectories: for each piece, one array per field and one of their lengths."""
     with open(path, "wb") as file:
         for start in range(0, len(trajectories), PIECE):
             rows = trajectories[start : start + PIECE]
             np.save(file, [len(t.tokens) for t in rows])
             for name in Trajectory.__slots__:
-                values = list(map(attrgetter(name), rows))
-                if name in Trajectory.BY_TOKEN:
-                    values = np.frombuffer(b"".join(values), values[0].dtype)
-                np.save(file, values)
+                values = [getattr(t, name) for t in rows]
+                np.save(file, np.concatenate(values) if name in Trajectory.BY_TOKEN else values)
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
@@ -3721,12 +3721,12 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     found = []
     with open(path, "rb") as file:
         while file.peek(1):
-            ends = [0, *np.load(file).cumsum().tolist()]
+            starts = np.load(file).cumsum()[:-1]  # without the first, 0
             columns = []
             for name in Trajectory.__slots__:
                 column = np.load(file)
                 if name in Trajectory.BY_TOKEN:
-                    columns.append([column[i:j].copy() for i, j in itertools.pairwise(ends)])
+                    columns.append(map(np.copy, np.split(column, starts)))
                 else:
                     columns.append(column.tolist())
             found += [Trajectory(*row) for row in zip(*columns, strict=True)]
@@ -3751,9 +3751,7 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         except Exception as error:  # from torch, safetensors, numpy or the file system
             print(f"warning: {path} does not load: {first_line(error)}", file=sys.stderr)
     else:
-        config.require(
-            False, "resume", "has no checkpoint that loads; start a new run in another folder"
-        )
+        config.require(False, "resume", "has no checkpoint that loads; start a new run elsewhere")
     for newer in paths[: paths.index(path)]:  # or they would be kept instead of this run's
         aside = newer.with_suffix(".broken")
         shutil.rmtree(aside, ignore_errors=True)
@@ -3761,14 +3759,13 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         print(f"{newer.name} is renamed to {aside.name}", file=sys.stderr)
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
-    for name in LOCKSTEP if config.synchronous else ASYNCHRONOUS:
+    for name in LOCKSTEP if config.synchronous else (*FIXED, "searched_per_prompt"):
         value = record["resolved"][name]
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
     for name, checksum in (task.checksums | model_checksums(config)).items():
-        same = checksum == saved["checksums"].get(name)
         source = name if getattr(config, name) else "dataset"
-        fix = "its files, or the examples that fit --max_response_tokens, have changed"
-        config.require(same, source, f"{fix} since the run started")
+        fix = "its files or the examples that fit --max_response_tokens changed since the start"
+        config.require(saved["checksums"].get(name) == checksum, source, fix)
     return saved
 
 
@@ -3792,15 +3789,13 @@ def model_checksum(path: str) -> int:
             checksum = zlib.crc32(f"{file.name} {size}".encode(), checksum)
             with open(file, "rb") as opened:
                 for place in range(0, size, max(4096, size // 256)):
-                    opened.seek(place)
-                    checksum = zlib.crc32(opened.read(4096), checksum)
+                    checksum = zlib.crc32(os.pread(opened.fileno(), 4096, place), checksum)
     return checksum
 
 
 def open_checkpoint(path: Path) -> dict[str, Any]:
     """Load a checkpoint, without executing code from it. Raises if it is damaged."""
-    with safe_open(path / "model.safetensors", "pt"):
-        pass  # checks the header and the file's length
+    safe_open(path / "model.safetensors", "pt")  # checks the header and the file's length
     # memory-mapped: each rank reads only its shards
     saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
     return saved | {"model": str(path)}
@@ -4046,8 +4041,6 @@ class RunFolder:
         self.path = Path(config.output_dir)
         self.code = str(self.path / "code" / str(step))  # what this start of the run runs
         self.accelerator = make_accelerator(config, step)
-        for partial_checkpoint in self.path.glob(".checkpoint-*"):  # of a process that was killed
-            shutil.rmtree(partial_checkpoint, ignore_errors=True)
         if step:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
                 rows = [row for row in read_lines(self.path / name) if row["step"] <= step]
@@ -4071,7 +4064,6 @@ class RunFolder:
         write(text, file=sys.stderr)
 
     def append(self, name: str, record: dict) -> None:
-        """Append a record to a .jsonl file."""
         with open(self.path / name, "a") as file:
             file.write(to_json(record) + "\n")
 
@@ -4088,8 +4080,8 @@ class RunFolder:
             file.write(answers)
         record = {"step": step, "n": n} | metrics
         self.append("eval.jsonl", record)
-        self.evaluations.append(record)
-        self.evaluations.sort(key=lambda record: record["step"])  # a slow judge's may be late
+        # a slow judge's may be late
+        self.evaluations = sorted([*self.evaluations, record], key=lambda record: record["step"])
         self.track({f"held_out/{key}": record[key] for key in record if key != "step"}, step)
         self.say(self.describe(**record))
 
@@ -4113,9 +4105,8 @@ class RunFolder:
             for place, (title, names, records, style) in enumerate(panels, 1):
                 axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
                 axes.set_title(title, fontsize=10)
-                shown = records[:: len(records) // 1000 + 1]  # at most 1,000
-                values = [[record.get(name, math.nan) for name in names] for record in shown]
-                axes.plot([record["step"] for record in shown], values, style, lw=1)
+                values = [[record.get(name, math.nan) for name in names] for record in records]
+                axes.plot([record["step"] for record in records], values, style, lw=1)
                 axes.legend(names, fontsize=8)
                 axes.grid(alpha=0.3)
             figure.savefig(self.path / "curves.png", dpi=110)
@@ -4151,18 +4142,14 @@ def make_accelerator(config: Config, step: int) -> Accelerator:
 
 def read_lines(path: Path, every: int = 1) -> list[dict]:
     """Every n-th of the complete lines of a .jsonl file; [] if there is no file."""
-    if not path.exists():
-        return []
-    with open(path) as file:
-        lines = itertools.islice(file, 0, None, every)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_text().splitlines(keepends=True)[::every] if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def to_json(record: dict, **options: Any) -> str:
     """Strict JSON, which lacks NaN and infinities: they are null."""
-    finite = lambda value: not isinstance(value, float) or math.isfinite(value)
-    record = tree_map(lambda value: value if finite(value) else None, record)
-    return json.dumps(record, allow_nan=False, **options)
+    record = json.loads(json.dumps(record), parse_constant=lambda name: None)
+    return json.dumps(record, **options)
 
 
 class StepLog:
@@ -4283,10 +4270,7 @@ class StepLog:
 
 
 def run_plugin(path: str, source: str = "") -> None:
-    """Import a Python file that registers tasks, objectives, flags, ...; only once.
-
-    With `source`, that copy of it is run.
-    """
+    """Import a plug-in once: the Python file at `path`, or its copy at `source`."""
     # does not shadow a module of the same name
     name = "plugin_" + re.sub(r"\W", "_", Path(path).stem)
     if name in sys.modules and os.path.samefile(sys.modules[name].__file__, path):
@@ -4302,7 +4286,6 @@ def run_plugin(path: str, source: str = "") -> None:
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Print one line and exit with code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each machine
         print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
     sys.exit(2)
@@ -4314,10 +4297,9 @@ def parse(argv: list[str]) -> Config:
     `--resume DIR` loads that run's settings; flags before it are ignored, those after it override.
     So any script can be given `--resume DIR --steps 1000`.
     """
-    home = os.path.expanduser("~")  # shells do not expand it in --output_dir=~/run
-    argv = [re.sub(r"^(--\w+=)?~(?=/|$)", rf"\1{home}", word) for word in argv]
+    # shells do not expand --output_dir=~/run
+    argv = ["=".join(map(os.path.expanduser, word.split("=", 1))) for word in argv]
     after = [*itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)]
-    argv = after or argv
     parser = argparse.ArgumentParser(
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
         description=__doc__.split("\n\n")[0],
@@ -4326,7 +4308,7 @@ def parse(argv: list[str]) -> Config:
     )
     parser.error = exit_with_error
     add_flags(parser, Config)
-    known = parser.parse_known_args(argv)[0]
+    known = parser.parse_known_args(after or argv)[0]
     if after and (not known.resume or known.output_dir not in (None, "", known.resume)):
         exit_with_error("--resume needs a run's folder, which stays its --output_dir")
     saved = {}
@@ -4343,7 +4325,7 @@ def parse(argv: list[str]) -> Config:
     for owner in FLAGS[1:]:
         add_flags(parser, owner)
     parser.add_argument("-h", "--help", action="help")  # only now, when it lists every flag
-    config = parser.parse_args(argv, settings(**saved))
+    config = parser.parse_args(after or argv, settings(**saved))
     config.run_id = saved.get("run_id", os.urandom(4).hex())  # also in trackers
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{config.run_id}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
@@ -4355,23 +4337,20 @@ def parse(argv: list[str]) -> Config:
 
 
 def resolve(given: Config) -> Config:
-    """A copy of the settings with definite values for defaults such as "auto".
-
-    Raises InputError with flag, value and fix if a setting is invalid.
-    """
+    """The settings with definite values for "auto" and other defaults. Raises InputError."""
     config = copy.copy(given)
     gpus = torch.cuda.device_count()
     if config.engine == "auto":
         config.engine = "vllm" if vllm_can_run() else "transformers"
+    elif config.engine == "vllm":
+        config.require(vllm_can_run(), "engine", "has no device here; see docs/operations.md")
     if config.dtype == "auto":
         config.dtype = "bfloat16" if gpus else "float32"
     free = join_cluster(config) if config.cluster else max(1, gpus - local_ranks())
     config.num_searchers = config.num_searchers or free
-    config.require(
-        config.cluster or not gpus or config.num_searchers <= free,
-        "num_searchers",
-        f"this machine has GPUs for {free}; --cluster uses those of other machines",
-    )
+    if gpus and not config.cluster:
+        fix = f"this machine has GPUs for {free}; --cluster uses those of other machines"
+        config.require(config.num_searchers <= free, "num_searchers", fix)
     if not config.logprob_tolerance:
         # in bfloat16, rounding alone causes gaps of 0.6 for unlikely tokens (SmolLM2)
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 1.0
@@ -4384,52 +4363,40 @@ def resolve(given: Config) -> Config:
         config.require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
-        enough = getattr(config, name) >= K
-        config.require(enough, name, f"must be at least --trained_per_prompt {K}")
+        config.require(getattr(config, name) >= K, name, f"is below --trained_per_prompt {K}")
     config.require(config.synchronous or not config.lag, "lag", "needs --synchronous")
-    replays = config.recent_probability < 1 and config.lag
-    config.require(
-        not (replays and config.reset_reference_every),
-        "reset_reference_every",
-        "--lag with --recent_probability below 1 would replay groups of earlier references",
-    )
+    if config.lag and config.recent_probability < 1:
+        fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
+        config.require(not config.reset_reference_every, "reset_reference_every", fix)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     config.require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
-    config.require(
-        config.engine != "vllm" or vllm_can_run(),
-        "engine",
-        "vLLM has no device here; use transformers, or see docs/operations.md",
-    )
     return config
 
 
 def lock_folder(config: Config) -> Any:
-    """Lock the run's folder until the returned file is closed, or this process has ended.
-
-    Raises InputError if another run has locked it.
-    """
+    """Lock the run's folder until the returned file is closed. Raises InputError if it is used."""
     name = "resume" if config.resume else "output_dir"
-    path = Path(config.output_dir) / ".lock"
+    folder = Path(config.output_dir)
+    lock = contextlib.nullcontext()
     with contextlib.suppress(OSError):  # no locks here, or no folder: see `claim_folder`
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path, "a")  # noqa: SIM115
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             config.require(False, name, "a run that has not ended uses this folder")
-        return lock
+    return lock
 
 
 def claim_folder(given: Config, config: Config, step: int = 0) -> None:
-    """Make the run's folder, with its config.json and, for this start at `step`, CODE.
+    """Write config.json and, for this start at `step`, CODE to the run's folder.
 
-    Raises InputError if it has another run.
+    Raises InputError if it has another run, or cannot be written.
     """
     folder = Path(config.output_dir)
-    free = config.resume or not any(folder.glob("*.jsonl"))
-    again = shlex.quote(config.output_dir)
+    fix = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"
+    config.require(config.resume or not any(folder.glob("*.jsonl")), "output_dir", fix)
     here = shlex.quote(str(Path(__file__).parent))
-    config.require(free, "output_dir", f"has a run; choose another folder, or --resume {again}")
     record = {
         "config": vars(given),  # a resumed run resolves them again
         "resolved": vars(config),
@@ -4437,30 +4404,16 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
         "command": sys.argv,
         "versions": {package.name: package.version for package in metadata.distributions()},
     }
+    code = folder / "code" / str(step)
     new = folder / ".config.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        new.write_text(to_json(record, indent=2) + "\n")
-        new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
-        code = folder / "code" / str(step)
         code.mkdir(parents=True, exist_ok=True)
         for name, source in CODE.items():
             (code / name).write_bytes(source)
+        new.write_text(to_json(record, indent=2) + "\n")
+        new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
     except OSError as error:
         config.require(False, "output_dir", f"{error.strerror}; choose another folder")
-
-
-@contextlib.contextmanager
-def stop_signal_handler(handler: Any) -> Iterator[None]:
-    """Handle STOP_SIGNALS with `handler`; under `nohup`, SIGHUP stays ignored."""
-    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    handled = [number for number in own if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in handled}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 @lenient_output()
@@ -4470,9 +4423,8 @@ def main(argv: list[str]) -> int:
     given = parse(argv)
     # micro-batches of many shapes would fragment GPU memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if torch.cuda.is_initialized():  # by an earlier run of this process: free its policy
-        gc.collect()
-        torch.cuda.empty_cache()
+    gc.collect()  # frees the policy of an earlier run of this process
+    torch.cuda.empty_cache()
     ranks = Ranks.connect()
     if ranks.rank > 0:
         with stop_signal_handler(signal.SIG_IGN):  # rank 0 handles them
@@ -4484,20 +4436,18 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         config = resolve(given)
-        lock = lock_folder(config) if config.resume else None  # nobody else writes checkpoints
         task = load_task(config)
-        saved = read_checkpoint(config, task) if config.resume else {}
         pairs = read_sft_pairs(config, task) if config.sft_data and not config.resume else []
-        lock = lock or lock_folder(config)  # while this function runs
-        claim_folder(given, config, saved.get("step", 0))
-        folder = RunFolder(config, saved.get("step", 0))
+        with lock_folder(config):
+            saved = read_checkpoint(config, task) if config.resume else {}
+            claim_folder(given, config, saved.get("step", 0))
+            folder = RunFolder(config, saved.get("step", 0))
+            config = warm_start(config, task, pairs, folder.say)
+            task.checksums |= model_checksums(config)
+            ranks.from_rank_zero((config, task, saved.get("model", "")))
+            return run(Trainer(config, task, folder, ranks, saved))
     except InputError as error:
-        lock = None  # released now: a traceback can keep this frame
         exit_with_error(str(error))
-    config = warm_start(config, task, pairs, folder.say)
-    task.checksums |= model_checksums(config)
-    ranks.from_rank_zero((config, task, saved.get("model", "")))
-    return run(Trainer(config, task, folder, ranks, saved))
 
 
 def run(trainer: Trainer) -> int:

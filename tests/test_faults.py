@@ -236,8 +236,8 @@ write = tba.save_model
 written = []
 
 def full(model, weights, task, folder):
-    written.append(folder.name)
-    if written[1:] == [".checkpoint-4"]:
+    written.append(folder)
+    if len(written) == 2:
         raise OSError(28, "No space left on device")
     write(model, weights, task, folder)
 
