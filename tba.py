@@ -35,7 +35,7 @@ behaviour policy's are at the temperature of the request, which differs only in 
     B, K, S           --prompts_per_step, --trained_per_prompt, --searched_per_prompt  1
     D, the buffer     ReplayBuffer                                                     4
     m                 --recent_probability; RecentOrReward, the replay rule            4
-    k                 --sync_every; Trainer.mark_due                                   6
+    k                 --sync_every; Trainer.train_step                                 6
     rho (TBA')        --reset_reference_every; next_reference                          6
     M                 --num_searchers; SearcherProcesses                              12
 
@@ -162,12 +162,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 ################################### Part I: the paper ##############################################
 
 # Part II defines, in the section given:
-#   TokenLogProbs             8  a model that returns the log-probabilities of responses
 #   SamplingCheck             8  warns if the first responses are not samples of the policy
 #   Ranks                     9  the processes that share the policy; one, without a launcher
 #   Request, Completion      10  what an engine is asked for, S responses to a prompt; its answer
 #   FlatWeights, WeightSync  11  a copy of all weights in one tensor; what sends it to Searchers
-#   SearcherProcesses        12  starts Searchers; all groups before `first_missing` have arrived
 #   SearcherSpec             12  what a Searcher is started with, such as its `first` prompt
 #   Loaded, Missed, ...      12  the messages that Searchers send, besides Groups
 #   Evaluations              13  splits held-out prompts among the Searchers
@@ -297,7 +295,6 @@ class InputError(ValueError):
 
 
 def all_flags() -> list[dataclasses.Field]:
-    """The fields of all dataclasses in FLAGS."""
     return [f for kind in FLAGS for f in dataclasses.fields(kind)]
 
 
@@ -320,7 +317,7 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
             options = {"type": string_to_bool, "nargs": "?", "const": True}
         elif typing.get_origin(kind) is Literal:
             options = {"choices": parts}
-        elif f.metadata["scheduled"] or kind not in (str, str | None):
+        elif f.metadata["scheduled"] or kind is not str:
             options = {"type": partial(parse_number, f, parts[0] if parts else kind)}
         section.add_argument(f"--{f.name}", help=f.metadata["help"], **options)
 
@@ -587,13 +584,11 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
     log_ratios = batch.logprobs.detach() - batch.behaviour  # (N,)
     log_weights = batch.sums(log_ratios)  # (B, K)
     weights = (log_weights - log_weights.amax(1, keepdim=True)).exp()
-    K = weights.shape[1]
-    effective = weights.sum(1).square() / (K * weights.square().sum(1))
     return {
         **tb(batch, config).metrics,  # log Z^, for comparison
         "reward_std": batch.rewards.std(1).mean(),
         "equal_rewards": (batch.rewards == batch.rewards[:, :1]).all(1).float().mean(),
-        "effective_sample_size": effective.mean(),
+        "effective_sample_size": (weights.mean(1).square() / weights.square().mean(1)).mean(),
         "ratio_max": log_ratios.amax().exp(),
     }
 
@@ -721,8 +716,8 @@ class RecentOrReward(ReplayRule):
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        capacity = self.RECENT_BATCHES * config.prompts_per_step  # older ones are dropped
-        self.recent: deque[Group] = deque(maxlen=capacity)  # oldest first
+        # oldest first; beyond this maximum, the oldest are dropped
+        self.recent: deque[Group] = deque(maxlen=self.RECENT_BATCHES * config.prompts_per_step)
         self.groups_seen = 0
         self.wanted: int | None = None  # recent groups in the next batch; kept while waiting
 
@@ -988,12 +983,11 @@ class Trainer(Stateful):
     def __init__(
         self, config: Config, task: Task, folder: RunFolder, ranks: Ranks, saved: dict
     ) -> None:
-        """`saved` is the checkpoint from `read_checkpoint`, or empty."""
         self.config = config
         self.task = task
         self.folder = folder
         self.ranks = ranks
-        self.saved = saved  # `register` removes what it loads
+        self.saved = saved  # by `read_checkpoint`, or empty; `register` removes what it loads
         self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
         self.searchers = self.register(SearcherProcesses(config, task, folder))
         self.evaluations = Evaluations(config, task, folder)
@@ -1033,8 +1027,7 @@ class Trainer(Stateful):
         if self.step < steps and at_step(self.config, steps - 1).learning_rate == 0:
             self.folder.say(f"warning: --learning_rate ends at 0 before --steps {steps}")
         self.searchers.start()  # they load their models while this process loads its own
-        folder = self.saved.get("model", "")
-        self.learner = Learner(self.config, self.task, self.ranks, folder)
+        self.learner = Learner(self.config, self.task, self.ranks, self.saved.get("model", ""))
         self.register(self.learner)
         self.learner.score_probes()  # returns once all ranks have loaded the policy
         self.sampling = SamplingCheck(self.learner, self.folder.say)
@@ -1130,13 +1123,7 @@ class Trainer(Stateful):
         every = self.config.save_every
         if every and self.step % every == 0:
             self.wait_for("the previous checkpoint", self.writing.done)
-            self.ranks.warn_of_slow_save(self)
             save(self)
-
-    def mark_due(self) -> None:
-        """Mark the sync and the evaluation that fall due at this step."""
-        self.sync.due |= self.step % self.config.sync_every == 0
-        self.evaluations.due |= self.evaluations.last_due(self.step) == self.step
 
     def reset_reference(self) -> None:
         """Make the policy the reference (TBA'), and start a new buffer and rule.
@@ -1156,13 +1143,12 @@ class Trainer(Stateful):
         """
         start = time.monotonic()
         next_log = start + self.LOG_EVERY
-        wake_up = self.searchers.wake_up
-        wake_up.set()  # poll at once
+        self.searchers.wake_up.set()  # poll at once
         while not (result := condition()):
             began = time.monotonic()
-            wake_up.wait(POLL_SECONDS)
+            self.searchers.wake_up.wait(POLL_SECONDS)
             self.log.waited[what] += time.monotonic() - began  # without the work of `condition`
-            wake_up.clear()  # before polling, so that what comes later ends the next wait
+            self.searchers.wake_up.clear()  # before polling: what comes later ends the next wait
             self.poll()
             if time.monotonic() > next_log:
                 ready = sum(s.state == "ready" for s in self.searchers.running)
@@ -1177,7 +1163,6 @@ class Trainer(Stateful):
     def poll(self) -> None:
         """Handle messages and signals, restart failed Searchers, advance the sync; store groups."""
         if self.signals and self.can_stop():
-            self.ranks.warn_of_slow_save(self)
             raise KeyboardInterrupt(next(iter(self.signals)))
         if self.writing.done() and (error := self.writing.exception()):
             raise RunEnded(f"writing a checkpoint failed: {error!r}")
@@ -1214,7 +1199,6 @@ class Trainer(Stateful):
             os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
 
     def handle_messages(self) -> None:
-        """Handle what the Searchers have sent."""
         for s, message in self.searchers.take():
             match message:
                 case Group():
@@ -1240,24 +1224,23 @@ class Trainer(Stateful):
     def train_step(self, groups: TrainingGroups) -> None:
         """Take one optimizer step on B groups of K trajectories, and log it."""
         config = self.config
-        current = at_step(config, self.step)
         # in lockstep, and at first, the policy still has the weights that sampled these groups
         if config.synchronous or self.step == self.folder.step:
             # not those that overtook earlier ones of their Searcher: short responses arrive first
             last = self.searchers.first_missing + config.num_searchers - 1
             self.sampling.add([g for g in self.log.new_groups if g.index <= last], self.step)
-        metrics = self.learner.step(groups, current, self.step)
+        metrics = self.learner.step(groups, at_step(config, self.step), self.step)
         self.step += 1
         if config.reset_reference_every and self.step % config.reset_reference_every == 0:
             self.reset_reference()
-        self.mark_due()
+        self.sync.due |= self.step % config.sync_every == 0
+        self.evaluations.due |= self.evaluations.last_due(self.step) == self.step
         self.log.write(metrics, groups)
-        skipped = self.learner.skipped
-        if skipped:
+        if self.learner.skipped:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
-        if skipped >= 10:
+        if self.learner.skipped >= 10:
             raise RunEnded(
-                f"loss or gradient not finite in {skipped} steps in a row: "
+                f"loss or gradient not finite in {self.learner.skipped} steps in a row: "
                 "lower --learning_rate, raise --beta, or set --max_grad_norm"
             )
 
@@ -1492,8 +1475,7 @@ class Learner(Stateful):
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
         """Adapters, PARAMETERS and optimizer state, copied to rank 0's host memory."""
-        adapters = {name: p for name, p in self.trained.items() if ".lora_" in name}
-        extra = adapters | self.parameters
+        extra = {name: p for name, p in self.trained.items() if ".lora_" in name} | self.parameters
         optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
         return tree_map(
             partial(host_copy, ranks=self.ranks), {"extra": extra, "optimizer": optimizer}
@@ -1716,9 +1698,8 @@ class Searcher:
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
         config = self.config
-        task = self.task
         first = completions[0].request
-        if first.id.held_out and not task.wants_logprobs:
+        if first.id.held_out and not self.task.wants_logprobs:
             scores = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
         else:
             # the engine's log-probabilities of greedy answers have temperature 1
@@ -1731,10 +1712,10 @@ class Searcher:
             source = done.request.id
             temperature = self.in_flight.pop(source).temperature
             group = Group(source.index, [])
-            fields = (done.tokens, done.logprobs, done.ended, done.versions)
-            for tokens, logprobs, ended, (first, last) in zip(*fields, strict=True):
+            responses = zip(done.tokens, done.logprobs, done.ended, done.versions, strict=True)
+            for tokens, logprobs, ended, versions in responses:
                 scored = next(remaining)
-                ref_logprobs = task.adjust_ref_logprobs(tokens, scored)
+                ref_logprobs = self.task.adjust_ref_logprobs(tokens, scored)
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
@@ -1744,8 +1725,8 @@ class Searcher:
                     temperature=temperature,
                     reward=math.nan,
                     prompt_id=source.prompt_id,
-                    version=first,
-                    last_version=last,
+                    version=versions[0],
+                    last_version=versions[1],
                     reference_version=self.reference_version,
                 )
                 group.trajectories.append(trajectory)
@@ -1769,7 +1750,7 @@ class Searcher:
         task = self.task
         rows = [t for group in groups for t in group.trajectories]
         examples = [(task.held_out if held_out else task.train)[t.prompt_id] for t in rows]
-        texts = self.task.response_texts([t.tokens for t in rows])
+        texts = task.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
 
         def messages() -> list[Group] | list[Evaluated]:
@@ -1788,7 +1769,7 @@ class Searcher:
                         "ref_logprob": ref_logprob,
                         "kl": float(t.logprobs.sum()) - ref_logprob,
                         "tokens": len(t.tokens),
-                        "prompt_tokens": len(self.task.held_out_prompts[t.prompt_id]),
+                        "prompt_tokens": len(task.held_out_prompts[t.prompt_id]),
                     }
                 by_prompt[t.prompt_id].append(record)
             return [Evaluated(rows[0].version, by_prompt)]
@@ -2735,7 +2716,7 @@ def vllm_can_run() -> bool:
 
 # A sync blocks neither side. Its steps, in order:
 #
-#   Trainer.mark_due          a sync is due: every k steps, for an evaluation, for a new Searcher
+#   Trainer.train_step        a sync is due: every k steps, for an evaluation, for a new Searcher
 #   WeightSync.begin_if_due   the training thread copies the weights into a snapshot, scores the
 #                             probes, and continues to train
 #   WeightSync.send           in a thread: notifies the members, forms a process group if they
@@ -3638,6 +3619,7 @@ LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_pro
 
 def save(trainer: Trainer) -> None:
     """Copy the run's state, unless it is saved already; a thread writes checkpoint-STEP."""
+    trainer.ranks.warn_of_slow_save(trainer)
     previous = trainer.writing
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
         trainer.folder.draw_curves()  # with evaluations that have ended since
