@@ -218,9 +218,7 @@ class Config:
     max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
     sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
-    objective: str = flag(
-        "tb", "Objective: tb, tb_learned_z, tba_prime, proximal_rloo, or from --plugin."
-    )
+    objective: str = flag("tb", "tb, tb_learned_z, tba_prime, proximal_rloo, or from --plugin.")
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
     reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
     clip_range: float = flag(0.2, "proximal_rloo: PPO clip range.", POSITIVE)
@@ -229,9 +227,7 @@ class Config:
     recent_probability: float | None = flag(
         None, "Probability that a prompt is recent [m]; default: 0.95; lockstep: 1.", maximum=1
     )
-    replay_rule: str = flag(
-        "recent_or_reward", "Replay rule: recent_or_reward, anchored, or from --plugin."
-    )
+    replay_rule: str = flag("recent_or_reward", "recent_or_reward, anchored, or from --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
     max_recent_draws: float = flag(4.0, "Mean draws per group as recent, at most; 0: unlimited.")
@@ -364,17 +360,15 @@ def schedule_value(text: str | float, step: int, end: float = math.inf) -> float
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
     """
-    last_step = last_value = 0.0
-    for next_step, value, curve in schedule_points(text):
+    points = [(0, 0.0, "@"), *schedule_points(text)]
+    for (last_step, last_value, _), (next_step, value, curve) in itertools.pairwise(points):
         next_step = end if next_step == math.inf else next_step
         if step < next_step:
             part = (step - last_step) / (next_step - last_step)
             if curve == "~":
                 part = (1 - math.cos(math.pi * part)) / 2
             return last_value + part * (value - last_value)
-        last_step = next_step
-        last_value = value
-    return last_value
+    return value
 
 
 # ==================================================================== 2. Trajectory, Group, Batch
@@ -528,8 +522,7 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     kl = batch.sums(config.tau * batch.logprobs.detach() - batch.ref_logprobs)  # (B, K)
     total = batch.rewards - config.beta * kl
     advantage = total - total.mean(1, keepdim=True)
-    weighted = advantage * batch.sums(batch.logprobs)
-    return Loss(-weighted.sum() / len(batch.logprobs))
+    return Loss(-(advantage * batch.sums(batch.logprobs)).sum() / len(batch.logprobs))
 
 
 def proximal_rloo(batch: Batch, config: Config) -> Loss:
@@ -712,12 +705,10 @@ class RecentOrReward(ReplayRule):
     Trainer waits, as the authors' does at a sync, rather than draw the same groups over and over.
     """
 
-    RECENT_BATCHES = 8  # so many batches of groups can be recent; more would make data stale
-
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        # oldest first; beyond this maximum, the oldest are dropped
-        self.recent: deque[Group] = deque(maxlen=self.RECENT_BATCHES * config.prompts_per_step)
+        # oldest first; those beyond eight batches are dropped, as they would make data stale
+        self.recent: deque[Group] = deque(maxlen=8 * config.prompts_per_step)
         self.groups_seen = 0
         self.wanted: int | None = None  # recent groups in the next batch; kept while waiting
 
@@ -739,8 +730,7 @@ class RecentOrReward(ReplayRule):
             self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
         if len(self.recent) < self.wanted:
             return None
-        # those since the latest sync first, then those since the one before it, and so on; of
-        # these, each prompt's newest groups first, then at random
+        # by sync, the latest first; within one, each prompt's newest group first, then at random
         newer: Counter[tuple[int, int]] = Counter()  # groups of the same prompt since the same sync
         order = {}
         for group in reversed(self.recent):
@@ -880,8 +870,7 @@ class Task:
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
         """One record per answer; `summarize` makes metrics of them."""
-        rewards = self.checked_rewards(examples, responses, ended)
-        return [{"reward": reward} for reward in rewards]
+        return [{"reward": reward} for reward in self.checked_rewards(examples, responses, ended)]
 
     def summarize(self, records: list[dict]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
@@ -973,8 +962,7 @@ class Trainer(Stateful):
     also waits for syncs, evaluations and each batch.
 
     Groups have positions in the prompt order: all before `first_missing` have arrived, those in
-    `arrived_positions` too, and Searchers submit only prompts before `limit`. A sync sends the
-    current weights, also to Searchers that start later; an evaluation that is due makes one due.
+    `arrived_positions` too, and Searchers submit only prompts before `limit`.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -1067,8 +1055,7 @@ class Trainer(Stateful):
         while self.inbox and time.monotonic() < deadline:
             self.store([self.inbox.pop(0)])
         full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
-        done = self.step == self.config.steps
-        self.searchers.search_up_to(0 if full or done else math.inf)
+        self.searchers.search_up_to(0 if full or self.step == self.config.steps else math.inf)
 
     def store(self, groups: list[Group]) -> None:
         """Add groups to the replay buffer, except those scored by an earlier reference."""
@@ -1120,8 +1107,7 @@ class Trainer(Stateful):
 
     def save_if_due(self) -> None:
         """Save a checkpoint every --save_every steps, once the previous one is written."""
-        every = self.config.save_every
-        if every and self.step % every == 0:
+        if self.config.save_every and self.step % self.config.save_every == 0:
             self.wait_for("the previous checkpoint", self.writing.done)
             save(self)
 
@@ -1137,10 +1123,7 @@ class Trainer(Stateful):
         self.rule = self.register(type(self.rule)(self.buffer, self.config))
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
-        """Poll until `condition` returns something true, and return it; log long waits.
-
-        `what` names the wait in log lines, and in `StepLog.waited`.
-        """
+        """Poll until `condition` returns something true, and return it; log long waits."""
         start = time.monotonic()
         next_log = start + self.LOG_EVERY
         self.searchers.wake_up.set()  # poll at once
@@ -1289,14 +1272,12 @@ class Learner(Stateful):
             {"params": matrices, "lr_scale": 1.0, "weight_decay": config.weight_decay},
             {"params": vectors, "lr_scale": 1.0},
         ]
-        peak = max(value for _, value, _ in schedule_points(config.learning_rate))
+        peak = max(POSITIVE, *(value for _, value, _ in schedule_points(config.learning_rate)))
         self.parameters: dict[str, nn.Parameter] = {}  # those in PARAMETERS
         for name, (size, rate) in PARAMETERS.items():
             zeros = torch.zeros(size or len(task.train_prompts), device=self.device)
             self.parameters[name] = nn.Parameter(zeros)
-            optimized.append(
-                {"params": [self.parameters[name]], "lr_scale": rate / max(peak, POSITIVE)}
-            )
+            optimized.append({"params": [self.parameters[name]], "lr_scale": rate / peak})
         self.optimizer = torch.optim.AdamW(
             optimized, betas=(0.9, config.adam_beta2), weight_decay=0.0, fused=True
         )
@@ -1335,10 +1316,8 @@ class Learner(Stateful):
     def gradient(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, float]:
         """Compute and clip the gradient, again if the loss turns out to couple groups; metrics."""
         measured = self.backward(groups, current, step)
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        if self.config.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+        limit = self.config.max_grad_norm or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
@@ -1352,16 +1331,13 @@ class Learner(Stateful):
     def backward(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, Tensor]:
         """Accumulate the gradient of the objective, in micro-batches.
 
-        The objective is a function of all log-probabilities of the batch. Its derivatives with
-        respect to them (N,) come from autograd; micro-batches propagate these to the weights. A row
-        is a padded sequence: a prompt with one or more of its responses.
-
+        Micro-batches propagate the objective's derivatives by log-probabilities to the weights.
         Most losses are sums over groups, so that a group's derivatives do not depend on the others:
         each micro-batch consists of whole groups, and uses its derivatives while the
         log-probabilities of later groups are still 0. At the end all are known, and so is the error
         of the derivatives that were used. If a loss turns out to couple groups (`coupled`), or if a
         group exceeds --tokens_per_microbatch, all log-probabilities are computed first, without
-        gradient, and micro-batches are filled row by row instead of group by group.
+        gradient, and micro-batches are filled row by row (a prompt with one or more responses).
 
         Example: a group has one row of 60 tokens, another two rows of 45. With a budget of 100,
         each group is a micro-batch. With a budget of 80, the second group exceeds it: after a first
@@ -1399,8 +1375,9 @@ class Learner(Stateful):
             "loss": result.loss,
             "entropy": entropy / len(known),
             "derivative_error": (used - exact).norm() / exact.norm().clamp(min=1e-30),
+            **batch_metrics(batch, current),
+            **result.metrics,
         }
-        measured |= batch_metrics(batch, current) | result.metrics
         return {name: value.detach().float() for name, value in measured.items()}
 
     def derivatives(self, batch: Batch, current: Config) -> tuple[Tensor, list[Tensor], Loss]:
@@ -1412,9 +1389,8 @@ class Learner(Stateful):
 
     def make_batch(self, groups: TrainingGroups, current: Config, step: int) -> Batch:
         """The Batch of B groups of K trajectories; its log pi_theta are still 0."""
-        rows = [t for group in groups for t in group]
         load = partial(to_device, device=self.device)
-        joined = lambda name: np.concatenate([getattr(t, name) for t in rows])
+        joined = lambda name: np.concatenate([getattr(t, name) for group in groups for t in group])
         table = lambda name: np.array([[getattr(t, name) for t in group] for group in groups])
         behaviour = load(joined("logprobs"))
         return Batch(
@@ -1544,9 +1520,7 @@ class Searcher:
         self.unrewarded: list[Group] = []  # complete; waiting for a thread
         self.calls: list[TaskCall] = []  # in progress
         # groups per call: the threads together score at most --sequences_in_flight responses
-        self.call_size = max(
-            1, config.sequences_in_flight // (threads * config.searched_per_prompt)
-        )
+        self.call_size = max(1, config.sequences_in_flight // threads // config.searched_per_prompt)
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.channel.device)
         self.channel = copy.copy(spec.channel)  # the process group that sends it weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
@@ -1625,8 +1599,7 @@ class Searcher:
         pairs = [(prompt, y) for prompt, responses in self.task.probes() for y in responses]
         # what follows a response reveals a model that is not causal
         scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
-        rows = zip(scored, pairs, strict=True)
-        return [logprobs[len(x) - 1 :][: len(y)] for logprobs, (x, y) in rows]
+        return [row[len(x) - 1 :][: len(y)] for row, (x, y) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
         """Keep the engine full, unless too many responses await rewards."""
@@ -1662,10 +1635,7 @@ class Searcher:
             self.in_flight[request.id] = request
 
     def submit_held_out(self, rows: range) -> None:
-        """Submit held-out prompts, which are answered before newer weights load.
-
-        They are in flight like training prompts, of which fewer are submitted meanwhile.
-        """
+        """Submit held-out prompts; fewer training prompts are in flight until they are answered."""
         config = self.config
         n = config.eval_responses
         greedy = self.task.greedy_evaluation and n == 1
@@ -1697,15 +1667,14 @@ class Searcher:
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
-        config = self.config
         first = completions[0].request
         if first.id.held_out and not self.task.wants_logprobs:
             scores = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
         else:
             # the engine's log-probabilities of greedy answers have temperature 1
-            own = config.temperature if first.temperature else 1.0
+            own = self.config.temperature if first.temperature else 1.0
             sequences = [(done.request.prompt, done.tokens) for done in completions]
-            scores = token_logprobs(self.reference, sequences, config, own)
+            scores = token_logprobs(self.reference, sequences, self.config, own)
         remaining = iter(scores)
         groups = []
         for done in completions:
@@ -1721,7 +1690,7 @@ class Searcher:
                     logprobs=logprobs,
                     ref_logprobs=ref_logprobs,
                     ended=bool(ended),
-                    in_kl=ref_logprobs is scored and temperature == config.temperature,
+                    in_kl=ref_logprobs is scored and temperature == self.config.temperature,
                     temperature=temperature,
                     reward=math.nan,
                     prompt_id=source.prompt_id,
