@@ -1095,8 +1095,7 @@ class Trainer(Stateful):
                 self.store(sampled)
                 used = {group.prompt_id for group in sampled}
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
-            self.train_step(groups)
-            self.sync.due = True
+            self.train_step(groups)  # after which a sync is due
             self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
             self.poll()  # stops here after a signal
             self.save_if_due()
@@ -1216,7 +1215,7 @@ class Trainer(Stateful):
         self.step += 1
         if config.reset_reference_every and self.step % config.reset_reference_every == 0:
             self.reset_reference()
-        self.sync.due |= self.step % config.sync_every == 0
+        self.sync.due |= config.synchronous or self.step % config.sync_every == 0
         self.evaluations.due |= self.evaluations.last_due(self.step) == self.step
         self.log.write(metrics, groups)
         if self.learner.skipped:
@@ -1331,7 +1330,7 @@ class Learner(Stateful):
     def backward(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, Tensor]:
         """Accumulate the gradient of the objective, in micro-batches.
 
-        Micro-batches propagate the objective's derivatives by log-probabilities to the weights.
+        Micro-batches propagate the loss's derivatives w.r.t. log-probabilities (N,) to the weights.
         Most losses are sums over groups, so that a group's derivatives do not depend on the others:
         each micro-batch consists of whole groups, and uses its derivatives while the
         log-probabilities of later groups are still 0. At the end all are known, and so is the error
