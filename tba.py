@@ -35,7 +35,7 @@ behaviour policy's are at the temperature of the request, which differs only in 
     B, K, S           --prompts_per_step, --trained_per_prompt, --searched_per_prompt  1
     D, the buffer     ReplayBuffer                                                     4
     m                 --recent_probability; RecentOrReward, the replay rule            4
-    k                 --sync_every; Trainer.mark_due                                   6
+    k                 --sync_every; Trainer.train_step                                 6
     rho (TBA')        --reset_reference_every; next_reference                          6
     M                 --num_searchers; SearcherProcesses                              12
 
@@ -170,12 +170,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 ################################### Part I: the paper ##############################################
 
 # Part II defines, in the section given:
-#   TokenLogProbs             8  a model that returns the log-probabilities of responses
 #   SamplingCheck             8  warns if the first responses are not samples of the policy
 #   Ranks                     9  the processes that share the policy; one, without a launcher
 #   Request, Completion      10  what an engine is asked for, S responses to a prompt; its answer
 #   FlatWeights, WeightSync  11  a copy of all weights in one tensor; what sends it to Searchers
-#   SearcherProcesses        12  starts Searchers; all groups before `first_missing` have arrived
 #   SearcherSpec             12  what a Searcher is started with, such as its `first` prompt
 #   Loaded, Missed, ...      12  the messages that Searchers send, besides Groups
 #   Evaluations              13  splits held-out prompts among the Searchers
@@ -228,9 +226,7 @@ class Config:
     max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
     sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
-    objective: str = flag(
-        "tb", "Objective: tb, tb_learned_z, tba_prime, proximal_rloo, or from --plugin."
-    )
+    objective: str = flag("tb", "tb, tb_learned_z, tba_prime, proximal_rloo, or from --plugin.")
     tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
     reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
     clip_range: float = flag(0.2, "proximal_rloo: PPO clip range.", POSITIVE)
@@ -239,9 +235,7 @@ class Config:
     recent_probability: float | None = flag(
         None, "Probability that a prompt is recent [m]; default: 0.95; lockstep: 1.", maximum=1
     )
-    replay_rule: str = flag(
-        "recent_or_reward", "Replay rule: recent_or_reward, anchored, or from --plugin."
-    )
+    replay_rule: str = flag("recent_or_reward", "recent_or_reward, anchored, or from --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
     max_recent_draws: float = flag(4.0, "Mean draws per group as recent, at most; 0: unlimited.")
@@ -305,7 +299,6 @@ class InputError(ValueError):
 
 
 def all_flags() -> list[dataclasses.Field]:
-    """The fields of all dataclasses in FLAGS."""
     return [f for kind in FLAGS for f in dataclasses.fields(kind)]
 
 
@@ -328,7 +321,7 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
             options = {"type": string_to_bool, "nargs": "?", "const": True}
         elif typing.get_origin(kind) is Literal:
             options = {"choices": parts}
-        elif f.metadata["scheduled"] or kind not in (str, str | None):
+        elif f.metadata["scheduled"] or kind is not str:
             options = {"type": partial(parse_number, f, parts[0] if parts else kind)}
         section.add_argument(f"--{f.name}", help=f.metadata["help"], **options)
 
@@ -375,17 +368,15 @@ def schedule_value(text: str | float, step: int, end: float = math.inf) -> float
     >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
     (0.88125, 0.05)
     """
-    last_step = last_value = 0.0
-    for next_step, value, curve in schedule_points(text):
+    points = [(0, 0.0, "@"), *schedule_points(text)]
+    for (last_step, last_value, _), (next_step, value, curve) in itertools.pairwise(points):
         next_step = end if next_step == math.inf else next_step
         if step < next_step:
             part = (step - last_step) / (next_step - last_step)
             if curve == "~":
                 part = (1 - math.cos(math.pi * part)) / 2
             return last_value + part * (value - last_value)
-        last_step = next_step
-        last_value = value
-    return last_value
+    return value
 
 
 # ==================================================================== 2. Trajectory, Group, Batch
@@ -539,8 +530,7 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
     kl = batch.sums(config.tau * batch.logprobs.detach() - batch.ref_logprobs)  # (B, K)
     total = batch.rewards - config.beta * kl
     advantage = total - total.mean(1, keepdim=True)
-    weighted = advantage * batch.sums(batch.logprobs)
-    return Loss(-weighted.sum() / len(batch.logprobs))
+    return Loss(-(advantage * batch.sums(batch.logprobs)).sum() / len(batch.logprobs))
 
 
 def proximal_rloo(batch: Batch, config: Config) -> Loss:
@@ -595,13 +585,11 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
     log_ratios = batch.logprobs.detach() - batch.behaviour  # (N,)
     log_weights = batch.sums(log_ratios)  # (B, K)
     weights = (log_weights - log_weights.amax(1, keepdim=True)).exp()
-    K = weights.shape[1]
-    effective = weights.sum(1).square() / (K * weights.square().sum(1))
     return {
         **tb(batch, config).metrics,  # log Z^, for comparison
         "reward_std": batch.rewards.std(1).mean(),
         "equal_rewards": (batch.rewards == batch.rewards[:, :1]).all(1).float().mean(),
-        "effective_sample_size": effective.mean(),
+        "effective_sample_size": (weights.mean(1).square() / weights.square().mean(1)).mean(),
         "ratio_max": log_ratios.amax().exp(),
     }
 
@@ -725,12 +713,10 @@ class RecentOrReward(ReplayRule):
     Trainer waits, as the authors' does at a sync, rather than draw the same groups over and over.
     """
 
-    RECENT_BATCHES = 8  # so many batches of groups can be recent; more would make data stale
-
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        capacity = self.RECENT_BATCHES * config.prompts_per_step  # older ones are dropped
-        self.recent: deque[Group] = deque(maxlen=capacity)  # oldest first
+        # oldest first; those beyond eight batches are dropped, as they would make data stale
+        self.recent: deque[Group] = deque(maxlen=8 * config.prompts_per_step)
         self.groups_seen = 0
         self.wanted: int | None = None  # recent groups in the next batch; kept while waiting
 
@@ -752,8 +738,7 @@ class RecentOrReward(ReplayRule):
             self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
         if len(self.recent) < self.wanted:
             return None
-        # those since the latest sync first, then those since the one before it, and so on; of
-        # these, each prompt's newest groups first, then at random
+        # by sync, the latest first; within one, each prompt's newest group first, then at random
         newer: Counter[tuple[int, int]] = Counter()  # groups of the same prompt since the same sync
         order = {}
         for group in reversed(self.recent):
@@ -893,8 +878,7 @@ class Task:
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
         """One record per answer; `summarize` makes metrics of them."""
-        rewards = self.checked_rewards(examples, responses, ended)
-        return [{"reward": reward} for reward in rewards]
+        return [{"reward": reward} for reward in self.checked_rewards(examples, responses, ended)]
 
     def summarize(self, records: list[dict]) -> dict[str, float]:
         """Metrics of a whole evaluation: the mean of each key."""
@@ -986,8 +970,7 @@ class Trainer(Stateful):
     also waits for syncs, evaluations and each batch.
 
     Groups have positions in the prompt order: all before `first_missing` have arrived, those in
-    `arrived_positions` too, and Searchers submit only prompts before `limit`. A sync sends the
-    current weights, also to Searchers that start later; an evaluation that is due makes one due.
+    `arrived_positions` too, and Searchers submit only prompts before `limit`.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -996,12 +979,11 @@ class Trainer(Stateful):
     def __init__(
         self, config: Config, task: Task, folder: RunFolder, ranks: Ranks, saved: dict
     ) -> None:
-        """`saved` is the checkpoint from `read_checkpoint`, or empty."""
         self.config = config
         self.task = task
         self.folder = folder
         self.ranks = ranks
-        self.saved = saved  # `register` removes what it loads
+        self.saved = saved  # by `read_checkpoint`, or empty; `register` removes what it loads
         self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
         self.searchers = self.register(SearcherProcesses(config, task, folder))
         self.evaluations = Evaluations(config, task, folder)
@@ -1041,8 +1023,7 @@ class Trainer(Stateful):
         if self.step < steps and at_step(self.config, steps - 1).learning_rate == 0:
             self.folder.say(f"warning: --learning_rate ends at 0 before --steps {steps}")
         self.searchers.start()  # they load their models while this process loads its own
-        folder = self.saved.get("model", "")
-        self.learner = Learner(self.config, self.task, self.ranks, folder)
+        self.learner = Learner(self.config, self.task, self.ranks, self.saved.get("model", ""))
         self.register(self.learner)
         self.learner.score_probes()  # returns once all ranks have loaded the policy
         self.sampling = SamplingCheck(self.learner, self.folder.say)
@@ -1082,8 +1063,7 @@ class Trainer(Stateful):
         while self.inbox and time.monotonic() < deadline:
             self.store([self.inbox.pop(0)])
         full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
-        done = self.step == self.config.steps
-        self.searchers.search_up_to(0 if full or done else math.inf)
+        self.searchers.search_up_to(0 if full or self.step == self.config.steps else math.inf)
 
     def store(self, groups: list[Group]) -> None:
         """Add groups to the replay buffer, except those scored by an earlier reference."""
@@ -1123,8 +1103,7 @@ class Trainer(Stateful):
                 self.store(sampled)
                 used = {group.prompt_id for group in sampled}
                 groups += self.rule.replay(replayed, config.trained_per_prompt, used)
-            self.train_step(groups)
-            self.sync.due = True
+            self.train_step(groups)  # after which a sync is due
             self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
             self.poll()  # stops here after a signal
             self.save_if_due()
@@ -1135,16 +1114,9 @@ class Trainer(Stateful):
 
     def save_if_due(self) -> None:
         """Save a checkpoint every --save_every steps, once the previous one is written."""
-        every = self.config.save_every
-        if every and self.step % every == 0:
+        if self.config.save_every and self.step % self.config.save_every == 0:
             self.wait_for("the previous checkpoint", self.writing.done)
-            self.ranks.warn_of_slow_save(self)
             save(self)
-
-    def mark_due(self) -> None:
-        """Mark the sync and the evaluation that fall due at this step."""
-        self.sync.due |= self.step % self.config.sync_every == 0
-        self.evaluations.due |= self.evaluations.last_due(self.step) == self.step
 
     def reset_reference(self) -> None:
         """Make the policy the reference (TBA'), and start a new buffer and rule.
@@ -1158,19 +1130,15 @@ class Trainer(Stateful):
         self.rule = self.register(type(self.rule)(self.buffer, self.config))
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
-        """Poll until `condition` returns something true, and return it; log long waits.
-
-        `what` names the wait in log lines, and in `StepLog.waited`.
-        """
+        """Poll until `condition` returns something true, and return it; log long waits."""
         start = time.monotonic()
         next_log = start + self.LOG_EVERY
-        wake_up = self.searchers.wake_up
-        wake_up.set()  # poll at once
+        self.searchers.wake_up.set()  # poll at once
         while not (result := condition()):
             began = time.monotonic()
-            wake_up.wait(POLL_SECONDS)
+            self.searchers.wake_up.wait(POLL_SECONDS)
             self.log.waited[what] += time.monotonic() - began  # without the work of `condition`
-            wake_up.clear()  # before polling, so that what comes later ends the next wait
+            self.searchers.wake_up.clear()  # before polling: what comes later ends the next wait
             self.poll()
             if time.monotonic() > next_log:
                 ready = sum(s.state == "ready" for s in self.searchers.running)
@@ -1185,7 +1153,6 @@ class Trainer(Stateful):
     def poll(self) -> None:
         """Handle messages and signals, restart failed Searchers, advance the sync; store groups."""
         if self.signals and self.can_stop():
-            self.ranks.warn_of_slow_save(self)
             raise KeyboardInterrupt(next(iter(self.signals)))
         if self.writing.done() and (error := self.writing.exception()):
             raise RunEnded(f"writing a checkpoint failed: {error!r}")
@@ -1222,7 +1189,6 @@ class Trainer(Stateful):
             os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
 
     def handle_messages(self) -> None:
-        """Handle what the Searchers have sent."""
         for s, message in self.searchers.take():
             match message:
                 case Group():
@@ -1248,24 +1214,23 @@ class Trainer(Stateful):
     def train_step(self, groups: TrainingGroups) -> None:
         """Take one optimizer step on B groups of K trajectories, and log it."""
         config = self.config
-        current = at_step(config, self.step)
         # in lockstep, and at first, the policy still has the weights that sampled these groups
         if config.synchronous or self.step == self.folder.step:
             # not those that overtook earlier ones of their Searcher: short responses arrive first
             last = self.searchers.first_missing + config.num_searchers - 1
             self.sampling.add([g for g in self.log.new_groups if g.index <= last], self.step)
-        metrics = self.learner.step(groups, current, self.step)
+        metrics = self.learner.step(groups, at_step(config, self.step), self.step)
         self.step += 1
         if config.reset_reference_every and self.step % config.reset_reference_every == 0:
             self.reset_reference()
-        self.mark_due()
+        self.sync.due |= config.synchronous or self.step % config.sync_every == 0
+        self.evaluations.due |= self.evaluations.last_due(self.step) == self.step
         self.log.write(metrics, groups)
-        skipped = self.learner.skipped
-        if skipped:
+        if self.learner.skipped:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
-        if skipped >= 10:
+        if self.learner.skipped >= 10:
             raise RunEnded(
-                f"loss or gradient not finite in {skipped} steps in a row: "
+                f"loss or gradient not finite in {self.learner.skipped} steps in a row: "
                 "lower --learning_rate, raise --beta, or set --max_grad_norm"
             )
 
@@ -1314,14 +1279,12 @@ class Learner(Stateful):
             {"params": matrices, "lr_scale": 1.0, "weight_decay": config.weight_decay},
             {"params": vectors, "lr_scale": 1.0},
         ]
-        peak = max(value for _, value, _ in schedule_points(config.learning_rate))
+        peak = max(POSITIVE, *(value for _, value, _ in schedule_points(config.learning_rate)))
         self.parameters: dict[str, nn.Parameter] = {}  # those in PARAMETERS
         for name, (size, rate) in PARAMETERS.items():
             zeros = torch.zeros(size or len(task.train_prompts), device=self.device)
             self.parameters[name] = nn.Parameter(zeros)
-            optimized.append(
-                {"params": [self.parameters[name]], "lr_scale": rate / max(peak, POSITIVE)}
-            )
+            optimized.append({"params": [self.parameters[name]], "lr_scale": rate / peak})
         self.optimizer = torch.optim.AdamW(
             optimized, betas=(0.9, config.adam_beta2), weight_decay=0.0, fused=True
         )
@@ -1360,10 +1323,8 @@ class Learner(Stateful):
     def gradient(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, float]:
         """Compute and clip the gradient, again if the loss turns out to couple groups; metrics."""
         measured = self.backward(groups, current, step)
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        if self.config.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+        limit = self.config.max_grad_norm or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
@@ -1377,16 +1338,13 @@ class Learner(Stateful):
     def backward(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, Tensor]:
         """Accumulate the gradient of the objective, in micro-batches.
 
-        The objective is a function of all log-probabilities of the batch. Its derivatives with
-        respect to them (N,) come from autograd; micro-batches propagate these to the weights. A row
-        is a padded sequence: a prompt with one or more of its responses.
-
+        Micro-batches propagate the loss's derivatives w.r.t. log-probabilities (N,) to the weights.
         Most losses are sums over groups, so that a group's derivatives do not depend on the others:
         each micro-batch consists of whole groups, and uses its derivatives while the
         log-probabilities of later groups are still 0. At the end all are known, and so is the error
         of the derivatives that were used. If a loss turns out to couple groups (`coupled`), or if a
         group exceeds --tokens_per_microbatch, all log-probabilities are computed first, without
-        gradient, and micro-batches are filled row by row instead of group by group.
+        gradient, and micro-batches are filled row by row (a prompt with one or more responses).
 
         Example: a group has one row of 60 tokens, another two rows of 45. With a budget of 100,
         each group is a micro-batch. With a budget of 80, the second group exceeds it: after a first
@@ -1424,8 +1382,9 @@ class Learner(Stateful):
             "loss": result.loss,
             "entropy": entropy / len(known),
             "derivative_error": (used - exact).norm() / exact.norm().clamp(min=1e-30),
+            **batch_metrics(batch, current),
+            **result.metrics,
         }
-        measured |= batch_metrics(batch, current) | result.metrics
         return {name: value.detach().float() for name, value in measured.items()}
 
     def derivatives(self, batch: Batch, current: Config) -> tuple[Tensor, list[Tensor], Loss]:
@@ -1437,9 +1396,8 @@ class Learner(Stateful):
 
     def make_batch(self, groups: TrainingGroups, current: Config, step: int) -> Batch:
         """The Batch of B groups of K trajectories; its log pi_theta are still 0."""
-        rows = [t for group in groups for t in group]
         load = partial(to_device, device=self.device)
-        joined = lambda name: np.concatenate([getattr(t, name) for t in rows])
+        joined = lambda name: np.concatenate([getattr(t, name) for group in groups for t in group])
         table = lambda name: np.array([[getattr(t, name) for t in group] for group in groups])
         behaviour = load(joined("logprobs"))
         return Batch(
@@ -1501,8 +1459,7 @@ class Learner(Stateful):
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
         """Adapters, PARAMETERS and optimizer state, copied to rank 0's host memory."""
-        adapters = {name: p for name, p in self.trained.items() if ".lora_" in name}
-        extra = adapters | self.parameters
+        extra = {name: p for name, p in self.trained.items() if ".lora_" in name} | self.parameters
         optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
         return tree_map(
             partial(host_copy, ranks=self.ranks), {"extra": extra, "optimizer": optimizer}
@@ -1571,9 +1528,7 @@ class Searcher:
         self.unrewarded: list[Group] = []  # complete; waiting for a thread
         self.calls: list[TaskCall] = []  # in progress
         # groups per call: the threads together score at most --sequences_in_flight responses
-        self.call_size = max(
-            1, config.sequences_in_flight // (threads * config.searched_per_prompt)
-        )
+        self.call_size = max(1, config.sequences_in_flight // threads // config.searched_per_prompt)
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.channel.device)
         self.channel = copy.copy(spec.channel)  # the process group that sends it weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
@@ -1652,8 +1607,7 @@ class Searcher:
         pairs = [(prompt, y) for prompt, responses in self.task.probes() for y in responses]
         # what follows a response reveals a model that is not causal
         scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
-        rows = zip(scored, pairs, strict=True)
-        return [logprobs[len(x) - 1 :][: len(y)] for logprobs, (x, y) in rows]
+        return [row[len(x) - 1 :][: len(y)] for row, (x, y) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
         """Keep the engine full, unless too many responses await rewards."""
@@ -1689,10 +1643,7 @@ class Searcher:
             self.in_flight[request.id] = request
 
     def submit_held_out(self, rows: range) -> None:
-        """Submit held-out prompts, which are answered before newer weights load.
-
-        They are in flight like training prompts, of which fewer are submitted meanwhile.
-        """
+        """Submit held-out prompts; fewer training prompts are in flight until they are answered."""
         config = self.config
         n = config.eval_responses
         greedy = self.task.greedy_evaluation and n == 1
@@ -1724,37 +1675,35 @@ class Searcher:
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
-        config = self.config
-        task = self.task
         first = completions[0].request
-        if first.id.held_out and not task.wants_logprobs:
+        if first.id.held_out and not self.task.wants_logprobs:
             scores = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
         else:
             # the engine's log-probabilities of greedy answers have temperature 1
-            own = config.temperature if first.temperature else 1.0
+            own = self.config.temperature if first.temperature else 1.0
             sequences = [(done.request.prompt, done.tokens) for done in completions]
-            scores = token_logprobs(self.reference, sequences, config, own)
+            scores = token_logprobs(self.reference, sequences, self.config, own)
         remaining = iter(scores)
         groups = []
         for done in completions:
             source = done.request.id
             temperature = self.in_flight.pop(source).temperature
             group = Group(source.index, [])
-            fields = (done.tokens, done.logprobs, done.ended, done.versions)
-            for tokens, logprobs, ended, (first, last) in zip(*fields, strict=True):
+            responses = zip(done.tokens, done.logprobs, done.ended, done.versions, strict=True)
+            for tokens, logprobs, ended, versions in responses:
                 scored = next(remaining)
-                ref_logprobs = task.adjust_ref_logprobs(tokens, scored)
+                ref_logprobs = self.task.adjust_ref_logprobs(tokens, scored)
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
                     ref_logprobs=ref_logprobs,
                     ended=bool(ended),
-                    in_kl=ref_logprobs is scored and temperature == config.temperature,
+                    in_kl=ref_logprobs is scored and temperature == self.config.temperature,
                     temperature=temperature,
                     reward=math.nan,
                     prompt_id=source.prompt_id,
-                    version=first,
-                    last_version=last,
+                    version=versions[0],
+                    last_version=versions[1],
                     reference_version=self.reference_version,
                 )
                 group.trajectories.append(trajectory)
@@ -1778,7 +1727,7 @@ class Searcher:
         task = self.task
         rows = [t for group in groups for t in group.trajectories]
         examples = [(task.held_out if held_out else task.train)[t.prompt_id] for t in rows]
-        texts = self.task.response_texts([t.tokens for t in rows])
+        texts = task.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
 
         def messages() -> list[Group] | list[Evaluated]:
@@ -1797,7 +1746,7 @@ class Searcher:
                         "ref_logprob": ref_logprob,
                         "kl": float(t.logprobs.sum()) - ref_logprob,
                         "tokens": len(t.tokens),
-                        "prompt_tokens": len(self.task.held_out_prompts[t.prompt_id]),
+                        "prompt_tokens": len(task.held_out_prompts[t.prompt_id]),
                     }
                 by_prompt[t.prompt_id].append(record)
             return [Evaluated(rows[0].version, by_prompt)]
@@ -2714,7 +2663,7 @@ def vllm_can_run() -> bool:
 
 # A sync blocks neither side. Its steps, in order:
 #
-#   Trainer.mark_due          a sync is due: every k steps, for an evaluation, for a new Searcher
+#   Trainer.train_step        a sync is due: every k steps, for an evaluation, for a new Searcher
 #   WeightSync.begin_if_due   the training thread copies the weights into a snapshot, scores the
 #                             probes, and continues to train
 #   WeightSync.send           in a thread: notifies the members, forms a process group if they
@@ -3615,6 +3564,7 @@ LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_pro
 
 def save(trainer: Trainer) -> None:
     """Copy the run's state, unless it is saved already; a thread writes checkpoint-STEP."""
+    trainer.ranks.warn_of_slow_save(trainer)
     previous = trainer.writing
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
         trainer.folder.draw_curves()  # with evaluations that have ended since
