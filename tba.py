@@ -3863,12 +3863,11 @@ def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -
     """Tokenizer and model (without weights) of flag `name`. Raises InputError."""
     load = partial(load_model, config, dtype=torch.float32, device=torch.device("meta"), kind=kind)
     model = load_flag(name, config, load)
-    own = name.replace("model", "tokenizer")
-    if getattr(config, own, ""):  # --gold_reward_tokenizer
-        name = own
+    own = name.replace("model", "tokenizer")  # --gold_reward_tokenizer
+    source = own if getattr(config, own, "") else name
     if not multiprocessing.parent_process():  # warnings about this tokenizer, once
         transformers.logging.set_verbosity_warning()
-    tokenizer = load_flag(name, config, transformers.AutoTokenizer.from_pretrained)
+    tokenizer = load_flag(source, config, transformers.AutoTokenizer.from_pretrained)
     transformers.logging.set_verbosity_error()
     return tokenizer, model
 
@@ -3896,16 +3895,15 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
         if any(os.path.exists(f"{value}/{file}") for file in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(value)
             return saved if isinstance(saved, dict) else {"train": saved}
-        with tempfile.TemporaryDirectory() as folder:
-            links = f"{folder}/links"  # a path may look like a pattern
-            if os.path.isdir(value):
-                shutil.copytree(os.path.abspath(value), links, copy_function=os.symlink)
+        path = os.path.abspath(value)
+        # links, as a path may look like a pattern; the usual cache may have old rows
+        with tempfile.TemporaryDirectory() as links, tempfile.TemporaryDirectory() as cache:
+            if os.path.isdir(path):
+                shutil.copytree(path, links, copy_function=os.symlink, dirs_exist_ok=True)
             else:
-                suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", value.lower())[0]
-                os.mkdir(links)
-                os.symlink(os.path.abspath(value), f"{links}/train{suffix}")  # its split
-            # the usual cache may have old rows, or be read-only
-            return datasets.load_dataset(links, cache_dir=f"{folder}/rows", keep_in_memory=True)
+                suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", path.lower())[0]
+                os.symlink(path, f"{links}/train{suffix}")  # its split
+            return datasets.load_dataset(links, cache_dir=cache, keep_in_memory=True)
 
     hint = "; use a folder, a file of JSON, JSONL, CSV, TSV or Parquet (also .gz), or NAME:CONFIG"
     return load_flag(name, config, load, hint)
@@ -4027,8 +4025,7 @@ def load_task(config: Config) -> Task:
     trained = set(map(bytes, task.train_prompts))
     known = sum(bytes(prompt) in trained for prompt in task.held_out_prompts)
     if known and len(trained) > 1:  # red-teaming may have a single prompt
-        n = len(task.held_out_prompts)
-        print(f"warning: {known} of {n} evaluation prompts are trained on", file=sys.stderr)
+        print(f"warning: {known} evaluation prompts are trained on", file=sys.stderr)
     held_out = sorted(set(map(repr, task.held_out)))  # some are repeated
     examples = {"dataset": task.train, "eval_dataset": held_out}  # prompts may have the date
     task.checksums = {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
@@ -4709,8 +4706,7 @@ class TextModel:
     def __call__(self, texts: list[str]) -> Tensor:
         """Vectors (N, ...) of N texts, on the CPU; bitwise equal for equal texts."""
         distinct = sorted(dict.fromkeys(texts), key=len)
-        starts = range(0, len(distinct), 32)
-        batches = [self.vectors_of(distinct[i : i + 32]) for i in starts]
+        batches = [self.vectors_of(distinct[i : i + 32]) for i in range(0, len(distinct), 32)]
         vectors = dict(zip(distinct, torch.cat(batches).cpu(), strict=True))
         return torch.stack([vectors[text] for text in texts])
 
@@ -4847,9 +4843,8 @@ class AttackBuffer(ReplayBuffer):
         texts = [*stored, *new]
         lengths = np.array(list(map(len, texts)))
         limit = config.near_duplicate or POSITIVE  # 0: only equal attacks
-        cutoff = int(limit * 2 * lengths.max())
-        # (new, texts), on all cores: beside a GPU, most of them are idle
-        all_edits = cdist(new, texts, scorer=Levenshtein.distance, score_cutoff=cutoff, workers=-1)
+        # on all cores: beside a GPU, most of them are idle
+        all_edits = cdist(new, texts, scorer=Levenshtein.distance, workers=-1)  # (new, texts)
         for t, text, edits in zip(group.trajectories, new, all_edits, strict=True):
             distances = edits / (len(text) + lengths)
             near = [i for i in np.flatnonzero(distances < limit) if texts[i] in stored]
@@ -4951,8 +4946,7 @@ class RedTeam(Task):
         decode = partial(self.victim_tokenizer.batch_decode, skip_special_tokens=True)
         answers = {}
         while self.victim.unfinished:
-            for done in self.victim.step():
-                answers[done.request.id] = decode(done.tokens)
+            answers |= {done.request.id: decode(done.tokens) for done in self.victim.step()}
         return [answers[i] for i in range(len(attacks))]
 
     def judged_text(self, attack: str, answer: str) -> str:
@@ -5035,10 +5029,7 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
 
 
 def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
-    """Prompts with one response each, which ends with EOS. Raises InputError.
-
-    An `instruction` answers a random one of the task's prompts, or of --sft_prompts.
-    """
+    """Prompts with one response each, which ends with EOS. Raises InputError."""
     tokenizer = task.tokenizer
     rng = np.random.default_rng(config.seed)
     prompts = [task.prompt(example) for example in task.train]
