@@ -3776,30 +3776,24 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
 
 
 def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> tuple:
-    """Tokenizer and model (without weights) of flag `name`. Raises InputError.
-
-    The tokenizer may have its own flag, such as --gold_reward_tokenizer.
-    """
+    """Tokenizer and model (without weights) of flag `name`. Raises InputError."""
     load = partial(load_model, config, dtype=torch.float32, device=torch.device("meta"), kind=kind)
     model = load_flag(name, config, load)
-    own = name.replace("model", "tokenizer")
-    if getattr(config, own, ""):
-        name = own
+    own = name.replace("model", "tokenizer")  # --gold_reward_tokenizer
+    source = own if getattr(config, own, "") else name
     if not multiprocessing.parent_process():  # warnings about this tokenizer, once
         transformers.logging.set_verbosity_warning()
-    tokenizer = load_flag(name, config, transformers.AutoTokenizer.from_pretrained)
+    tokenizer = load_flag(source, config, transformers.AutoTokenizer.from_pretrained)
     transformers.logging.set_verbosity_error()
     return tokenizer, model
 
 
 def context_of(model: nn.Module) -> float:
-    """The model's longest sequence, in tokens; infinite if its config sets no limit.
-
-    With LongRoPE, the original one: beyond it, a row's frequencies depend on the rows beside it.
-    """
+    """The model's longest sequence, in tokens; infinite if its config sets no limit."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
+        # beyond it, a row's frequencies depend on the rows beside it
         return rope["original_max_position_embeddings"]
     return getattr(config, "max_position_embeddings", None) or math.inf
 
@@ -3817,16 +3811,15 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
         if any(os.path.exists(f"{value}/{file}") for file in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(value)
             return saved if isinstance(saved, dict) else {"train": saved}
-        with tempfile.TemporaryDirectory() as folder:
-            links = f"{folder}/links"  # a path may look like a pattern
-            if os.path.isdir(value):
-                shutil.copytree(os.path.abspath(value), links, copy_function=os.symlink)
+        path = os.path.abspath(value)
+        # links, as a path may look like a pattern; the usual cache may have old rows
+        with tempfile.TemporaryDirectory() as links, tempfile.TemporaryDirectory() as cache:
+            if os.path.isdir(path):
+                shutil.copytree(path, links, copy_function=os.symlink, dirs_exist_ok=True)
             else:
-                suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", value.lower())[0]
-                os.mkdir(links)
-                os.symlink(os.path.abspath(value), f"{links}/train{suffix}")  # its split
-            # the usual cache may have old rows, or be read-only
-            return datasets.load_dataset(links, cache_dir=f"{folder}/rows", keep_in_memory=True)
+                suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", path.lower())[0]
+                os.symlink(path, f"{links}/train{suffix}")  # its split
+            return datasets.load_dataset(links, cache_dir=cache, keep_in_memory=True)
 
     hint = "; use a folder, a file of JSON, JSONL, CSV, TSV or Parquet (also .gz), or NAME:CONFIG"
     return load_flag(name, config, load, hint)
@@ -3869,11 +3862,7 @@ def cell_text(column: str, cell: Any) -> str:
 
 
 def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
-    """Training and held-out examples: dicts of the task's columns. Raises InputError.
-
-    Held-out examples are --eval_split, `test` or `validation` of --eval_dataset or --dataset, or
-    without one a tenth of the training rows, drawn at random.
-    """
+    """Training and held-out examples: dicts of the task's columns. Raises InputError."""
     config = task.config
     read = partial(read_rows, columns=task.columns, check=task.check)
     splits = read_dataset("dataset", config)
@@ -3952,8 +3941,7 @@ def load_task(config: Config) -> Task:
     trained = set(map(bytes, task.train_prompts))
     known = sum(bytes(prompt) in trained for prompt in task.held_out_prompts)
     if known and len(trained) > 1:  # red-teaming may have a single prompt
-        n = len(task.held_out_prompts)
-        print(f"warning: {known} of {n} evaluation prompts are trained on", file=sys.stderr)
+        print(f"warning: {known} evaluation prompts are trained on", file=sys.stderr)
     held_out = sorted(set(map(repr, task.held_out)))  # some are repeated
     examples = {"dataset": task.train, "eval_dataset": held_out}  # prompts may have the date
     task.checksums = {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
@@ -4569,8 +4557,6 @@ class TextModel:
     those of the next token (V,), an AutoModel a mean-pooled unit vector (H,).
     """
 
-    BATCH = 32
-
     def __init__(self, kind: str, name: str, config: Config) -> None:
         """Check the model of flag `name`; `kind` is one of these classes."""
         self.tokenizer, model = check_model(name, config, kind)
@@ -4584,15 +4570,14 @@ class TextModel:
         dtype = config.torch_dtype if self.kind == "AutoModelForCausalLM" else torch.float32
         self.model = load_model(config, self.path, dtype, local_device(), self.kind)
         self.tokenizer.truncation_side = "left"  # keep the end of long texts
-        limit = min(context_of(self.model), 2**20)
-        self.tokenizer.model_max_length = limit - 2  # RoBERTa's positions start at 2
+        # RoBERTa's positions start at 2
+        self.tokenizer.model_max_length = min(context_of(self.model), 2**20) - 2
 
     @torch.inference_mode()
     def __call__(self, texts: list[str]) -> Tensor:
         """Vectors (N, ...) of N texts, on the CPU; bitwise equal for equal texts."""
         distinct = sorted(dict.fromkeys(texts), key=len)
-        starts = range(0, len(distinct), self.BATCH)
-        batches = [self.vectors_of(distinct[i : i + self.BATCH]) for i in starts]
+        batches = [self.vectors_of(distinct[i : i + 32]) for i in range(0, len(distinct), 32)]
         vectors = dict(zip(distinct, torch.cat(batches).cpu(), strict=True))
         return torch.stack([vectors[text] for text in texts])
 
@@ -4658,25 +4643,20 @@ class TLDR(Task):
         return np.where(ended, scores, -1.0)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
-        """Whether the gold model prefers each summary to the reference summary.
-
-        Scores are read before EOS, as in the authors' evaluation.
-        """
+        """Whether the gold model prefers each summary to the reference summary."""
         texts = responses + [example["reference_response"] for example in examples]
+        # before EOS, as in the authors' evaluation
         scores = self.judge("gold_reward_model", examples * 2, texts, with_eos=False)
         own, reference = np.split(scores, 2)
         return [{"win_rate": float(won)} for won in own > reference]
 
     def summarize(self, records: list[dict]) -> dict[str, float]:
-        """Win rate, KL, and the paper's proxy of KL: perplexity under the reference.
-
-        As in the authors' code: exp(NLL of the summary / tokens of query and summary).
-        """
+        """Win rate, KL, and the paper's proxy of KL: perplexity under the reference."""
         for record in records:
-            tokens = record["prompt_tokens"] + record["tokens"] - 1
-            record["perplexity"] = math.exp(-record["ref_logprob"] / tokens)
-        means = super().summarize(records)
-        return {name: means[name] for name in ("win_rate", "perplexity", "kl")}
+            # as in the authors' code: NLL of the summary / tokens of query and summary
+            tokens = record.pop("prompt_tokens") + record.pop("tokens") - 1
+            record["perplexity"] = math.exp(-record.pop("ref_logprob") / tokens)
+        return super().summarize(records)
 
 
 # ================================================================================= 20. Red-teaming
@@ -4734,11 +4714,8 @@ class AttackBuffer(ReplayBuffer):
         texts = [*stored, *new]
         lengths = np.array(list(map(len, texts)))
         limit = config.near_duplicate or POSITIVE  # 0: only equal attacks
-        cutoff = int(limit * 2 * lengths.max())
-        cores = len(os.sched_getaffinity(0))  # beside a GPU, most of them are idle
-        all_edits = cdist(  # (new, texts)
-            new, texts, scorer=Levenshtein.distance, score_cutoff=cutoff, workers=cores
-        )
+        # on all cores: beside a GPU, most of them are idle
+        all_edits = cdist(new, texts, scorer=Levenshtein.distance, workers=-1)  # (new, texts)
         for t, text, edits in zip(group.trajectories, new, all_edits, strict=True):
             distances = edits / (len(text) + lengths)
             near = [i for i in np.flatnonzero(distances < limit) if texts[i] in stored]
@@ -4748,12 +4725,11 @@ class AttackBuffer(ReplayBuffer):
                     continue
                 del stored[nearest]
             stored[text] = t
-        if len(stored) > capacity:
-            order = list(stored)  # oldest first
-            if config.evict != "oldest":
-                order.sort(key=lambda key: self.value(stored[key]))
-            for key in order[:-capacity]:
-                del stored[key]
+        order = list(stored)  # oldest first
+        if config.evict != "oldest":
+            order.sort(key=lambda key: self.value(stored[key]))
+        for key in order[: max(0, len(order) - capacity)]:
+            del stored[key]
 
 
 class RedTeam(Task):
@@ -4786,8 +4762,8 @@ class RedTeam(Task):
         template = config.victim_template
         usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
-        low, high = config.explore_low, config.explore_high
-        config.require(low <= high, "explore_low", f"must be at most --explore_high {high}")
+        rising = config.explore_low <= config.explore_high
+        config.require(rising, "explore_low", "must be at most --explore_high")
         self.min_eval_tokens = config.min_attack_tokens
         fits = config.min_attack_tokens <= config.max_response_tokens
         config.require(fits, "min_attack_tokens", "must be at most --max_response_tokens")
@@ -4841,8 +4817,7 @@ class RedTeam(Task):
         decode = partial(self.victim_tokenizer.batch_decode, skip_special_tokens=True)
         answers = {}
         while self.victim.unfinished:
-            for done in self.victim.step():
-                answers[done.request.id] = decode(done.tokens)
+            answers |= {done.request.id: decode(done.tokens) for done in self.victim.step()}
         return [answers[i] for i in range(len(attacks))]
 
     def judged_text(self, attack: str, answer: str) -> str:
@@ -4908,8 +4883,8 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
     batches = [batch for epoch in epochs for batch in np.split(epoch, starts)]
     losses = []
     for step, batch in enumerate(tqdm(batches, "fine-tuning", mininterval=10)):
-        rate = schedule_value(config.sft_learning_rate, step, len(batches))
-        optimizer.param_groups[0]["lr"] = rate
+        lr = schedule_value(config.sft_learning_rate, step, len(batches))
+        optimizer.param_groups[0]["lr"] = lr
         groups = [pairs[i] for i in batch]
         tokens = sum(len(responses[0]) for _, responses in groups)
         losses.append(0.0)
@@ -4925,10 +4900,7 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
 
 
 def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
-    """Prompts with one response each, which ends with EOS. Raises InputError.
-
-    An `instruction` answers a random one of the task's prompts, or of --sft_prompts.
-    """
+    """Prompts with one response each, which ends with EOS. Raises InputError."""
     tokenizer = task.tokenizer
     rng = np.random.default_rng(config.seed)
     prompts = [task.prompt(example) for example in task.train]
@@ -4946,7 +4918,6 @@ def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
         response = row.get("response") or space + row["instruction"]
         texts = [prompt, prompt + response]
         prompt_ids, whole = prompt_tokens(tokenizer, texts, task.special_tokens)
-        config.require(prompt_ids, "sft_data", "a prompt has no tokens")
         ids = whole[len(prompt_ids) :]
         if whole[: len(prompt_ids)] != prompt_ids:  # a token has parts of both
             ids = tokenizer.encode(response, add_special_tokens=False)

@@ -399,7 +399,7 @@ def test_held_out_prompts_that_are_trained_on_are_counted(gsm8k, tmp_path, capsy
     """Several solutions to a question: a tenth of the rows has questions of the others."""
     rows = [row | {"answer": f"{row['answer']} so {i}"} for row in ROWS for i in range(5)]
     config_and_task(gsm8k, tmp_path / "out", dataset=write(tmp_path / "a.jsonl", rows))
-    assert "warning: 10 of 10 evaluation prompts are trained on" in capsys.readouterr().err
+    assert "warning: 10 evaluation prompts are trained on" in capsys.readouterr().err
     config_and_task(gsm8k, tmp_path / "out", dataset=write(tmp_path / "b.jsonl"))
     assert "trained on" not in capsys.readouterr().err
 
