@@ -1323,8 +1323,10 @@ class Learner(Stateful):
     def gradient(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, float]:
         """Compute and clip the gradient, again if the loss turns out to couple groups; metrics."""
         measured = self.backward(groups, current, step)
-        limit = self.config.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        if self.config.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
         measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
@@ -4466,6 +4468,13 @@ def finish(trainer: Trainer) -> None:
 # ======================================================================================== 18. MATH
 
 
+def repeating_decimal(match: re.Match) -> str:
+    r"""A repeating decimal as a fraction: 0.1\overline{6} is \frac{15}{90}."""
+    whole, fixed, repeated = match.groups()
+    numerator = int(whole + fixed + repeated) - int(f"0{whole}{fixed}")
+    return rf"\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
+
+
 def last_box(text: str, bare: bool = False) -> str:
     r"""The answer in a text's last \boxed{...}, up to its closing brace, or "".
 
@@ -4475,6 +4484,7 @@ def last_box(text: str, bare: bool = False) -> str:
     '\\frac{1}{2}'
     """
     text = re.sub(r"(?<=\d)(\\[,;: ]|[~ ])(?=\d{3}(?!\d))", "", text)  # 1\,200 is 1200
+    text = re.sub(r"(\d*)\.(\d*)\\overline\{?(\d+)\}?", repeating_decimal, text)
     *others, box = re.split(r"\\(?:boxed|fbox)\s*", text)
     if not others:
         is_prose = re.search(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}", box)
@@ -4714,8 +4724,11 @@ class AttackBuffer(ReplayBuffer):
         texts = [*stored, *new]
         lengths = np.array(list(map(len, texts)))
         limit = config.near_duplicate or POSITIVE  # 0: only equal attacks
+        cutoff = int(limit * 2 * lengths.max())
         # on all cores: beside a GPU, most of them are idle
-        all_edits = cdist(new, texts, scorer=Levenshtein.distance, workers=-1)  # (new, texts)
+        all_edits = cdist(  # (new, texts)
+            new, texts, scorer=Levenshtein.distance, score_cutoff=cutoff, workers=-1
+        )
         for t, text, edits in zip(group.trajectories, new, all_edits, strict=True):
             distances = edits / (len(text) + lengths)
             near = [i for i in np.flatnonzero(distances < limit) if texts[i] in stored]
@@ -4725,11 +4738,12 @@ class AttackBuffer(ReplayBuffer):
                     continue
                 del stored[nearest]
             stored[text] = t
-        order = list(stored)  # oldest first
-        if config.evict != "oldest":
-            order.sort(key=lambda key: self.value(stored[key]))
-        for key in order[: max(0, len(order) - capacity)]:
-            del stored[key]
+        if len(stored) > capacity:
+            order = list(stored)  # oldest first
+            if config.evict != "oldest":
+                order.sort(key=lambda key: self.value(stored[key]))
+            for key in order[: len(order) - capacity]:
+                del stored[key]
 
 
 class RedTeam(Task):
