@@ -1590,7 +1590,6 @@ class Searcher:
 
     def receive_messages(self) -> None:
         """In a thread: handle the Trainer's messages, and receive weights."""
-        self.channel.connect("watch")  # now, as it can take seconds
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -2762,7 +2761,6 @@ class FlatWeights:
     """Weights in one flat tensor: the Trainer's snapshot, or a Searcher's staging buffer."""
 
     def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate space for weights with the names and shapes of `like`."""
         sizes = [tensor.numel() for tensor in like.values()]
         pinned = device.type == "cpu" and torch.cuda.is_available()  # for faster copies
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
@@ -2770,19 +2768,8 @@ class FlatWeights:
         self.views = {name: part.view_as(tensor) for (name, tensor), part in parts}
 
 
-NCCL_ENVIRONMENT = {  # its watchdog would kill a process that has lost a member
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torchrun sets it to 1
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # how long a failed group lingers
-    "TORCH_FR_BUFFER_SIZE": "0",  # disables a flight recorder that is not thread-safe
-}
-
-
-@lru_cache(2)
-def connect_store(host: str, port: int, timeout: timedelta, use: str) -> dist.TCPStore:
-    """See `WeightChannel.connect`."""
-    return dist.TCPStore(host, port, timeout=timeout)
+# kept, because connecting performs a reverse DNS lookup, which can take seconds
+connect_store = lru_cache(1)(dist.TCPStore)
 
 
 @dataclass
@@ -2804,16 +2791,11 @@ class WeightChannel:
         """The device that weights are sent from and received on."""
         return local_device() if self.nccl else torch.device("cpu")
 
-    def connect(self, use: str) -> dist.TCPStore:
-        """A connection to the Trainer's TCPStore for one use, which may block it.
-
-        It is kept: connecting performs a reverse DNS lookup, which can take seconds.
-        """
-        return connect_store(self.host, self.port, self.timeout, use)
-
     def form(self) -> Any:
         """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
-        store = dist.PrefixStore(self.name, self.connect(self.name))
+        # a connection of its own, which members that do not come may block
+        store = dist.TCPStore(self.host, self.port, timeout=self.timeout)
+        store = dist.PrefixStore(self.name, store)
         if self.nccl:
             if self.host == "127.0.0.1":  # or NCCL would choose another interface
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -2838,7 +2820,7 @@ class WeightChannel:
         while wait([running], timeout=0.1).not_done:
             if time.monotonic() > deadline:
                 raise RuntimeError("timeout (--transfer_timeout)")
-            if self.connect("watch").check([self.name]):
+            if connect_store(self.host, self.port, timeout=self.timeout).check([self.name]):
                 raise RuntimeError("another member ended")
         running.result()
 
@@ -2892,8 +2874,9 @@ class WeightSync(Stateful):
         self.learner = learner
         self.searchers = searchers
         self.evaluations = evaluations
-        device = searchers.channel.device
-        learner.snapshot = FlatWeights(learner.weights, self.config.torch_dtype, device)
+        learner.snapshot = FlatWeights(
+            learner.weights, self.config.torch_dtype, searchers.channel.device
+        )
         # the latest; this first one is over
         self.transfer = Transfer(copy.copy(searchers.channel), members=[])
         self.due = True
@@ -2934,9 +2917,11 @@ class WeightSync(Stateful):
             if s.missed >= 3:  # in a row
                 s.end(f"missed a weight transfer ({reason}), and was killed")
         names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
-        text = f"warning: sending the weights of step {transfer.version} failed: "
-        text += first_line(next(iter(suspects.values()), error))
-        self.searchers.say(f"{text}; suspected: {names}")
+        reason = first_line(next(iter(suspects.values()), error))
+        self.searchers.say(
+            f"warning: sending the weights of step {transfer.version} failed: {reason}; "
+            f"suspected: {names}"
+        )
 
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
@@ -2984,7 +2969,6 @@ class WeightSync(Stateful):
             s.transfer = transfer
         # in a new thread, as a stuck one may never return
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
-        transfer.sending.add_done_callback(lambda _: self.searchers.wake_up.set())
         self.transfer = transfer
         self.seconds += time.perf_counter() - start
         return not transfer.reference
@@ -3191,7 +3175,7 @@ class SearcherProcesses(Stateful):
         self.arrived_positions: set[int] = set()
         self.manager: SyncManager | None = None  # the process in which the queues live
         self.arrivals: queue.SimpleQueue = queue.SimpleQueue()  # (start, message), unpickled
-        self.wake_up = threading.Event()  # a message has come, or weights have been sent
+        self.wake_up = threading.Event()  # a message has come
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked
         self.limit = 0.0  # Searchers may submit prompts up to this position
@@ -3208,27 +3192,28 @@ class SearcherProcesses(Stateful):
 
     def start(self) -> None:
         """Start the Manager, the store in which process groups form, and the Searchers."""
-        host = "127.0.0.1"
-        address: Any = f"\0tba-{os.urandom(8).hex()}"  # an abstract socket leaves no file behind
-        nccl = torch.cuda.device_count() >= self.config.num_searchers + local_ranks()
-        if self.config.cluster:
+        config = self.config
+        if config.cluster:
             import ray
 
             host = ray.util.get_node_ip_address()
-            address = (host, 0)
+            address: Any = (host, 0)
             nccl = torch.cuda.is_available()
+        else:
+            host = "127.0.0.1"
+            address = f"\0tba-{os.urandom(8).hex()}"  # an abstract socket leaves no file behind
+            nccl = torch.cuda.device_count() >= config.num_searchers + local_ranks()
+            start_fork_server()
         self.manager = SyncManager(address, ctx=mp.get_context("fork"))
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
-        if not self.config.cluster:
-            start_fork_server()
         self.messages = self.manager.Queue(4096)  # full only if this process is suspended
-        run = pickle.dumps((self.config, self.task))
-        self.shared = self.manager.dict({"plugin": self.config.plugin, "run": run})
+        run = pickle.dumps((config, self.task))
+        self.shared = self.manager.dict({"plugin": config.plugin, "run": run})
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        timeout = timedelta(seconds=self.config.transfer_timeout)
-        self.channel = WeightChannel(host, port, nccl, timeout)  # groups to be formed are copies
+        # groups to be formed are copies
+        self.channel = WeightChannel(host, port, nccl, timedelta(seconds=config.transfer_timeout))
         self.store = dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach())
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
         if nccl or not torch.cuda.is_available():
@@ -3335,11 +3320,10 @@ class SearcherProcesses(Stateful):
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
-        if limit == self.limit:
-            return
-        self.limit = limit
-        for s in self.running:
-            s.spec.commands.put(SearchUpTo(limit))
+        if limit != self.limit:
+            self.limit = limit
+            for s in self.running:
+                s.spec.commands.put(SearchUpTo(limit))
 
     def stop(self) -> None:
         """Kill all Searchers, and end the Manager."""
@@ -3474,7 +3458,13 @@ def prepare_process(is_searcher: bool = False) -> None:
     for name in list(os.environ):
         if name.startswith(FOREIGN if ranks else FOREIGN + LAUNCHER):
             del os.environ[name]
-    os.environ.update(NCCL_ENVIRONMENT)
+    os.environ.update(  # NCCL's watchdog would kill a process that has lost a member
+        TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
+        TORCH_NCCL_ENABLE_MONITORING="0",
+        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+        TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",  # how long a failed group lingers
+        TORCH_FR_BUFFER_SIZE="0",  # disables a flight recorder that is not thread-safe
+    )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # and those of the hub
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -3614,11 +3604,12 @@ class Evaluations:
         del self.pending[message.version]
         records = [record for row in sorted(found) for record in found[row]]
         answers = [record.pop("answer") for record in records]
-        n = self.config.eval_responses
-        text = ""  # of eval_answers.txt
-        for prompt, answer in zip(self.task.held_out_prompts[:5], answers[::n], strict=False):
-            text += f"======== step {message.version}\n{self.task.text(prompt)}\n"
-            text += f"-------- answer\n{answer}\n\n"
+        first = answers[: 5 * self.config.eval_responses : self.config.eval_responses]
+        text = "".join(  # of eval_answers.txt
+            f"======== step {message.version}\n{self.task.text(prompt)}\n"
+            f"-------- answer\n{answer}\n\n"
+            for prompt, answer in zip(self.task.held_out_prompts, first, strict=False)
+        )
         metrics = self.task.summarize(records)
         metrics.setdefault("distinct", len(set(answers)) / len(answers))
         self.folder.write_evaluation(message.version, len(found), metrics, text)
