@@ -3138,9 +3138,9 @@ class RunningSearcher:
         """
         if len(self.heartbeats) < 2:
             return 0.0, 0.0
-        active, idle, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
-        seconds = active + max(0.0, time.monotonic() - self.seen - 1)
-        return (active - idle) / seconds, tokens / seconds
+        elapsed, idle, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
+        seconds = elapsed + max(0.0, time.monotonic() - self.seen - 1)
+        return (elapsed - idle) / seconds, tokens / seconds
 
 
 class SearcherProcesses(Stateful):
@@ -3192,8 +3192,7 @@ class SearcherProcesses(Stateful):
         self.manager = SyncManager(address, ctx=mp.get_context("fork"))
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
         self.messages = self.manager.Queue(4096)  # full only if this process is suspended
-        run = pickle.dumps((config, self.task))
-        self.shared = self.manager.dict({"plugin": config.plugin, "run": run})
+        self.shared = self.manager.dict(plugin=config.plugin, run=pickle.dumps((config, self.task)))
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
