@@ -1556,7 +1556,6 @@ class Searcher:
 
     def receive_messages(self) -> None:
         """In a thread: handle the Trainer's messages, and receive weights."""
-        self.channel.connect("watch")  # now, as it can take seconds
         while True:
             match self.spec.commands.get():
                 case SearchUpTo(limit):
@@ -2666,16 +2665,14 @@ def vllm_can_run() -> bool:
 # A sync blocks neither side. Its steps, in order:
 #
 #   Trainer.train_step        a sync is due: every k steps, for an evaluation, for a new Searcher
-#   WeightSync.begin_if_due   the training thread copies the weights into a snapshot, scores the
-#                             probes, and continues to train
-#   WeightSync.send           in a thread: notifies the members, forms a process group if they
-#                             changed, broadcasts
+#   WeightSync.begin_if_due   in the training thread: copies the weights, scores the probes
+#   WeightSync.send           in a thread: notifies the members, forms a process group, broadcasts
 #   receive_weights           in a Searcher's thread: joins the group, receives; or -> Missed
 #   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded
 #   WeightSync.on_loaded      compares the probes; after the last member's, the sync is over
 #
-# If a step fails, the next sync, due at once, forms a new group. Members that have not replied by
-# the deadline are left out until they do. Only those that miss three transfers in a row are killed.
+# If a step fails, the next sync, due at once, forms a new group. Members are killed only if they
+# miss three transfers in a row.
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
@@ -2692,7 +2689,6 @@ class FlatWeights:
     """Weights in one flat tensor: the Trainer's snapshot, or a Searcher's staging buffer."""
 
     def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate space for weights with the names and shapes of `like`."""
         sizes = [tensor.numel() for tensor in like.values()]
         pinned = device.type == "cpu" and torch.cuda.is_available()  # for faster copies
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
@@ -2700,19 +2696,8 @@ class FlatWeights:
         self.views = {name: part.view_as(tensor) for (name, tensor), part in parts}
 
 
-NCCL_ENVIRONMENT = {  # its watchdog would kill a process that has lost a member
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torchrun sets it to 1
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # how long a failed group lingers
-    "TORCH_FR_BUFFER_SIZE": "0",  # disables a flight recorder that is not thread-safe
-}
-
-
-@lru_cache(2)
-def connect_store(host: str, port: int, timeout: timedelta, use: str) -> dist.TCPStore:
-    """See `WeightChannel.connect`."""
-    return dist.TCPStore(host, port, timeout=timeout)
+# kept, because connecting performs a reverse DNS lookup, which can take seconds
+connect_store = lru_cache(1)(dist.TCPStore)
 
 
 @dataclass
@@ -2734,16 +2719,11 @@ class WeightChannel:
         """The device that weights are sent from and received on."""
         return local_device() if self.nccl else torch.device("cpu")
 
-    def connect(self, use: str) -> dist.TCPStore:
-        """A connection to the Trainer's TCPStore for one use, which may block it.
-
-        It is kept: connecting performs a reverse DNS lookup, which can take seconds.
-        """
-        return connect_store(self.host, self.port, self.timeout, use)
-
     def form(self) -> Any:
         """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
-        store = dist.PrefixStore(self.name, self.connect(self.name))
+        # a connection of its own, which members that do not come may block
+        connection = dist.TCPStore(self.host, self.port, timeout=self.timeout)
+        store = dist.PrefixStore(self.name, connection)
         if self.nccl:
             if self.host == "127.0.0.1":  # or NCCL would choose another interface
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -2768,7 +2748,7 @@ class WeightChannel:
         while wait([running], timeout=0.1).not_done:
             if time.monotonic() > deadline:
                 raise RuntimeError("timeout (--transfer_timeout)")
-            if self.connect("watch").check([self.name]):
+            if connect_store(self.host, self.port, timeout=self.timeout).check([self.name]):
                 raise RuntimeError("another member ended")
         running.result()
 
@@ -2822,8 +2802,9 @@ class WeightSync(Stateful):
         self.learner = learner
         self.searchers = searchers
         self.evaluations = evaluations
-        device = searchers.channel.device
-        learner.snapshot = FlatWeights(learner.weights, self.config.torch_dtype, device)
+        learner.snapshot = FlatWeights(
+            learner.weights, self.config.torch_dtype, searchers.channel.device
+        )
         # the latest; this first one is over
         self.transfer = Transfer(copy.copy(searchers.channel), members=[])
         self.due = True
@@ -2864,9 +2845,11 @@ class WeightSync(Stateful):
             if s.missed >= 3:  # in a row
                 s.end(f"missed a weight transfer ({reason}), and was killed")
         names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
-        text = f"warning: sending the weights of step {transfer.version} failed: "
-        text += first_line(next(iter(suspects.values()), error))
-        self.searchers.say(f"{text}; suspected: {names}")
+        reason = first_line(next(iter(suspects.values()), error))
+        self.searchers.say(
+            f"warning: sending the weights of step {transfer.version} failed: {reason}; "
+            f"suspected: {names}"
+        )
 
     def begin_if_due(self, step: int) -> bool:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
@@ -2914,7 +2897,6 @@ class WeightSync(Stateful):
             s.transfer = transfer
         # in a new thread, as a stuck one may never return
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
-        transfer.sending.add_done_callback(lambda _: self.searchers.wake_up.set())
         self.transfer = transfer
         self.seconds += time.perf_counter() - start
         return not transfer.reference
@@ -2933,11 +2915,10 @@ class WeightSync(Stateful):
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """Record that a member keeps its current weights, and why."""
-        transfer = s.transfer
+        s.transfer.missed[s] = reason
+        if not s.transfer.reference:
+            self.evaluations.drop(s, s.transfer.version)  # its prompts came with these weights
         s.transfer = None
-        transfer.missed[s] = reason
-        if not transfer.reference:
-            self.evaluations.drop(s, transfer.version)  # its prompts came with these weights
 
     def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
         """A member loaded the weights: compare its log-probabilities with the Trainer's.
@@ -2988,9 +2969,7 @@ def receive_weights(searcher: Searcher, message: ReceiveWeights) -> bool:
 
 
 class SearchUpTo(NamedTuple):
-    """Submit prompts up to this position of the prompt order; infinity: never stop."""
-
-    limit: float
+    limit: float  # submit prompts up to this position of the prompt order; infinity: never stop
 
 
 class ReceiveWeights(NamedTuple):
@@ -3009,36 +2988,26 @@ class Started(NamedTuple):
     """The process runs, and starts to load its models."""
 
 
-class Heartbeat(NamedTuple):
-    """A heartbeat, twice a second; the first one means that the models are loaded."""
-
+class Heartbeat(NamedTuple):  # twice a second; the first one means that the models are loaded
     time: float  # seconds, on this Searcher's clock
     idle: float  # seconds so far without work, or spent on loading weights
     tokens: int  # generated so far
 
 
-class Missed(NamedTuple):
-    """The process group or the broadcast failed: it keeps its weights."""
-
-    reason: str
+class Missed(NamedTuple):  # the Searcher keeps its weights
+    reason: str  # why the process group or the broadcast failed
 
 
-class Loaded(NamedTuple):
-    """The engine uses the weights."""
-
+class Loaded(NamedTuple):  # the engine uses the weights
     probes: list[np.ndarray]  # of a policy: the engine's log-probabilities of the probes
 
 
-class Evaluated(NamedTuple):
-    """Scored answers of an evaluation."""
-
+class Evaluated(NamedTuple):  # scored answers of an evaluation
     version: int  # of the weights
     records: dict[int, list[dict]]  # by row: one per response, with its `answer`
 
 
-class Failed(NamedTuple):
-    """The process has failed, and waits to be killed."""
-
+class Failed(NamedTuple):  # the process waits to be killed
     text: str  # the traceback or, if it is final, a line
     final: bool  # it would fail again: the run ends
 
@@ -3099,9 +3068,9 @@ class RunningSearcher:
         """
         if len(self.heartbeats) < 2:
             return 0.0, 0.0
-        seconds, idle, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
-        silent = max(0.0, time.monotonic() - self.seen - 1)
-        return (seconds - idle) / (seconds + silent), tokens / (seconds + silent)
+        elapsed, idle, tokens = np.subtract(self.heartbeats[-1], self.heartbeats[0])
+        seconds = elapsed + max(0.0, time.monotonic() - self.seen - 1)
+        return (elapsed - idle) / seconds, tokens / seconds
 
 
 class SearcherProcesses(Stateful):
@@ -3121,9 +3090,9 @@ class SearcherProcesses(Stateful):
         self.arrived_positions: set[int] = set()
         self.manager: SyncManager | None = None  # the process in which the queues live
         self.arrivals: queue.SimpleQueue = queue.SimpleQueue()  # (start, message), unpickled
-        self.wake_up = threading.Event()  # a message has come, or weights have been sent
+        self.wake_up = threading.Event()  # a message has come
         self.starts = 0  # of all Searchers
-        self.polled = 0.0  # when the processes were last checked
+        self.polled = 0.0  # when the processes were last checked, which takes 0.1 ms for each
         self.limit = 0.0  # Searchers may submit prompts up to this position
 
     def record_arrival(self, index: int) -> bool:
@@ -3138,27 +3107,27 @@ class SearcherProcesses(Stateful):
 
     def start(self) -> None:
         """Start the Manager, the store in which process groups form, and the Searchers."""
-        host = "127.0.0.1"
-        address: Any = f"\0tba-{os.urandom(8).hex()}"  # an abstract socket leaves no file behind
-        nccl = torch.cuda.device_count() >= self.config.num_searchers + local_ranks()
-        if self.config.cluster:
+        config = self.config
+        if config.cluster:
             import ray
 
             host = ray.util.get_node_ip_address()
-            address = (host, 0)
+            address: Any = (host, 0)
             nccl = torch.cuda.is_available()
+        else:
+            host = "127.0.0.1"
+            address = f"\0tba-{os.urandom(8).hex()}"  # an abstract socket leaves no file behind
+            nccl = torch.cuda.device_count() >= config.num_searchers + local_ranks()
+            start_fork_server()
         self.manager = SyncManager(address, ctx=mp.get_context("fork"))
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
-        if not self.config.cluster:
-            start_fork_server()
         self.messages = self.manager.Queue(4096)  # full only if this process is suspended
-        run = pickle.dumps((self.config, self.task))
-        self.shared = self.manager.dict({"plugin": self.config.plugin, "run": run})
+        self.shared = self.manager.dict(plugin=config.plugin, run=pickle.dumps((config, self.task)))
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        timeout = timedelta(seconds=self.config.transfer_timeout)
-        self.channel = WeightChannel(host, port, nccl, timeout)  # groups to be formed are copies
+        # groups to be formed are copies
+        self.channel = WeightChannel(host, port, nccl, timedelta(seconds=config.transfer_timeout))
         self.store = dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach())
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
         if nccl or not torch.cuda.is_available():
@@ -3265,11 +3234,10 @@ class SearcherProcesses(Stateful):
 
     def search_up_to(self, limit: float) -> None:
         """Have all Searchers submit prompts up to this position of the prompt order."""
-        if limit == self.limit:
-            return
-        self.limit = limit
-        for s in self.running:
-            s.spec.commands.put(SearchUpTo(limit))
+        if limit != self.limit:
+            self.limit = limit
+            for s in self.running:
+                s.spec.commands.put(SearchUpTo(limit))
 
     def stop(self) -> None:
         """Kill all Searchers, and end the Manager."""
@@ -3330,21 +3298,17 @@ def join_cluster(config: Config) -> int:
         ray.init(config.cluster, logging_level="ERROR", log_to_driver=False)
     except Exception as error:  # Ray raises several types
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
-    kind = device_kind()
+    kind = "GPU" if torch.cuda.is_available() else "CPU"  # as in ClusterProcess
     node = ray.get_runtime_context().get_node_id()
-    here = {"ray.io/node-id": node}
-    own = ray.util.placement_group([{kind: local_ranks()}], bundle_label_selector=[here])
+    own = ray.util.placement_group(
+        [{kind: local_ranks()}], bundle_label_selector=[{"ray.io/node-id": node}]
+    )
     config.require(own.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} left for a Searcher")
     (devices,) = [n["Resources"][kind] for n in ray.nodes() if n["NodeID"] == node]
     SEARCHERS_HERE[config.cluster] = int(devices) - local_ranks()
     return others
-
-
-def device_kind() -> str:
-    """Ray's name for a Searcher's device: a GPU, or a CPU core if the Trainer has no GPU."""
-    return "GPU" if torch.cuda.is_available() else "CPU"
 
 
 class ClusterProcess:
@@ -3365,10 +3329,13 @@ class ClusterProcess:
         self.ray = ray
         key = bytes(multiprocessing.current_process().authkey)
         package = pickle.dumps((key, pickle.dumps(spec)))
-        device = {f"num_{device_kind().lower()}s": 1}
-        # no retries: Ray would start the task again with an outdated spec
-        options = {"scheduling_strategy": "SPREAD", "max_retries": 0, "num_cpus": 0} | device
-        task = ray.remote(host_searcher).options(**options)
+        gpus = int(torch.cuda.is_available())  # or a CPU core, if the Trainer has no GPU
+        task = ray.remote(host_searcher).options(
+            num_gpus=gpus,
+            num_cpus=1 - gpus,
+            scheduling_strategy="SPREAD",
+            max_retries=0,  # Ray would start the task again with an outdated spec
+        )
         self.result = task.remote(CODE, Path(__file__).name, package)
         self.exitcode: int | str | None = None  # None once it has ended: its machine was lost
 
@@ -3404,7 +3371,13 @@ def prepare_process(is_searcher: bool = False) -> None:
     for name in list(os.environ):
         if name.startswith(FOREIGN if ranks else FOREIGN + LAUNCHER):
             del os.environ[name]
-    os.environ.update(NCCL_ENVIRONMENT)
+    os.environ.update(  # NCCL's watchdog would kill a process that has lost a member
+        TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
+        TORCH_NCCL_ENABLE_MONITORING="0",
+        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+        TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",  # how long a failed group lingers
+        TORCH_FR_BUFFER_SIZE="0",  # disables a flight recorder that is not thread-safe
+    )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # and those of the hub
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -3544,11 +3517,12 @@ class Evaluations:
         del self.pending[message.version]
         records = [record for row in sorted(found) for record in found[row]]
         answers = [record.pop("answer") for record in records]
-        n = self.config.eval_responses
-        text = ""  # of eval_answers.txt
-        for prompt, answer in zip(self.task.held_out_prompts[:5], answers[::n], strict=False):
-            text += f"======== step {message.version}\n{self.task.text(prompt)}\n"
-            text += f"-------- answer\n{answer}\n\n"
+        first = answers[: 5 * self.config.eval_responses : self.config.eval_responses]
+        text = "".join(  # of eval_answers.txt
+            f"======== step {message.version}\n{self.task.text(prompt)}\n"
+            f"-------- answer\n{answer}\n\n"
+            for prompt, answer in zip(self.task.held_out_prompts, first, strict=False)
+        )
         metrics = self.task.summarize(records)
         metrics.setdefault("distinct", len(set(answers)) / len(answers))
         self.folder.write_evaluation(message.version, len(found), metrics, text)
