@@ -90,8 +90,7 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-################################### Skip this: starting a process ##################################
-# what must happen before the slow imports; the paper begins after them
+############################ Skip this: starting a process, before slow imports ####################
 
 if sys.platform != "linux" or not (3, 11) <= sys.version_info[:2] <= (3, 13):
     found = f"{sys.platform}, Python {sys.version.split()[0]}"
@@ -124,10 +123,7 @@ def stop_signal_handler(handler: Any) -> Iterator[None]:
 
 
 def start_fork_server() -> None:
-    """Start the process that local Searchers are forked from, unless it runs already.
-
-    It ignores STOP_SIGNALS, which terminals, `timeout` and SLURM send to all processes.
-    """
+    """Start the process that local Searchers are forked from; it ignores STOP_SIGNALS."""
     if len(os.environ.get("TMPDIR", "")) > 60:  # a socket's path has at most 107 bytes
         os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
     multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
