@@ -4454,7 +4454,7 @@ def last_box(text: str, bare: bool = False) -> str:
     '\\frac{1}{2}'
     """
     text = re.sub(r"(?<=\d)(\\[,;: ]|[~ ])(?=\d{3}(?!\d))", "", text)  # 1\,200 is 1200
-    text = re.sub(r"(\d*)\.(\d*)\\overline\{?(\d+)\}?", repeating_decimal, text)
+    text = re.sub(r"(\d*)\.(\d*)\\overline\{(\d+)\}", repeating_decimal, text)
     *others, box = re.split(r"\\(?:boxed|fbox)\s*", text)
     if not others:
         is_prose = re.search(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}", box)

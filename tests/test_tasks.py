@@ -195,6 +195,9 @@ def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
         # repeating decimals are compared as they are written
         ("\\boxed{0.\\overline{3}}", "\\boxed{0.\\overline{3}}", True),
         ("\\boxed{0.\\overline{3}}", "\\boxed{0.3}", False),
+        ("\\boxed{\\frac13}", "\\boxed{0.\\overline{3}}", True),
+        ("\\boxed{0.1\\overline{6}}", "\\boxed{\\frac{1}{6}}", True),
+        ("\\boxed{2.\\overline{45}}", "\\boxed{\\frac{27}{11}}", True),
     ],
 )
 def test_verdicts_of_math(gold, answer, same):
