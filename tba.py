@@ -3641,17 +3641,22 @@ def write_trajectories(trajectories: list[Trajectory], path: Path) -> None:
 def read_trajectories(path: Path) -> list[Trajectory]:
     """The inverse of `write_trajectories`; arrays are copied, so that eviction frees memory."""
     found = []
-    with open(path, "rb") as file:
-        while file.peek(1):
-            starts = np.load(file).cumsum()[:-1]  # without the first, 0
-            columns = []
-            for name in Trajectory.__slots__:
-                column = np.load(file)
-                if name in Trajectory.BY_TOKEN:
-                    columns.append(map(np.copy, np.split(column, starts)))
-                else:
-                    columns.append(column.tolist())
-            found += [Trajectory(*row) for row in zip(*columns, strict=True)]
+    gc.disable()  # it would traverse all that is found, again and again
+    try:
+        with open(path, "rb") as file:
+            while file.peek(1):
+                ends = np.load(file).cumsum().tolist()
+                parts = [*map(slice, [0, *ends[:-1]], ends)]
+                columns = []
+                for name in Trajectory.__slots__:
+                    column = np.load(file)
+                    if name in Trajectory.BY_TOKEN:
+                        columns.append([column[part].copy() for part in parts])
+                    else:
+                        columns.append(column.tolist())
+                found += [Trajectory(*row) for row in zip(*columns, strict=True)]
+    finally:
+        gc.enable()
     return found
 
 
