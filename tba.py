@@ -1981,18 +1981,20 @@ def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[R
     plan = []
     start = 0  # index of a response's first token
     for prompt, responses in groups:
-        tokens = max(row_tokens, 4 * len(prompt)) if row_tokens else 0
-        longest = max(map(len, responses))
-        # tokens of responses in a row, which may exceed this by less than the longest response
-        average = max(1, min(tokens, budget - longest) - len(prompt))
-        row_count = min(len(responses), math.ceil(sum(map(len, responses)) / average))
-        rows = [Row(prompt, [], []) for _ in range(row_count)]
+        max_tokens = min(budget, max(row_tokens, 4 * len(prompt))) if row_tokens else 0
+        room = max(1, max_tokens - len(prompt))  # for responses, in each row
+        fewest = min(len(responses), math.ceil(sum(map(len, responses)) / room))
+        limit = max(budget, len(prompt) + max(map(len, responses)))
         starts = start + np.cumsum([0, *map(len, responses)])
         start = starts[-1]
-        for i in sorted(range(len(responses)), key=lambda i: -len(responses[i])):
-            shortest = min(rows, key=lambda row: row.length)
-            shortest.indices.append(np.arange(starts[i], starts[i + 1]))
-            shortest.responses.append(responses[i])
+        for row_count in range(fewest, len(responses) + 1):
+            rows = [Row(prompt, [], []) for _ in range(row_count)]
+            for i in sorted(range(len(responses)), key=lambda i: -len(responses[i])):
+                shortest = min(rows, key=lambda row: row.length)
+                shortest.indices.append(np.arange(starts[i], starts[i + 1]))
+                shortest.responses.append(responses[i])
+            if max(row.length for row in rows) <= limit:
+                break
         plan.append(rows)
     return plan
 
