@@ -4423,6 +4423,8 @@ def run_command_line() -> NoReturn:
             exit_code = 128 + signal.SIGINT
         except BaseException:
             traceback.print_exc()
+        # this one would wait for processes that were killed, and the fork server may hang
+        atexit.unregister(multiprocessing.util._exit_function)
         atexit._run_exitfuncs()  # libraries clean up
         sys.stdout.flush()
     os._exit(exit_code)  # the interpreter's own exit would wait for a blocked Gloo or NCCL thread

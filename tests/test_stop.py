@@ -11,6 +11,7 @@ import sys
 import termios
 import textwrap
 
+import psutil
 import pytest
 import torch
 from harness import (
@@ -37,6 +38,21 @@ def endless(gsm8k, out, **flags):
     """Flags of a run that goes on until it is stopped."""
     settings = {"steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0}
     return arguments(gsm8k, out, **(settings | flags))
+
+
+def test_a_fork_server_that_hangs_does_not_keep_a_run_from_ending(gsm8k, tmp_path):
+    run = Run(tmp_path / "run", endless(gsm8k, tmp_path / "run"), interpreter=True)
+    run.reaches(1)
+    own = [psutil.Process(number) for number in processes_of(run.process.pid)]
+    (server,) = [p for p in own if "forkserver" in str(p.cmdline()) and p.children()]
+    server.suspend()
+    try:
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.until(lambda: run.process.poll() is not None, "its end", alive=False)
+        assert run.process.returncode == 128 + signal.SIGTERM, run.text()
+    finally:
+        server.kill()
+    run.gone()
 
 
 def take_terminal():
