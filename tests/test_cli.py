@@ -491,5 +491,4 @@ def test_a_hub_name_needs_a_folder_that_can_be_written(gsm8k, container_user):
 def test_a_path_that_does_not_exist(gsm8k, tmp_path, capsys):
     for model in (tmp_path / "moved" / "model", "./moved", "~/moved"):
         line = refused(arguments(gsm8k, tmp_path / "run", model=model), capsys)
-        assert f"--model {Path(model).expanduser()}".replace(" moved", " ./moved") in line
-        assert "does not exist" in line
+        assert f"--model {os.path.expanduser(model)}" in line and "does not exist" in line
