@@ -626,6 +626,13 @@ def test_a_gradient_does_not_depend_on_micro_batches(near_policy, monkeypatch, n
         assert (gradient - exact).norm() < 1e-4 * exact.norm()
 
 
+def test_an_entropy_is_finite_where_a_logit_is_not():
+    logits = torch.tensor([[0.0, 0.0, -math.inf], [1.0, 1.0, 1.0]])
+    chosen, entropy = tba.likelihood(logits.log_softmax(-1), torch.tensor([0, 2])).unbind(1)
+    assert chosen.tolist() == pytest.approx([-math.log(2), -math.log(3)])
+    assert entropy.tolist() == pytest.approx([math.log(2), math.log(3)])
+
+
 @pytest.mark.parametrize("name", ["online_dpo", "one_log_z"])
 def test_a_second_forward_pass_is_made_only_where_it_is_needed(near_policy, monkeypatch, name):
     """It is found out, in the first step, whether an objective couples groups."""
