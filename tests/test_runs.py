@@ -529,7 +529,7 @@ def older_model(gsm8k, tmp_path):
 
 
 def test_a_final_model_is_read_as_the_initial_one_was(gsm8k, older_model, tmp_path):
-    """By any program, and by whoever may read the folder. Checkpoints stay float32."""
+    """Other programs and users can read it, too; checkpoints stay float32."""
     learner = learner_of(gsm8k, tmp_path / "run", model=older_model)
     with torch.no_grad():
         for parameter in learner.model.parameters():
