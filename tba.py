@@ -3991,6 +3991,14 @@ class RunFolder:
         else:
             self.accelerator.log(values, step)
 
+    def track_table(self, name: str, record: dict) -> None:
+        """Send a record to the tracker as a table of one row, if it has tables."""
+        if self.config.report_to in ("wandb", "trackio"):
+            import pandas  # imported late: it takes a second
+
+            table = importlib.import_module(self.config.report_to).Table
+            self.track({name: table(dataframe=pandas.DataFrame([record]))}, record["step"])
+
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to files, tracker and terminal."""
         with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
@@ -4160,6 +4168,7 @@ class StepLog:
             "reward": t.reward,
         }
         self.trainer.folder.append("completions.jsonl", record)
+        self.trainer.folder.track_table("completion", record)
 
     def check_learning(self, rows: list[Trajectory]) -> None:
         """Warn once of a collapse, and of signs, over 20 steps, that the run learns nothing."""

@@ -391,11 +391,15 @@ RECORDER = """
 import json
 class Run:
     def log(self, values, step=None):
-        print("wandb", json.dumps(["log", step, values]), flush=True)
+        rows = lambda table: table.rows
+        print("wandb", json.dumps(["log", step, values], default=rows), flush=True)
     def define_metric(self, name, step_metric):
         print("wandb", json.dumps(["axis", name, step_metric]), flush=True)
     def finish(self):
         pass
+class Table:
+    def __init__(self, dataframe):
+        self.rows = dataframe.to_dict("records")
 def init(**options):
     print("wandb", json.dumps(["init", options]), flush=True)
     return Run()
@@ -422,9 +426,11 @@ def test_wandb_gets_every_evaluation_at_its_step_and_resumes_its_run(gsm8k, tmp_
     logged = [call[1:] for run in calls for call in run if call[0] == "log"]
     assert all(step is None for step, _ in logged)
     assert [values["step"] for _, values in logged if "loss" in values] == [1, 2, 3, 4]
-    evaluated = [values for _, values in logged if "loss" not in values]
+    evaluated = [values for _, values in logged if "held_out/accuracy" in values]
     accuracies = {e["step"]: e["accuracy"] for e in read_lines(out / "eval.jsonl")}
     assert {e["step"]: e["held_out/accuracy"] for e in evaluated} == accuracies
+    tables = [row for _, values in logged for row in values.get("completion", [])]
+    assert tables == read_lines(out / "completions.jsonl")
 
 
 def test_trackio_gets_steps_and_evaluations_and_resumes_its_run(gsm8k, tmp_path, monkeypatch):
