@@ -4472,7 +4472,8 @@ def last_box(text: str, bare: bool = False) -> str:
     '\\frac{1}{2}'
     """
     text = re.sub(r"(?<=\d)(\\[,;: ]|[~ ])(?=\d{3}(?!\d))", "", text)  # 1\,200 is 1200
-    text = re.sub(r"(\d*)\.(\d*)\\overline\{(\d+)\}", repeating_decimal, text)
+    repeating = r"(?<!\d)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}"  # int() has a limit
+    text = re.sub(repeating, repeating_decimal, text)
     *others, box = re.split(r"\\(?:boxed|fbox)\s*", text)
     if not others:
         is_prose = re.search(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}", box)
@@ -4920,6 +4921,7 @@ def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
         response = row.get("response") or space + row["instruction"]
         texts = [prompt, prompt + response]
         prompt_ids, whole = prompt_tokens(tokenizer, texts, task.special_tokens)
+        config.require(prompt_ids, "sft_data", "a prompt has no tokens")
         ids = whole[len(prompt_ids) :]
         if whole[: len(prompt_ids)] != prompt_ids:  # a token has parts of both
             ids = tokenizer.encode(response, add_special_tokens=False)
