@@ -1056,10 +1056,14 @@ class Trainer(Stateful):
     def store_inbox(self) -> None:
         """Store groups for at most a second; pause the Searchers while too many are left."""
         deadline = time.monotonic() + 1  # a group of red-teaming can take 0.1 s
-        while self.inbox and time.monotonic() < deadline:
+        ended = self.step == self.config.steps
+        while True:
+            self.handle_messages()
+            full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
+            self.searchers.search_up_to(0 if full or ended else math.inf)
+            if not self.inbox or time.monotonic() > deadline:
+                return
             self.store([self.inbox.pop(0)])
-        full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
-        self.searchers.search_up_to(0 if full or self.step == self.config.steps else math.inf)
 
     def store(self, groups: list[Group]) -> None:
         """Add groups to the replay buffer, except those scored by an earlier reference."""
@@ -4434,6 +4438,7 @@ def run_command_line() -> NoReturn:
             traceback.print_exc()
         # this one would wait for processes that were killed, and the fork server may hang
         atexit.unregister(multiprocessing.util._exit_function)
+        multiprocessing.util._run_finalizers()  # removes its temporary folder
         atexit._run_exitfuncs()  # libraries clean up
         sys.stdout.flush()
     os._exit(exit_code)  # the interpreter's own exit would wait for a blocked Gloo or NCCL thread

@@ -618,7 +618,8 @@ def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
 def logged_arrivals(steps):
     """`distinct` after each step, and the warnings, if these groups of responses arrive."""
     said = []
-    folder = SimpleNamespace(say=said.append, append=lambda name, record: None)
+    ignore = lambda name, record: None
+    folder = SimpleNamespace(say=said.append, append=ignore, track_table=ignore)
     task = SimpleNamespace(
         train_prompts=[None] * 1000, text=str, response_texts=lambda responses: responses
     )
