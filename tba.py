@@ -402,11 +402,6 @@ class Trajectory:
     last_version: int  # the same of its last token: weights may load in mid-response
     reference_version: int  # step of the reference
 
-    @property
-    def key(self) -> str:
-        """The tokens as characters, to compare responses; AttackBuffer computes edit distances."""
-        return self.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
-
 
 @dataclass(eq=False)
 class Group:
@@ -617,7 +612,11 @@ class ReplayBuffer(Stateful):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rng = np.random.default_rng([config.seed, 0xB0F])
-        self.trajectories: dict[int, dict[str, Trajectory]] = {}  # by prompt and key, oldest first
+        self.trajectories: dict[int, dict[Any, Trajectory]] = {}  # by prompt and key, oldest first
+
+    def key(self, t: Trajectory) -> bytes | str:
+        """What equal responses have in common."""
+        return t.tokens.tobytes()
 
     def add(self, group: Group) -> None:
         """Store a group's distinct trajectories as the newest of its prompt.
@@ -629,7 +628,7 @@ class ReplayBuffer(Stateful):
         """
         stored = self.trajectories.setdefault(group.prompt_id, {})
         for t in group.trajectories:
-            key = t.key
+            key = self.key(t)
             stored.pop(key, None)
             stored[key] = t
         while len(stored) > self.config.kept_per_prompt:
@@ -655,7 +654,7 @@ class ReplayBuffer(Stateful):
 
     def load_state(self, state: dict[str, Any]) -> None:
         for t in state["trajectories"]:
-            self.trajectories.setdefault(t.prompt_id, {})[t.key] = t
+            self.trajectories.setdefault(t.prompt_id, {})[self.key(t)] = t
         self.rng.bit_generator.state = state["rng"]
 
 
@@ -757,8 +756,8 @@ class RecentOrReward(ReplayRule):
         Example: of the responses "a", "a", "a", "b" and K = 3, "a", "b" and one more "a".
         """
         shuffled = self.buffer.rng.permutation(group.trajectories)
-        distinct = {t.key: t for t in shuffled}
-        duplicates = [t for t in shuffled if distinct[t.key] is not t]
+        distinct = {self.buffer.key(t): t for t in shuffled}
+        duplicates = [t for t in shuffled if distinct[self.buffer.key(t)] is not t]
         return [*distinct.values(), *duplicates][:K]
 
 
@@ -1061,7 +1060,7 @@ class Trainer(Stateful):
             self.handle_messages()
             full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
             self.searchers.search_up_to(0 if full or ended else math.inf)
-            if not self.inbox or time.monotonic() > deadline:
+            if not self.inbox or time.monotonic() >= deadline:
                 return
             self.store([self.inbox.pop(0)])
 
@@ -2078,9 +2077,6 @@ def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[l
     return [plan + [[IDLE]] * (count - len(plan)) for plan in plans]
 
 
-PARTS = 3  # forward passes of a micro-batch: rows of similar length together need less padding
-
-
 def run_microbatches(
     policy: TokenLogProbs, units: list[list[Row]], config: Config, **options: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -2091,15 +2087,19 @@ def run_microbatches(
     """
     device = policy.model.device
     ranks = policy.ranks
-    for rows in plan_microbatches(units, config.tokens_per_microbatch, ranks.size)[ranks.rank]:
-        rows = sorted(rows, key=lambda row: row.length)
-        count = math.ceil(len(rows) / PARTS)
+    autocast = config.dtype == "bfloat16" and ranks.size == 1  # FSDP casts by itself
+    # the passes share a weight's bfloat16 copy if their graph needs it anyway
+    shares = torch.is_grad_enabled() and not config.gradient_checkpointing
+    plans = plan_microbatches(units, config.tokens_per_microbatch, ranks.size)
+    for microbatches in zip(*plans, strict=True):  # one of each rank
+        rows = sorted(microbatches[ranks.rank], key=lambda row: row.length)
+        # forward passes over rows of similar length, which need less padding
+        passes = min(3, math.ceil(max(map(padded_tokens, microbatches)) / 4096))
+        count = math.ceil(len(rows) / passes)
         parts = [rows[i : i + count] for i in range(0, len(rows), count)]
         if ranks.size > 1:  # all make the same number of forward passes
-            parts += [[IDLE]] * (PARTS - len(parts))
-        # without the cache, a weight's bfloat16 copy is freed with the graph
-        enabled = config.dtype == "bfloat16" and ranks.size == 1  # FSDP casts by itself
-        with torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled=False):
+            parts += [[IDLE]] * (passes - len(parts))
+        with torch.autocast(device.type, torch.bfloat16, autocast, cache_enabled=shares):
             values = torch.cat([policy(**pack(part, device), **options) for part in parts])
         index = np.concatenate([index for row in rows for index in row.indices])
         yield to_device(index, device), values
@@ -3175,10 +3175,9 @@ class SearcherProcesses(Stateful):
         """
         if self.receiving.done():
             self.receiving.result()  # raises what ended it
-        by_start = {s.spec.start: s for s in self.running}
         while not self.arrivals.empty():
             start, message = self.arrivals.get()
-            s = by_start.get(start)
+            s = next((s for s in self.running if s.spec.start == start), None)
             if not s or s.state == "ended":  # its groups are sampled again
                 continue
             s.seen = time.monotonic()
@@ -4148,8 +4147,6 @@ class StepLog:
     def log_arrivals(self) -> None:
         """Average over arrived trajectories; append the last to completions.jsonl."""
         rows = [t for group in self.new_groups for t in group.trajectories]
-        # of the generating policy to the reference
-        kl = [(t.logprobs - t.ref_logprobs).sum() for t in rows if t.in_kl]
         self.responses += [t.tokens.tobytes() for g in self.new_groups for t in g.trajectories[:2]]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
@@ -4159,8 +4156,11 @@ class StepLog:
             # for any S: 0.5 if the policy has one response to each prompt, 0.01 if one to all
             "distinct": len(set(self.responses)) / len(self.responses),
         }
-        if kl:
-            self.means["kl"] = float(np.mean(kl))
+        if counted := [t for t in rows if t.in_kl]:
+            kl = np.concatenate([t.logprobs for t in counted])
+            kl -= np.concatenate([t.ref_logprobs for t in counted])
+            # of the generating policy to the reference
+            self.means["kl"] = float(kl.sum()) / len(counted)
         self.check_learning(rows)
         t = rows[-1]
         task = self.trainer.task
@@ -4696,6 +4696,10 @@ class RedTeamFlags:
 class AttackBuffer(ReplayBuffer):
     """A buffer without near-duplicates that can keep the best attacks and stop growing."""
 
+    def key(self, t: Trajectory) -> str:
+        """The tokens as characters, whose edit distances are computed."""
+        return t.tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+
     def value(self, t: Trajectory) -> float:
         """An attack's value: its reward, or with lowest_total log pi_ref + reward / beta."""
         if self.config.evict == "lowest_total":
@@ -4714,7 +4718,7 @@ class AttackBuffer(ReplayBuffer):
         capacity = config.kept_per_prompt
         if stored and 0 < config.freeze_buffer_at <= group.trajectories[0].version:
             capacity = len(stored)
-        new = [t.key for t in group.trajectories]
+        new = list(map(self.key, group.trajectories))
         texts = [*stored, *new]
         lengths = np.array(list(map(len, texts)))
         limit = config.near_duplicate or POSITIVE  # 0: only equal attacks

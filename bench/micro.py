@@ -1,11 +1,14 @@
-"""Microbenchmarks: ratios of two times, measured alternately.
+"""Microbenchmarks: ratios of CPU times, measured alternately.
 
     python bench/micro.py
 
-* packed: a training step on packed rows, relative to one row per response, for prompts and
-  responses of GSM8K's and of TL;DR's proportions;
-* TRL: the same step, relative to TRL's GRPOTrainer, which pads these responses in one micro-batch
+* floor: a training step, relative to a plain forward, backward and AdamW over the same tokens:
+  rows of 1,024 tokens, causal attention without a mask, each prompt once, logits of responses only.
+  Also the floating-point operations of both, and what the step's additional ones are for;
+* packed: the step on packed rows, relative to one row per response;
+* TRL: the step, relative to TRL's GRPOTrainer, which pads these responses in one micro-batch
   (pip install --no-deps trl==1.16.0; skipped without it);
+* groups: what each group that arrives costs the training thread, and its receiving thread;
 * queue: groups per second through the Manager's queue.
 """
 
@@ -21,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
@@ -30,42 +34,65 @@ from harness import learner_of, random_groups
 import tba
 
 FILES = ROOT / "tests" / "models" / "gsm8k"
-SHAPES = {"GSM8K": (140, 150), "TL;DR": (350, 35)}  # tokens of a prompt, of a response on average
+SHAPES = {  # tokens of a prompt, of a response on average; responses to each of 3 prompts
+    "GSM8K": (140, 150, 16),
+    "TL;DR": (350, 35, 16),
+    "long": (140, 500, 8),
+}
+VOCABULARY = 4096
 Groups = list[list[tba.Trajectory]]
-
-
-def median_seconds(functions: list[Callable[[], object]]) -> list[float]:
-    """The median time of each function, called alternately."""
-    times = [[] for _ in functions]
-    for _ in range(7):
-        for function, own in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            function()
-            own.append(time.perf_counter() - start)
-    return [float(np.median(own)) for own in times]
+Step = Callable[[], object]
 
 
 def wide_model(folder: Path) -> Path:
     """Save a random Llama with 4 layers of width 256; returns its folder."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(FILES / "model")
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=768, num_hidden_layers=4,
-        num_attention_heads=4, max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+        num_attention_heads=4, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def groups_of(task: tba.Task, prompt: int, response: int) -> Groups:
-    """3 groups of 16 random responses of about this length; replaces the prompts."""
+def groups_of(task: tba.Task, prompt: int, response: int, K: int) -> Groups:
+    """3 groups of K random responses of about this length; replaces the prompts."""
     rng = np.random.default_rng(0)
     vocabulary = len(task.tokenizer)
     task.train_prompts[:50] = [rng.integers(0, vocabulary, prompt, np.int32) for _ in range(50)]
-    return random_groups(task, 3, 16, shortest=response // 2, longest=response * 3 // 2)
+    return random_groups(task, 3, K, shortest=response // 2, longest=response * 3 // 2)
 
 
-def trl_step(model: Path, groups: Groups, prompts: list[np.ndarray]) -> Callable[[], None]:
+def plain_step(model: Path, groups: Groups, prompts: list[np.ndarray]) -> Step:
+    """A function that takes the floor's optimizer step on these groups."""
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model)
+    optimizer = torch.optim.AdamW(policy.parameters(), 1e-5, fused=True)
+    parts = []
+    answered = []
+    for group in groups:
+        parts += [prompts[group[0].prompt_id], *(t.tokens for t in group)]
+        answered += [np.zeros(len(parts[-len(group) - 1]), bool)]
+        answered += [np.ones(len(t.tokens), bool) for t in group]
+    total = sum(map(len, parts))
+    rows = -(-total // 1024)
+    length = -(-total // rows)
+    shape = (rows, length)
+    ids = torch.from_numpy(np.resize(np.concatenate(parts), shape)).long()
+    positions = torch.from_numpy(np.resize(np.concatenate(answered), shape)).flatten().nonzero()
+    targets = ids.flatten().roll(-1)[positions[:, 0]]
+
+    def step() -> None:
+        hidden = policy.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        logits = policy.lm_head(hidden[positions[:, 0]])
+        torch.nn.functional.cross_entropy(logits, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def trl_step(model: Path, groups: Groups, prompts: list[np.ndarray]) -> Step:
     """A function that takes an optimizer step on these responses with TRL's GRPO loss."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -73,8 +100,9 @@ def trl_step(model: Path, groups: Groups, prompts: list[np.ndarray]) -> Callable
     flat = [t for group in groups for t in group]
     policy = transformers.AutoModelForCausalLM.from_pretrained(model).train()
     config = GRPOConfig(
-        output_dir=str(model), use_cpu=True, bf16=False, report_to="none", num_generations=16,
-        per_device_train_batch_size=len(flat), gradient_checkpointing=False, max_steps=1,
+        output_dir=str(model), use_cpu=True, bf16=False, report_to="none", max_steps=1,
+        num_generations=len(groups[0]), per_device_train_batch_size=len(flat),
+        gradient_checkpointing=False,
     )  # fmt: skip
     trainer = GRPOTrainer(
         policy,
@@ -105,18 +133,75 @@ def trl_step(model: Path, groups: Groups, prompts: list[np.ndarray]) -> Callable
     return step
 
 
-def print_steps(name: str, packed: tba.Learner, plain: tba.Learner, groups: Groups) -> None:
-    """Print what a step on these responses costs, relative to one row per response and to TRL."""
-    plain.task.train_prompts = packed.task.train_prompts
+def cpu_seconds(steps: dict[str, Step], rounds: int = 5) -> dict[str, np.ndarray]:
+    """CPU times of each function, called alternately (rounds,)."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            times[name].append(time.process_time() - start)
+    return {name: np.array(own) for name, own in times.items()}
+
+
+def operations(step: Step) -> dict[str, float]:
+    """Floating-point operations of a step: of attention, and of other matrix products."""
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    forward = getattr(torch.ops.aten, attention)
+    backward = getattr(torch.ops.aten, f"{attention}_backward")
+    counts = {
+        forward: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
+    }
+    with FlopCounterMode(display=False, custom_mapping=counts) as counter:
+        step()
+    found = counter.get_flop_counts()["Global"]
+    own = {op: n for op, n in found.items() if op in counts}
+    return {"attention": sum(own.values()), "products": sum(found.values()) - sum(own.values())}
+
+
+def print_operations(learner: tba.Learner, groups: Groups, step: Step, floor: Step) -> None:
+    """Print what a step computes beyond the floor, in fractions of the floor's operations."""
+    executed = operations(step)
+    needed = operations(floor)
+    total = sum(needed.values())
+    prompts = learner.task.train_prompts
+    sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
+    units = tba.plan_rows(sequences, learner.policy.row_tokens, learner.config.tokens_per_microbatch)
+    repeated = sum(len(unit[0].prompt) * (len(unit) - 1) for unit in units)  # tokens
+    answered = sum(len(t.tokens) for group in groups for t in group)
+    tokens = answered + sum(len(prompt) for prompt, _ in sequences)
+    head = 2 * VOCABULARY * learner.model.config.hidden_size * answered  # forward
+    of_prompts = repeated * (needed["products"] - 3 * head) / tokens
+    shares = {
+        "prompts repeated": of_prompts,
+        "logits computed again": head,
+        "padding": executed["products"] - needed["products"] - of_prompts - head,
+        "attention": executed["attention"] - needed["attention"],
+    }
+    text = ", ".join(f"{name} {share / total:.3f}" for name, share in shares.items())
+    print(f"  floating-point operations {sum(executed.values()) / total:.2f} of the floor's: {text}")
+
+
+def print_steps(name: str, packed: tba.Learner, unpacked: tba.Learner, groups: Groups) -> None:
+    """Print the ratios of steps on these responses."""
+    unpacked.task.train_prompts = prompts = packed.task.train_prompts
     now = tba.at_step(packed.config, 0)
-    steps = [lambda: packed.step(groups, now, 0), lambda: plain.step(groups, now, 0)]
+    model = Path(packed.config.model)
+    steps: dict[str, Step] = {
+        "step": lambda: packed.step(groups, now, 0),
+        "floor": plain_step(model, groups, prompts),
+        "one row per response": lambda: unpacked.step(groups, now, 0),
+    }
     if importlib.util.find_spec("trl"):
-        steps.append(trl_step(Path(packed.config.model), groups, packed.task.train_prompts))
-    seconds, plain_seconds, *trl_seconds = median_seconds(steps)
-    speedup = plain_seconds / seconds
-    print(f"packed, {name}: {speedup:.2f} times as fast ({seconds:.2f} s per step)")
-    for other in trl_seconds:
-        print(f"TRL, {name}: a step takes {seconds / other:.2f} of TRL's time")
+        steps["TRL"] = trl_step(model, groups, prompts)
+    seconds = cpu_seconds(steps)
+    own = seconds.pop("step")
+    for other, times in seconds.items():
+        ratios = own / times
+        spread = f"{ratios.min():.2f} to {ratios.max():.2f}"
+        print(f"{name}: a step takes {np.median(ratios):.2f} ({spread}) of the time of: {other}")
+    print_operations(packed, groups, steps["step"], steps["floor"])
 
 
 def print_queue(group: list[tba.Trajectory]) -> None:
@@ -139,12 +224,12 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = wide_model(Path(folder))
-        flags = {"model": model, "recent_probability": 0.95, "tokens_per_microbatch": 4096}
-        packed, plain = (learner_of(FILES, Path(folder) / "run", **flags) for _ in range(2))
-        plain.policy.row_tokens = 0
-        for name, (prompt, response) in SHAPES.items():
-            groups = groups_of(packed.task, prompt, response)
-            print_steps(name, packed, plain, groups)
+        flags = {"model": model, "recent_probability": 0.95, "tokens_per_microbatch": 16_384}
+        packed, unpacked = (learner_of(FILES, Path(folder) / "run", **flags) for _ in range(2))
+        unpacked.policy.row_tokens = 0
+        for name, (prompt, response, K) in SHAPES.items():
+            groups = groups_of(packed.task, prompt, response, K)
+            print_steps(name, packed, unpacked, groups)
         print_queue(random_groups(packed.task, 1, 16, shortest=125, longest=375)[0])
 
 

@@ -305,7 +305,7 @@ def test_a_restored_buffer_and_rule_go_on_as_the_first(tmp_path):
     saved = torch.load(file, weights_only=True)
     saved["buffer"]["trajectories"] = tba.read_trajectories(tmp_path / "rows")
     assert saved["rule"]["epoch"] == epoch and len(saved["buffer"]["trajectories"]) == 45
-    del first.epoch[-1], first.buffer.trajectories[0][group(0, [[0, 9]]).trajectories[0].key]
+    del first.epoch[-1], first.buffer.trajectories[0][np.array([0, 9], np.int32).tobytes()]
     second = rule_of(**flags)
     second.buffer.load_state(saved["buffer"])
     second.load_state(saved["rule"])
