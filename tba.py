@@ -2339,12 +2339,8 @@ def load_policy(
     if ranks.size == 1:
         return policy
     policy.ranks = ranks
-    shard = partial(
-        fully_shard,
-        mesh=dist.init_device_mesh(local_device().type, (ranks.size,)),
-        mp_policy=MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32),
-        reshard_after_forward=True,
-    )
+    precision = MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32)
+    shard = partial(fully_shard, mp_policy=precision, reshard_after_forward=True)
     for module in list(policy.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):
             shard(module)
