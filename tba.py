@@ -1530,7 +1530,7 @@ class Searcher:
         self.calls: list[TaskCall] = []  # in progress
         # groups per call: the threads together score at most --sequences_in_flight responses
         self.call_size = max(1, config.sequences_in_flight // threads // config.searched_per_prompt)
-        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.channel.device)
+        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.channel.nccl)
         self.channel = copy.copy(spec.channel)  # the process group that sends it weights
         self.staged: ReceiveWeights | None = None  # received weights, to be loaded
         self.wake_up = threading.Event()  # a message has come, or the task has returned
@@ -2686,9 +2686,10 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
 class FlatWeights:
     """Weights in one flat tensor: the Trainer's snapshot, or a Searcher's staging buffer."""
 
-    def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, like: dict[str, Tensor], dtype: torch.dtype, nccl: bool) -> None:
         sizes = [tensor.numel() for tensor in like.values()]
-        pinned = device.type == "cpu" and torch.cuda.is_available()  # for faster copies
+        device = local_device() if nccl else "cpu"  # Gloo sends from host memory
+        pinned = not nccl and torch.cuda.is_available()  # for faster copies
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
         parts = zip(like.items(), self.flat.split(sizes), strict=True)
         self.views = {name: part.view_as(tensor) for (name, tensor), part in parts}
@@ -2712,11 +2713,6 @@ class WeightChannel:
     formed: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL
     abandoned: bool = False
 
-    @property
-    def device(self) -> torch.device:
-        """The device that weights are sent from and received on."""
-        return local_device() if self.nccl else torch.device("cpu")
-
     def form(self) -> Any:
         """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
         # a connection of its own, which members that do not come may block
@@ -2726,7 +2722,7 @@ class WeightChannel:
             if self.host == "127.0.0.1":  # or NCCL would choose another interface
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             group = dist.ProcessGroupNCCL(store, self.rank, self.size, self.timeout)
-            group.eager_connect_single_device(self.device)
+            group.eager_connect_single_device(local_device())
             return group
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.host, self.port))  # UDP: sends nothing, chooses a route
@@ -2800,9 +2796,8 @@ class WeightSync(Stateful):
         self.learner = learner
         self.searchers = searchers
         self.evaluations = evaluations
-        learner.snapshot = FlatWeights(
-            learner.weights, self.config.torch_dtype, searchers.channel.device
-        )
+        nccl = searchers.channel.nccl
+        learner.snapshot = FlatWeights(learner.weights, self.config.torch_dtype, nccl)
         # the latest; this first one is over
         self.transfer = Transfer(copy.copy(searchers.channel), members=[])
         self.due = True
