@@ -3333,15 +3333,14 @@ class ClusterProcess:
 
     def is_alive(self) -> bool:
         """Whether its task is pending or runs; sets how it ended."""
-        ray = self.ray
-        done, _ = ray.wait([self.result], timeout=0)
-        if not done:
-            return True
+        errors = self.ray.exceptions
         try:
-            self.exitcode = ray.get(self.result)
-        except ray.exceptions.NodeDiedError:
+            self.exitcode = self.ray.get(self.result, timeout=0)
+        except errors.GetTimeoutError:
+            return True
+        except errors.NodeDiedError:
             pass
-        except ray.exceptions.RayError as error:
+        except errors.RayError as error:
             self.exitcode = f"1: {first_line(getattr(error, 'cause', error))}"
         return False
 
