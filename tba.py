@@ -3418,13 +3418,10 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     """Run a Searcher; sends the Trainer the traceback of an exception."""
     end_with_parent()
     # a task's process pool ends its workers with SIGTERM, even those that are just being forked
-    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
     unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
-    os.register_at_fork(
-        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
-        after_in_parent=unblock,
-        after_in_child=unblock,
-    )
+    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
     prepare_process(is_searcher=True)
     if visible_gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
