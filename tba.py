@@ -3250,9 +3250,9 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
     def __init__(self, spec: SearcherSpec, code: str) -> None:
         gpu = None  # one of those after the Trainer's
         if gpus := torch.cuda.device_count():
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            names = visible if visible[0] else [str(i) for i in range(gpus)]
-            gpu = names[min(local_ranks() + spec.searcher, gpus - 1)]  # a single GPU is shared
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+            # a single GPU is shared
+            gpu = visible.split(",")[min(local_ranks() + spec.searcher, gpus - 1)]
         super().__init__(target=searcher_process, args=(spec, gpu))
         main = sys.modules["__main__"]
         # the new process would otherwise run the script that this one runs
