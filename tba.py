@@ -2477,18 +2477,15 @@ class TransformersEngine:
         self, batch: list[Request], tokens: np.ndarray, logprobs: np.ndarray, versions: list[int]
     ) -> list[Completion]:
         """Split arrays (R, T) by request, and cut rows after EOS or at their maximum length."""
-        completions = []
-        rows = zip(tokens, logprobs, np.isin(tokens, self.end_tokens), strict=True)
-        for request in batch:
-            done = Completion(request, [], [], [], [])
-            for row, row_logprobs, is_end in itertools.islice(rows, request.n):
-                ends = np.flatnonzero(is_end[: request.max_tokens])
-                T = ends[0] + 1 if len(ends) else request.max_tokens
-                done.tokens.append(row[:T].copy())
-                done.logprobs.append(row_logprobs[:T].copy())
-                done.ended.append(len(ends) > 0)
-                done.versions.append((versions[0], versions[T - 1]))
-            completions.append(done)
+        completions = [Completion(request, [], [], [], []) for request in batch]
+        rows = [done for done in completions for _ in range(done.request.n)]
+        for done, row, row_logprobs in zip(rows, tokens, logprobs, strict=True):
+            ends = np.flatnonzero(np.isin(row[: done.request.max_tokens], self.end_tokens))
+            T = ends[0] + 1 if len(ends) else done.request.max_tokens
+            done.tokens.append(row[:T].copy())
+            done.logprobs.append(row_logprobs[:T].copy())
+            done.ended.append(len(ends) > 0)
+            done.versions.append((versions[0], versions[T - 1]))
         return completions
 
     @torch.inference_mode()
