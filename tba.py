@@ -814,6 +814,7 @@ class Task:
     reward_threads = 1
 
     # set by `load_task`, for examples that fit the model
+    model_folder: Path  # --model's; if it is on the hub, one with its small files
     train_prompts: list[np.ndarray]  # (P,) int32 each
     held_out_prompts: list[np.ndarray]
     checksums: dict[str, int]  # of examples, and of models, by flag
@@ -3565,8 +3566,7 @@ def save_model(
     A `final` one has the dtype that --model's config.json names. It also has that very config.json,
     if it means the same here: other programs and older libraries may know only its form.
     """
-    source = model_folder(task.config.model)
-    given = transformers.AutoConfig.from_pretrained(source)
+    given = transformers.AutoConfig.from_pretrained(task.model_folder)
     named = given.dtype or given.get_text_config().dtype or torch.float32
     dtype = named if final else torch.float32
     cast = lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -3582,17 +3582,10 @@ def save_model(
     task.tokenizer.save_pretrained(folder)
     text = partial(re.sub, r'"(_name_or_path|dtype)": .*', "")
     same = final and text(str(given)) == text(str(model.config))
-    for file in source.iterdir():
+    for file in task.model_folder.iterdir():
         copied = re.fullmatch(COPIED, file.name) or (same and file.name == "config.json")
         if copied and file.is_file():
             shutil.copyfile(file, folder / file.name)
-
-
-@lru_cache
-def model_folder(path: str) -> Path:
-    """A model's folder; if it is on the hub, one with its small files."""
-    small = ["*.json", "*.model", "*.txt", "*.jinja"]
-    return Path(path if os.path.isdir(path) else snapshot_download(path, allow_patterns=small))
 
 
 @contextlib.contextmanager
@@ -3899,6 +3892,10 @@ def load_task(config: Config) -> Task:
     tokenizer, model = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
+    path = config.model
+    if not os.path.isdir(path):
+        path = snapshot_download(path, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja"])
+    task.model_folder = Path(path)
     task.max_context = context_of(model)
     task.end_tokens = end_tokens(tokenizer, model, task.stop)
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
