@@ -3978,10 +3978,9 @@ class RunFolder:
     def track_table(self, name: str, record: dict) -> None:
         """Send a record to the tracker as a table of one row, if it has tables."""
         if self.config.report_to in ("wandb", "trackio"):
-            import pandas  # imported late: it takes a second
-
-            table = importlib.import_module(self.config.report_to).Table
-            self.track({name: table(dataframe=pandas.DataFrame([record]))}, record["step"])
+            library = importlib.import_module(self.config.report_to)
+            table = library.Table(columns=[*record], data=[[*record.values()]])
+            self.track({name: table}, record["step"])
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to files, tracker and terminal."""

@@ -398,8 +398,8 @@ class Run:
     def finish(self):
         pass
 class Table:
-    def __init__(self, dataframe):
-        self.rows = dataframe.to_dict("records")
+    def __init__(self, columns, data):
+        self.rows = [dict(zip(columns, row, strict=True)) for row in data]
 def init(**options):
     print("wandb", json.dumps(["init", options]), flush=True)
     return Run()
