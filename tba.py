@@ -1890,7 +1890,7 @@ class TokenLogProbs(nn.Module):
     """
 
     CHUNK = 512  # tokens whose logits are in memory at once
-    ROW_TOKENS = 1024  # of a packed row; the cost of attention is quadratic
+    ROW_TOKENS = 1024  # of a packed row at most, as the cost of attention is quadratic
 
     def __init__(self, model: nn.Module, temperature: float, packs: bool = True) -> None:
         super().__init__()
@@ -1899,7 +1899,9 @@ class TokenLogProbs(nn.Module):
         if isinstance(head, nn.Linear):  # false for a head with an adapter
             head.forward = partial(float_logits, head)
         self.temperature = temperature
-        self.row_tokens = self.ROW_TOKENS if packs else 0  # 0: one response per row
+        # in longer rows of a narrow model, attention would cost more than all other products
+        width = model.config.get_text_config().hidden_size
+        self.row_tokens = min(self.ROW_TOKENS, 4 * width) if packs else 0  # 0: a response per row
         self.ranks = Ranks()  # over which the model is sharded
 
     def forward(
