@@ -8,12 +8,12 @@
 * packed: the step on packed rows, relative to one row per response;
 * TRL: the step, relative to TRL's GRPOTrainer, which pads these responses in one micro-batch
   (pip install --no-deps trl==1.16.0; skipped without it);
-* groups: what each group that arrives costs the training thread, and its receiving thread;
 * queue: groups per second through the Manager's queue.
 """
 
 import argparse
 import importlib.util
+import math
 import pickle
 import sys
 import tempfile
@@ -68,23 +68,17 @@ def plain_step(model: Path, groups: Groups, prompts: list[np.ndarray]) -> Step:
     """A function that takes the floor's optimizer step on these groups."""
     policy = transformers.AutoModelForCausalLM.from_pretrained(model)
     optimizer = torch.optim.AdamW(policy.parameters(), 1e-5, fused=True)
-    parts = []
-    answered = []
-    for group in groups:
-        parts += [prompts[group[0].prompt_id], *(t.tokens for t in group)]
-        answered += [np.zeros(len(parts[-len(group) - 1]), bool)]
-        answered += [np.ones(len(t.tokens), bool) for t in group]
-    total = sum(map(len, parts))
-    rows = -(-total // 1024)
-    length = -(-total // rows)
-    shape = (rows, length)
-    ids = torch.from_numpy(np.resize(np.concatenate(parts), shape)).long()
-    positions = torch.from_numpy(np.resize(np.concatenate(answered), shape)).flatten().nonzero()
-    targets = ids.flatten().roll(-1)[positions[:, 0]]
+    asked = [prompts[group[0].prompt_id] for group in groups]
+    tokens = np.concatenate([*asked, *(t.tokens for group in groups for t in group)])
+    rows = math.ceil(len(tokens) / 1024)
+    ids = torch.from_numpy(np.resize(tokens, (rows, math.ceil(len(tokens) / rows)))).long()
+    # here, all prompts precede all responses: which token is whose makes no difference
+    positions = torch.arange(sum(map(len, asked)), len(tokens)) - 1
+    targets = ids.flatten()[positions + 1]
 
     def step() -> None:
         hidden = policy.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        logits = policy.lm_head(hidden[positions[:, 0]])
+        logits = policy.lm_head(hidden[positions])
         torch.nn.functional.cross_entropy(logits, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -164,23 +158,25 @@ def print_operations(learner: tba.Learner, groups: Groups, step: Step, floor: St
     """Print what a step computes beyond the floor, in fractions of the floor's operations."""
     executed = operations(step)
     needed = operations(floor)
-    total = sum(needed.values())
     prompts = learner.task.train_prompts
     sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
-    units = tba.plan_rows(sequences, learner.policy.row_tokens, learner.config.tokens_per_microbatch)
+    units = tba.plan_rows(
+        sequences, learner.policy.row_tokens, learner.config.tokens_per_microbatch
+    )
     repeated = sum(len(unit[0].prompt) * (len(unit) - 1) for unit in units)  # tokens
     answered = sum(len(t.tokens) for group in groups for t in group)
     tokens = answered + sum(len(prompt) for prompt, _ in sequences)
-    head = 2 * VOCABULARY * learner.model.config.hidden_size * answered  # forward
-    of_prompts = repeated * (needed["products"] - 3 * head) / tokens
-    shares = {
-        "prompts repeated": of_prompts,
+    head = 2 * VOCABULARY * learner.model.config.hidden_size * answered  # of one pass
+    beyond = {
+        "prompts repeated": repeated / tokens * (needed["products"] - 3 * head),
         "logits computed again": head,
-        "padding": executed["products"] - needed["products"] - of_prompts - head,
         "attention": executed["attention"] - needed["attention"],
     }
-    text = ", ".join(f"{name} {share / total:.3f}" for name, share in shares.items())
-    print(f"  floating-point operations {sum(executed.values()) / total:.2f} of the floor's: {text}")
+    more = sum(executed.values()) - sum(needed.values())
+    beyond["padding"] = more - sum(beyond.values())
+    total = sum(needed.values())
+    text = ", ".join(f"{name} {count / total:.3f}" for name, count in beyond.items())
+    print(f"  {1 + more / total:.2f} of the floor's floating-point operations: {text}")
 
 
 def print_steps(name: str, packed: tba.Learner, unpacked: tba.Learner, groups: Groups) -> None:
