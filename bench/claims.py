@@ -521,9 +521,9 @@ def settings_of() -> list[Setting]:
         sampled = ("searched_per_prompt", 16)  # as in lockstep
         ways += [(("slow", slow), sampled, ("asynchronous", M)) for M in (1, 2, 4)]
         found += [Setting("speed", "tb", flags=flags) for flags in ways]
-    found += [setting for own in search_settings().values() for setting in own.values()]
-    found += [setting for own in rule_settings().values() for setting in own.values()]
-    return found + list(collapse_settings().values())
+    for own in (search_settings(), rule_settings(), collapse_settings()):
+        found += own.values()
+    return found
 
 
 def search(
@@ -535,18 +535,17 @@ def search(
     return Setting(experiment, objective, 0, task, steps=steps, flags=tuple((flags | own).items()))
 
 
-def search_settings() -> dict[str, dict[int, Setting]]:
-    """The columns of the table "search", by M."""
+def search_settings() -> dict[tuple[str, str], Setting]:
+    """The settings of the table "search" by (column, M)."""
     ten, few = "search, ten seeds", (1, 8, 64)
-    return {
-        "1 in 183, `tb`": {M: search(ten, M) for M in SEARCHERS},
-        "1 in 183, `dr_grpo`": {M: search(ten, M, objective="dr_grpo") for M in few},
-        "1 in 1,820, `tb`": {M: search("search, longer", M, "rarer", steps=240) for M in few},
-    }
+    found = {("1 in 183, `tb`", str(M)): search(ten, M) for M in SEARCHERS}
+    found |= {("1 in 183, `dr_grpo`", str(M)): search(ten, M, objective="dr_grpo") for M in few}
+    longer = partial(search, "search, longer", task="rarer", steps=240)
+    return found | {("1 in 1,820, `tb`", str(M)): longer(M) for M in few}
 
 
-def rule_settings() -> dict[str, dict[tuple[str, int], Setting]]:
-    """The lines of the table "rules", by (task, M)."""
+def rule_settings() -> dict[tuple[str, str, int], Setting]:
+    """The settings of the table "rules" by (way, task, M)."""
     ways: dict[str, dict] = {
         "anchored": {"replay_rule": "anchored"},
         "mixed": {"replay_rule": "mixed"},
@@ -557,12 +556,11 @@ def rule_settings() -> dict[str, dict[tuple[str, int], Setting]]:
         "softmax(10 r), learned log Z": {"objective": "tb_learned_z"},
     }
     steps = {"rare": 120, "rarer": 240}
-    found: dict[str, dict] = {}
-    for (way, flags), task, M in itertools.product(ways.items(), steps, (1, 8, 64)):
-        if M > 1 or way == "anchored":
-            own = found.setdefault(way, {})
-            own[task, M] = search("anchored", M, task, steps=steps[task], **flags)
-    return found
+    return {
+        (way, task, M): search("anchored", M, task, steps=steps[task], **ways[way])
+        for way, task, M in itertools.product(ways, steps, (1, 8, 64))
+        if M > 1 or way == "anchored"
+    }
 
 
 def collapse_settings() -> dict[tuple[str, str, int], Setting]:
@@ -689,23 +687,34 @@ def first_step(row: dict, reward: float) -> float:
 
 def tables_of(rows: Rows) -> dict[str, str]:
     """Every table by its title. Those that docs/results.md has markers for are written there."""
-    stale = sorted(of("staleness"), key=attrgetter("lag"))
 
-    def over_tb(setting: Setting) -> str:
+    def over_tb(found: list[dict]) -> str:
         """The paired difference to `tb` at the same lag."""
-        of_tb = replace(setting, objective="tb", flags=())
-        return common.paired(rows.of(setting), rows.of(of_tb))
+        of_tb = replace(common.setting_of(found[0]), objective="tb", flags=())
+        return common.paired(found, rows.of(of_tb))
 
-    of_lag = {(f"lag {s.lag}", s.objective): s for s in stale}
-    other = {(f"{s.task}, lag {s.lag}", s.objective): s for s in of("second model", "frontiers")}
+    stale = sorted(of("staleness"), key=attrgetter("lag"))
+    by_lag = {(f"lag {s.lag}", f"`{s.objective}`"): s for s in stale}
+    other = of("second model", "frontiers")
+    by_task = {(f"{s.task}, lag {s.lag}", f"`{s.objective}`"): s for s in other}
+    long_runs = {
+        (f"{variant}, lag {lag}", f"`{name}`"): setting
+        for (variant, name, lag), setting in collapse_settings().items()
+    }
+    rules = {
+        (f"{LABELS[task]}, {M} Searchers", way): setting
+        for (way, task, M), setting in rule_settings().items()
+        if M > 1
+    }
+    by_objective = partial(common.grid, rows, corner="objective")
     return {
-        "stale data": grid(of_lag, lambda s: gain_and_objective(rows.of(s))),
-        "stale data, paired difference in gain from tb": grid(of_lag, over_tb),
-        "other tasks": grid(other, lambda s: gain_and_end(rows.of(s))),
-        "collapse": long_runs(rows),
+        "stale data": by_objective(by_lag, gain_and_objective),
+        "stale data, paired difference in gain from tb": by_objective(by_lag, over_tb),
+        "other tasks": by_objective(by_task, gain_and_end),
+        "collapse": by_objective(long_runs, ends_of_long_runs),
         "speed": speed(rows),
-        "search": more_searchers(rows),
-        "rules": rules(rows),
+        "search": common.grid(rows, search_settings(), ends_of_search, "Searchers"),
+        "rules": common.grid(rows, rules, ends_of_search),
     }
 
 
@@ -714,42 +723,19 @@ def of(*experiments: str) -> list[Setting]:
     return [setting for setting in settings_of() if setting.experiment in experiments]
 
 
-def grid(settings: dict[tuple[str, str], Setting], cell: Callable[[Setting], str]) -> str:
-    """A table with a row per objective; `settings` are by (column, objective)."""
-    columns = list(dict.fromkeys(column for column, _ in settings))
-    lines = []
-    for name in dict.fromkeys(name for _, name in settings):
-        own = [settings.get((column, name)) for column in columns]
-        lines.append([f"`{name}`", *(cell(s) if s else "" for s in own)])
-    return common.table(["objective", *columns], lines)
-
-
 def gain_and_objective(found: list[dict]) -> str:
     """The gain, J at the last evaluation, and how many seeds are lost."""
     at_end = common.mean(common.objective_of(row, last(row)) for row in found)
-    return f"{shown(map(area, found))}; {at_end}{common.note(found)}" if found else common.NOT_YET
+    return f"{shown(map(area, found))}; {at_end}{common.note(found)}"
 
 
 def gain_and_end(found: list[dict]) -> str:
     """The gain, the reward at the end, and how many seeds are lost."""
-    if not found:
-        return common.NOT_YET
     return f"{common.mean(map(area, found))}; {common.mean(finals(found))}{common.note(found)}"
-
-
-def long_runs(rows: Rows) -> str:
-    """The experiment "collapse": how long runs end, by objective, variant and lag."""
-    settings = {
-        (f"{variant}, lag {lag}", name): setting
-        for (variant, name, lag), setting in collapse_settings().items()
-    }
-    return grid(settings, lambda s: ends_of_long_runs(rows.of(s)))
 
 
 def ends_of_long_runs(found: list[dict]) -> str:
     """The primary outcomes of point 21: one response, broken; the median J."""
-    if not found:
-        return common.NOT_YET
     ends = [common.objective_of(row, last(row)) for row in found]
     untrained = [common.objective_of(row, row["path"][0]) for row in found]
     broken = np.less(ends, untrained) | [bool(row["exit_code"]) for row in found]
@@ -788,29 +774,8 @@ def time_to(target: float, found: list[dict], slower: list[list[dict]]) -> str:
     return f"{shown(seconds, 1)}; {', '.join(ratios)}"
 
 
-def more_searchers(rows: Rows) -> str:
-    """Where runs end by the number of Searchers: a row per number, a column per task."""
-    columns = search_settings()
-    lines = []
-    for M in SEARCHERS:
-        own = [column.get(M) for column in columns.values()]
-        lines.append([str(M), *(ends_of_search(rows.of(s)) if s else "" for s in own)])
-    return common.table(["Searchers", *columns], lines)
-
-
-def rules(rows: Rows) -> str:
-    """Where runs end by the rule of replay."""
-    columns = [(task, M) for task in LABELS for M in (8, 64)]
-    lines = []
-    for way, settings in rule_settings().items():
-        lines.append([way, *(ends_of_search(rows.of(settings[column])) for column in columns)])
-    return common.table(["", *(f"{LABELS[task]}, {M} Searchers" for task, M in columns)], lines)
-
-
 def ends_of_search(found: list[dict]) -> str:
     """The mean reward at the end (median J), the median step to 0.5, and collapses."""
-    if not found:
-        return common.NOT_YET
     J = np.median([common.objective_of(row, last(row)) for row in found])
     step = np.median([first_step(row, 0.5) for row in found])
     text = f"{common.mean(finals(found))} ({J:.2f})".replace("(-0.00)", "(0.00)")
@@ -899,7 +864,7 @@ def draw_rules(rows: Rows, axes) -> None:
     axes.text(1, optimum + 0.015, f"optimum {optimum:.2f}", color="0.4", fontsize=13)
     settings = rule_settings()
     for i, (label, (way, colour)) in enumerate(RULES.items()):
-        own = {M: rows.of(s) for (task, M), s in settings[way].items() if task == "rarer"}
+        own = {M: rows.of(s) for (*key, M), s in settings.items() if key == [way, "rarer"]}
         x = [1.12 ** (i - 1) * M for M in own]
         for place, found in zip(x, own.values(), strict=True):
             axes.plot([place] * len(found), finals(found), ".", color=colour, alpha=0.5)

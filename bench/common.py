@@ -600,6 +600,24 @@ def table(head: list[str], lines: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
+def grid(
+    rows: Rows, settings: dict[tuple[str, str], Setting], cell: Callable[[list[dict]], str],
+    corner: str = "",
+) -> str:  # fmt: skip
+    """A table of settings by (column, line), each cell of which is made of a setting's rows."""
+    columns = list(dict.fromkeys(column for column, _ in settings))
+    lines = []
+    for name in dict.fromkeys(name for _, name in settings):
+        line = [name]
+        for column in columns:
+            setting = settings.get((column, name))
+            found = rows.of(setting) if setting else []
+            missing = NOT_YET if setting else ""
+            line.append(cell(found) if found else missing)
+        lines.append(line)
+    return table([corner, *columns], lines)
+
+
 def publish(tables: dict[str, str], print_all: bool) -> None:
     """Put tables between their markers in docs/results.md; print all of them if asked to."""
     path = ROOT / "docs" / "results.md"

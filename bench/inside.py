@@ -37,6 +37,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -120,8 +121,6 @@ def run(setting: Setting, role: str, rate: float, *rest) -> dict:
 
 def outcome(found: list[dict]) -> str:
     """The mean and the worst final accuracy, and how many seeds failed, if any did."""
-    if not found:
-        return common.NOT_YET
     lost = sum(map(failed, found))
     return f"{np.mean(finals(found)):.2f}, {min(finals(found)):.2f}" + f" ({lost})" * (lost > 0)
 
@@ -129,18 +128,18 @@ def outcome(found: list[dict]) -> str:
 def tables_of(rows: Rows) -> dict[str, str]:
     """The table of docs/results.md, and the differences from `tb`."""
 
-    def over_tb(name: str, way: tuple) -> str:
-        found, of_tb = rows.of(setting_of(name, *way)), rows.of(setting_of("tb", *way))
+    def over_tb(found: list[dict]) -> str:
+        of_tb = rows.of(replace(common.setting_of(found[0]), objective="tb"))
         if min(len(found), len(of_tb)) < len(SEEDS):
             return common.NOT_YET
         return common.marked(*difference(found, of_tb))
 
-    outcomes, gaps = [], []
-    for name in OBJECTIVES:
-        outcomes.append([f"`{name}`", *(outcome(rows.of(setting_of(name, *way))) for way in WAYS)])
-        gaps.append([f"`{name}`", *(over_tb(name, way) for way in WAYS)])
-    head = ["", *(f"k = {k}, m = {m}" for k, m in WAYS)]
-    return {"inside": common.table(head, outcomes), "inside, over tb": common.table(head, gaps)}
+    settings = {
+        (f"k = {k}, m = {m}", f"`{name}`"): setting_of(name, k, m)
+        for (k, m), name in itertools.product(WAYS, OBJECTIVES)
+    }
+    grid = partial(common.grid, rows, settings)
+    return {"inside": grid(outcome), "inside, over tb": grid(over_tb)}
 
 
 def main() -> None:
