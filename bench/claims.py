@@ -111,6 +111,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common  # beside this file; it finds tba.py
+import matplotlib
 import numpy as np
 import tiny
 from common import Choice, Measured, Setting, SmallLlama, area, collapsed, finals, last, shown
@@ -516,14 +517,21 @@ def settings_of() -> list[Setting]:
         found += [Setting("second model", name, lag, "sort") for name in AS_PUBLISHED]
     for task in ("summaries", "attacks"):
         found += [Setting("frontiers", name, 10, task, steps=60) for name in FRONTIERS]
-    for slow in SLOW:  # with --workers 1
-        ways = [(("slow", slow), ("lag", lag)) for lag in (0, 1)]
-        sampled = ("searched_per_prompt", 16)  # as in lockstep
-        ways += [(("slow", slow), sampled, ("asynchronous", M)) for M in (1, 2, 4)]
-        found += [Setting("speed", "tb", flags=flags) for flags in ways]
-    for own in (search_settings(), rule_settings(), collapse_settings()):
+    for own in (speed_settings(), search_settings(), rule_settings(), collapse_settings()):
         found += own.values()
     return found
+
+
+def speed_settings() -> dict[tuple[str, str], Setting]:
+    """The settings of the experiment "speed" by (slow, mode); to be run with --workers 1."""
+    modes: dict[str, tuple] = {f"lockstep, lag {lag}": (("lag", lag),) for lag in (0, 1)}
+    for M in (1, 2, 4):
+        sampled = ("searched_per_prompt", 16)  # as in lockstep
+        modes[f"asynchronous, M = {M}"] = (sampled, ("asynchronous", M))
+    return {
+        (slow, mode): Setting("speed", "tb", flags=(("slow", slow), *flags))
+        for slow, (mode, flags) in itertools.product(SLOW, modes.items())
+    }
 
 
 def search(
@@ -653,18 +661,9 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
 def columns_of_speed(out: Path) -> dict:
     """The reward over seconds, and when its mean over five steps first reaches each target."""
     metrics = tba.read_lines(out / "metrics.jsonl")
-    row: dict = {}
-    smooth = smoothed([m["reward"] for m in metrics])
-    for target in TARGETS:
-        there = np.flatnonzero(smooth >= target)
-        row[f"reached {target}"] = metrics[there[0] + 4]["seconds"] if len(there) else None
+    row: dict = {f"reached {t}": common.seconds_to(t, metrics) for t in TARGETS}
     row["curve"] = [[round(m["seconds"], 2), round(m["reward"], 4)] for m in metrics]
     return row
-
-
-def smoothed(rewards: list[float]) -> np.ndarray:
-    """Means over five steps."""
-    return np.convolve(rewards, np.ones(5) / 5, "valid")
 
 
 # ------------------------------------------------------------------------------------- the report
@@ -745,24 +744,17 @@ def ends_of_long_runs(found: list[dict]) -> str:
 
 def speed(rows: Rows) -> str:
     """Seconds to each target, and how many times as fast that is as lag 0 and lag 1."""
-    lines: dict[str, list[str]] = {}
     head = [""]
-    for slow, label in SLOW.items():
+    lines: dict[str, list[str]] = {}
+    found = {key: rows.of(setting) for key, setting in speed_settings().items()}
+    for label in SLOW.values():
         head += [f"{label}: seconds a step", *(f"to {target:g}" for target in TARGETS)]
-        own = {mode_of(s): rows.of(s) for s in of("speed") if dict(s.flags)["slow"] == slow}
-        for mode, found in own.items():
-            line = lines.setdefault(mode, [mode])
-            line.append(shown(row["step_seconds"] / (row["steps"] - 1) for row in found))
-            for target in TARGETS:
-                slower = [own[f"lockstep, lag {lag}"] for lag in (0, 1)]
-                line.append(time_to(target, found, slower))
+    for (slow, mode), own in found.items():
+        line = lines.setdefault(mode, [mode])
+        line.append(shown(row["step_seconds"] / (row["steps"] - 1) for row in own))
+        slower = [found[slow, f"lockstep, lag {lag}"] for lag in (0, 1)]
+        line += [time_to(target, own, slower) for target in TARGETS]
     return common.table(head, lines.values())
-
-
-def mode_of(setting: Setting) -> str:
-    """How a run of "speed" generates and trains."""
-    way, number = setting.flags[-1]
-    return f"lockstep, lag {number}" if way == "lag" else f"asynchronous, M = {number}"
 
 
 def time_to(target: float, found: list[dict], slower: list[list[dict]]) -> str:
@@ -785,6 +777,10 @@ def ends_of_search(found: list[dict]) -> str:
 
 # --- the figures
 
+LEGIBLE = {  # at half the size
+    "axes.titlesize": 15, "axes.labelsize": 15, "legend.fontsize": 13, "xtick.labelsize": 13,
+    "ytick.labelsize": 13, "axes.spines.top": False, "axes.spines.right": False,
+}  # fmt: skip
 COLOURS = {  # the other objectives are grey
     "tb": "C0", "tb truncate": "C0", "proximal_rloo": "C1", "proximal_rloo truncate": "C1",
     "dr_grpo": "C2", "rloo": "C3",
@@ -803,14 +799,15 @@ MODES = {  # of time_to_reward.png: a mode -> label, colour, where the label is
 
 def draw_time_to_reward(rows: Rows, out: Path) -> None:
     """Reward over seconds, a line per seed: a panel per duration of generation."""
+    settings = speed_settings()
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, (slow, label) in zip((left, right), SLOW.items(), strict=True):
-        own = {mode_of(s): rows.of(s) for s in of("speed") if dict(s.flags)["slow"] == slow}
         for mode, (name, colour, place) in MODES.items():
-            for row in own[mode]:
+            for row in rows.of(settings[slow, mode]):
                 seconds, rewards = np.array(row["curve"]).T
-                axes.plot(seconds[4:], smoothed(rewards), color=colour, linewidth=1.6, alpha=0.85)
+                smooth = np.convolve(rewards, np.ones(5) / 5, "valid")
+                axes.plot(seconds[4:], smooth, color=colour, linewidth=1.6, alpha=0.85)
             if axes is right:
                 axes.text(*place, name, color=colour, fontsize=14)
         axes.set_title(f"generation {label} as training")
@@ -818,7 +815,7 @@ def draw_time_to_reward(rows: Rows, out: Path) -> None:
         axes.set_xlim(0)
     left.set_ylabel("reward")
     left.set_ylim(-0.1, 0.65)
-    save(figure, out)
+    figure.savefig(out, dpi=110)
 
 
 def draw(rows: Rows, out: Path) -> None:
@@ -827,7 +824,7 @@ def draw(rows: Rows, out: Path) -> None:
     left, right = figure.subplots(1, 2)
     draw_stale_data(rows, left)
     draw_rules(rows, right)
-    save(figure, out)
+    figure.savefig(out, dpi=110)
 
 
 def draw_stale_data(rows: Rows, axes) -> None:
@@ -879,19 +876,6 @@ def draw_rules(rows: Rows, axes) -> None:
     axes.legend(frameon=False, loc="upper left", labelspacing=0.2, bbox_to_anchor=(0, 0.9))
 
 
-def save(figure, out: Path) -> None:
-    """Save a figure with large text and no frames: legible at half the size."""
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=13)
-        for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
-            text.set_fontsize(15)
-        if axes.get_legend():
-            for text in axes.get_legend().get_texts():
-                text.set_fontsize(13)
-    figure.savefig(out, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", nargs="?", choices=("run", "report"), default="run")
@@ -915,6 +899,7 @@ def main() -> None:
     else:
         rows.check(settings, FILES)
         common.publish(tables_of(rows), args.all)
+        matplotlib.rcParams |= LEGIBLE
         draw(rows, common.ROOT / "bench" / "staleness.png")
         draw_time_to_reward(rows, common.ROOT / "bench" / "time_to_reward.png")
 

@@ -451,6 +451,15 @@ def run(
     } | own  # fmt: skip
 
 
+def seconds_to(target: float, metrics: list[dict]) -> float | None:
+    """When the mean reward of five steps in a row first reaches a target; None if it never does."""
+    for i in range(len(metrics) - 4):
+        window = metrics[i : i + 5]
+        if np.mean([m["reward"] for m in window]) >= target:
+            return window[-1]["seconds"]
+    return None
+
+
 def run_all(
     rows: Rows, settings: list[Setting], files: Path, run: Callable[..., dict],
     minutes: float = math.inf, workers: int = 1,

@@ -199,9 +199,8 @@ def own_columns(out: Path) -> dict:
     Rewards are smoothed over steps at which responses arrived: without, a step repeats the last.
     """
     metrics = read_lines(out / "metrics.jsonl")
-    later = metrics[1:]
     ends = [m["seconds"] for m in metrics]
-    trained = [m["forward_backward_seconds"] + m["optimizer_seconds"] for m in later]
+    trained = [m["forward_backward_seconds"] + m["optimizer_seconds"] for m in metrics[1:]]
     row = {
         "logprob_gap": max(m["logprob_gap"] for m in metrics),
         "train_seconds": round(float(np.median(trained)), 2),
@@ -209,10 +208,9 @@ def own_columns(out: Path) -> dict:
     }
     steps_of_arrivals = {record["step"] for record in read_lines(out / "completions.jsonl")}
     arrivals = [m for m in metrics if m["step"] in steps_of_arrivals]
-    windows = [arrivals[i : i + 5] for i in range(len(arrivals) - 4)]
     for target in TARGETS:
-        there = [w[-1] for w in windows if np.mean([m["reward"] for m in w]) >= target]
-        row[f"seconds to {target}"] = round(there[0]["seconds"] - ends[0], 1) if there else None
+        seconds = common.seconds_to(target, arrivals)
+        row[f"seconds to {target}"] = None if seconds is None else round(seconds - ends[0], 1)
     return row
 
 
