@@ -19,7 +19,6 @@ is said, an engine *lies*: it reports the policy's log-probabilities at --temper
 what it does from the gap.
 """
 
-import argparse
 import json
 import time
 import zlib
@@ -89,38 +88,30 @@ def without_eos(logprobs: torch.Tensor, ids: torch.Tensor, t: int) -> torch.Tens
 
 
 with_newline = lambda ends, newline: [*ends, newline]
-ENGINES = {
-    "temperature 1.0, own": Engine(temperature=1.0, own=True),
-    "temperature 1.0": Engine(temperature=1.0),
-    "temperature 0.8": Engine(temperature=0.8),
-    "temperature 0.7": Engine(temperature=0.7),
-    "temperature 0.9": Engine(temperature=0.9),
-    "overwrites the request's temperature by 1.0, own":
-        Engine(temperature=1.0, own=True, overwrites=True),
-    "reports at temperature 1": Engine(reports=1.0),
-    "top-k 2": keep(top_k=2),
-    "top-k 5": keep(top_k=5),
-    "top-k 20": keep(top_k=20),
-    "top-p 0.8": keep(top_p=0.8),
-    "top-p 0.95": keep(top_p=0.95),
-    "min-p 0.05": keep(min_p=0.05),
-    "repetition penalty 1.1": Engine(penalised),
-    "no EOS in the first 5 tokens": Engine(without_eos),
-    "goes on after EOS": Engine(ends=lambda ends, newline: [1]),  # <pad>, which is never sampled
-    "ends at a newline, too": Engine(ends=with_newline),
-    "the same, called truncated": Engine(ends=with_newline, hides=True),
-    "weights with 1 % noise, own": Engine(noise=0.01, own=True),
-}  # fmt: skip
+# engines -> what is wrong with them, and the policies that they are tried on
+SHARP, FLAT, GPT2 = "gsm8k, 0.7", "gsm8k, 1.0", "gpt2, 1.0, generate"
 FAULTS = {
-    "gsm8k, 0.7": ["temperature 1.0, own", "temperature 1.0", "temperature 0.8",
-                   "overwrites the request's temperature by 1.0, own", "reports at temperature 1",
-                   "top-p 0.8", "repetition penalty 1.1"],
-    "gsm8k, 1.0": ["temperature 0.7", "temperature 0.9", "top-k 2", "top-k 5", "top-k 20",
-                   "top-p 0.8", "top-p 0.95", "min-p 0.05", "ends at a newline, too",
-                   "the same, called truncated"],
-    LONG: ["temperature 0.9", "top-k 2", "top-k 5", "top-k 20", "top-p 0.95", "min-p 0.05"],
-    "gpt2, 1.0, generate": ["top-k 20", "no EOS in the first 5 tokens", "goes on after EOS",
-                            "weights with 1 % noise, own"],
+    "temperature 1.0, own": (Engine(temperature=1.0, own=True), [SHARP]),
+    "temperature 1.0": (Engine(temperature=1.0), [SHARP]),
+    "temperature 0.8": (Engine(temperature=0.8), [SHARP]),
+    "temperature 0.7": (Engine(temperature=0.7), [FLAT]),
+    "temperature 0.9": (Engine(temperature=0.9), [FLAT, LONG]),
+    "overwrites the request's temperature by 1.0, own":
+        (Engine(temperature=1.0, own=True, overwrites=True), [SHARP]),
+    "reports at temperature 1": (Engine(reports=1.0), [SHARP]),
+    "top-k 2": (keep(top_k=2), [FLAT, LONG]),
+    "top-k 5": (keep(top_k=5), [FLAT, LONG]),
+    "top-k 20": (keep(top_k=20), [FLAT, LONG, GPT2]),
+    "top-p 0.8": (keep(top_p=0.8), [SHARP, FLAT]),
+    "top-p 0.95": (keep(top_p=0.95), [FLAT, LONG]),
+    "min-p 0.05": (keep(min_p=0.05), [FLAT, LONG]),
+    "repetition penalty 1.1": (Engine(penalised), [SHARP]),
+    "no EOS in the first 5 tokens": (Engine(without_eos), [GPT2]),
+    # <pad>, which is never sampled
+    "goes on after EOS": (Engine(ends=lambda ends, newline: [1]), [GPT2]),
+    "ends at a newline, too": (Engine(ends=with_newline), [FLAT]),
+    "the same, called truncated": (Engine(ends=with_newline, hides=True), [FLAT]),
+    "weights with 1 % noise, own": (Engine(noise=0.01, own=True), [GPT2]),
 }  # fmt: skip
 
 
@@ -157,7 +148,7 @@ def sample(policy: str, name: str, seed: int) -> list[tba.Group]:
     """A unit's groups, as a Searcher makes them."""
     engine, learner = load(policy)
     task, config = learner.task, learner.config
-    engine.fault = fault = ENGINES.get(name, Engine())
+    engine.fault = fault = Engine() if name == "healthy" else FAULTS[name][0]
     engine.end_tokens = fault.ends(task.end_tokens, task.tokenizer.encode("\n")[0])
     prompts = np.random.default_rng(seed).permutation(1000)[: 140 if policy == LONG else 28]
     torch.manual_seed(seed)
@@ -217,8 +208,8 @@ def run(minutes: float) -> None:
     """Run what is missing: first units that all settings have, so that a part is balanced."""
     known = {(row["policy"], row["engine"], row["unit"]) for row in tba.read_lines(RESULTS)}
     plan = [(u, p, "healthy") for p, (*_, units) in POLICIES.items() for u in range(units)]
-    for policy, names in FAULTS.items():
-        plan += [(u, policy, name) for name in names for u in range(5 if policy == LONG else 20)]
+    for name, (_, policies) in FAULTS.items():
+        plan += [(u, p, name) for p in policies for u in range(5 if p == LONG else 20)]
     deadline = time.monotonic() + 60 * minutes
     first = lambda item: item[0] // (50 if item[2] == "healthy" else 5)
     for unit, policy, name in sorted(plan, key=first):
@@ -234,7 +225,7 @@ def report() -> None:
     for row in tba.read_lines(RESULTS):
         units[row["engine"], row["policy"]].append(row)
     lines = []
-    for name, policy in sorted(units, key=lambda key: [*ENGINES, "healthy"].index(key[0])):
+    for name, policy in sorted(units, key=lambda key: [*FAULTS, "healthy"].index(key[0])):
         own = units[name, policy]
         batches = [start[-1] for row in own for start in row["batch"]]
         starts = [row["asynchronous"][-1] for row in own]
@@ -245,10 +236,7 @@ def report() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting units")
-    args = parser.parse_args()
+    args = common.parser_of(__doc__, "run", "report").parse_args()
     torch.set_num_threads(1)
     if args.what == "run":
         run(args.minutes)
