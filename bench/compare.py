@@ -16,16 +16,11 @@ earlier evaluations use some held-out prompts only; the one after the last step 
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
+from common import read_lines  # beside this file
 from matplotlib.figure import Figure
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tba import read_lines
 
 NOT_METRICS = ("step", "n")  # keys of an evaluation that are not metrics
 IGNORED_SETTINGS = ("output_dir", "resume", "run_id", "said")  # whose differences mean nothing
@@ -57,32 +52,30 @@ def smooth(values: list, width: int) -> np.ndarray:
     return np.array([np.nanmean(w) if np.isfinite(w).any() else math.nan for w in windows])
 
 
-def draw_curves(
-    steps: dict[str, list[dict]], evaluations: dict[str, list[dict]], names: list[str], width: int
-) -> Figure:
+def draw_curves(runs: dict[str, Path], names: list[str], width: int) -> Figure:
     """A panel per metric and a line per run."""
-    columns = math.ceil((3 + len(names)) / 2)
+    panels = {  # title -> file, x, y, style
+        "reward": ("metrics", "step", "reward", "-"),
+        "KL to the reference, nats": ("metrics", "step", "kl", "-"),
+        "reward against KL": ("metrics", "kl", "reward", "-"),
+    }
+    panels |= {f"held out: {name}": ("eval", "step", name, "o-") for name in names}
+    columns = math.ceil(len(panels) / 2)
     figure = Figure(figsize=(4.2 * columns, 7.5), layout="constrained")
-    axes = figure.subplots(2, columns).flatten()
-    for label, records in evaluations.items():
-        at = [record["step"] for record in steps[label]]
-        reward = smooth([record["reward"] for record in steps[label]], width)
-        kl = smooth([record["kl"] for record in steps[label]], width)
-        axes[0].plot(at, reward, lw=1, label=label)
-        axes[1].plot(at, kl, lw=1)
-        axes[2].plot(kl, reward, lw=1)
-        for panel, name in zip(axes[3:], names, strict=False):
-            values = [record.get(name) for record in records]
-            panel.plot([record["step"] for record in records], values, "o-", ms=3, lw=1)
-    titles = ["reward", "KL to the reference, nats", "reward against KL"]
-    titles += [f"held out: {name}" for name in names]
-    for panel, title in zip(axes, titles, strict=False):
-        panel.set_title(title, fontsize=10)
-        panel.set_xlabel("KL, nats" if "against" in title else "optimizer step")
-        panel.grid(alpha=0.3)
-    for panel in axes[len(titles) :]:
-        panel.set_axis_off()
-    figure.legend(*axes[0].get_legend_handles_labels(), **LEGEND)
+    for place, (title, (file, x, y, style)) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(2, columns, place)
+        for label, run in runs.items():
+            records = read_lines(run / f"{file}.jsonl")
+            at, values = ([record.get(name) for record in records] for name in (x, y))
+            if file == "metrics":
+                values = smooth(values, width)
+            if x == "kl":
+                at = smooth(at, width)
+            axes.plot(at, values, style, ms=3, lw=1, label=label)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("KL, nats" if x == "kl" else "optimizer step")
+        axes.grid(alpha=0.3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), **LEGEND)
     return figure
 
 
@@ -121,8 +114,7 @@ def main() -> None:
             parser.error(f"--pareto: no two of {', '.join(names)} are a trade-off")
         figure = draw_tradeoff(evaluations, *pairs[0])
     else:
-        steps = {label: read_lines(run / "metrics.jsonl") for label, run in runs.items()}
-        figure = draw_curves(steps, evaluations, names, args.smooth)
+        figure = draw_curves(runs, names, args.smooth)
     figure.savefig(args.out, dpi=110)
     for label, records in evaluations.items():
         last = {name: records[-1].get(name) for name in names}
