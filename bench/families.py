@@ -27,11 +27,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from common import ROOT  # beside this file; it finds tba.py
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import tba
 
