@@ -15,7 +15,6 @@ during evaluations, that of tba.py is not. `seconds` excludes the first step. `s
 tba.py alternately, and compares the median step, which has no evaluation, and `seconds`.
 """
 
-import argparse
 import multiprocessing
 import os
 import tempfile
@@ -23,6 +22,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import claims  # beside this file
@@ -47,48 +47,45 @@ class Rows(claims.Rows):
         return 1.0 if setting.objective in TRL_KL else 100.0  # from claims.py's pilot of tb
 
 
-def train_with_trl(files: Path, kl: float, rate: float, seed: int) -> dict:
+def train_with_trl(kl: float, rate: float, seed: int) -> dict:
     """Run TRL in this process; returns `seconds`, `median_step` and `path` of a row."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(CORES)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    tokenizer = transformers.AutoTokenizer.from_pretrained(files / "model", padding_side="left")
-    model = load(files / "model", dtype=torch.float32)
-    reference = load(files / "model", dtype=torch.float32).eval()
-    config = tba.settings(model=str(files / "model"), dataset=str(files / "data"), eval_responses=4)
-    task = claims.Valence(config, tokenizer)
+    flags = common.OWN_FLAGS["valence"]
+    config = tba.settings(
+        task="valence", model=str(flags["model"]), dataset=str(flags["dataset"]), dtype="float32",
+        max_response_tokens=64, sequences_in_flight=10_000,
+    )  # fmt: skip
+    task = tba.load_task(config)
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    model = load(config.model)
+    reference = tba.TokenLogProbs(load(config.model), 1.0)
+    engine = tba.TransformersEngine(config, seed, "model", task.longest)
+    tokenizer = task.tokenizer
+    tokenizer.padding_side = "left"
 
     def reward(prompts: list, completions: list, completion_ids: list, **_: object) -> list[float]:
         ended = np.array([tokenizer.eos_token_id in ids for ids in completion_ids])
         texts = [text.removesuffix(tokenizer.eos_token) for text in completions]
         return task.rewards([], texts, ended).tolist()
 
-    prompts = [task.prompt(example) for example in task.held_out]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True)
-    batch = {name: tensor.repeat_interleave(4, 0) for name, tensor in batch.items()}
-    start = batch["input_ids"].shape[1]
-
-    def logprobs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        # positions are relative, so left padding has no effect
-        width = (0, tokens.shape[1] - start)
-        seen = torch.nn.functional.pad(batch["attention_mask"], width, value=1)
-        every = model(tokens, attention_mask=seen).logits[:, start - 1 : -1].log_softmax(-1)
-        return every.gather(2, tokens[:, start:, None])[..., 0]
-
     @torch.inference_mode()
     def evaluate(step: int) -> dict[str, float]:
-        tokens = model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=64)
-        ends = (tokens[:, start:] == tokenizer.eos_token_id).int()
-        mask = ends.cumsum(1) - ends == 0  # up to and including the first EOS
-        kl = (logprobs(model, tokens) - logprobs(reference, tokens)) * mask
-        texts = tokenizer.batch_decode(tokens[:, start:], skip_special_tokens=True)
-        rewards = task.rewards([], texts, ends.any(1).numpy())
-        records = [
-            {"reward": float(r), "text": text, "kl": float(nats)}
-            for r, text, nats in zip(rewards, texts, kl.sum(1), strict=True)
-        ]
+        """An evaluation as those of tba.py's runs."""
+        engine.load_weights(tba.checkpoint_state(model).items(), step)
+        for i, prompt in enumerate(task.held_out_prompts):
+            engine.submit(tba.Request(i, prompt, 4, max_tokens=64, temperature=1.0, seed=step))
+        answers = engine.step()
+        groups = [(done.request.prompt, done.tokens) for done in answers]
+        ref_logprobs = iter(tba.token_logprobs(reference, groups, config))
+        records = []
+        for done in answers:
+            own = task.evaluate([], task.response_texts(done.tokens), np.array(done.ended))
+            for record, logprobs in zip(own, done.logprobs, strict=True):
+                record["kl"] = float((logprobs - next(ref_logprobs)).sum())
+            records += own
         return {"step": step} | task.summarize(records)
 
     ended_at: list[float] = []  # of each step, on a clock that is paused during evaluations
@@ -101,9 +98,7 @@ def train_with_trl(files: Path, kl: float, rate: float, seed: int) -> dict:
             now = time.time()
             ended_at.append(now - self.paused)
             if state.global_step % common.EVERY == 0:
-                model.eval()
                 path.append(evaluate(state.global_step))
-                model.train()
                 self.paused += time.time() - now
 
     rows = Dataset.from_list([{"prompt": task.prompt(example)} for example in task.train])
@@ -129,15 +124,15 @@ def median_step(ended_at: list[float]) -> float:
     return round(float(np.median(np.diff(ended_at))), 4)
 
 
-def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path) -> dict:
+def run(setting: Setting, role: str, rate: float, seed: int, clip: float) -> dict:
     """Run TRL or tba.py once; returns its row."""
     row = {"role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": 0}
-    row |= {"model": common.hash_of(setting.task, files)}
+    row |= {"model": common.hash_of(setting.task)}
     if setting.objective in TRL_KL:
         kl = TRL_KL[setting.objective]
         # a new interpreter: in a fork, PyTorch cannot start threads again
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            trained = pool.submit(train_with_trl, files / setting.task, kl, rate, seed).result()
+            trained = pool.submit(train_with_trl, kl, rate, seed).result()
         return asdict(setting) | row | trained
     flags = {"engine": "transformers", "synchronous": SYNCHRONOUS[setting.objective]}
     if not flags["synchronous"]:
@@ -148,22 +143,22 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
         metrics = tba.read_lines(out / "metrics.jsonl")
         return {"median_step": median_step([record["seconds"] for record in metrics])}
 
-    result = common.run(as_tb, role, rate, seed, clip, files, median)
+    result = common.run(as_tb, role, rate, seed, clip, median)
     row |= {"seconds": result["step_seconds"], "median_step": result["median_step"]}
     return asdict(setting) | row | {"path": result["path"]}
 
 
-def print_speed(files: Path, rounds: int) -> None:
+def print_speed() -> None:
     """Print how long a step of tba.py takes relative to TRL's, as medians over pairs of runs."""
     ratios = defaultdict(list)
-    for seed in range(1, rounds + 1):
-        trl = run(SETTINGS[0], "speed", 3e-4, seed, 1.0, files)
+    for seed in claims.SEEDS:
+        trl = run(SETTINGS[0], "speed", 3e-4, seed, 1.0)
         for name in SYNCHRONOUS:
-            own = run(Setting("trl", name), "speed", 1e-3, seed, 100.0, files)
+            own = run(Setting("trl", name), "speed", 1e-3, seed, 100.0)
             for measure in ("median_step", "seconds"):
                 ratios[name, measure].append(own[measure] / trl[measure])
     for (name, measure), values in ratios.items():
-        spread = f"{min(values):.2f} to {max(values):.2f} in {rounds} pairs of runs"
+        spread = f"{min(values):.2f} to {max(values):.2f} in {len(values)} pairs of runs"
         print(f"{name}: {measure} {np.median(values):.2f} of TRL's ({spread})")
 
 
@@ -183,18 +178,13 @@ def tables_of(rows: Rows) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("run", "report", "speed"))
-    parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
-    parser.add_argument("--rounds", type=int, default=3, help="speed: number of runs of each kind")
-    args = parser.parse_args()
-    claims.make_task("valence", claims.FILES / "valence")
+    args = common.parser_of(__doc__, "run", "report", "speed").parse_args()
     rows = Rows(common.ROOT / "bench" / "results" / "trl.jsonl")
     match args.what:
         case "speed":
-            print_speed(claims.FILES, args.rounds)
+            print_speed()
         case "run":
-            common.run_all(rows, SETTINGS, claims.FILES, run, args.minutes)
+            common.run_all(rows, SETTINGS, run, args.minutes)
         case "report":
             common.publish(tables_of(rows), print_all=False)
 

@@ -3,7 +3,7 @@
     python bench/claims.py run              # every missing run; takes hours; can be interrupted
     python bench/claims.py run --only staleness --minutes 60
     python bench/claims.py report           # fills docs/results.md; --all prints every table
-    python bench/claims.py --quick          # smoke test: short runs, not recorded
+    python bench/claims.py run --quick      # smoke test: short runs, not recorded
 
 A row of bench/results/claims.jsonl is one run of tba.py, with its settings, seed, commit, the hash
 of the pretrained model, and its path: reward, KL and diversity of held-out answers every 10 steps.
@@ -89,15 +89,12 @@ lag 0 with seed 11 had been seen before.
    importance weights.
 """
 
-import argparse
 import heapq
 import itertools
 import math
 import pickle
 import queue
 import random
-import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -107,8 +104,6 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common  # beside this file; it finds tba.py
 import matplotlib
@@ -147,9 +142,13 @@ class Valence(Measured):
 
 
 class Rare(Valence):
-    """1 for a review whose mean valence reaches a threshold that few do."""
+    """1 for a review whose mean valence reaches a threshold that few do; few training prompts."""
 
     threshold = 0.32
+
+    def examples(self) -> tuple[list[dict], list[dict]]:
+        train, held_out = super().examples()
+        return train[:16], held_out
 
     def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
         return 1.0 * (super().rewards(examples, responses, ended) >= self.threshold)
@@ -177,6 +176,14 @@ class Summaries(Measured, tba.TLDR):
 
     judged = "win_rate"
 
+    def examples(self) -> tuple[list[dict], list[dict]]:
+        rng = random.Random(1)
+        posts = []
+        for _ in range(64 + 1000):
+            query, facts = tiny.post(rng)
+            posts.append({"query": query, "reference_response": tiny.summary(rng, facts)[0]})
+        return posts[64:], posts[:64]
+
 
 class Attacks(Measured, tba.RedTeam):
     """Red-teaming in miniature: the evaluation reward is the success rate."""
@@ -191,40 +198,6 @@ class Attacks(Measured, tba.RedTeam):
 
 tba.TASKS |= {"valence": Valence, "rare": Rare, "rarer": Rarer, "sort": Sort}
 tba.TASKS |= {"summaries": Summaries, "attacks": Attacks}
-SPARSE = ("rare", "rarer")  # these use the model of "valence" and few training prompts
-
-
-# the models in tests/models that each task uses
-SHARED = {
-    "summaries": ("tldr/model", "tldr/reward", "tldr/gold"),
-    "attacks": ("redteam/victim", "redteam/toxicity"),
-}
-
-
-def post_and_summary(rng: random.Random) -> dict[str, str]:
-    """An example of "summaries"."""
-    query, facts = tiny.post(rng)
-    return {"query": query, "reference_response": tiny.summary(rng, facts)[0]}
-
-
-def make_task(task: str, folder: Path) -> None:
-    """Copy a task's pretrained models and its prompts, unless they exist."""
-    if (folder / "model").exists():
-        return
-    for path in SHARED.get(task, ()):
-        shutil.copytree(tiny.MODELS / path, folder / Path(path).name)
-    data = folder / "data"
-    if task == "summaries":
-        rng = random.Random(1)
-        for split, count in (("test", 64), ("train", 1000)):
-            examples = [post_and_summary(rng) for _ in range(count)]
-            tiny.write_lines(data / f"{split}.jsonl", examples)
-        return
-    own = "valence" if task in SPARSE else task
-    shutil.copytree(common.ROOT / "bench" / "models" / own, folder, dirs_exist_ok=True)
-    if task in SPARSE:
-        prompts = tba.read_lines(data / "train.jsonl")
-        tiny.write_lines(data / "train.jsonl", prompts[:16])
 
 
 class Slow(SmallLlama):
@@ -458,23 +431,33 @@ class SimulatedTrainer(tba.Trainer):
 
 # -------------------------------------------------------------------------------- the experiments
 
-FILES = common.ROOT / ".cache" / "claims"  # models and prompts, a folder per task
-tiny_llama = {"plugin": __file__, "engine": "small"}
-review_flags = tiny_llama | {"max_response_tokens": 64}
+MODELS = common.ROOT / "bench" / "models"  # with prompts
+TINY = common.ROOT / "tests" / "models"
+reviews = {
+    "model": MODELS / "valence" / "model", "dataset": MODELS / "valence" / "data",
+    "plugin": __file__, "engine": "small", "max_response_tokens": 64,
+}  # fmt: skip
 common.BETA |= {
     "valence": 0.02, "rare": 0.1, "rarer": 0.1, "sort": 0.1, "summaries": 0.3, "attacks": 0.3
 }  # fmt: skip
 common.PILOT_STEPS |= {"rare": 60, "rarer": 60}
 common.OWN_FLAGS |= {
-    "valence": review_flags, "rare": review_flags, "rarer": review_flags,
-    "sort": {"plugin": __file__, "engine": "transformers", "max_response_tokens": 16},  # a GPT-2
-    "summaries": tiny_llama | {
-        "max_response_tokens": 32, "reward_model": "reward", "gold_reward_model": "gold",
+    "valence": reviews, "rare": reviews, "rarer": reviews,
+    "sort": {
+        "model": MODELS / "sort" / "model", "dataset": MODELS / "sort" / "data",
+        "plugin": __file__, "engine": "transformers", "max_response_tokens": 16,  # a GPT-2
     },
-    "attacks": tiny_llama | {
-        "max_response_tokens": 20, "eval_samples": 64, "dataset": "", "victim_samples": 3,
-        "victim_max_tokens": 16, "victim_top_p": 1.0, "toxicity_label": "toxic",
-        "victim_model": "victim", "toxicity_model": "toxicity", "sentence_model": "model",
+    "summaries": {
+        "model": TINY / "tldr" / "model", "reward_model": TINY / "tldr" / "reward",
+        "gold_reward_model": TINY / "tldr" / "gold", "plugin": __file__, "engine": "small",
+        "max_response_tokens": 32,
+    },
+    "attacks": {
+        "model": MODELS / "attacks" / "model", "sentence_model": MODELS / "attacks" / "model",
+        "victim_model": TINY / "redteam" / "victim", "toxicity_label": "toxic",
+        "toxicity_model": TINY / "redteam" / "toxicity", "plugin": __file__, "engine": "small",
+        "max_response_tokens": 20, "eval_samples": 64, "victim_samples": 3,
+        "victim_max_tokens": 16, "victim_top_p": 1.0,
     },
 }  # fmt: skip
 AS_PUBLISHED = (
@@ -622,7 +605,7 @@ class Rows(common.Rows):
                 M = min(8, dict(setting.flags)["num_searchers"])
                 chooser = search(name, M, objective=setting.objective)
         runs = tuple((chooser, seed) for seed in SEEDS_TO_CHOOSE)
-        if chooser.task in SPARSE:
+        if chooser.task in UNTRAINED:
             return Choice(FIRST_RATES, runs, score, widened=(1e-4, 3e-2), margin=0.02)
         return Choice(FIRST_RATES, runs, score, widened=(0.0, 1.0))
 
@@ -643,7 +626,7 @@ def score_at_the_end(rows: list[dict]) -> float:
     return float(np.mean([0.0 if lost_at_any_time(row) else last(row)["reward"] for row in rows]))
 
 
-def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path) -> dict:
+def run(setting: Setting, role: str, rate: float, seed: int, clip: float) -> dict:
     """Run tba.py once, with sleeps or on the simulated clock if the setting says so."""
     flags = dict(setting.flags)
 
@@ -655,7 +638,7 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float, files:
             tba.Trainer = SimulatedTrainer
 
     also = columns_of_speed if setting.experiment == "speed" else lambda out: {}
-    return common.run(setting, role, rate, seed, clip, files, also, prepare)
+    return common.run(setting, role, rate, seed, clip, also, prepare)
 
 
 def columns_of_speed(out: Path) -> dict:
@@ -877,27 +860,23 @@ def draw_rules(rows: Rows, axes) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", nargs="?", choices=("run", "report"), default="run")
+    parser = common.parser_of(__doc__, "run", "report")
     parser.add_argument("--all", action="store_true", help="report: also print every table")
     parser.add_argument("--only", help="experiment to run: staleness, collapse, anchored, ...")
     parser.add_argument("--quick", action="store_true", help="six steps each, not recorded")
-    parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
     parser.add_argument("--workers", type=int, default=2, help="number of parallel runs")
     args = parser.parse_args()
     settings = [s for s in settings_of() if args.only in (None, s.experiment)]
-    for task in {s.task for s in settings}:
-        make_task(task, FILES / task)
     rows = Rows(common.ROOT / "bench" / "results" / "claims.jsonl")
     if args.quick:
         firsts = {s.experiment: replace(s, steps=6, lag=min(s.lag, 2)) for s in reversed(settings)}
         for setting in firsts.values():
-            row = run(setting, "choose", 1e-3, 1, 1.0, FILES)
+            row = run(setting, "choose", 1e-3, 1, 1.0)
             print(f"{setting.experiment}: area {area(row):.3f} in {row['seconds']} s", flush=True)
     elif args.what == "run":
-        common.run_all(rows, settings, FILES, run, args.minutes, args.workers)
+        common.run_all(rows, settings, run, args.minutes, args.workers)
     else:
-        rows.check(settings, FILES)
+        rows.check(settings)
         common.publish(tables_of(rows), args.all)
         matplotlib.rcParams |= LEGIBLE
         draw(rows, common.ROOT / "bench" / "staleness.png")

@@ -6,6 +6,7 @@ that are missing, each by `run` in a fork of this process, and appends a row per
 bench/results. Reports put tables between the markers in docs/results.md.
 """
 
+import argparse
 import collections
 import hashlib
 import itertools
@@ -27,6 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +39,8 @@ import objectives  # noqa: F401 - baselines
 import tba
 from tba import read_lines
 
-# by task: beta, the price of a nat of KL; flags of its own; steps of a pilot run, if not 6
+# by task: beta, the price of a nat of KL; flags of its own, with the paths of its pretrained model
+# and prompts; steps of a pilot run, if not 6
 BETA: dict[str, float] = {}
 OWN_FLAGS: dict[str, dict] = {}
 PILOT_STEPS: dict[str, int] = {}
@@ -118,11 +121,10 @@ class SmallLlama(tba.TransformersEngine):
             self.fuse()
         batch = self.take_batch()
         requests = [request for request in batch for _ in range(request.n)]
-        P = max(len(request.prompt) for request in requests)
-        R, T = len(requests), max(request.max_tokens for request in batch)
-        ids = torch.zeros(R, P, dtype=torch.long)
-        for row, request in enumerate(requests):
-            ids[row, P - len(request.prompt) :] = torch.from_numpy(request.prompt)
+        prompts = [torch.from_numpy(request.prompt).long() for request in requests]
+        ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
+        R, P = ids.shape
+        T = max(request.max_tokens for request in batch)
         padding = torch.tensor([P - len(request.prompt) for request in requests])[:, None]
         temperature = torch.tensor([[request.temperature] for request in requests])
         places = torch.arange(P + T)
@@ -227,23 +229,18 @@ class Choice:
     margin: float | None = None
 
 
-def arguments_of(
-    setting: Setting, rate: float, seed: int, clip: float, files: Path, out: Path
-) -> list:
+def arguments_of(setting: Setting, rate: float, seed: int, clip: float, out: Path) -> list:
     """The command line of a run."""
     beta = BETA[setting.task] * setting.price
-    folder = files / setting.task
     flags: dict[str, object] = {
-        "task": setting.task, "model": folder / "model", "dataset": folder / "data",
-        "output_dir": out, "synchronous": True, "lag": setting.lag, "steps": setting.steps,
-        "seed": seed, "learning_rate": rate, "max_grad_norm": clip, "beta": beta,
-        "prompts_per_step": 8, "trained_per_prompt": 16, "temperature": 1.0,
+        "task": setting.task, "output_dir": out, "synchronous": True, "lag": setting.lag,
+        "steps": setting.steps, "seed": seed, "learning_rate": rate, "max_grad_norm": clip,
+        "beta": beta, "prompts_per_step": 8, "trained_per_prompt": 16, "temperature": 1.0,
         "sequences_in_flight": 128, "num_searchers": 1,
         "eval_every": EVERY, "eval_responses": 4, "save_every": 0,
     }  # fmt: skip
     flags |= OBJECTIVES.get(setting.objective, {"objective": setting.objective})
-    for name, value in OWN_FLAGS[setting.task].items():  # models are beside the task's own
-        flags[name] = folder / value if name.endswith("_model") else value
+    flags |= OWN_FLAGS[setting.task]
     special = dict(setting.flags)
     if special.pop("slow", ""):
         flags |= {"engine": "slow", "eval_every": 0}
@@ -294,20 +291,16 @@ class Rows:
                 return row["clip"]
         return None
 
-    def tried(self, choice: Choice, rate: float) -> list[dict]:
-        """The rows that choose, at one rate."""
-        found = []
-        for chooser, seed in choice.runs:
-            own = self.of(chooser, "choose")
-            found += [row for row in own if (row["rate"], row["seed"]) == (rate, seed)]
-        return found
-
     def best_rate(self, choice: Choice) -> tuple[float | None, list[float]]:
         """The chosen learning rate, or None and the rates to try next."""
         if not choice.runs:
             return choice.rates[0], []
         rates = HALF_DECADES if choice.widened else choice.rates
-        tried = {rate: self.tried(choice, rate) for rate in sorted(rates)}
+        tried: dict[float, list[dict]] = {rate: [] for rate in sorted(rates)}
+        for chooser, seed in choice.runs:
+            for row in self.of(chooser, "choose"):
+                if row["seed"] == seed and row["rate"] in tried:
+                    tried[row["rate"]].append(row)
         complete = [rate for rate in tried if len(tried[rate]) == len(choice.runs)]
         missing = [rate for rate in choice.rates if rate not in complete]
         if missing:
@@ -342,9 +335,9 @@ class Rows:
             if rate_and_seed not in [[row["rate"], row["seed"]] for row in self.of(own, role)]:
                 yield run
 
-    def check(self, settings: list[Setting], files: Path) -> None:
+    def check(self, settings: list[Setting]) -> None:
         """Exit if any row is from a different pretrained model."""
-        hashes = {task: hash_of(task, files) for task in {s.task for s in settings}}
+        hashes = {task: hash_of(task) for task in {s.task for s in settings}}
         for row in self.rows:
             if row["model"] != hashes.get(row["task"], row["model"]):
                 sys.exit(f"{self.path} has rows of a different pretrained model for {row['task']}")
@@ -379,9 +372,9 @@ def setting_of(row: dict) -> Setting:
     return Setting(**values | {"flags": tuple(tuple(pair) for pair in row["flags"])})
 
 
-def hash_of(task: str, files: Path) -> str:
+def hash_of(task: str) -> str:
     """A short hash of the weights of a task's pretrained model."""
-    weights = (files / task / "model" / "model.safetensors").read_bytes()
+    weights = (OWN_FLAGS[task]["model"] / "model.safetensors").read_bytes()
     return hashlib.sha256(weights).hexdigest()[:12]
 
 
@@ -410,23 +403,19 @@ def run_tba(arguments: list, log: Path, prepare: Callable[[], None]) -> int:
 
 
 def run(
-    setting: Setting, role: str, rate: float, seed: int, clip: float, files: Path,
+    setting: Setting, role: str, rate: float, seed: int, clip: float,
     also: Callable[[Path], dict] = lambda out: {}, prepare: Callable[[], None] = lambda: None,
 ) -> dict:  # fmt: skip
     """Run tba.py once; returns its row. Raises RuntimeError if it fails without diverging.
 
     `also` returns additional columns, given the run's folder; `prepare` may patch tba.py.
     """
-
-    def prepare_fork() -> None:
-        Measured.ends_past_limit = role == "choose"
-        prepare()
-
+    Measured.ends_past_limit = role == "choose"  # also in forks
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         log = Path(folder) / "log"
         start = time.time()
-        exit_code = run_tba(arguments_of(setting, rate, seed, clip, files, out), log, prepare_fork)
+        exit_code = run_tba(arguments_of(setting, rate, seed, clip, out), log, prepare)
         said = log.read_text()
         diverged = exit_code == 1 and ("diverged" in said or "finite" in said)
         if exit_code and not diverged:
@@ -443,7 +432,7 @@ def run(
         clip = float(f"{2 * np.median(norms):.2g}")
     return asdict(setting) | {
         "role": role, "rate": rate, "seed": seed, "clip": clip, "exit_code": exit_code,
-        "model": hash_of(setting.task, files), "commit": commit,
+        "model": hash_of(setting.task), "commit": commit,
         "seconds": round(time.time() - start),
         "step_seconds": round(metrics[-1]["seconds"] - metrics[0]["seconds"], 1),
         "ess": round(float(np.mean([m["effective_sample_size"] for m in metrics])), 3),
@@ -460,12 +449,21 @@ def seconds_to(target: float, metrics: list[dict]) -> float | None:
     return None
 
 
+def parser_of(program: str, *commands: str) -> argparse.ArgumentParser:
+    """A parser of a program's commands, given its docstring."""
+    parser = argparse.ArgumentParser(description=program.split("\n\n")[0])
+    parser.add_argument("what", choices=commands)
+    help_text = "minutes to keep starting runs"
+    parser.add_argument("--minutes", type=float, default=math.inf, help=help_text)
+    return parser
+
+
 def run_all(
-    rows: Rows, settings: list[Setting], files: Path, run: Callable[..., dict],
-    minutes: float = math.inf, workers: int = 1,
+    rows: Rows, settings: list[Setting], run: Callable[..., dict], minutes: float = math.inf,
+    workers: int = 1,
 ) -> None:  # fmt: skip
     """Run what is missing, `workers` at a time, until all is done, time is up or a run fails."""
-    rows.check(settings, files)
+    rows.check(settings)
     end = time.monotonic() + 60 * minutes
     # fork now: everything is imported and no other thread is running
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
@@ -477,7 +475,7 @@ def run_all(
                     break
                 setting, role, _, _ = job
                 clip = 0.0 if role == "pilot" else rows.clip(setting)
-                under_way[pool.submit(run, *job, clip, files)] = job
+                under_way[pool.submit(run, *job, clip)] = job
             if not under_way:
                 break
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
@@ -580,11 +578,13 @@ def finals(rows: list[dict]) -> list[float]:
     return [last(row)["reward"] for row in rows]
 
 
-def difference(found: list[dict], others: list[dict]) -> tuple[float, float]:
-    """The difference of the mean rewards at the end, and half its 95 % interval; equal counts."""
+def difference(found: list[dict], others: list[dict], seeds: int) -> str:
+    """The difference of the mean rewards at the end, once both have all seeds."""
+    if min(len(found), len(others)) < seeds:
+        return ""
     a, b = finals(found), finals(others)
-    error = np.sqrt((np.var(a, ddof=1) + np.var(b, ddof=1)) / len(a))
-    return float(np.mean(a) - np.mean(b)), STUDENT_T[2 * len(a) - 2] * float(error)
+    error = np.sqrt((np.var(a, ddof=1) + np.var(b, ddof=1)) / seeds)
+    return marked(float(np.mean(a) - np.mean(b)), STUDENT_T[2 * seeds - 2] * float(error))
 
 
 def paired(found: list[dict], others: list[dict]) -> str:

