@@ -29,6 +29,7 @@ struct Call {
 // ---------------------------------------------------------------- arguments: from CUDA to the CPU
 
 Tensor alias(const Tensor& t, Call& call) {
+  if (t.defined() && t.is_cpu()) call.pairs.emplace_back(t, t);  // stays there as an output
   if (!t.defined() || !t.is_cuda() || t.layout() != c10::kStrided) return t;
   if (call.device.index() < 0) call.device = t.device();
   for (auto& [gpu, cpu] : call.pairs)
