@@ -1463,9 +1463,8 @@ class Learner(Stateful):
         """Adapters, PARAMETERS and optimizer state, copied to rank 0's host memory."""
         extra = {name: p for name, p in self.trained.items() if ".lora_" in name} | self.parameters
         optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
-        return tree_map(
-            partial(host_copy, ranks=self.ranks), {"extra": extra, "optimizer": optimizer}
-        )
+        state = {"extra": extra, "optimizer": optimizer}
+        return tree_map(partial(host_copy, ranks=self.ranks), state)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Each rank restores its shards, but not the learning rate: the flags may change it."""
@@ -1846,6 +1845,25 @@ def can_pack(model: nn.Module, longest: int) -> bool:
         and {"full_attention", "sliding_attention", "chunked_attention"}.issuperset(layers)
         and all(longest <= window for window in windows if window)  # `pack`'s mask has no window
     )
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Run decoder layers' RMSNorms as one kernel, except those with another formula (Gemma)."""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    norms = [m for layer in layers for m in layer.children() if hasattr(m, "variance_epsilon")]
+    for norm in norms:
+        x = torch.linspace(-1e-3, 2e-3, norm.weight.numel(), device=norm.weight.device)
+        fused = nn.functional.rms_norm(x, x.shape, norm.weight, norm.variance_epsilon)
+        if torch.allclose(norm(x), fused):
+            norm.forward = partial(fused_norm, norm, norm.forward)
+
+
+def fused_norm(norm: nn.Module, plain: Callable, x: Tensor) -> Tensor:
+    """The RMSNorm (..., H) of the residual stream, in bfloat16, to which matmuls would cast it."""
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(x.device.type):
+        return plain(x)  # a block's result is bfloat16 already (OLMo 2); FSDP has no autocast
+    eps = norm.variance_epsilon
+    return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, eps).to(torch.bfloat16)
 
 
 def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -2328,6 +2346,7 @@ def load_policy(
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device)
+    fuse_norms(model)
     if lora_rank:
         import peft  # imported late: it takes seconds, and only adapters need it
 

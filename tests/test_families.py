@@ -70,6 +70,40 @@ def test_gradient_checkpointing_changes_no_gradient_of_a_model_with_dropout(gsm8
         torch.testing.assert_close(checkpointed[name], gradient, atol=1e-5, rtol=1e-3)
 
 
+def test_fused_norms_change_gradients_by_bfloat16_rounding_alone(gsm8k, tmp_path, monkeypatch):
+    """Log-probabilities are equal; so are gradients with recomputation, and with adapters."""
+    fuse_norms = tba.fuse_norms
+    results = []
+    for flags in ({}, {"gradient_checkpointing": True}, {"lora_rank": 4}):
+        for fused in (True, False):
+            monkeypatch.setattr(tba, "fuse_norms", fuse_norms if fused else lambda model: None)
+            learner = learner_of(gsm8k, tmp_path / "run", dtype="bfloat16", **flags)
+            groups = random_groups(learner.task, 2, 3)
+            prompts = learner.task.train_prompts
+            pairs = [(prompts[g[0].prompt_id], [t.tokens for t in g]) for g in groups]
+            with torch.no_grad():
+                logprobs = tba.token_logprobs(learner.policy, pairs, learner.config)
+            learner.backward(groups, tba.at_step(learner.config, 0), 0)
+            gradients = [p.grad.flatten() for p in learner.model.parameters() if p.requires_grad]
+            results.append((np.concatenate(logprobs), torch.cat(gradients)))
+        (fused_logprobs, fused_gradient), (logprobs, gradient) = results[-2:]
+        np.testing.assert_allclose(fused_logprobs, logprobs, atol=1e-3)
+        difference = (fused_gradient - gradient).norm() / gradient.norm()
+        assert 0 < difference < 0.01
+    torch.testing.assert_close(results[0][1], results[2][1])
+
+
+@pytest.mark.parametrize(("family", "count"), [("llama", 4), ("qwen3", 4), ("gemma2", 0)])
+def test_norms_of_decoder_layers_are_fused_if_they_are_plain(family, count, gsm8k, tmp_path):
+    """Not Gemma's, whose weights are 1 + weight, those of heads, or the one before the logits."""
+    families.make(family, tmp_path / "model")
+    model = learner_of(gsm8k, tmp_path / "run", model=tmp_path / "model").model
+    fused = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    fused.remove("lm_head")
+    assert len(fused) == count
+    assert all(name.endswith("layernorm") for name in fused)
+
+
 def test_a_response_ends_where_generation_config_json_says(gsm8k, tmp_path):
     """Its stop tokens and the model's EOS end responses; saved models keep the file."""
     given = tmp_path / "given"

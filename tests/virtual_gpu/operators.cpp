@@ -158,6 +158,22 @@ void on_cpu(const c10::OperatorHandle& op, c10::Stack* stack) {
   for (const IValue& v : results) stack->push_back(to_cuda(v, call));
 }
 
+// It has no CPU kernel. Its operators' own tensors are on the GPU.
+std::tuple<Tensor, Tensor> rms_norm_backward(
+    const Tensor& grad, const Tensor& input, at::IntArrayRef shape, const Tensor& rstd,
+    const std::optional<Tensor>& weight, std::array<bool, 2> wanted) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  std::vector<int64_t> own, others;  // dimensions
+  for (int64_t d = 0; d < input.dim(); d++)
+    (d < input.dim() - int64_t(shape.size()) ? others : own).push_back(d);
+  Tensor normal = input * rstd;
+  Tensor scaled = weight ? grad * *weight : grad;
+  Tensor by_input, by_weight;
+  if (wanted[0]) by_input = rstd * (scaled - normal * (scaled * normal).mean(own, true));
+  if (wanted[1]) by_weight = others.empty() ? grad * normal : (grad * normal).sum(others);
+  return {by_input, by_weight};
+}
+
 // They only concern metadata, storage and allocation: right as they are.
 const std::set<std::string> NATIVE = {
     "aten::_assert_async", "aten::_efficientzerotensor", "aten::_fused_sdp_choice",
@@ -193,6 +209,7 @@ struct Install {
       std::string whole = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
       library.impl(whole.c_str(), torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
     }
+    library.impl("_fused_rms_norm_backward", rms_norm_backward);
   }
 };
 
