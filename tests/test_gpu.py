@@ -168,6 +168,28 @@ tba.Learner.backward = learner_step
 '''
 
 
+NORMS = '''"""The fused RMSNorm on a GPU against its formula in float64 on the CPU."""
+import torch
+
+torch.manual_seed(0)
+x = torch.randn(3, 5, 64)
+weight = torch.rand(64)
+upstream = torch.randn(3, 5, 64)
+found = []
+for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+    own, scale = (t.to(device, dtype, copy=True).requires_grad_() for t in (x, weight))
+    if device == "cuda":
+        y = torch.nn.functional.rms_norm(own, (64,), scale, 1e-6)
+        assert "FusedRmsNorm" in type(y.grad_fn).__name__
+    else:
+        y = scale * own * torch.rsqrt(own.square().mean(-1, keepdim=True) + 1e-6)
+    y.backward(upstream.to(device, dtype))
+    found.append([t.detach().cpu().double() for t in (y, own.grad, scale.grad)])
+for fused, plain in zip(*found):
+    torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)
+'''
+
+
 def gpu_names(environment):
     """UUIDs of the GPUs, by index."""
     code = "import torch\nfor i in range(torch.cuda.device_count()):\n"
@@ -255,6 +277,30 @@ def test_gpu_check_prints_a_table_or_that_there_is_no_gpu(tmp_path):
     assert re.search(r"^\| broadcast to 1 GPU\(s\) \| [\d.]+ GB/s", done.stdout, re.MULTILINE)
     done = subprocess.run(command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, **options)
     assert done.returncode == 3
+
+
+def test_a_step_asks_of_a_gpu_what_the_docs_say():
+    """Launches, synchronizations, bytes and memory, counted by bench/gpu_counts.py."""
+    command = [sys.executable, ROOT / "bench" / "gpu_counts.py"]
+    environment = os.environ | virtual_gpus(1)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=4 * PATIENCE
+    )
+    rows = re.findall(r"^\| .*", done.stdout, re.MULTILINE)
+    assert len(rows) == 14, done.stderr
+    documented = (ROOT / "docs" / "operations.md").read_text()
+    for row in rows:
+        name, *values = [cell.strip(" H").replace(",", "") for cell in row.strip("|").split(" | ")]
+        (line,) = re.findall(rf"^\| {name} \| .*", documented.replace(",", ""), re.MULTILINE)
+        expected = [cell.strip(" H") for cell in line.strip("|").split(" | ")[1:]]
+        assert [*map(float, values)] == pytest.approx([*map(float, expected)], rel=0.02), name
+
+
+def test_the_fused_norm_has_the_gradients_of_the_plain_one(tmp_path):
+    """Its kernel has no CPU version, so a virtual GPU has one of its own."""
+    script = tmp_path / "norms.py"
+    script.write_text(NORMS)
+    subprocess.run([sys.executable, script], env=os.environ | virtual_gpus(1), check=True)
 
 
 # ------------------------------------------------------------------------- faults of transfers
