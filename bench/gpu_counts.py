@@ -3,7 +3,7 @@
     VIRTUAL_GPUS=1 bash tests/virtual_gpu/run.sh python bench/gpu_counts.py    # no GPU; a minute
 
 Prints the table in docs/operations.md; times nothing. Random Llamas of 2 and 4 layers take steps in
-bfloat16 on a micro-batch of 1 or 2 prompts; differences give numbers per layer and token. Operators
+bfloat16 on a micro-batch of 2 or 3 prompts; differences give numbers per layer and token. Operators
 on CUDA tensors, except views and allocations, are launches; their bytes are those of inputs and
 outputs. Attention is the kernel that real GPUs use for masks; on virtual ones it computes nothing.
 """
@@ -99,6 +99,7 @@ def measure(layers: int, prompts: int, checkpointing: bool) -> Count:
         transformers.AutoTokenizer.from_pretrained(FILES / "model").save_pretrained(path)
         flags = {"model": path, "dtype": "bfloat16", "gradient_checkpointing": checkpointing}
         learner = learner_of(FILES, Path(folder) / "run", **flags)
+    learner.policy.row_tokens = tba.TokenLogProbs.ROW_TOKENS  # as if the model were wider
     learner.task.train_prompts[:50] = [np.arange(P, dtype=np.int32)] * 50
     now = tba.at_step(learner.config, 0)
     with Count():  # allocates the optimizer's state
@@ -122,7 +123,7 @@ def measure(layers: int, prompts: int, checkpointing: bool) -> Count:
         tba.run_microbatches = run_microbatches
         count.logits = memory("peak") - count.idle - count.graph
         count.phase = "sync"
-        learner.snapshot = tba.FlatWeights(learner.weights, torch.bfloat16, torch.device("cpu"))
+        learner.snapshot = tba.FlatWeights(learner.weights, torch.bfloat16, nccl=False)
         learner.copy_weights()
         learner.score_probes()
         count.phase = "checkpoint"
@@ -133,7 +134,7 @@ def measure(layers: int, prompts: int, checkpointing: bool) -> Count:
 
 def column(checkpointing: bool) -> dict[str, str]:
     """What is counted, with or without --gradient_checkpointing."""
-    sizes = (2, 1), (2, 2), (4, 1), (4, 2)  # layers, prompts
+    sizes = (2, 2), (2, 3), (4, 2), (4, 3)  # layers, prompts
     counts = [measure(*size, checkpointing) for size in sizes]
     one, *_ = counts
     # parts of a count: constant, per layer, per prompt, per layer and prompt
@@ -143,15 +144,15 @@ def column(checkpointing: bool) -> dict[str, str]:
     launches = fit([count.launches["micro-batch"] for count in counts])
     work = fit([count.bytes["micro-batch", "elementwise"] for count in counts])
     kept = fit([count.graph for count in counts])
-    needed = 2 * (P * P / 2 + K * (T * P + T * T / 2))  # in 2 layers
+    needed = 2 * 2 * (P * P / 2 + K * (T * P + T * T / 2))  # in 2 layers, of 2 prompts
     return {
         "launches per micro-batch and layer": f"{launches[1]:.0f}",
-        "launches per micro-batch": f"{launches[0] + launches[2]:.0f}",
+        "launches per micro-batch": f"{launches[0] + 2 * launches[2]:.0f}",
         "launches per step": f"{one.launches['step']}",
         "synchronizations per step": f"{one.waits['step'] + one.waits['micro-batch']}",
         "synchronizations per sync by Gloo, of 21 tensors": f"{one.waits['sync']}",
         "synchronizations per checkpoint, of 21 tensors": f"{one.waits['checkpoint']}",
-        "passes over logits": f"{one.bytes['micro-batch', 'logits'] / (K * T * 4 * V):.1f}",
+        "passes over logits": f"{one.bytes['micro-batch', 'logits'] / (2 * K * T * 4 * V):.1f}",
         "elementwise, bytes per token and layer": f"{work[3] / TOKENS / H:.0f} H",
         "casts and sums of gradients, bytes per parameter": f"{work[1] / parameters:.0f}",
         "attention, computed / needed": f"{one.scores / needed:.1f}",
