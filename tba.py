@@ -1055,15 +1055,19 @@ class Trainer(Stateful):
 
     def store_inbox(self) -> None:
         """Store groups for at most a second; pause the Searchers while too many are left."""
-        deadline = time.monotonic() + 1  # a group of red-teaming can take 0.1 s
-        ended = self.step == self.config.steps
-        while True:
-            self.handle_messages()
-            full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
-            self.searchers.search_up_to(0 if full or ended else math.inf)
-            if not self.inbox or time.monotonic() >= deadline:
-                return
+        start = time.monotonic()
+        while self.inbox and time.monotonic() < start + 1:  # a group of red-teaming can take 0.1 s
             self.store([self.inbox.pop(0)])
+            if time.monotonic() > start + 0.25:  # slow: more and more would arrive
+                self.limit_search()
+        self.limit_search()
+
+    def limit_search(self) -> None:
+        """Have the Searchers pause while too many groups are not stored, and after the last step."""
+        self.handle_messages()
+        full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
+        ended = self.step == self.config.steps
+        self.searchers.search_up_to(0 if full or ended else math.inf)
 
     def store(self, groups: list[Group]) -> None:
         """Add groups to the replay buffer, except those scored by an earlier reference."""

@@ -213,7 +213,7 @@ def estimate(shape: Shape) -> float:
     row = tba.TokenLogProbs.ROW_TOKENS
     activations = (20 * hidden + 8 * intermediate + 2 * row) * layers * tokens
     logits = 4 * vocabulary * (3 * tba.TokenLogProbs.CHUNK + 3 * hidden)
-    return 24 * parameters + activations + logits
+    return 20 * parameters + activations + logits
 
 
 def environment() -> None:
