@@ -394,7 +394,9 @@ class Trajectory:
     logprobs: np.ndarray  # (T,) float32, under the sampling policy and temperature
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
-    in_kl: bool  # counts in the metric kl: sampled at --temperature, log pi_ref not adjusted
+    # log pi(y|x) - log pi_ref(y|x), pi being the sampling policy; NaN if it does not count in the
+    # metric kl: sampled at another temperature than --temperature, or with log pi_ref adjusted
+    kl: float
     temperature: float  # requested sampling temperature
     reward: float
     prompt_id: int
@@ -1697,12 +1699,13 @@ class Searcher:
             for tokens, logprobs, ended, versions in responses:
                 scored = next(remaining)
                 ref_logprobs = self.task.adjust_ref_logprobs(tokens, scored)
+                counts = ref_logprobs is scored and temperature == self.config.temperature
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
                     ref_logprobs=ref_logprobs,
                     ended=bool(ended),
-                    in_kl=ref_logprobs is scored and temperature == self.config.temperature,
+                    kl=float((logprobs - ref_logprobs).sum()) if counts else math.nan,
                     temperature=temperature,
                     reward=math.nan,
                     prompt_id=source.prompt_id,
@@ -4161,11 +4164,8 @@ class StepLog:
             # for any S: 0.5 if the policy has one response to each prompt, 0.01 if one to all
             "distinct": len(set(self.responses)) / len(self.responses),
         }
-        if counted := [t for t in rows if t.in_kl]:
-            kl = np.concatenate([t.logprobs for t in counted])
-            kl -= np.concatenate([t.ref_logprobs for t in counted])
-            # of the generating policy to the reference
-            self.means["kl"] = float(kl.sum()) / len(counted)
+        if kl := [t.kl for t in rows if not math.isnan(t.kl)]:
+            self.means["kl"] = float(np.mean(kl))
         self.check_learning(rows)
         t = rows[-1]
         task = self.trainer.task

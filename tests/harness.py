@@ -394,7 +394,7 @@ def random_groups(
                 ref_logprobs=-rng.uniform(0.1, 5, length).astype(np.float32),
                 ended=True,
                 temperature=1.0,
-                in_kl=True,
+                kl=0.0,
                 reward=float(rng.integers(0, 2)),
                 prompt_id=int(prompt_id),
                 version=0,

@@ -717,7 +717,7 @@ def one_group(index, prompt_id=0, version=0):
         logprobs=np.zeros(1, np.float32),
         ref_logprobs=np.zeros(1, np.float32),
         ended=True,
-        in_kl=True,
+        kl=0.0,
         temperature=1.0,
         reward=0.0,
         prompt_id=prompt_id,

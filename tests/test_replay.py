@@ -33,7 +33,7 @@ def group(prompt_id, responses, rewards=None, version=0, sync=0):
             ref_logprobs=np.full(len(tokens), -1.0 - i, np.float32),
             ended=i % 2 == 0,
             temperature=1.0,
-            in_kl=i % 3 == 0,
+            kl=i / 3,
             reward=0.0 if rewards is None else float(np.float32(rewards[i])),
             prompt_id=prompt_id,
             version=version,

@@ -632,7 +632,7 @@ def logged_arrivals(steps):
             for tokens in responses:
                 zeros = np.zeros(len(tokens), np.float32)
                 row = tba.Trajectory(
-                    np.array(tokens, np.int32), zeros, zeros, True, True, 1.0, 0.0, index, 0, 0, 0
+                    np.array(tokens, np.int32), zeros, zeros, True, 0.0, 1.0, 0.0, index, 0, 0, 0
                 )
                 rows.append(row)
             log.new_groups.append(tba.Group(index, rows))
