@@ -127,15 +127,16 @@ def trl_step(model: Path, groups: Groups, prompts: list[np.ndarray]) -> Step:
     return step
 
 
-def cpu_seconds(steps: dict[str, Step], rounds: int = 5) -> dict[str, np.ndarray]:
-    """CPU times of each function, called alternately (rounds,)."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def ratios_of(step: Step, other: Step, rounds: int) -> np.ndarray:
+    """CPU times of `step` over those of `other`, called alternately (rounds,)."""
+    ratios = []
     for _ in range(rounds):
-        for name, step in steps.items():
-            start = time.process_time()
-            step()
-            times[name].append(time.process_time() - start)
-    return {name: np.array(own) for name, own in times.items()}
+        start = time.process_time()
+        step()
+        middle = time.process_time()
+        other()
+        ratios.append((middle - start) / (time.process_time() - middle))
+    return np.array(ratios)
 
 
 def operations(step: Step) -> dict[str, float]:
@@ -184,20 +185,19 @@ def print_steps(name: str, packed: tba.Learner, unpacked: tba.Learner, groups: G
     unpacked.task.train_prompts = prompts = packed.task.train_prompts
     now = tba.at_step(packed.config, 0)
     model = Path(packed.config.model)
-    steps: dict[str, Step] = {
-        "step": lambda: packed.step(groups, now, 0),
-        "floor": plain_step(model, groups, prompts),
-        "one row per response": lambda: unpacked.step(groups, now, 0),
-    }
-    if importlib.util.find_spec("trl"):
-        steps["TRL"] = trl_step(model, groups, prompts)
-    seconds = cpu_seconds(steps)
-    own = seconds.pop("step")
-    for other, times in seconds.items():
-        ratios = own / times
+    step = lambda: packed.step(groups, now, 0)
+    floor = plain_step(model, groups, prompts)
+
+    def compare(other: str, function: Step, rounds: int) -> None:
+        ratios = ratios_of(step, function, rounds)
         spread = f"{ratios.min():.2f} to {ratios.max():.2f}"
         print(f"{name}: a step takes {np.median(ratios):.2f} ({spread}) of the time of: {other}")
-    print_operations(packed, groups, steps["step"], steps["floor"])
+
+    compare("floor", floor, 7)
+    compare("one row per response", lambda: unpacked.step(groups, now, 0), 3)
+    if importlib.util.find_spec("trl"):  # made last: its logits slow down all that follows
+        compare("TRL", trl_step(model, groups, prompts), 3)
+    print_operations(packed, groups, step, floor)
 
 
 def print_queue(group: list[tba.Trajectory]) -> None:
