@@ -1065,7 +1065,7 @@ class Trainer(Stateful):
         self.limit_search()
 
     def limit_search(self) -> None:
-        """Have the Searchers pause while too many groups are not stored, and after the last step."""
+        """Pause the Searchers while too many groups are not stored, and after the last step."""
         self.handle_messages()
         full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
         ended = self.step == self.config.steps
