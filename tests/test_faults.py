@@ -497,7 +497,7 @@ def test_answers_are_judged_and_sent_by_their_own_prompts(gsm8k, tmp_path, monke
     for evaluated in sent(searcher, tba.Evaluated, 4):
         assert evaluated.version == 7
         records |= evaluated.records
-    assert list(records) == [3, 0, 5, 1]
+    assert set(records) == {3, 0, 5, 1}  # calls may end in another order
     for done in answers:
         row = done.request.id.prompt_id
         question = searcher.task.held_out[row]["question"]
