@@ -4309,24 +4309,25 @@ def resolve(given: Config) -> Config:
 
 
 def lock_folder(config: Config) -> Any:
-    """Make the run's folder, and lock it until the returned file is closed. Raises InputError."""
+    """Lock the run's folder until the returned file is closed. Raises InputError if it is used."""
+    name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
-    try:
+    lock = contextlib.nullcontext()
+    with contextlib.suppress(OSError):  # no locks here, or no folder: see `claim_folder`
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a")  # noqa: SIM115
-    except OSError as error:
-        config.require(False, "output_dir", f"{error.strerror}; choose another folder")
-    with contextlib.suppress(OSError):  # a file system may lack locks
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            name = "resume" if config.resume else "output_dir"
             config.require(False, name, "a run that has not ended uses this folder")
     return lock
 
 
 def claim_folder(given: Config, config: Config, step: int = 0) -> None:
-    """Write config.json and, for this start at `step`, CODE; InputError if a run is there."""
+    """Write config.json and, for this start at `step`, CODE to the run's folder.
+
+    Raises InputError if it has another run, or cannot be written.
+    """
     folder = Path(config.output_dir)
     fix = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"
     config.require(config.resume or not any(folder.glob("*.jsonl")), "output_dir", fix)
@@ -4339,12 +4340,15 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
         "versions": {package.name: package.version for package in metadata.distributions()},
     }
     code = folder / "code" / str(step)
-    code.mkdir(parents=True, exist_ok=True)
-    for name, source in CODE.items():
-        (code / name).write_bytes(source)
     new = folder / ".config.json"
-    new.write_text(to_json(record, indent=2) + "\n")
-    new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
+    try:
+        code.mkdir(parents=True, exist_ok=True)
+        for name, source in CODE.items():
+            (code / name).write_bytes(source)
+        new.write_text(to_json(record, indent=2) + "\n")
+        new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
+    except OSError as error:
+        config.require(False, "output_dir", f"{error.strerror}; choose another folder")
 
 
 @lenient_output()

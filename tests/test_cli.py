@@ -142,7 +142,7 @@ def test_a_folder_that_holds_a_run(gsm8k, tmp_path, capsys):
     assert "--output_dir" in refused(["--resume", out, "--output_dir", tmp_path / "b"], capsys)
     record = (out / "config.json").read_text()
     given = tba.parse(["--resume", str(out)])
-    with limited_file_size(1000), pytest.raises(OSError):  # as on a full disk
+    with limited_file_size(1000), pytest.raises(tba.InputError):  # as on a full disk
         tba.claim_folder(given, tba.resolve(given))
     assert (out / "config.json").read_text() == record
 
