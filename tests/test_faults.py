@@ -778,7 +778,7 @@ tba.ReplayBuffer.add = slow
     flags["recent_probability"] = 1  # replayed groups may be of any age
     run_tba(arguments(gsm8k, out, eval_every=0, eval_samples=8, initial_trajectories=16, **flags))
     staleness = [m["staleness_mean"] for m in read_lines(out / "metrics.jsonl")]
-    assert max(staleness[-10:]) < 12, staleness  # without a bound: 0.3 more in each step and more
+    assert max(staleness[-10:]) < 20, staleness  # without a bound: 30 to 39
 
 
 def test_a_group_counts_as_of_its_arrival_however_late_it_is_stored():

@@ -217,8 +217,8 @@ def test_a_folder_that_could_not_be_written_is_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-TINY = f"""exec bash {ROOT}/run_gsm8k.sh --tiny --steps 100000 --learning_rate 1e-4 \\
-  --save_every 0 --eval_every 0 --eval_samples 8 "${{@: -2}}"
+TINY = """exec bash "$ROOT/run_gsm8k.sh" --tiny --steps 100000 --learning_rate 1e-4 \\
+  --save_every 0 --eval_every 0 --eval_samples 8 "${@: -2}"
 """
 STAND_INS = {  # of commands; pkill sees processes of this folder only
     "scontrol": "echo localhost",
@@ -260,7 +260,7 @@ def test_the_slurm_scripts_of_the_docs_save_after_a_signal(gsm8k, tmp_path, star
         path.chmod(0o755)
     paths = [str(tmp_path / "bin"), os.path.dirname(sys.executable), os.environ["PATH"]]
     environment = os.environ | {"PATH": os.pathsep.join(paths), "PYTHON": sys.executable}
-    environment |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+    environment |= {"ROOT": ROOT, "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
     out = tmp_path / re.search("run=(.*)", script)[1]
     log = tmp_path / "log"
     steps = 0
