@@ -231,7 +231,7 @@ class Config:
     recent_probability: float | None = flag(
         None, "Probability that a prompt is recent [m]; default: 0.95; lockstep: 1.", maximum=1
     )
-    replay_rule: str = flag("recent_or_reward", "recent_or_reward, anchored, or from --plugin.")
+    replay_rule: str = flag("recent_or_reward", "recent_or_reward, or one defined by --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
     kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
     max_recent_draws: float = flag(4.0, "Mean draws per group as recent, at most; 0: unlimited.")
@@ -763,32 +763,8 @@ class RecentOrReward(ReplayRule):
         return [*distinct.values(), *duplicates][:K]
 
 
-class Anchored(RecentOrReward):
-    """Half of a replayed group by reward, half from the newest stored responses to the prompt.
-
-    TB-VarGrad's gradient is the covariance of residual and score within a group. A group of equal
-    rewards has no signal but the KL's; with 0/1 rewards, the signal of the rewards is proportional
-    to successes x failures. The loss regresses r / beta under the *sampling* distribution, so that
-    failures should come from the current policy. See also RePO (arXiv 2506.09340).
-    """
-
-    def replay(self, count: int, K: int, used: set[int]) -> TrainingGroups:
-        groups = super().replay(count, K // 2, used)
-        for group in groups:
-            n = K - len(group)
-            drawn = set(map(id, group))
-            stored = self.buffer.trajectories[group[0].prompt_id].values()
-            others = (t for t in reversed(stored) if id(t) not in drawn)
-            newest = list(itertools.islice(others, 2 * n)) or group
-            order = self.buffer.rng.permutation(len(newest))
-            group += [newest[i] for i in np.resize(order, n)]
-        return groups
-
-
-REPLAY_RULES: dict[str, type[ReplayRule]] = {
-    "recent_or_reward": RecentOrReward,
-    "anchored": Anchored,
-}
+# name -> class; plug-ins add their own: docs/hacking.md has `anchored` and `varied`
+REPLAY_RULES: dict[str, type[ReplayRule]] = {"recent_or_reward": RecentOrReward}
 
 
 # ================================================================================= 5. Task, GSM8K

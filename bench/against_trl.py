@@ -5,7 +5,7 @@
     python bench/against_trl.py report     # the table in docs/results.md
     python bench/against_trl.py speed      # seconds per step relative to TRL's, in some ten minutes
 
-The protocol is that of claims.py: the same pretrained model, prompts, batches (8 prompts x 16
+The protocol is that of claims.md: the same pretrained model, prompts, batches (8 prompts x 16
 responses), 80 steps and evaluations (4 responses to each held-out prompt every 10 steps). Each
 setting has its own learning rate from the same grid, selected on two seeds and reported on three
 others. TRL runs GRPO with its defaults (no KL term), and as published (with one); it clips

@@ -8,85 +8,7 @@
 A row of bench/results/claims.jsonl is one run of tba.py, with its settings, seed, commit, the hash
 of the pretrained model, and its path: reward, KL and diversity of held-out answers every 10 steps.
 
-**The protocol** was committed before any reported seed was run, except for the parts marked +.
-Numbers that are missing belong to experiments that were removed (git has them at 09e4bd4).
-
-1. One pretrained model per task, in bench/models (made with its prompts by this file at 09e4bd4)
-   or tests/models, whose hash is in every row.
-2. Every *setting* (objective, lag, price of a nat, flags) has its own learning rate, from a grid of
-   half decades. The grid starts as 3e-4, 1e-3 and 3e-3 and is extended at either end until the
-   best rate is interior. Two seeds choose, three others are reported.
-3. A rate's score is the mean gain of its seeds (`area`): the mean of the highest rewards reached
-   within 2, 4, 6 and 12 nats of KL during training, minus the untrained reward. A seed whose KL
-   passes 50 nats during training, or that diverges, scores 0. + Ties go to the lowest rate.
-4. All seeds are reported, including collapsed ones. + The gain ignores what a run does after it has
-   passed 50 nats, although some runs recover.
-5. Gradients are clipped at twice the median norm of the objective's first steps on the initial
-   policy's data, measured by a run without learning (role "pilot").
-6. All settings of an experiment have the same data, batches (8 prompts x 16 responses) and steps.
-7. + Runs of tiny Llamas generate with the engine "small". Some rows that chose a rate are from
-   before, when transformers' `generate` was used.
-
-**More Searchers.** On a simulated clock (SimulatedTrainer), each of M Searchers takes 8 optimizer
-steps to generate a batch of 8 prompts x 16 responses, so that it completes one group per step; the
-Trainer draws 8 per step. Weights are sent every k = 2 steps and arrive a quarter of a step later.
-Half of a batch is recent (m = 0.5), half is replayed with p ~ softmax(10 r), from buffers that
-evict nothing; --max_recent_draws is 4.
-
-9. Two sparse tasks: "rare" rewards 1 for a review whose mean valence is at least 0.32, which one in
-   183 samples of the untrained policy reaches, "rarer" at least 0.39, one in 1,820. 16 training
-   prompts; beta 0.1, at which the optimal policy succeeds 99 % and 92 % of the time. 120 steps.
-10. Rates as in 2, but only from 1e-4 to 3e-2; 16 and 64 Searchers use the rate of 8. Of all rates
-   that score within 0.02 of the best, the one nearest 1e-3 is taken. The pilot has 60 steps.
-12. The paper is supported if the gain at equal steps rises with M, from 1 to 8 and from 8 to 64,
-   with every seed; if replay by reward beats uniform replay; if `tb` gains more from 8 and 64
-   Searchers over 1 than `proximal_rloo`, `dr_grpo` and `oapl` by the 95 % interval. It is refuted
-   by no difference between M = 8 and 64, or by other objectives that gain as much.
-13. The clock is valid if the means of reward, staleness, fraction of recent groups and buffer agree
-   within two seed standard deviations with those of real processes that sleep, M = 1, 2, 4.
-14. + "rare" has ten further seeds of `tb` and `dr_grpo` at the chosen rates, added after the
-   results of three, which one collapse decided.
-15. + In 120 steps on "rarer" hardly any run learned. So ten further seeds have 240 steps, with
-   M = 1, 8, 64, at the rate of "rare", 1e-3.
-
-**Replay rules** ("anchored"), on the same clock, with 8 and 64 Searchers ("anchored" with 1, too),
-on "rare" (120 steps) and "rarer" (240). Seven ways: p ~ softmax(10 r), softmax(5 r), softmax(3 r);
-`mixed` and `anchored`, which draw half of a replayed group with softmax(10 r); softmax(10 r) with
-the objective `tb_learned_z`; and softmax(10 r) with m = 0.75. Seeds 21-30 are reported.
-
-18. A rate is chosen from {3e-4, 1e-3} for each way and task, with 16 Searchers, on seeds 1 and 2.
-   Its score is the mean reward at the end, with 0 for a collapse; ties go to the lower rate. A
-   *collapse* is an evaluation above 50 nats or with less than 10 % distinct responses.
-19. Primary outcomes: the reward at the end, against the optimum in closed form; the median step at
-   which the reward first reaches 0.5; the number of collapses. What would support `anchored`: with
-   64 Searchers on "rarer", it ends at 0.8 or more with at least eight of ten seeds, and its mean
-   reward at the end is above that of each other way by the 95 % interval; with 8 Searchers, and on
-   "rare", its mean is not below that of any other by more than 0.05; and 64 Searchers reach 0.5
-   earlier than 8. It becomes the default away from the paper's scripts if all of this holds.
-
-**Collapse** ("collapse"). The first task, lockstep on the simulated clock (a batch takes 1: runs
-equal those of real processes bit for bit), 250 steps, seeds 21-30, `tb`, `tba_prime`,
-`proximal_rloo`, `rloo`, and `dr_grpo` and `grpo` with the KL coefficient beta. A run of `tb` at
-lag 0 with seed 11 had been seen before.
-
-20. All have the rate 1e-3, which is the on-policy choice of the first four, at lags 0, 10 and 40.
-   `tb`, `proximal_rloo` and `dr_grpo` have two more variants: half a cosine to 0 in the second
-   half, and 4 x beta. `tb` and `proximal_rloo` at lag 0 have a fourth: 3e-4 for 830 steps, as the
-   product of rate and steps is the same. J = reward - beta KL is not what `dr_grpo` and `grpo`
-   maximise: their KL term has another gradient.
-21. Primary outcomes: the median of J at the end; how many seeds end with *one response*, with at
-   most 3 % distinct, and how many of these have a J above 0.30; and how many end *broken*, with J
-   below that of the untrained policy, or because tba.py said that they diverged. The hypothesis: at
-   beta = 0.02 the optimum of J is itself nearly one response, as " gladly" has J = 0.34, and
-   policies that keep to the grammar at most 0.27. It is supported if, at a constant rate, four
-   fifths of all seeds that end with one response and are not broken have a J above 0.30, also of
-   `proximal_rloo` and `rloo` at lags 10 and 40, and if at 4 x beta, where " gladly" has J = -0.42,
-   at most one seed in ten of `tb` ends so; refuted if less than half have, or if at 4 x beta at
-   least half of the seeds of `tb` end so.
-
-22. + Objectives whose ratios are truncated or masked (--ratio, with its default cap of 3) joined
-   the first experiment at lags 0, 10 and 40. After their results, so did `tb` with truncated
-   importance weights.
+The protocol is in claims.md.
 """
 
 import heapq
@@ -231,7 +153,7 @@ def sleep_for_gpus(decode_seconds: float, step_seconds: float) -> None:
 
 
 class Mixed(tba.RecentOrReward):
-    """Half of a replayed group is drawn by reward and half uniformly; cf. tba.Anchored."""
+    """Half of a replayed group is drawn by reward and half uniformly; cf. `anchored`."""
 
     def replay(self, count: int, K: int, used: set[int]) -> list[list[tba.Trajectory]]:
         groups = super().replay(count, K // 2, used)
@@ -244,9 +166,10 @@ class Mixed(tba.RecentOrReward):
 
 tba.REPLAY_RULES["mixed"] = Mixed
 
-# the plug-in that weights TB's squares with truncated ratios
+# TB's squares with truncated ratios as weights, and a rule that keeps failures in replayed groups
 plugins = (common.ROOT / "docs" / "hacking.md").read_text()
-exec(plugins.partition("--objective tb_weighted\n")[2].partition("```")[0])
+for name in ("--objective tb_weighted", "--replay_rule anchored"):
+    exec(plugins.partition(name)[2].partition("\n")[2].partition("```")[0])
 
 # ------------------------------------------------------------------------------ a simulated clock
 

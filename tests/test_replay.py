@@ -4,6 +4,7 @@ import io
 import itertools
 import math
 import queue
+import re
 import tempfile
 import time
 import tracemalloc
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from harness import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -216,14 +218,25 @@ def test_reward_sampling_is_softmax_without_replacement_if_enough_are_stored(inv
     assert len(buffer.draw(1, 3)) == 3
 
 
+@pytest.fixture(scope="module")
+def anchored():
+    """The rule that is a plug-in of docs/hacking.md."""
+    text = (ROOT / "docs" / "hacking.md").read_text()
+    (plugin,) = re.findall(r"# flags: --replay_rule anchored .*\n((?s:.*?))```", text)
+    names = {}
+    exec(plugin, names)
+    del tba.REPLAY_RULES["anchored"]
+    return names["Anchored"]
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(2, 9), st.integers(0, 99))
-def test_anchored_replay_is_half_by_reward_and_half_of_the_newest(stored, K, seed):
+@given(stored=st.integers(1, 40), K=st.integers(2, 9), seed=st.integers(0, 99))
+def test_anchored_replay_is_half_by_reward_and_half_of_the_newest(anchored, stored, K, seed):
     """Responses 0, 1, ... arrive in this order; only the first half of them earns a reward."""
     config = tba.settings(
         recent_probability=0, reward_inverse_temperature=1000, seed=seed, kept_per_prompt=100
     )
-    rule = tba.Anchored(tba.ReplayBuffer(config), config)
+    rule = anchored(tba.ReplayBuffer(config), config)
     for i in range(stored):
         arrive(rule, group(0, [[i]], [float(i < stored / 2)]))
     (drawn,) = rule.sample(1, K)
