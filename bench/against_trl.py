@@ -5,14 +5,8 @@
     python bench/against_trl.py report     # the table in docs/results.md
     python bench/against_trl.py speed      # seconds per step relative to TRL's, in some ten minutes
 
-The protocol is that of claims.md: the same pretrained model, prompts, batches (8 prompts x 16
-responses), 80 steps and evaluations (4 responses to each held-out prompt every 10 steps). Each
-setting has its own learning rate from the same grid, selected on two seeds and reported on three
-others. TRL runs GRPO with its defaults (no KL term), and as published (with one); it clips
-gradients at its default, 1. Runs are sequential and use all cores: TRL generates and trains in turn
-with that many threads; in tba.py, Trainer and Searcher have a thread each. TRL's clock is paused
-during evaluations, that of tba.py is not. `seconds` excludes the first step. `speed` runs TRL and
-tba.py alternately, and compares the median step, which has no evaluation, and `seconds`.
+The protocol is in protocols.md. `speed` runs TRL and tba.py alternately, and compares the median
+step, which has no evaluation, and `seconds`.
 """
 
 import multiprocessing

@@ -8,7 +8,7 @@
 A row of bench/results/claims.jsonl is one run of tba.py, with its settings, seed, commit, the hash
 of the pretrained model, and its path: reward, KL and diversity of held-out answers every 10 steps.
 
-The protocol is in claims.md.
+The protocol, with its numbered points, is in protocols.md.
 """
 
 import heapq
@@ -724,15 +724,6 @@ def draw_time_to_reward(rows: Rows, out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
-def draw(rows: Rows, out: Path) -> None:
-    """Two panels: stale data, more Searchers."""
-    figure = Figure(figsize=(10.5, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    draw_stale_data(rows, left)
-    draw_rules(rows, right)
-    figure.savefig(out, dpi=110)
-
-
 def draw_stale_data(rows: Rows, axes) -> None:
     """The gain by the lag of the data; bars are from the lowest to the highest seed."""
     settings = sorted(of("staleness"), key=attrgetter("lag"))
@@ -802,7 +793,11 @@ def main() -> None:
         rows.check(settings)
         common.publish(tables_of(rows), args.all)
         matplotlib.rcParams |= LEGIBLE
-        draw(rows, common.ROOT / "bench" / "staleness.png")
+        figure = Figure(figsize=(10.5, 4.8), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        draw_stale_data(rows, left)
+        draw_rules(rows, right)
+        figure.savefig(common.ROOT / "bench" / "staleness.png", dpi=110)
         draw_time_to_reward(rows, common.ROOT / "bench" / "time_to_reward.png")
 
 

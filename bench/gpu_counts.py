@@ -9,7 +9,6 @@ outputs. Attention is the kernel that real GPUs use for masks; on virtual ones i
 """
 
 import gc
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -18,13 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from common import ROOT  # beside this file; it finds the tests' helpers
+from harness import learner_of, random_groups
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
-
-from harness import learner_of, random_groups
 
 import tba
 

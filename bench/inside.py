@@ -7,29 +7,7 @@ Every run is `bash run_gsm8k.sh --tiny` (tests/models/gsm8k, one Searcher and th
 each), with another objective, k (--sync_every) and m (--recent_probability). A row of
 bench/results/inside.jsonl is one run, with its settings, seed, commit and held-out evaluations.
 
-**The protocol** was committed before any reported seed was run:
-
-1. Objectives: `tb`, `proximal_rloo`, `dr_grpo`, `grpo`, `online_dpo`. k = 1, 10, 30; m = 0.95, 0.5.
-   beta is 0.05. `grpo` has the KL coefficient 0.1, `dr_grpo` none, as published.
-2. The rate decays linearly to 0, as in the script. Each objective has its own at each k, from
-   RATES, chosen by two runs per rate, one with each m and a seed of its own: the mean of their
-   final accuracies, with 0 for a run that failed (or passed 50 nats); ties go to the lowest. The
-   grid is not widened. Ten other seeds are reported, all of them.
-3. Gradients are clipped at twice the median norm of the objective's first steps, from a run that
-   does not learn: norms of these objectives differ a thousandfold.
-4. Every 20 steps, and at the end, 2 responses to each of 200 held-out prompts are sampled at
-   temperature 1. No held-out prompt is a training prompt.
-5. **Primary outcomes**: the final held-out accuracy, as mean and worst seed; and how many seeds
-   failed. A seed *fails* if tba.py ends it because it diverged, if its final accuracy is below the
-   untrained one, or if fewer than 10 % of its final responses are distinct (of a policy that is
-   always right, 48 % are: the prompts have 191 different solutions).
-6. Appendix D.1 of the paper finds no stable setting for GRPO's loss in this loop. This is supported
-   for `grpo` if at least 2 of 10 seeds fail in each of the six (k, m), and in each of them fewer of
-   `tb`. It is refuted if in any of the six no seed fails and the final accuracy is within 0.05 of
-   `tb`, or higher. Otherwise it is neither. The same is said of `dr_grpo`.
-7. The paper's claim on stale data is supported, against an objective, if the accuracy of `tb` is
-   higher at k = 30 by the 95 % interval over seeds, and by more than at k = 1, for both m. It is
-   refuted if that of `tb` is lower at k = 30 by that interval, for both m.
+The protocol, with its numbered points, is in protocols.md.
 """
 
 import itertools

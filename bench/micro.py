@@ -15,7 +15,6 @@ import argparse
 import importlib.util
 import math
 import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,12 +23,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
-
+from common import ROOT  # beside this file; it finds the tests' helpers
 from harness import learner_of, random_groups
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import tba
 

