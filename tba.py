@@ -4070,7 +4070,8 @@ class StepLog:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.new_groups: list[Group] = []  # those that arrived since the last step
+        # those that arrived since the last step; at a resume, those that are not stored yet
+        self.new_groups = list(trainer.inbox)
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
         self.contradicted: set[str] = set()  # warnings of `check_learning` that do not apply
         self.diverse = False  # over 40 % were distinct, and since then never under 10 %

@@ -795,6 +795,26 @@ def test_a_group_counts_as_of_its_arrival_however_late_it_is_stored():
     assert {g[0].prompt_id for g in trainer.rule.sample(3, 1)} == {3, 4, 5}
 
 
+def test_a_resumed_run_may_train_on_groups_that_were_not_stored_before_any_arrive():
+    """Its first step has a reward to log: theirs."""
+    trainer = trainer_of(num_searchers=1, prompts_per_step=1, searched_per_prompt=1)
+    trainer.config.initial_trajectories = 0
+    trainer.config.trained_per_prompt = 1
+    trainer.config.recent_probability = 1.0
+    trainer.inbox = [one_group(0), one_group(1)]
+    saved = trainer.state()
+    trainer.inbox = []
+    trainer.load_state(saved)
+    trainer.log = tba.StepLog(trainer)
+    trainer.rule = tba.RecentOrReward(trainer.buffer, trainer.config)
+    trainer.store_inbox()
+    assert trainer.next_batch() and not trainer.inbox
+    trainer.folder.append = trainer.folder.track_table = lambda *_: None
+    trainer.task.text = trainer.task.response_texts = str
+    trainer.log.log_arrivals()
+    assert trainer.log.means["reward"] == 0
+
+
 def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
     trainer = trainer_of(num_searchers=1, prompts_per_step=2, searched_per_prompt=4, steps=1)
     trainer.config.initial_trajectories = 8

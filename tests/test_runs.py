@@ -623,7 +623,7 @@ def logged_arrivals(steps):
     task = SimpleNamespace(
         train_prompts=[None] * 1000, text=str, response_texts=lambda responses: responses
     )
-    log = tba.StepLog(SimpleNamespace(folder=folder, task=task, step=0))
+    log = tba.StepLog(SimpleNamespace(folder=folder, task=task, step=0, inbox=[]))
     found = []
     for groups in steps:
         log.new_groups = []
