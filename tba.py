@@ -1249,11 +1249,6 @@ class Learner(Stateful):
         path = config.model if config.lora_rank or not folder else folder
         self.policy = load_policy(config, path, ranks, config.lora_rank, task.packs)
         self.model = self.policy.model
-        if config.gradient_checkpointing:
-            # transformers' own needs training mode, in which dropout is on
-            for layer in self.model.modules():
-                if isinstance(layer, GradientCheckpointingLayer):
-                    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         matrices = [p for p in self.trained.values() if p.ndim > 1]
         vectors = [p for p in self.trained.values() if p.ndim <= 1]  # norms and biases
@@ -2340,6 +2335,11 @@ def load_policy(
         )
         adapters = peft.LoraConfig(r=lora_rank, lora_alpha=16, target_modules=layers)
         model = peft.inject_adapter_in_model(adapters, model)
+    if config.gradient_checkpointing:
+        # transformers' own needs training mode, in which dropout is on
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     policy = TokenLogProbs(model, config.temperature, packs)
     if ranks.size == 1:
         return policy

@@ -478,13 +478,22 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     assert all(response[-1] == task.tokenizer.eos_token_id for _, (response,) in pairs)
     config.sft_data = str(tmp_path / "b.jsonl")
     pairs += tba.read_sft_pairs(config, task)
-    losses = []
-    for budget in (10_000, 20):
+    losses, calls = [], []  # of a part of a layer
+    for budget, checkpointing in ((10_000, False), (20, False), (10_000, True)):
         config.tokens_per_microbatch = budget
+        config.gradient_checkpointing = checkpointing
         policy = tba.load_policy(config, str(redteam / "model"), tba.Ranks())
+        calls.append(0)
+
+        def count(*_):
+            calls[-1] += 1
+
+        policy.model.model.layers[0].self_attn.register_forward_hook(count)
         losses.append(tba.supervised_fine_tune(policy, pairs, config))
     assert losses[0][-1] < 0.5 * losses[0][0]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)
+    np.testing.assert_allclose(losses[0], losses[2], rtol=1e-2)
+    assert calls[2] == 2 * calls[0]  # recomputed in each backward pass
 
 
 def test_a_warm_start_gives_new_settings_and_leaves_those_it_got(tmp_path):
