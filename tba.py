@@ -1281,7 +1281,8 @@ class Learner(Stateful):
         computed = time.perf_counter()
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = param_group["lr_scale"] * current.learning_rate
-        is_finite = math.isfinite(metrics["loss"] + metrics["grad_norm"])
+        norm = metrics["grad_norm"] + metrics.pop("own_gradient")  # of the policy, of PARAMETERS
+        is_finite = math.isfinite(metrics["loss"] + norm)
         self.skipped = 0 if is_finite else self.skipped + 1
         if is_finite:
             before = {p: p.detach().clone() for p in self.parameters.values()}
@@ -1361,6 +1362,7 @@ class Learner(Stateful):
             "loss": result.loss,
             "entropy": entropy / len(known),
             "derivative_error": (used - exact).norm() / exact.norm().clamp(min=1e-30),
+            "own_gradient": torch.cat(own).norm(),
             **batch_metrics(batch, current),
             **result.metrics,
         }

@@ -712,6 +712,21 @@ def test_what_an_objective_learns_gets_the_gradient_of_the_whole_batch_once(
     torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
 
 
+def test_a_step_is_skipped_if_only_what_an_objective_learns_has_no_finite_gradient(
+    gsm8k, tmp_path, monkeypatch
+):
+    def objective(batch, config):  # a root has no derivative at 0
+        return tba.Loss(tba.tb(batch, config).loss + batch.parameters["mine"].sum().sqrt())
+
+    monkeypatch.setitem(tba.OBJECTIVES, "mine", objective)
+    monkeypatch.setitem(tba.PARAMETERS, "mine", (2, 0.5))
+    learner = learner_of(gsm8k, tmp_path, objective="mine")
+    groups = random_groups(learner.task, 2, 3)
+    metrics = learner.step(groups, tba.at_step(learner.config, 0), 0)
+    assert math.isfinite(metrics["loss"] + metrics["grad_norm"]) and learner.skipped == 1
+    assert not learner.parameters["mine"].any()
+
+
 def test_a_batch_from_which_nothing_is_learned_needs_no_second_pass(gsm8k, tmp_path):
     """All its derivatives are 0, and exactly known."""
     learner = learner_of(gsm8k, tmp_path, objective="rloo", beta=1e-30)
