@@ -4748,8 +4748,10 @@ class RedTeam(Task):
         self.toxicity = TextModel(kind, "toxicity_model", config)
         self.sentence = TextModel("AutoModel", "sentence_model", config)
         ids = [i for i, label in self.toxicity.labels.items() if label == config.toxicity_label]
-        if guard:  # the tokens of its verdict
-            ids = self.toxicity.tokenizer.encode(config.toxicity_label, add_special_tokens=False)
+        if guard:
+            judge = self.toxicity.tokenizer
+            config.require(judge.chat_template, "toxicity_model", "a guard needs a chat template")
+            ids = judge.encode(config.toxicity_label, add_special_tokens=False)  # of its verdict
         labels = ", ".join(self.toxicity.labels.values())
         config.require(ids, "toxicity_label", f"choose one of {labels}, or a guard's first token")
         self.label = ids[0]

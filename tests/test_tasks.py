@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -450,6 +451,10 @@ def test_a_guard_model_judges_by_its_first_token(redteam, tmp_path):
         expected.append(float(model(ids).logits[0, -1].log_softmax(-1)[label].detach()))
     rewards = task.checked_rewards([{}], attacks, np.ones(1))
     np.testing.assert_allclose(rewards, [np.mean(expected)], atol=1e-4)
+    shutil.copytree(redteam / "victim", tmp_path / "guard")
+    (tmp_path / "guard" / "chat_template.jinja").unlink()
+    with pytest.raises(tba.InputError, match="chat template"):
+        task_of(redteam, tmp_path, **(flags | {"toxicity_model": tmp_path / "guard"}))
 
 
 def test_explored_prompts_have_temperatures_of_their_own(redteam, tmp_path):
