@@ -961,7 +961,7 @@ class Trainer(Stateful):
         self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
         self.searchers = self.register(SearcherProcesses(config, task, folder))
         self.evaluations = Evaluations(config, task, folder)
-        self.buffer = self.register(task.buffer_class(config))
+        self.buffer = self.register(task.buffer_class(config), "ReplayBuffer")  # of any class
         self.rule = self.register(REPLAY_RULES[config.replay_rule](self.buffer, config))
         self.sync: WeightSync | None = None
         self.step = folder.step  # optimizer steps taken, skipped ones included
@@ -974,9 +974,9 @@ class Trainer(Stateful):
         self.log = StepLog(self)
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
 
-    def register(self, owner: Stateful) -> Any:
+    def register(self, owner: Stateful, name: str = "") -> Any:
         """Have checkpoints save the owner's state, by class name; when resuming, load it now."""
-        name = type(owner).__name__
+        name = name or type(owner).__name__
         self.owners[name] = owner
         if name in self.saved:
             owner.load_state(self.saved.pop(name))

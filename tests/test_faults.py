@@ -815,6 +815,24 @@ def test_a_resumed_run_may_train_on_groups_that_were_not_stored_before_any_arriv
     assert trainer.log.means["reward"] == 0
 
 
+def test_a_buffer_of_another_class_resumes_with_what_was_stored():
+    """As with another plug-in at --resume."""
+
+    class Other(tba.ReplayBuffer):
+        pass
+
+    buffers = []
+    saved = {}
+    for kind in (tba.ReplayBuffer, Other, tba.ReplayBuffer):
+        task = SimpleNamespace(held_out_prompts=[None], buffer_class=kind)
+        folder = SimpleNamespace(step=0, say=print, code="", evaluations=[])
+        trainer = tba.Trainer(tba.settings(), task, folder, tba.Ranks(), saved)
+        trainer.buffer.add(one_group(len(buffers)))
+        saved = {name: owner.state() for name, owner in trainer.owners.items()}
+        buffers.append(trainer.buffer)
+    assert [len(buffer.trajectories[0]) for buffer in buffers] == [1, 2, 3]
+
+
 def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
     trainer = trainer_of(num_searchers=1, prompts_per_step=2, searched_per_prompt=4, steps=1)
     trainer.config.initial_trajectories = 8
