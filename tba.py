@@ -1101,11 +1101,7 @@ class Trainer(Stateful):
             save(self)
 
     def reset_reference(self) -> None:
-        """Make the policy the reference (TBA'), and start a new buffer and rule.
-
-        Groups in the inbox, and those that Searchers complete before they load the new reference,
-        have the old one's log pi_ref: `store` drops them.
-        """
+        """Make the policy the reference (TBA'), and start a new buffer and rule; see `store`."""
         self.sync.reset_reference(self.step)
         self.buffer.trajectories.clear()
         self.stored = 0
