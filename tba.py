@@ -937,9 +937,7 @@ class RunEnded(RuntimeError):
 class Trainer(Stateful):
     """Trains on replayed groups while the Searchers generate new ones.
 
-    An asynchronous run waits for generation before the first step (--initial_trajectories), if too
-    few groups are recent (--max_recent_draws), and once a reference reset has emptied the buffer;
-    for the previous checkpoint, in `save`; and for the final evaluation. It pauses to store groups
+    docs/operations.md ("Guarantees") lists what it waits for. Besides, it pauses to store groups
     (at most 1 s per step), to score the probes at a sync, and to copy weights and states. Lockstep
     also waits for syncs, evaluations and each batch.
 
