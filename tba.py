@@ -1821,9 +1821,8 @@ def can_pack(model: nn.Module, longest: int) -> bool:
     )
 
 
-def fuse_norms(model: nn.Module) -> None:
+def fuse_norms(layers: list[nn.Module]) -> None:
     """Run decoder layers' RMSNorms as one kernel, except those with another formula (Gemma)."""
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     norms = [m for layer in layers for m in layer.children() if hasattr(m, "variance_epsilon")]
     for norm in norms:
         x = torch.linspace(-1e-3, 2e-3, norm.weight.numel(), device=norm.weight.device)
@@ -2320,22 +2319,22 @@ def load_policy(
     """
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device)
-    fuse_norms(model)
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    fuse_norms(layers)
     if lora_rank:
         import peft  # imported late: it takes seconds, and only adapters need it
 
         model.requires_grad_(False)
         # the family's default layers, or those of Llama
-        layers = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(
+        names = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(
             model.config.model_type, ["q_proj", "v_proj", "qkv_proj"]
         )
-        adapters = peft.LoraConfig(r=lora_rank, lora_alpha=16, target_modules=layers)
+        adapters = peft.LoraConfig(r=lora_rank, lora_alpha=16, target_modules=names)
         model = peft.inject_adapter_in_model(adapters, model)
     if config.gradient_checkpointing:
         # transformers' own needs training mode, in which dropout is on
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     policy = TokenLogProbs(model, config.temperature, packs)
     if ranks.size == 1:
         return policy

@@ -76,7 +76,7 @@ def test_fused_norms_change_gradients_by_bfloat16_rounding_alone(gsm8k, tmp_path
     results = []
     for flags in ({}, {"gradient_checkpointing": True}, {"lora_rank": 4}):
         for fused in (True, False):
-            monkeypatch.setattr(tba, "fuse_norms", fuse_norms if fused else lambda model: None)
+            monkeypatch.setattr(tba, "fuse_norms", fuse_norms if fused else lambda layers: None)
             learner = learner_of(gsm8k, tmp_path / "run", dtype="bfloat16", **flags)
             groups = random_groups(learner.task, 2, 3)
             prompts = learner.task.train_prompts
