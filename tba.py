@@ -4502,7 +4502,8 @@ class MATH(GSM8K):
 
         # a process that can be killed, at once: simplifying an expression may never end
         CONSTS.term_timeout = 0
-        self.judges = ProcessPool(1, initializer=end_with_parent, context=mp.get_context("fork"))
+        pool = partial(ProcessPool, 1, initializer=end_with_parent, context=mp.get_context("fork"))
+        self.judges = defaultdict(pool)  # by thread: held-out answers do not delay rewards
 
     @staticmethod
     def judge(solution: str, response: str) -> bool:
@@ -4519,8 +4520,8 @@ class MATH(GSM8K):
 
     def is_right(self, examples: list, responses: list) -> np.ndarray:
         solutions = [[*example.values()][-1] for example in examples]
-        job = self.judges.map(self.judge, solutions, responses, timeout=self.JUDGE_TIMEOUT)
-        verdicts = job.result()
+        pool = self.judges[threading.get_ident()]
+        verdicts = pool.map(self.judge, solutions, responses, timeout=self.JUDGE_TIMEOUT).result()
         right = np.zeros(len(responses))
         for i in range(len(responses)):
             # an answer that times out or crashes the process is wrong

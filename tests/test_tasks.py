@@ -4,6 +4,8 @@ import json
 import math
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -205,6 +207,12 @@ def test_verdicts_of_math(gold, answer, same):
     assert tba.MATH.judge(gold, answer) == same
 
 
+def end_judges(task):
+    for pool in task.judges.values():
+        pool.stop()
+        pool.join()
+
+
 def test_a_gold_answer_may_stand_in_a_column_of_its_own(gsm8k, tmp_path):
     """As in AIME's and DAPO's data: `answer` has no box. With a `solution`, that one counts."""
     rows = [{"problem": f"1+{n}?", "answer": n + 1} for n in range(1, 5)]
@@ -216,8 +224,7 @@ def test_a_gold_answer_may_stand_in_a_column_of_its_own(gsm8k, tmp_path):
         responses = [f"\\boxed{{{int(example['problem'][2]) + 1}}}" for example in task.train]
         rewards = task.checked_rewards(task.train, responses, np.ones(3))
         assert rewards == [0.0 if more else 1.0] * 3
-        task.judges.stop()
-        task.judges.join()
+        end_judges(task)
 
 
 def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_path):
@@ -228,8 +235,30 @@ def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_pa
     answers = ["\\boxed{2}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{3}", "\\boxed{2}"]
     rewards = task.rewards([{"solution": "\\boxed{2}"}] * 4, answers, np.ones(4))
     assert rewards.tolist() == [1, 0, 0, 1]
-    task.judges.stop()
-    task.judges.join()
+    end_judges(task)
+
+
+class SlowMATH(tba.MATH):
+    """Judges an answer in as many seconds as it says."""
+
+    @staticmethod
+    def judge(solution, response):
+        time.sleep(float(response))
+        return True
+
+
+def test_verdicts_on_held_out_answers_do_not_delay_rewards():
+    task = SlowMATH.__new__(SlowMATH)
+    task.setup(None)
+    solution = [{"solution": "1"}]
+    pool = ThreadPoolExecutor(1)
+    evaluation = pool.submit(task.evaluate, 2 * solution, ["0", "4"], np.ones(2))
+    while not task.judges:
+        time.sleep(0.01)
+    assert task.rewards(solution, ["0"], np.ones(1)) == [1]
+    assert not evaluation.done()
+    assert evaluation.result() == 2 * [{"accuracy": 1.0}]
+    end_judges(task)
 
 
 def plain_scores(path, texts):
@@ -311,8 +340,7 @@ def test_responses_without_text_are_wrong_answers(gsm8k, tmp_path):
         task.setup(None)
         rewards = task.checked_rewards(task.train[:4], texts, np.ones(4))
         assert rewards == [0.0] * 4
-    task.judges.stop()
-    task.judges.join()
+    end_judges(task)
 
 
 def test_summaries_without_text_get_the_posts_own_score(tldr, tmp_path):
