@@ -2127,11 +2127,10 @@ class SamplingCheck:
 
     It looks at the first groups of each Searcher, sampled with the Trainer's current weights: in an
     asynchronous run those before the first step, in lockstep every batch until there is enough
-    evidence. The first to arrive would be a biased choice, as they are short. If all is well,
-    log pi(y) + entropy and EOS - P(EOS) are martingale differences over a response's tokens,
-    whatever ends it: their sums over the root of their variances are standard normal. Of the c most
-    unlikely tokens, among samples and as many draws by the Trainer, none is a sample with
-    probability 2^-c, about.
+    evidence (with --lag, the first batch only). If all is well, log pi(y) + entropy and
+    EOS - P(EOS) are martingale differences over a response's tokens, whatever ends it: their sums
+    over the root of their variances are standard normal. Of the c most unlikely tokens, among
+    samples and as many draws by the Trainer, none is a sample with probability 2^-c, about.
     """
 
     ENOUGH = 5000.0  # nats^2: a temperature that is wrong by a tenth gives |z| of about 6
