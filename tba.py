@@ -937,9 +937,11 @@ class RunEnded(RuntimeError):
 class Trainer(Stateful):
     """Trains on replayed groups while the Searchers generate new ones.
 
-    docs/operations.md ("Guarantees") lists what it waits for. Besides, it pauses to store groups
-    (at most 1 s per step), to score the probes at a sync, and to copy weights and states. Lockstep
-    also waits for syncs, evaluations and each batch.
+    An asynchronous run waits for generation at the start (--initial_trajectories), after a resume
+    or a reference reset, and if too few groups are recent (--max_recent_draws); for the previous
+    checkpoint; and for the final evaluation. It pauses to store groups (at most 1 s per step), to
+    score the probes at a sync, and to copy weights and states. Lockstep also waits for syncs,
+    evaluations and each batch.
 
     Groups have positions in the prompt order: all before `first_missing` have arrived, those in
     `arrived_positions` too, and Searchers submit only prompts before `limit`.
@@ -1805,6 +1807,9 @@ def load_model(
     wrong += [name for name, *_ in loaded["mismatched_keys"]]
     if wrong:
         raise ValueError(f"{len(wrong)} weights are missing or unexpected, such as {min(wrong)}")
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        head.forward = partial(float_logits, head)
     return model
 
 
@@ -1886,9 +1891,6 @@ class TokenLogProbs(nn.Module):
     def __init__(self, model: nn.Module, temperature: float, packs: bool = True) -> None:
         super().__init__()
         self.model = model
-        head = model.get_output_embeddings()
-        if isinstance(head, nn.Linear):  # false for a head with an adapter
-            head.forward = partial(float_logits, head)
         self.temperature = temperature
         # in longer rows of a narrow model, attention would cost more than all other products
         width = model.config.get_text_config().hidden_size
