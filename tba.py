@@ -3808,7 +3808,8 @@ def read_rows(
             check(rows[i])
         except ValueError as error:
             config.require(False, name, f"split {split}, row {i} (counted from 0): {error}")
-    print(f"--{name} {getattr(config, name)}: {len(rows)} rows of split {split}", file=sys.stderr)
+    used = f"rows of split {split}, columns {', '.join(rows[0])}"
+    print(f"--{name} {getattr(config, name)}: {len(rows)} {used}", file=sys.stderr)
     return rows
 
 
@@ -4861,7 +4862,7 @@ class RedTeam(Task):
 class WarmStartFlags:
     """Flags of supervised fine-tuning before training."""
 
-    sft_data: str = flag("", "Warm-start data: columns prompt and response, or instruction alone.")
+    sft_data: str = flag("", "Warm-start data: column instruction, or else prompt and response.")
     sft_prompts: str = flag("", "Prompts of the instructions; default: the task's.")
     sft_epochs: int = flag(1, "Warm-start epochs.", 1)
     sft_batch_size: int = flag(64, "Warm-start batch size.", 1)

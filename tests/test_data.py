@@ -334,8 +334,8 @@ def test_a_start_says_what_is_trained_and_evaluated_on(gsm8k, tmp_path, capsys):
     other = write(tmp_path / "other.jsonl", ROWS[:3])
     config_and_task(gsm8k, tmp_path / "out", dataset=data.parent, eval_dataset=other)
     said = capsys.readouterr().err
-    assert f"--dataset {data.parent}: 21 rows of split train\n" in said
-    assert f"--eval_dataset {other}: 3 rows of split train\n" in said
+    assert f"--dataset {data.parent}: 21 rows of split train, columns question, answer\n" in said
+    assert f"--eval_dataset {other}: 3 rows of split train, columns question, answer\n" in said
     assert "training: 20 of 21 " in said and "evaluation: 3 of 3 " in said
 
 
