@@ -1162,6 +1162,7 @@ class Trainer(Stateful):
         if now > self.signals.setdefault(number, now) + 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            os._exit(128 + number)  # the first process of a container survives its own signals
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
@@ -3236,6 +3237,7 @@ class SearcherProcesses(Stateful):
             if s.state != "ended":
                 s.process.kill()
         if self.manager:
+            self.manager._process.kill()  # `shutdown` alone would wait for ever for a stopped one
             self.manager.shutdown()
 
 

@@ -1,5 +1,6 @@
 """How people run and stop tba.py: terminals, pipes, `timeout`, process groups, Python."""
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -40,19 +41,36 @@ def endless(gsm8k, out, **flags):
     return arguments(gsm8k, out, **(settings | flags))
 
 
-def test_a_fork_server_that_hangs_does_not_keep_a_run_from_ending(gsm8k, tmp_path):
+@pytest.mark.parametrize("which", ["fork server", "Manager"])
+def test_a_helper_that_hangs_does_not_keep_a_run_from_ending(gsm8k, tmp_path, which):
     run = Run(tmp_path / "run", endless(gsm8k, tmp_path / "run"), interpreter=True)
     run.reaches(1)
-    own = [psutil.Process(number) for number in processes_of(run.process.pid)]
-    (server,) = [p for p in own if "forkserver" in str(p.cmdline()) and p.children()]
-    server.suspend()
+    trainer = psutil.Process(run.process.pid)
+    is_server = lambda p: "forkserver" in str(p.cmdline())
+    is_manager = lambda p: p.cmdline() == trainer.cmdline()
+    found = {"fork server": is_server, "Manager": is_manager}[which]
+    (helper,) = [p for p in trainer.children() if found(p)]
+    helper.suspend()
     try:
         os.kill(run.process.pid, signal.SIGTERM)
-        run.until(lambda: run.process.poll() is not None, "its end", alive=False)
+        run.until(lambda: run.process.poll() is not None, "its end", alive=False, seconds=120)
         assert run.process.returncode == 128 + signal.SIGTERM, run.text()
+        assert list((tmp_path / "run").glob("checkpoint-*"))
     finally:
-        server.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            helper.kill()
     run.gone()
+
+
+def test_a_repeated_signal_ends_the_first_process_of_a_container(monkeypatch):
+    """The kernel does not deliver to it what it has no handler for."""
+    trainer = object.__new__(tba.Trainer)
+    trainer.signals = {signal.SIGTERM: 0.0}
+    for name, function in (("kill", lambda *_: None), ("_exit", sys.exit)):
+        monkeypatch.setattr(os, name, function)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="143"):
+        trainer.on_signal(signal.SIGTERM, None)
 
 
 def take_terminal():
