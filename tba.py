@@ -3435,7 +3435,7 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         for name, checksum in model_checksums(config).items():
             if checksum != task.checksums[name]:
                 path = getattr(config, name)
-                raise RunEnded(f"--{name} {path}: its files have changed since the run started")
+                raise RunEnded(f"--{name} {path}: its files are not those at the start of the run")
         torch.set_num_threads(config.threads)
         Searcher(config, task, spec).run()
     except BaseException as error:
@@ -3692,8 +3692,9 @@ def model_checksums(config: Config) -> dict[str, int]:
 def model_checksum(path: str) -> int:
     """A checksum of a model's commit on the hub, or of sizes and samples of its files."""
     if not os.path.isdir(path):
-        commit = transformers.AutoConfig.from_pretrained(path)._commit_hash
-        return zlib.crc32(str(commit).encode())
+        with contextlib.suppress(OSError, ValueError):  # a plug-in's may be behind an API
+            path = transformers.AutoConfig.from_pretrained(path)._commit_hash
+        return zlib.crc32(str(path).encode())
     checksum = 0
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".safetensors", ".bin", ".json", ".model"):

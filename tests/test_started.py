@@ -102,6 +102,30 @@ def test_a_judge_that_changed_is_noticed_and_other_files_may(tldr, tmp_path):
     assert json.loads((out / "config.json").read_text())["config"]["steps"] == 2
 
 
+def test_a_plugins_flag_may_name_a_model_behind_an_api(gsm8k, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    plugin = tmp_path / "judge.py"
+    plugin.write_text(
+        '''"""GSM8K with a judge that is not loaded here."""
+from dataclasses import dataclass
+import tba
+
+@dataclass
+class JudgeFlags:
+    """Flags of the judge."""
+
+    judge_model: str = tba.flag("gpt-4o", "Name of the judge.")
+
+tba.FLAGS.append(JudgeFlags)
+'''
+    )
+    out = tmp_path / "run"
+    flags = {"plugin": plugin, "steps": 1, "eval_samples": 4, "eval_every": 0}
+    run_tba(arguments(gsm8k, out, **flags), interpreter=True)
+    _, err = run_tba(["--resume", str(out), "--judge_model", "gpt-5"], code=2, interpreter=True)
+    assert err.splitlines()[-1].startswith("tba.py: error: --judge_model gpt-5: ")
+
+
 def test_a_large_file_is_sampled_throughout(tmp_path):
     """A checksum reads little of it, and changes with any part that a fine-tuning would change."""
     path = tmp_path / "model.safetensors"
