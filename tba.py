@@ -1536,8 +1536,7 @@ class Searcher:
                 case SearchUpTo(limit):
                     self.limit = limit
                 case ReceiveWeights() as message:
-                    if receive_weights(self, message):
-                        self.staged = message
+                    receive_weights(self, message)
             self.wake_up.set()
 
     def between_steps(self) -> None:
@@ -2941,18 +2940,17 @@ class WeightSync(Stateful):
         self.due = True
 
 
-def receive_weights(searcher: Searcher, message: ReceiveWeights) -> bool:
-    """In a Searcher's thread: receive weights; returns whether they arrived."""
+def receive_weights(searcher: Searcher, message: ReceiveWeights) -> None:
+    """In a Searcher's thread: receive weights, to be loaded; or tell the Trainer why not."""
     if message.channel.name != searcher.channel.name:
         searcher.channel.abandon()
         searcher.channel = message.channel
     try:
         searcher.channel.broadcast(searcher.staging)
+        searcher.staged = message
     except RuntimeError as error:  # perhaps another member's fault
         searcher.channel.abandon()
         searcher.spec.send(Missed(first_line(error)))
-        return False
-    return True
 
 
 # ===================================================================== 12. Messages and processes

@@ -275,8 +275,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         """Load weights that have arrived, then answer the held-out prompts sent with them."""
         searcher = self.loaded[i]
         self.in_transit.remove(i)
-        if tba.receive_weights(searcher, message):
-            searcher.staged = message
+        tba.receive_weights(searcher, message)
         searcher.between_steps()
         self.generate(searcher)
         self.send(searcher)

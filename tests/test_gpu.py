@@ -336,7 +336,7 @@ receive = tba.receive_weights
 def receive_weights(searcher, message):
     global number
     number = searcher.spec.searcher
-    return receive(searcher, message)
+    receive(searcher, message)
 
 send = tba.SearcherSpec.send
 
