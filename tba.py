@@ -3415,6 +3415,7 @@ def lenient_output() -> Iterator[None]:
 @lenient_output()
 def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     """Run a Searcher; sends the Trainer the traceback of an exception."""
+    sys.path.remove(str(Path(__file__).parent))  # where a plug-in may have a library's name
     end_with_parent()
     # a task's process pool ends its workers with SIGTERM, even those that are just being forked
     block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])

@@ -71,6 +71,25 @@ def test_a_restarted_searcher_runs_the_code_that_the_run_started_with(run, tmp_p
     assert (run.out / "code" / "0" / "mine.py").read_text() == PLUGIN
 
 
+def test_a_plugin_may_have_the_name_of_a_library(gsm8k, tmp_path):
+    plugin = tmp_path / "wave.py"
+    plugin.write_text(
+        '''"""Rewards of 1, from the standard library's module of this file's name."""
+import numpy as np
+import tba
+
+def rewards(task, examples, responses, ended):
+    import wave
+    return np.full(len(responses), wave.WAVE_FORMAT_PCM)
+
+tba.GSM8K.rewards = rewards
+'''
+    )
+    flags = {"plugin": plugin, "steps": 1, "eval_samples": 4, "eval_every": 0}
+    run_tba(arguments(gsm8k, tmp_path / "run", **flags), interpreter=True)
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[0]["reward"] == 1
+
+
 def test_models_whose_files_change_end_the_run_and_its_resumption_in_one_line(run, tmp_path):
     run.reaches(2)
     shutil.copytree(tmp_path / "model", tmp_path / "kept")
