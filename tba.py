@@ -2797,8 +2797,7 @@ class WeightSync(Stateful):
         self.evaluations = evaluations
         nccl = searchers.channel.nccl
         learner.snapshot = FlatWeights(learner.weights, self.config.torch_dtype, nccl)
-        # the latest; this first one is over
-        self.transfer = Transfer(copy.copy(searchers.channel), members=[])
+        self.transfer = Transfer(copy.copy(searchers.channel), members=[])  # the latest; it is over
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         # the reference's weights in host memory, if it ever changes
@@ -3076,9 +3075,8 @@ class SearcherProcesses(Stateful):
         self.code = folder.code  # the folder from which local Searchers import CODE
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
         self.failures: Counter[int] = Counter()  # consecutive ones, by Searcher
-        # all groups before this position of the prompt order have arrived, and some after it
-        self.first_missing = 0
-        self.arrived_positions: set[int] = set()
+        self.first_missing = 0  # all groups before this position of the prompt order have arrived
+        self.arrived_positions: set[int] = set()  # positions after it of groups that have arrived
         self.manager: SyncManager | None = None  # the process in which the queues live
         self.arrivals: queue.SimpleQueue = queue.SimpleQueue()  # (start, message), unpickled
         self.wake_up = threading.Event()  # a message has come
@@ -3117,7 +3115,6 @@ class SearcherProcesses(Stateful):
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        # groups to be formed are copies
         self.channel = WeightChannel(host, port, nccl, timedelta(seconds=config.transfer_timeout))
         self.store = dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach())
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
@@ -4077,8 +4074,7 @@ class StepLog:
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = time.perf_counter()  # at first, the run's start
-        # per step, groups trained on and arrived
-        self.group_counts: deque[tuple[int, int]] = deque(maxlen=50)
+        self.group_counts: deque[tuple[int, int]] = deque(maxlen=50)  # trained on, arrived; by step
 
     def write(self, measured: dict[str, float], groups: TrainingGroups) -> None:
         """Log a step that trained on these groups."""
