@@ -3066,7 +3066,7 @@ class RunningSearcher:
 class SearcherProcesses(Stateful):
     """Starts, monitors, restarts and stops the Searchers' processes; gets their messages."""
 
-    SAVED = ("first_missing", "arrived_positions", "limit")
+    SAVED = ("first_missing", "arrived_positions")
 
     def __init__(self, config: Config, task: Task, folder: RunFolder) -> None:
         self.config = config
