@@ -3431,7 +3431,7 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         for name, checksum in model_checksums(config).items():
             if checksum != task.checksums[name]:
                 path = getattr(config, name)
-                raise RunEnded(f"--{name} {path}: its files are not those at the start of the run")
+                raise RunEnded(f"--{name} {path}: is missing, or has changed since the run started")
         torch.set_num_threads(config.threads)
         Searcher(config, task, spec).run()
     except BaseException as error:
