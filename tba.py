@@ -792,7 +792,8 @@ class Task:
     reward_threads = 1
 
     # set by `load_task`, for examples that fit the model
-    model_folder: Path  # --model's; if it is on the hub, one with its small files
+    model_config: Any  # of --model, and its small files: later they may be gone
+    model_files: dict[str, bytes]
     train_prompts: list[np.ndarray]  # (P,) int32 each
     held_out_prompts: list[np.ndarray]
     checksums: dict[str, int]  # of examples, and of models, by flag
@@ -3554,7 +3555,7 @@ def save(trainer: Trainer) -> None:
 
 
 # other programs and older libraries read these as they read --model's; vLLM needs a processor's
-COPIED = r".*(tokenizer|processor_config).*|(vocab|merges|added_|special_|chat_).*|.*\.model"
+KEPT = r".*(tokenizer|processor_config).*|(vocab|merges|added_|special_|chat_|config\.).*|.*\.model"
 
 
 def save_model(
@@ -3565,7 +3566,7 @@ def save_model(
     A `final` one has the dtype that --model's config.json names. It also has that very config.json,
     if it means the same here: other programs and older libraries may know only its form.
     """
-    given = transformers.AutoConfig.from_pretrained(task.model_folder)
+    given = task.model_config
     named = given.dtype or given.get_text_config().dtype or torch.float32
     dtype = named if final else torch.float32
     cast = lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -3581,10 +3582,9 @@ def save_model(
     task.tokenizer.save_pretrained(folder)
     text = partial(re.sub, r'"(_name_or_path|dtype)": .*', "")
     same = final and text(str(given)) == text(str(model.config))
-    for file in task.model_folder.iterdir():
-        copied = re.fullmatch(COPIED, file.name) or (same and file.name == "config.json")
-        if copied and file.is_file():
-            shutil.copyfile(file, folder / file.name)
+    for name, content in task.model_files.items():
+        if same or name != "config.json":
+            (folder / name).write_bytes(content)
 
 
 @contextlib.contextmanager
@@ -3896,7 +3896,9 @@ def load_task(config: Config) -> Task:
     path = config.model
     if not os.path.isdir(path):
         path = snapshot_download(path, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja"])
-    task.model_folder = Path(path)
+    task.model_config = transformers.AutoConfig.from_pretrained(path)
+    kept = [file for file in Path(path).iterdir() if re.fullmatch(KEPT, file.name)]
+    task.model_files = {file.name: file.read_bytes() for file in kept if file.is_file()}
     task.max_context = context_of(model)
     task.end_tokens = end_tokens(tokenizer, model, task.stop)
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones

@@ -107,6 +107,16 @@ def test_models_whose_files_change_end_the_run_and_its_resumption_in_one_line(ru
     assert steps_of(run.out) == steps + 2
 
 
+def test_a_model_whose_files_are_gone_ends_the_run_with_a_checkpoint(run, tmp_path):
+    run.reaches(2)
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    kill_searcher(tmp_path)
+    text = run.ends(1)
+    assert "is missing, or has changed since" in text and "Traceback" not in text
+    (saved,) = run.out.glob("checkpoint-*")
+    assert (saved / "tokenizer.json").exists()
+
+
 def test_a_judge_that_changed_is_noticed_and_other_files_may(tldr, tmp_path):
     folder = tmp_path / "tldr"
     shutil.copytree(tldr, folder)
