@@ -2779,7 +2779,7 @@ class Transfer:
     version: int = -1  # optimizer step of the weights
     reference: bool = False  # the reference's weights, not the policy's
     probes: np.ndarray | None = None  # of a policy: the Trainer's log-probabilities of the probes
-    deadline: float = 0.0  # then the next transfer may begin, without those that still load
+    deadline: float = 0.0  # then the next may begin without those that still load; not in lockstep
     sending: Future | None = None  # None: it is over
     missed: dict[RunningSearcher, str] = field(default_factory=dict)  # member -> why
 
@@ -2822,7 +2822,6 @@ class WeightSync(Stateful):
         ended = [s for s in pending if s.state == "ended"]
         if ended or error:  # those that still receive stop waiting
             self.searchers.store.set(transfer.channel.name, "ended")
-        # lockstep waits for all
         late = time.monotonic() > transfer.deadline and not self.config.synchronous
         if not sent or (len(ended) < len(pending) and not late):
             return
@@ -3245,10 +3244,9 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
     """A Searcher's process on this machine, forked from one that never touched CUDA."""
 
     def __init__(self, spec: SearcherSpec, code: str) -> None:
-        gpu = None  # one of those after the Trainer's
+        gpu = None  # one of those after the Trainer's; a single one is shared
         if gpus := torch.cuda.device_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-            # a single GPU is shared
             gpu = visible.split(",")[min(local_ranks() + spec.searcher, gpus - 1)]
         super().__init__(target=searcher_process, args=(spec, gpu))
         main = sys.modules["__main__"]
