@@ -3553,7 +3553,7 @@ def save(trainer: Trainer) -> None:
 
 
 # other programs and older libraries read these as they read --model's; vLLM needs a processor's
-KEPT = r".*(tokenizer|processor_config).*|(vocab|merges|added_|special_|chat_|config\.).*|.*\.model"
+KEPT = r".*(tokenizer|processor_).*|(vocab|merges|added_|special_|chat_|config\.json).*|.*\.model"
 
 
 def save_model(
