@@ -223,10 +223,10 @@ def anchored():
     """The rule that is a plug-in of docs/hacking.md."""
     text = (ROOT / "docs" / "hacking.md").read_text()
     (plugin,) = re.findall(r"# flags: --replay_rule anchored .*\n((?s:.*?))```", text)
-    names = {}
-    exec(plugin, names)
-    del tba.REPLAY_RULES["anchored"]
-    return names["Anchored"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba, "REPLAY_RULES", tba.REPLAY_RULES.copy())
+        exec(plugin, {})
+        return tba.REPLAY_RULES["anchored"]
 
 
 @settings(max_examples=60, deadline=None)
