@@ -12,11 +12,11 @@ import tba
 
 def test_the_stored_models_were_made_by_this_code():
     stored = json.loads((tiny.MODELS / "made_by.json").read_text())
-    fix = "run tests/tiny.py, or with --stamp if the slow test shows that it makes the same"
+    fix = "run tests/tiny.py, or with --stamp if the nightly test shows that it makes the same"
     assert stored["tests/tiny.py"] == tiny.source_hash(), fix
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_is_made_again_is_the_same(gsm8k, tmp_path):
     """The data are equal; the policy may differ as much as CPUs that round differently make it."""
     tiny.make("gsm8k", tmp_path)
