@@ -959,7 +959,7 @@ class Trainer(Stateful):
         self.folder = folder
         self.ranks = ranks
         self.saved = saved  # by `read_checkpoint`, or empty; `register` removes what it loads
-        self.owners: dict[str, Stateful] = {}  # class name -> object whose state checkpoints save
+        self.owners: dict[str, Stateful] = {}  # name -> object whose state checkpoints save
         self.searchers = self.register(SearcherProcesses(config, task, folder))
         self.evaluations = Evaluations(config, task, folder)
         self.buffer = self.register(task.buffer_class(config), "ReplayBuffer")  # of any class
@@ -976,7 +976,7 @@ class Trainer(Stateful):
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
 
     def register(self, owner: Stateful, name: str = "") -> Any:
-        """Have checkpoints save the owner's state, by class name; when resuming, load it now."""
+        """Have checkpoints save the owner's state, by name; when resuming, load it now."""
         name = name or type(owner).__name__
         self.owners[name] = owner
         if name in self.saved:
@@ -3111,7 +3111,9 @@ class SearcherProcesses(Stateful):
         self.manager = SyncManager(address, ctx=mp.get_context("fork"))
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
         self.messages = self.manager.Queue(4096)  # full only if this process is suspended
-        self.shared = self.manager.dict(plugin=config.plugin, run=pickle.dumps((config, self.task)))
+        task = copy.copy(self.task)
+        task.model_files = {}  # some MB, which only checkpoints need
+        self.shared = self.manager.dict(plugin=config.plugin, run=pickle.dumps((config, task)))
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]

@@ -33,6 +33,13 @@ VIRTUAL_MACHINES: list[str] = []  # VIRTUAL_GPU_IDs given out by `virtual_gpus`
 GONE = 300  # seconds until all processes of a run that has ended must be gone
 
 
+def plugin_of_docs(flags: str) -> str:
+    """The plug-in of docs/hacking.md that begins with these flags."""
+    text = (ROOT / "docs" / "hacking.md").read_text()
+    (plugin,) = re.findall(rf"# flags: {flags}\b.*\n((?s:.*?))```", text)
+    return plugin
+
+
 def processes_of(group: int) -> list[int]:
     """Live processes of an OS session, oldest first; all children of a run belong to its session.
 

@@ -3,11 +3,10 @@
 import dataclasses
 import itertools
 import math
-import re
 
 import pytest
 import torch
-from harness import ROOT
+from harness import plugin_of_docs
 from test_objectives import gradient_of, random_batch
 
 import tba
@@ -29,11 +28,9 @@ def config_of(**flags):
 @pytest.fixture(scope="module")
 def objectives():
     """All objectives by name, with tb_weighted, which is a plug-in of docs/hacking.md."""
-    text = (ROOT / "docs" / "hacking.md").read_text()
-    (plugin,) = re.findall(r"# flags: --objective tb_weighted\n(.*?)```", text, re.DOTALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tba, "OBJECTIVES", tba.OBJECTIVES.copy())
-        exec(plugin, {})
+        exec(plugin_of_docs("--objective tb_weighted"), {})
         return tba.OBJECTIVES
 
 

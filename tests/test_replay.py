@@ -4,7 +4,6 @@ import io
 import itertools
 import math
 import queue
-import re
 import tempfile
 import time
 import tracemalloc
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import ROOT
+from harness import plugin_of_docs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -221,11 +220,9 @@ def test_reward_sampling_is_softmax_without_replacement_if_enough_are_stored(inv
 @pytest.fixture(scope="module")
 def anchored():
     """The rule that is a plug-in of docs/hacking.md."""
-    text = (ROOT / "docs" / "hacking.md").read_text()
-    (plugin,) = re.findall(r"# flags: --replay_rule anchored .*\n((?s:.*?))```", text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tba, "REPLAY_RULES", tba.REPLAY_RULES.copy())
-        exec(plugin, {})
+        exec(plugin_of_docs("--replay_rule anchored"), {})
         return tba.REPLAY_RULES["anchored"]
 
 

@@ -80,6 +80,7 @@ import tba
 
 def rewards(task, examples, responses, ended):
     import wave
+    assert not task.model_files  # what only checkpoints need stays with the Trainer
     return np.full(len(responses), wave.WAVE_FORMAT_PCM)
 
 tba.GSM8K.rewards = rewards
