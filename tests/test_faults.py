@@ -633,7 +633,8 @@ def test_no_state_of_a_searcher_is_without_an_exit(on_a_cluster, events):
 def test_searchers_do_not_wait_for_a_long_training_step():
     """However many messages come before the Trainer handles them."""
     config = tba.settings(num_searchers=0)
-    processes = tba.SearcherProcesses(config, None, SimpleNamespace(say=print, code=""))
+    folder = SimpleNamespace(say=print, code="")
+    processes = tba.SearcherProcesses(config, SimpleNamespace(), folder)
     processes.start()
     try:
         for _ in range(9000):
