@@ -148,6 +148,7 @@ import torch.multiprocessing as mp
 import transformers
 from accelerate import Accelerator
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from pebble import CONSTS, ProcessExpired, ProcessPool
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
@@ -301,7 +302,7 @@ def all_flags() -> list[dataclasses.Field]:
 def settings(**values: Any) -> Config:
     """A Config with these values and the defaults of all other flags, those of tasks included."""
     config = Config()
-    vars(config).update({f.name: values.get(f.name, f.default) for f in all_flags()})
+    vars(config).update({f.name: f.default for f in all_flags()} | {"folders": {}} | values)
     return config
 
 
@@ -1244,7 +1245,7 @@ class Learner(Stateful):
         self.ranks = ranks
         self.device = local_device()
         # with LoRA, --model is the base; checkpoints have merged weights, and adapters separately
-        path = config.model if config.lora_rank or not folder else folder
+        path = model_folder("model", config) if config.lora_rank or not folder else folder
         self.policy = load_policy(config, path, ranks, config.lora_rank, task.packs)
         self.model = self.policy.model
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -1492,7 +1493,8 @@ class Searcher:
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
         self.engine = engine_of("model", task.longest)
-        reference = load_model(config, config.model, config.torch_dtype, local_device())
+        path = model_folder("model", config)
+        reference = load_model(config, path, config.torch_dtype, local_device())
         reference.requires_grad_(False)
         self.reference = TokenLogProbs(reference, config.temperature, task.packs)
         self.reference_weights = checkpoint_state(reference)
@@ -2412,7 +2414,9 @@ class TransformersEngine:
         self.device = local_device()
         stop = TASKS[config.task].stop if name == "model" else ()
         self.end_tokens = end_tokens(*check_model(name, config), stop)
-        self.model = load_model(config, getattr(config, name), config.torch_dtype, self.device)
+        self.model = load_model(
+            config, model_folder(name, config), config.torch_dtype, self.device
+        )
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's
         self.state = checkpoint_state(self.model)
         self.pads = can_pack(self.model, longest)  # whether a batch may have prompts of any length
@@ -2538,7 +2542,7 @@ class VLLMEngine:
         # or vLLM deletes the other engines' graphs
         vllm.compilation.cuda_graph.CUDAGraphWrapper._all_instances.clear()
         vllm.compilation.breakable_cudagraph.BreakableCUDAGraphWrapper._all_instances.clear()
-        path = getattr(config, name)
+        path = model_folder(name, config)
         # vLLM runs families without code of its own, such as GPT-NeoX, through transformers' class,
         # and alters it for good: it gets a copy, so that this process can make other models of it
         family = type(transformers.AutoConfig.from_pretrained(path))
@@ -3429,6 +3433,8 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         if plugin := spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(plugin, str(Path(__file__).with_name(Path(plugin).name)))
         config, task = pickle.loads(spec.shared["run"])
+        for name in list(config.folders):  # on another machine, the hub's cache may be elsewhere
+            load_flag(name, config, lambda _, name=name: model_folder(name, config))
         for name, checksum in model_checksums(config).items():
             if checksum != task.checksums[name]:
                 path = getattr(config, name)
@@ -3436,7 +3442,7 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
         torch.set_num_threads(config.threads)
         Searcher(config, task, spec).run()
     except BaseException as error:
-        final = isinstance(error, RunEnded)
+        final = isinstance(error, RunEnded | InputError)
         with contextlib.suppress(OSError, EOFError):  # the Manager may be gone
             spec.send(Failed(str(error) if final else traceback.format_exc(), final))
             time.sleep(60)  # the Trainer kills this process
@@ -3555,7 +3561,7 @@ def save(trainer: Trainer) -> None:
 
 
 # other programs and older libraries read these as they read --model's; vLLM needs a processor's
-KEPT = r".*(tokenizer|processor_).*|(vocab|merges|added_|special_|chat_|config\.json).*|.*\.model"
+KEPT = r".*(tokenizer|processor_|tekken).*|(vocab|merges|added_|special_|chat_|config\.json).*|.*\.model"
 
 
 def save_model(
@@ -3680,20 +3686,20 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
 def model_checksums(config: Config) -> dict[str, int]:
     """A checksum of each model that a flag names, and of a warm start's result for --model."""
     paths = {name: path for name, path in vars(config).items() if name.endswith("model") and path}
+    paths |= config.folders
     if config.sft_data:
         paths["model"] = f"{config.output_dir}/sft"
     return {name: model_checksum(path) for name, path in paths.items()}
 
 
 def model_checksum(path: str) -> int:
-    """A checksum of a model's commit on the hub, or of sizes and samples of its files."""
-    if not os.path.isdir(path):
-        with contextlib.suppress(OSError, ValueError):  # a plug-in's may be behind an API
-            path = transformers.AutoConfig.from_pretrained(path)._commit_hash
-        return zlib.crc32(str(path).encode())
-    checksum = 0
-    for file in sorted(Path(path).iterdir()):
-        if file.suffix in (".safetensors", ".bin", ".json", ".model"):
+    """A checksum of a folder's files that a model and its tokenizer are loaded from, by samples.
+
+    A path that is no folder, such as the name of a model behind an API, is its own checksum.
+    """
+    checksum = zlib.crc32(b"" if os.path.isdir(path) else path.encode())
+    for file in sorted(Path(path).glob("*")):
+        if re.fullmatch(rf"{KEPT}|generation_config\.json|(pytorch_)?model.*", file.name):
             size = file.stat().st_size
             checksum = zlib.crc32(f"{file.name} {size}".encode(), checksum)
             with open(file, "rb") as opened:
@@ -3734,15 +3740,38 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
         raise InputError(f"--{name} {value}: {text[:300]}{hint}") from None
 
 
+def model_folder(name: str, config: Config) -> str:
+    """The folder of the model or tokenizer in flag `name`: local, or its snapshot of the hub.
+
+    All processes of a run, also of a resumed one, take the same commit. Raises the hub's errors.
+    """
+    folder = config.folders.get(name, "")
+    value = getattr(config, name)
+    if os.path.isdir(value):
+        folder = value
+    elif not os.path.isdir(folder):
+        # the folder of a snapshot is called after its commit; a repository may have other formats
+        download = partial(snapshot_download, value, ignore_patterns="*/*")
+        small = ["*.json", "*.model", "*.txt", "*.jinja"]
+        weights = [] if name.endswith("tokenizer") else ["model*.safetensors"]
+        folder = download(revision=Path(folder).name or None, allow_patterns=small + weights)
+        if weights and not any(Path(folder).glob(*weights)):
+            download(revision=Path(folder).name, allow_patterns="pytorch_model*.bin")
+    config.folders[name] = folder
+    return folder
+
+
 def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> tuple:
     """Tokenizer and model (without weights) of flag `name`. Raises InputError."""
-    load = partial(load_model, config, dtype=torch.float32, device=torch.device("meta"), kind=kind)
+    meta = torch.device("meta")
+    load = lambda _: load_model(config, model_folder(name, config), torch.float32, meta, kind)
     model = load_flag(name, config, load)
     own = name.replace("model", "tokenizer")  # --gold_reward_tokenizer
     source = own if getattr(config, own, "") else name
     if not multiprocessing.parent_process():  # warnings about this tokenizer, once
         transformers.logging.set_verbosity_warning()
-    tokenizer = load_flag(source, config, transformers.AutoTokenizer.from_pretrained)
+    load_tokenizer = transformers.AutoTokenizer.from_pretrained
+    tokenizer = load_flag(source, config, lambda _: load_tokenizer(model_folder(source, config)))
     transformers.logging.set_verbosity_error()
     return tokenizer, model
 
@@ -3766,7 +3795,14 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
 
     def load(value: str) -> Any:
         if not os.path.exists(value):
-            return datasets.load_dataset(*value.split(":"))  # NAME or NAME:CONFIG
+            path, *subset = value.split(":")  # NAME or NAME:CONFIG
+            try:
+                return datasets.load_dataset(path, *subset)
+            except ConnectionError:
+                with contextlib.suppress(LocalEntryNotFoundError):  # `hf download` may have got it
+                    path = snapshot_download(path, repo_type="dataset", local_files_only=True)
+                    return datasets.load_dataset(path, *subset)
+                raise
         if any(os.path.exists(f"{value}/{file}") for file in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(value)
             return saved if isinstance(saved, dict) else {"train": saved}
@@ -3893,9 +3929,7 @@ def load_task(config: Config) -> Task:
     tokenizer, model = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
-    path = config.model
-    if not os.path.isdir(path):
-        path = snapshot_download(path, allow_patterns=["*.json", "*.model", "*.txt", "*.jinja"])
+    path = model_folder("model", config)
     task.model_config = transformers.AutoConfig.from_pretrained(path)
     kept = [file for file in Path(path).iterdir() if re.fullmatch(KEPT, file.name)]
     task.model_files = {file.name: file.read_bytes() for file in kept if file.is_file()}
@@ -4237,6 +4271,8 @@ def parse(argv: list[str]) -> Config:
     parser.add_argument("-h", "--help", action="help")  # only now, when it lists every flag
     config = parser.parse_args(after or argv, settings(**saved))
     config.run_id = saved.get("run_id", os.urandom(4).hex())  # also in trackers
+    folders = saved.get("folders", {})  # unless a flag now names another model
+    config.folders = {n: f for n, f in folders.items() if getattr(config, n) == saved[n]}
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{config.run_id}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
     paths = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
@@ -4546,14 +4582,15 @@ class TextModel:
         """Check the model of flag `name`; `kind` is one of these classes."""
         self.tokenizer, model = check_model(name, config, kind)
         self.labels = model.config.id2label
-        self.path = getattr(config, name)
+        self.name = name
         self.kind = kind
 
     def load(self, config: Config) -> None:
         """Load the model, in a Searcher."""
         # bfloat16 scores are 0.03 apart, and are multiplied by 1 / beta
         dtype = config.torch_dtype if self.kind == "AutoModelForCausalLM" else torch.float32
-        self.model = load_model(config, self.path, dtype, local_device(), self.kind)
+        path = model_folder(self.name, config)
+        self.model = load_model(config, path, dtype, local_device(), self.kind)
         self.tokenizer.truncation_side = "left"  # keep the end of long texts
         # RoBERTa's positions start at 2
         self.tokenizer.model_max_length = min(context_of(self.model), 2**20) - 2
@@ -4738,7 +4775,9 @@ class RedTeam(Task):
     buffer_class = AttackBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        toxicity = load_flag("toxicity_model", config, transformers.AutoConfig.from_pretrained)
+        name = "toxicity_model"
+        load_config = transformers.AutoConfig.from_pretrained
+        toxicity = load_flag(name, config, lambda _: load_config(model_folder(name, config)))
         guard = any("CausalLM" in name for name in toxicity.architectures or [])
         kind = "AutoModelForCausalLM" if guard else "AutoModelForSequenceClassification"
         self.toxicity = TextModel(kind, "toxicity_model", config)
@@ -4930,14 +4969,17 @@ def warm_start(config: Config, task: Task, pairs: PromptGroups, say: Callable) -
     path = Path(config.output_dir) / "sft"
     if pairs:
         torch.set_num_threads(config.threads)
-        policy = load_policy(config, config.model, Ranks())
+        policy = load_policy(config, model_folder("model", config), Ranks())
         losses = supervised_fine_tune(policy, pairs, config)
         with atomic_folder(path) as new:
             save_model(policy.model, checkpoint_state(policy.model), task, new)
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} on {len(pairs)} rows that fit")
         del policy
         torch.cuda.empty_cache()  # a Searcher may share the GPU
-    return settings(**vars(config) | {"model": str(path)}) if config.sft_data else config
+    if not config.sft_data:
+        return config
+    folders = config.folders | {"model": str(path)}
+    return settings(**vars(config) | {"model": str(path), "folders": folders})
 
 
 TASKS |= {"math": MATH, "tldr": TLDR, "redteam": RedTeam}
