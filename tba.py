@@ -2414,9 +2414,7 @@ class TransformersEngine:
         self.device = local_device()
         stop = TASKS[config.task].stop if name == "model" else ()
         self.end_tokens = end_tokens(*check_model(name, config), stop)
-        self.model = load_model(
-            config, model_folder(name, config), config.torch_dtype, self.device
-        )
+        self.model = load_model(config, model_folder(name, config), config.torch_dtype, self.device)
         self.model.generation_config = transformers.GenerationConfig()  # not the checkpoint's
         self.state = checkpoint_state(self.model)
         self.pads = can_pack(self.model, longest)  # whether a batch may have prompts of any length
@@ -3561,7 +3559,10 @@ def save(trainer: Trainer) -> None:
 
 
 # other programs and older libraries read these as they read --model's; vLLM needs a processor's
-KEPT = r".*(tokenizer|processor_|tekken).*|(vocab|merges|added_|special_|chat_|config\.json).*|.*\.model"
+KEPT = (
+    r".*(tokenizer|processor_|tekken).*|.*\.model|"
+    r"(vocab|merges|added_|special_|chat_|config\.json).*"
+)
 
 
 def save_model(

@@ -89,10 +89,10 @@ class Handler(BaseHTTPRequestHandler):
         name = self.hub.aliases.get((kind, found["name"]), found["name"])
         if (kind, name) not in self.hub.commits:
             return self.answer(401, X_Error_Code="RepoNotFound", X_Error_Message="no repository")
-        if name in self.hub.gated and "Authorization" not in self.headers:
-            # its name and files are public, their contents are not
-            if found["verb"] in ("resolve", "tree"):
-                return self.answer(401, X_Error_Code="GatedRepo", X_Error_Message="is gated")
+        # a gated repository's name is public
+        closed = name in self.hub.gated and "Authorization" not in self.headers
+        if closed and found["verb"] in ("resolve", "tree"):
+            return self.answer(401, X_Error_Code="GatedRepo", X_Error_Message="is gated")
         commits = self.hub.commits[kind, name]
         newest = list(commits)[-1]
         commit = newest if found["revision"] in (None, "main") else found["revision"]
