@@ -47,7 +47,6 @@ adapter-only weight syncs, and authentication.
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import copy
 import ctypes
@@ -90,55 +89,17 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-############################ Skip this: starting a process, before slow imports ####################
-
 if sys.platform != "linux" or not (3, 11) <= sys.version_info[:2] <= (3, 13):
     found = f"{sys.platform}, Python {sys.version.split()[0]}"
     print(f"tba.py needs Linux and Python 3.11 to 3.13, not {found}", file=sys.stderr)
     sys.exit(2)
-
-# libraries need a user name and a writable home, which a container's user may lack
-os.environ.setdefault("USER", str(os.getuid()))
-if not os.access(os.path.expanduser("~"), os.W_OK):
-    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-    os.environ.setdefault("HF_HOME", f"{cache}/huggingface")  # models may be cached there
-    temporary_home = tempfile.TemporaryDirectory()  # deleted when this process ends
-    os.environ["HOME"] = temporary_home.name
-
-SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-
-@contextlib.contextmanager
-def stop_signal_handler(handler: Any) -> Iterator[None]:
-    """Handle STOP_SIGNALS, in the main thread; under `nohup`, SIGHUP stays ignored."""
-    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    handled = [number for number in own if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in handled}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
-
-
-def start_fork_server() -> None:
-    """Start the process that local Searchers are forked from; it ignores STOP_SIGNALS."""
-    if len(os.environ.get("TMPDIR", "")) > 60:  # a socket's path has at most 107 bytes
-        os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
-    multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation.utils"])
-    with stop_signal_handler(signal.SIG_IGN):
-        forkserver.ensure_running()
-
-
-if __name__ == "__main__":
-    for name in ("stdin", "stdout", "stderr"):  # or open() reuses a closed one's number
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
-    if os.environ.get("RANK", "0") == "0" and not {SEARCHER_FLAG, "--cluster"} & set(sys.argv):
-        start_fork_server()
-    # run as a module, so that classes have the same name here and in Searchers
-    importlib.import_module(Path(__file__).stem).run_command_line()
+if __name__ == "__main__":  # run as a module of this name, by which all processes find its classes
+    spec = importlib.util.spec_from_file_location("tba", __file__)
+    sys.modules["tba"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["tba"])
+    sys.modules["tba"].run_command_line()
+# source by module name: Searchers run what this process runs, whatever is edited meanwhile
+CODE = {"tba": Path(__file__).read_bytes()}
 
 import numpy as np
 import psutil
@@ -1238,6 +1199,8 @@ class Learner(Stateful):
 
     def __init__(self, config: Config, task: Task, ranks: Ranks, folder: str = "") -> None:
         """Load the policy, from a checkpoint's folder if the run is resumed."""
+        # micro-batches of many shapes would fragment GPU memory
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
@@ -3013,7 +2976,7 @@ class SearcherSpec:
     first: int  # position in the prompt order to start from
     arrived_positions: frozenset[int]  # later ones whose groups have arrived already
     channel: WeightChannel  # not formed: how to connect to the Trainer
-    shared: Any  # dict: path of the plug-in; the pickled Config and Task
+    shared: Any  # dict: CODE, path of the plug-in, and the pickled Config and Task
     commands: Any  # queue of the Trainer's messages to this process
     messages: Any  # queue of all Searchers' messages
 
@@ -3074,7 +3037,7 @@ class SearcherProcesses(Stateful):
         self.config = config
         self.task = task
         self.say = folder.say
-        self.code = folder.code  # the folder from which local Searchers import CODE
+        self.environment = dict(os.environ)  # of local Searchers
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
         self.failures: Counter[int] = Counter()  # consecutive ones, by Searcher
         self.first_missing = 0  # all groups before this position of the prompt order have arrived
@@ -3109,13 +3072,16 @@ class SearcherProcesses(Stateful):
             host = "127.0.0.1"
             address = f"\0tba-{os.urandom(8).hex()}"  # an abstract socket leaves no file behind
             nccl = torch.cuda.device_count() >= config.num_searchers + local_ranks()
-            start_fork_server()
+            multiprocessing.set_forkserver_preload([__name__])
+            with stop_signal_handler(signal.SIG_IGN):
+                forkserver.ensure_running()  # unless `fork_server` has
         self.manager = SyncManager(address, ctx=mp.get_context("fork"))
         self.manager.start(end_with_parent)  # forked before this process starts threads of its own
         self.messages = self.manager.Queue(4096)  # full only if this process is suspended
         task = copy.copy(self.task)
         task.model_files = {}  # some MB, which only checkpoints need
-        self.shared = self.manager.dict(plugin=config.plugin, run=pickle.dumps((config, task)))
+        run = pickle.dumps((config, task))
+        self.shared = self.manager.dict(code=CODE, plugin=config.plugin, run=run)
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
@@ -3155,7 +3121,7 @@ class SearcherProcesses(Stateful):
         )
         if self.config.cluster:
             return RunningSearcher(spec, ClusterProcess(spec), "pending")
-        return RunningSearcher(spec, LocalProcess(spec, self.code), "loading")
+        return RunningSearcher(spec, LocalProcess(spec, self.environment), "loading")
 
     def take(self) -> Iterator[tuple[RunningSearcher, Any]]:
         """Yield running Searchers' messages in order, except those about their state.
@@ -3240,26 +3206,67 @@ class SearcherProcesses(Stateful):
             self.manager.shutdown()
 
 
-# what this process runs, by file name: this file, and plug-ins. Its Searchers run copies of them
-CODE = {Path(__file__).name: Path(__file__).read_bytes()}
+SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def stop_signal_handler(handler: Any) -> Iterator[None]:
+    """Handle STOP_SIGNALS, in the main thread; under `nohup`, SIGHUP stays ignored."""
+    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handled = [number for number in own if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def fork_server(address: str) -> None:
+    """Fork the process that local Searchers are forked from; it ignores STOP_SIGNALS.
+
+    This process has imported everything, and has neither touched CUDA nor started threads. Where
+    this is not known (`main` in a notebook), multiprocessing's own fork server does the same.
+    """
+    server = forkserver._forkserver
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)  # in a folder of this user's: who connects can run code
+    listener.listen()
+    ends, alive = os.pipe()  # the server ends when nobody has `alive` open
+    pid = os.fork()
+    if pid == 0:
+        os.close(alive)
+        with stop_signal_handler(signal.SIG_IGN), contextlib.suppress(SystemExit):
+            forkserver.main(listener.fileno(), ends, [])
+        os._exit(0)
+    server._forkserver_address = address
+    server._forkserver_alive_fd = alive
+    server._forkserver_pid = pid
+    os.close(ends)
+    listener.close()
 
 
 class LocalProcess(multiprocessing.context.ForkServerProcess):
     """A Searcher's process on this machine, forked from one that never touched CUDA."""
 
-    def __init__(self, spec: SearcherSpec, code: str) -> None:
+    def __init__(self, spec: SearcherSpec, environment: dict[str, str]) -> None:
         gpu = None  # one of those after the Trainer's; a single one is shared
         if gpus := torch.cuda.device_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
             gpu = visible.split(",")[min(local_ranks() + spec.searcher, gpus - 1)]
-        super().__init__(target=searcher_process, args=(spec, gpu))
+        super().__init__(target=searcher_process, args=(spec, gpu, environment))
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # deleted; the new process would start there
+            os.chdir("/")
         main = sys.modules["__main__"]
         # the new process would otherwise run the script that this one runs
         sys.modules["__main__"] = types.ModuleType("__main__")
-        sys.path.insert(0, code)  # its own begins with ours as it is now
-        self.start()
-        sys.path.remove(code)
-        sys.modules["__main__"] = main
+        try:
+            self.start()
+        finally:
+            sys.modules["__main__"] = main
 
     def kill(self) -> None:
         """Kill it and its children."""
@@ -3309,12 +3316,12 @@ class ClusterProcess:
         import ray
 
         # pickled by value, as a local function: a node need not have this file
-        def host_searcher(code: dict[str, bytes], program: str, package: bytes) -> int:
-            """A Ray task, on any machine: run CODE in a process; returns its exit code."""
+        def host_searcher(source: bytes, package: bytes) -> int:
+            """A Ray task, on any machine: run this file in a process; returns its exit code."""
             with tempfile.TemporaryDirectory(prefix="tba-") as folder:
-                for name, source in code.items():
-                    Path(folder, name).write_bytes(source)
-                command = [sys.executable, f"{folder}/{program}", "--searcher"]
+                program = Path(folder, "tba.py")
+                program.write_bytes(source)
+                command = [sys.executable, str(program), "--searcher"]
                 return subprocess.run(command, input=package).returncode
 
         self.ray = ray
@@ -3327,7 +3334,7 @@ class ClusterProcess:
             scheduling_strategy="SPREAD",
             max_retries=0,  # Ray would start the task again with an outdated spec
         )
-        self.result = task.remote(CODE, Path(__file__).name, package)
+        self.result = task.remote(CODE["tba"], package)
         self.exitcode: int | str | None = None  # None once it has ended: its machine was lost
 
     def is_alive(self) -> bool:
@@ -3356,6 +3363,7 @@ FOREIGN = ("ACCELERATE_", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 def prepare_process(is_searcher: bool = False) -> None:
     """Remove variables that mislead libraries, set NCCL's, and hide progress bars and warnings."""
+    os.environ.setdefault("USER", str(os.getuid()))  # a container's user may have no name
     complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     ranks = complete and os.environ["WORLD_SIZE"] != "1" and not is_searcher
     for name in list(os.environ):
@@ -3413,9 +3421,12 @@ def lenient_output() -> Iterator[None]:
 
 
 @lenient_output()
-def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
+def searcher_process(
+    spec: SearcherSpec, visible_gpu: str | None, environment: dict[str, str]
+) -> NoReturn:
     """Run a Searcher; sends the Trainer the traceback of an exception."""
-    sys.path.remove(str(Path(__file__).parent))  # where a plug-in may have a library's name
+    os.environ.clear()
+    os.environ.update(environment)
     end_with_parent()
     # a task's process pool ends its workers with SIGTERM, even those that are just being forked
     block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
@@ -3428,8 +3439,11 @@ def searcher_process(spec: SearcherSpec, visible_gpu: str | None) -> NoReturn:
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
     try:
         spec.send(Started())
+        code = spec.shared["code"]
+        if code["tba"] != CODE["tba"]:  # of a Trainer in a notebook
+            raise RunEnded("tba.py has changed since this process imported it; restart this one")
         if plugin := spec.shared["plugin"]:  # before the task is unpickled
-            run_plugin(plugin, str(Path(__file__).with_name(Path(plugin).name)))
+            run_plugin(plugin, code)
         config, task = pickle.loads(spec.shared["run"])
         for name in list(config.folders):  # on another machine, the hub's cache may be elsewhere
             load_flag(name, config, lambda _, name=name: model_folder(name, config))
@@ -3978,7 +3992,6 @@ class RunFolder:
         self.config = config
         self.step = step  # of the checkpoint that is resumed, or 0
         self.path = Path(config.output_dir)
-        self.code = str(self.path / "code" / str(step))  # what this start of the run runs
         self.accelerator = make_accelerator(config, step)
         if step:
             for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
@@ -4214,20 +4227,19 @@ class StepLog:
 # ================================================================================ 17. Command line
 
 
-def run_plugin(path: str, source: str = "") -> None:
-    """Import a plug-in once: the Python file at `path`, or its copy at `source`."""
+def run_plugin(path: str, code: dict[str, bytes] | None = None) -> None:
+    """Import a plug-in, the Python file at `path`, once; in a Searcher, from the Trainer's CODE."""
     # does not shadow a module of the same name
     name = "plugin_" + re.sub(r"\W", "_", Path(path).stem)
     if name in sys.modules and os.path.samefile(sys.modules[name].__file__, path):
         return
-    CODE[Path(path).name] = Path(source or path).read_bytes()
+    CODE[name] = code[name] if code else Path(path).read_bytes()
     sys.modules["tba"] = sys.modules[__name__]  # if this file is renamed
-    spec = importlib.util.spec_from_file_location(name, source or path)
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType(name)
     module.__file__ = path
     sys.modules[name] = module  # where pickle and dataclasses look it up
     sys.path.append(str(Path(path).resolve().parent))  # for its own imports
-    spec.loader.exec_module(module)
+    exec(compile(CODE[name], path, "exec"), vars(module))
 
 
 def exit_with_error(message: str) -> NoReturn:
@@ -4356,7 +4368,7 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
     try:
         code.mkdir(parents=True, exist_ok=True)
         for name, source in CODE.items():
-            (code / name).write_bytes(source)
+            (code / f"{name}.py").write_bytes(source)
         new.write_text(to_json(record, indent=2) + "\n")
         new.rename(folder / "config.json")  # a full disk must not cost a resumed run's
     except OSError as error:
@@ -4368,8 +4380,6 @@ def main(argv: list[str]) -> int:
     """Run tba.py with these arguments; returns the exit code. May be called repeatedly."""
     prepare_process()
     given = parse(argv)
-    # micro-batches of many shapes would fragment GPU memory
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     gc.collect()  # frees the policy of an earlier run of this process
     torch.cuda.empty_cache()
     ranks = Ranks.connect()
@@ -4435,14 +4445,31 @@ def run(trainer: Trainer) -> int:
     return code
 
 
+def set_home(folder: str) -> None:
+    """Make a folder the home of a user without one, such as a container's; libraries need it."""
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+        os.environ.setdefault("HF_HOME", f"{cache}/huggingface")  # models may be cached there
+        os.environ["HOME"] = folder
+
+
 def run_command_line() -> NoReturn:
     """`python tba.py ...`: run `main`, and end this process."""
+    for name in ("stdin", "stdout", "stderr"):  # or open() reuses a closed one's number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     if sys.argv[1:] == [SEARCHER_FLAG]:  # of a Ray task, with the spec on standard input
+        set_home(str(Path(__file__).parent))
         key, package = pickle.load(sys.stdin.buffer)
         multiprocessing.current_process().authkey = key  # before the queues' proxies are unpickled
-        searcher_process(pickle.loads(package), None)
+        searcher_process(pickle.loads(package), None, dict(os.environ))
+    # the path of a socket has at most 107 bytes
+    short = tempfile.gettempdir() if len(tempfile.gettempdir()) < 70 else "/tmp"
     exit_code = 1
-    with lenient_output():
+    with tempfile.TemporaryDirectory(prefix="tba-", dir=short) as folder, lenient_output():
+        set_home(folder)
+        if os.environ.get("RANK", "0") == "0":
+            fork_server(f"{folder}/fork-server")
         try:
             exit_code = main(sys.argv[1:])
         except SystemExit as error:
@@ -4453,10 +4480,6 @@ def run_command_line() -> NoReturn:
             exit_code = 128 + signal.SIGINT
         except BaseException:
             traceback.print_exc()
-        # this one would wait for processes that were killed, and the fork server may hang
-        atexit.unregister(multiprocessing.util._exit_function)
-        multiprocessing.util._run_finalizers()  # removes its temporary folder
-        atexit._run_exitfuncs()  # libraries clean up
         sys.stdout.flush()
     os._exit(exit_code)  # the interpreter's own exit would wait for a blocked Gloo or NCCL thread
 

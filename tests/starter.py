@@ -28,7 +28,6 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,8 +39,6 @@ LATE_IMPORTS = (
     "accelerate.utils.fsdp_utils datasets matplotlib.backends.backend_agg matplotlib.figure "
     "torch._dynamo transformers.models.llama.modeling_llama"
 ).split()
-
-start_process = multiprocessing.util.spawnv_passfds
 
 
 def serve(listener: socket.socket) -> None:
@@ -121,7 +118,6 @@ def become_run(
     close_all_but({0, 1, 2})
     tempfile.tempdir = None  # the environment may name another one
     multiprocessing.current_process().authkey = os.urandom(32)
-    multiprocessing.util.spawnv_passfds = fork_fork_server
     sys.argv = [str(PROGRAM), *arguments]
     sys.path[0] = str(ROOT)
     main = new_main()
@@ -134,22 +130,6 @@ def new_main() -> types.ModuleType:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     return main
-
-
-def fork_fork_server(path: bytes, args: Sequence[str], files: Sequence[int]) -> int:
-    """Start a helper process of multiprocessing; its fork server in a fork of this one."""
-    command = args[-1]
-    if "multiprocessing.forkserver" not in command:
-        return start_process(path, args, files)
-    pid = os.fork()
-    if pid:
-        return pid
-    close_all_but({0, 1, 2, *files})
-    new_main()  # Searchers execute tba.py themselves
-    try:
-        exec(command, {})
-    finally:
-        os._exit(0)
 
 
 def restore_signals() -> None:
