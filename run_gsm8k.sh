@@ -15,7 +15,7 @@
 # Unlike tba.py, it trains bfloat16 weights without float32 master weights, transfers data only at
 # blocking syncs, and draws recent prompts without replacement, over and over until the next sync.
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
+here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 python=${PYTHON:-python}
 
 if [ "${1:-}" = --tiny ]; then

@@ -35,7 +35,7 @@
 # * Of two near-duplicates, the baseline's GPT-2 run keeps the one with the higher log pi_ref +
 #   reward / beta; here only gflownet does (--evict lowest_total), others keep the higher reward.
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
+here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 python=${PYTHON:-python}
 
 if [ "${1:-}" = --tiny ]; then

@@ -19,7 +19,7 @@
 # blocking syncs, and draws recent prompts without replacement, over and over until the next sync:
 # with tba.py's default --max_recent_draws 4 the Trainer may wait where theirs repeats (0: no bound).
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
+here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 python=${PYTHON:-python}
 
 if [ "${1:-}" = --tiny ]; then

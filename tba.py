@@ -566,7 +566,10 @@ class Stateful:
         return {name: copy.copy(getattr(self, name)) for name in self.SAVED}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore what `state` returned. Raises InputError if it has other names."""
+        if state.keys() != set(self.SAVED):
+            owner = type(self).__name__
+            raise InputError(f"--resume: {owner}.SAVED is {self.SAVED}, but was {(*state,)}")
         vars(self).update(state)
 
 
@@ -635,9 +638,6 @@ class ReplayRule(Stateful):
     def on_group(self, group: Group) -> None:
         """Called after a group is stored."""
 
-    def on_sync(self, step: int) -> None:
-        """Called when a sync of the weights of `step` begins."""
-
     def sample(self, B: int, K: int) -> TrainingGroups | None:
         """Draw B groups of K trajectories of one prompt each; None: wait for another group."""
         raise NotImplementedError
@@ -651,12 +651,15 @@ class ReplayRule(Stateful):
         stored = self.buffer.trajectories
         groups = []
         while len(groups) < count:
-            left = (p for p in reversed(self.epoch) if p in stored and p not in used)
+            left = (p for p in reversed(self.epoch) if stored.get(p) and p not in used)
             prompt_id = next(left, None)
             if prompt_id is None:
-                if used >= stored.keys():
-                    used.clear()  # prompts must repeat
-                self.epoch = self.buffer.rng.permutation(list(stored)).tolist()
+                prompts = [p for p in stored if stored[p]]
+                if not prompts:
+                    raise RunEnded("--replay_rule: no trajectory is stored that could be replayed")
+                if used.issuperset(prompts):
+                    used.clear()  # they must repeat
+                self.epoch = self.buffer.rng.permutation(prompts).tolist()
             else:
                 self.epoch.remove(prompt_id)
                 used.add(prompt_id)
@@ -922,10 +925,11 @@ class Trainer(Stateful):
         self.ranks = ranks
         self.saved = saved  # by `read_checkpoint`, or empty; `register` removes what it loads
         self.owners: dict[str, Stateful] = {}  # name -> object whose state checkpoints save
-        self.searchers = self.register(SearcherProcesses(config, task, folder))
+        self.searchers = self.register(SearcherProcesses(config, task, folder), "SearcherProcesses")
         self.evaluations = Evaluations(config, task, folder)
         self.buffer = self.register(task.buffer_class(config), "ReplayBuffer")  # of any class
-        self.rule = self.register(REPLAY_RULES[config.replay_rule](self.buffer, config))
+        rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
+        self.rule = self.register(rule, f"--replay_rule {config.replay_rule}")
         self.sync: WeightSync | None = None
         self.step = folder.step  # optimizer steps taken, skipped ones included
         self.writing = Future()  # gives the step of the latest checkpoint
@@ -933,16 +937,23 @@ class Trainer(Stateful):
         self.inbox: list[Group] = []  # not yet stored or, in lockstep, trained on
         self.stored = 0  # groups, since the start, the resume or the latest reference reset
         self.lacking = ""  # why there is no next batch
-        self.register(self)
+        self.register(self, "Trainer")
         self.log = StepLog(self)
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
 
     def register(self, owner: Stateful, name: str = "") -> Any:
-        """Have checkpoints save the owner's state, by name; when resuming, load it now."""
+        """Have checkpoints save the owner's state, by name; when resuming, load it now.
+
+        Raises InputError if a resumed checkpoint lacks it; --replay_rule alone may change.
+        """
         name = name or type(owner).__name__
+        if name in self.owners:
+            raise ValueError(f"{name} is registered already; pass another name")
         self.owners[name] = owner
         if name in self.saved:
             owner.load_state(self.saved.pop(name))
+        elif self.saved and not name.startswith("--replay_rule"):
+            self.config.require(False, "resume", f"its checkpoint has no state of {name}")
         return owner
 
     def state(self) -> dict[str, Any]:
@@ -961,13 +972,12 @@ class Trainer(Stateful):
             self.folder.say(f"warning: --learning_rate ends at 0 before --steps {steps}")
         self.searchers.start()  # they load their models while this process loads its own
         self.learner = Learner(self.config, self.task, self.ranks, self.saved.get("model", ""))
-        self.register(self.learner)
+        self.register(self.learner, "Learner")
         self.learner.score_probes()  # returns once all ranks have loaded the policy
         self.sampling = SamplingCheck(self.learner, self.folder.say)
         self.searchers.start_missing()  # on a shared GPU, only now
         self.sync = WeightSync(self.learner, self.searchers, self.evaluations)
-        self.register(self.sync)
-        self.ranks.warn_of_large_model(self)
+        self.register(self.sync, "WeightSync")
         if self.config.synchronous:
             self.run_lockstep()
         else:
@@ -992,6 +1002,8 @@ class Trainer(Stateful):
             self.lacking = f" ({trajectories} of --initial_trajectories, {self.stored} new groups)"
             return None
         self.lacking = " (--replay_rule draws no batch yet)"
+        if not any(self.buffer.trajectories.values()):
+            return None  # a rule may have deleted all
         return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
 
     def store_inbox(self) -> None:
@@ -1065,10 +1077,11 @@ class Trainer(Stateful):
 
     def reset_reference(self) -> None:
         """Make the policy the reference (TBA'), and start a new buffer and rule; see `store`."""
-        self.sync.reset_reference(self.step)
+        self.sync.reset_reference(self.step + 1)
         self.buffer.trajectories.clear()
         self.stored = 0
-        self.rule = self.register(type(self.rule)(self.buffer, self.config))
+        name = f"--replay_rule {self.config.replay_rule}"
+        self.rule = self.owners[name] = type(self.rule)(self.buffer, self.config)
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
         """Poll until `condition` returns something true, and return it; log long waits."""
@@ -1102,8 +1115,7 @@ class Trainer(Stateful):
             self.evaluations.drop(s)
             self.searchers.restart(s)
         self.sync.poll()
-        if self.sync.begin_if_due(self.step):
-            self.rule.on_sync(self.step)
+        self.sync.begin_if_due(self.step)
         if not self.config.synchronous:
             self.store_inbox()
 
@@ -1162,9 +1174,9 @@ class Trainer(Stateful):
             last = self.searchers.first_missing + config.num_searchers - 1
             self.sampling.add([g for g in self.log.new_groups if g.index <= last], self.step)
         metrics = self.learner.step(groups, at_step(config, self.step), self.step)
-        self.step += 1
-        if config.reset_reference_every and self.step % config.reset_reference_every == 0:
+        if config.reset_reference_every and (self.step + 1) % config.reset_reference_every == 0:
             self.reset_reference()
+        self.step += 1
         self.sync.due |= config.synchronous or self.step % config.sync_every == 0
         self.evaluations.due |= self.evaluations.last_due(self.step) == self.step
         self.log.write(metrics, groups)
@@ -2181,11 +2193,6 @@ class Ranks:
     rank: int = 0
     size: int = 1
     JOIN_TIMEOUT: ClassVar = timedelta(minutes=10)
-    KILLED_AFTER: ClassVar = 30  # seconds from torchrun's SIGTERM to its SIGKILL
-    KILLED: ClassVar = (
-        "torchrun kills all ranks 30 s after it gets SIGTERM or SIGINT, and only the checkpoint "
-        "before is whole then; SIGUSR1 to rank 0 has no such limit"
-    )
 
     @classmethod
     def connect(cls) -> Ranks:
@@ -2195,13 +2202,14 @@ class Ranks:
         if "WORLD_SIZE" not in os.environ:
             return cls()
         backend = "gloo"
+        launcher = os.getppid()
         try:
             if torch.cuda.is_available():
                 backend = "cpu:gloo,cuda:nccl"
                 torch.cuda.set_device(local_device())  # fails if there are more ranks than GPUs
             store, rank, size = next(dist.rendezvous("env://", timeout=cls.JOIN_TIMEOUT))
             # others wait for rank 0 indefinitely; the launcher ends them
-            forever = timedelta(days=1)
+            forever = timedelta(days=365)
             store.set_timeout(forever)
             dist.init_process_group(backend, None, forever, size, rank, store)
         except (ValueError, RuntimeError) as error:
@@ -2212,26 +2220,9 @@ class Ranks:
             with_rank_0 = os.environ["LOCAL_RANK"] == str(rank)  # on the first machine
             number = signal.SIGTERM if with_rank_0 else signal.SIGKILL
             ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+            if os.getppid() != launcher:  # it has ended meanwhile
+                os.kill(os.getpid(), number)
         return cls(rank, size)
-
-    def warn_of_large_model(self, trainer: Trainer) -> None:
-        """Warn if the launcher would probably kill a run that it stops before it is saved."""
-        gigabytes = 12e-9 * sum(p.numel() for p in trainer.learner.trained.values())  # and moments
-        if self.size > 1 and gigabytes > self.KILLED_AFTER:  # a file system may write 1 GB/s
-            trainer.folder.say(f"warning: a checkpoint has {gigabytes:.3g} GB; {self.KILLED}")
-
-    def warn_of_slow_save(self, trainer: Trainer) -> None:
-        """Warn, before the launcher would kill a run that it stops, if it is not saved by then."""
-
-        def check(step: int) -> None:
-            newest = [int(path.name[11:]) for path in checkpoints(trainer.folder.path)[:1]]
-            if newest < [step]:
-                trainer.folder.say(f"warning: step {step} is not saved yet; {self.KILLED}")
-
-        if self.size > 1 and trainer.step:
-            timer = threading.Timer(0.8 * self.KILLED_AFTER, check, [trainer.step])
-            timer.daemon = True  # the end of a run does not wait for it
-            timer.start()
 
     def from_rank_zero(self, value: Any) -> Any:
         """Return rank 0's value on every rank; waits for rank 0."""
@@ -2791,6 +2782,8 @@ class WeightSync(Stateful):
         if not sent or (len(ended) < len(pending) and not late):
             return
         transfer.sending = None
+        for s in ended:
+            s.transfer = None  # a cycle would keep the files of its process open
         if not (error or transfer.missed):
             return
         transfer.channel.abandon()
@@ -2807,12 +2800,12 @@ class WeightSync(Stateful):
             f"suspected: {names}"
         )
 
-    def begin_if_due(self, step: int) -> bool:
+    def begin_if_due(self, step: int) -> None:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
         Those that have not loaded earlier weights yet are left out: they may hang, or answer
         held-out prompts. A changed reference is sent first, on its own. If all missed the weights,
-        one may hang: each is sent the next ones alone. Returns whether the policy is being sent.
+        one may hang: each is sent the next ones alone.
         """
         free = [s for s in self.searchers.running if s.state == "ready" and not s.transfer]
         self.due |= self.evaluations.due or any(s.version < self.version for s in free)
@@ -2822,7 +2815,7 @@ class WeightSync(Stateful):
         else:  # only the first sync waits for Searchers that are loading their models
             complete = self.version >= 0 or "loading" not in states
         if not (self.due and free and complete) or self.in_progress:
-            return False
+            return
         start = time.perf_counter()
         doubtful = [s for s in free if s.missed]
         members = [min(doubtful, key=lambda s: s.missed)] if doubtful else free
@@ -2855,7 +2848,6 @@ class WeightSync(Stateful):
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
         self.transfer = transfer
         self.seconds += time.perf_counter() - start
-        return not transfer.reference
 
     def send(self, transfer: Transfer, held_out: int) -> None:
         """In a thread: send all members the snapshot and held-out prompts. Raises RuntimeError."""
@@ -2898,8 +2890,9 @@ class WeightSync(Stateful):
 
     def reset_reference(self, step: int) -> None:
         """Update the reference from the policy and itself; the next sync sends it."""
-        for name, policy in self.learner.saved_weights().items():
-            self.reference[name] = next_reference(policy, self.reference[name], self.config)
+        weights = self.learner.saved_weights().items()
+        old = self.reference
+        self.reference = {n: next_reference(p, old[n], self.config) for n, p in weights}
         self.reference_version = step
         self.due = True
 
@@ -3014,6 +3007,7 @@ class RunningSearcher:
         """Kill its process, in any state; `SearcherProcesses.reap` then finds it."""
         self.state = "ended"
         self.reason = reason
+        self.seen = time.monotonic()
         self.process.kill()
 
     def recent_rates(self) -> tuple[float, float]:
@@ -3076,7 +3070,7 @@ class SearcherProcesses(Stateful):
             with stop_signal_handler(signal.SIG_IGN):
                 forkserver.ensure_running()  # unless `fork_server` has
         self.manager = SyncManager(address, ctx=mp.get_context("fork"))
-        self.manager.start(end_with_parent)  # forked before this process starts threads of its own
+        self.manager.start(end_with_parent)
         self.messages = self.manager.Queue(4096)  # full only if this process is suspended
         task = copy.copy(self.task)
         task.model_files = {}  # some MB, which only checkpoints need
@@ -3130,7 +3124,10 @@ class SearcherProcesses(Stateful):
         wrong weights end the run before these are used.
         """
         if self.receiving.done():
-            self.receiving.result()  # raises what ended it
+            error = self.receiving.exception()
+            if isinstance(error, EOFError | OSError):
+                raise RunEnded("the Manager, the process that passes messages on, has ended")
+            raise error
         while not self.arrivals.empty():
             start, message = self.arrivals.get()
             s = next((s for s in self.running if s.spec.start == start), None)
@@ -3157,12 +3154,16 @@ class SearcherProcesses(Stateful):
             return []
         self.polled = now
         timeout = self.config.searcher_timeout
-        timeouts = {"loading": max(timeout, 900), "ready": timeout}
+        timeouts = {"loading": max(timeout, 900), "ready": timeout, "ended": timeout}
         found = []
         for s in self.running:
             limit = timeouts.get(s.state, math.inf)
             if not s.process.is_alive():
                 found.append(s)
+            elif now > s.seen + limit and s.state == "ended":
+                raise RunEnded(
+                    f"Searcher {s.spec.searcher} was killed {limit:g} s ago, but remains"
+                )
             elif now > s.seen + limit:
                 s.end(f"sent no heartbeat for {limit:g} s (--searcher_timeout) and was killed")
         return found
@@ -3356,9 +3357,9 @@ class ClusterProcess:
 
 
 # set by torchrun and accelerate
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+LAUNCHER = r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 # settings of `accelerate config`, and ranks of MPI, which Accelerate would take for its own
-FOREIGN = ("ACCELERATE_", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+FOREIGN = r"(ACCELERATE|PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_.*"
 
 
 def prepare_process(is_searcher: bool = False) -> None:
@@ -3367,7 +3368,7 @@ def prepare_process(is_searcher: bool = False) -> None:
     complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     ranks = complete and os.environ["WORLD_SIZE"] != "1" and not is_searcher
     for name in list(os.environ):
-        if name.startswith(FOREIGN if ranks else FOREIGN + LAUNCHER):
+        if re.fullmatch(FOREIGN if ranks else f"{FOREIGN}|{LAUNCHER}", name):
             del os.environ[name]
     os.environ.update(  # NCCL's watchdog would kill a process that has lost a member
         TORCH_NCCL_ASYNC_ERROR_HANDLING="0",  # torchrun sets it to 1
@@ -3544,7 +3545,6 @@ LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_pro
 
 def save(trainer: Trainer) -> None:
     """Copy the run's state, unless it is saved already; a thread writes checkpoint-STEP."""
-    trainer.ranks.warn_of_slow_save(trainer)
     previous = trainer.writing
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
         trainer.folder.draw_curves()  # with evaluations that have ended since
@@ -3560,9 +3560,11 @@ def save(trainer: Trainer) -> None:
         path = folder.path / f"checkpoint-{saved['step']}"
         with atomic_folder(path) as new:
             save_model(trainer.learner.model, weights, trainer.task, new)
-            torch.save(saved, new / "trainer.pt")
             for name, trajectories in lists.items():
                 write_trajectories(trajectories, new / f"{name}.trajectories")
+            saved["files"] = {file.name: file.stat().st_size for file in new.iterdir()}
+            torch.save(saved, new / "trainer.pt")
+            open_checkpoint(new)  # one that does not load ends the run now, not at its resumption
         folder.say(f"checkpoint: {path} (resume with --resume {shlex.quote(str(folder.path))})")
         for old in checkpoints(folder.path)[2:]:  # on NFS, open files stay until later
             shutil.rmtree(old, ignore_errors=True)
@@ -3608,6 +3610,13 @@ def save_model(
             (folder / name).write_bytes(content)
 
 
+def sync_to_disk(path: Path) -> None:
+    """Have the kernel write a file, or a folder's list of files, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder, and rename it to `path` once its files are written and synced."""
@@ -3617,11 +3626,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         yield new
         for file in (*new.iterdir(), new):  # a power failure must not leave empty files
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-        shutil.rmtree(path, ignore_errors=True)
+            sync_to_disk(file)
+        old = path.with_name(".old")
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)  # kept until the new one is there
         new.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+        sync_to_disk(path.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)  # a partial one would fill the disk
 
@@ -3669,23 +3681,22 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
-    """Load the newest intact checkpoint of --resume. Raises InputError."""
-    paths = checkpoints(Path(config.resume))
-    for path in paths:
+    """Load the newest intact checkpoint of --resume. Changes no file. Raises InputError."""
+    for path in checkpoints(Path(config.resume)):
         try:
             saved = open_checkpoint(path)
             for file in path.glob("*.trajectories"):
                 saved[file.stem]["trajectories"] = read_trajectories(file)
             break
-        except Exception as error:  # from torch, safetensors, numpy or the file system
-            print(f"warning: {path} does not load: {first_line(error)}", file=sys.stderr)
+        except FileNotFoundError as error:
+            damage = first_line(error)
+        except (MemoryError, OSError) as error:  # perhaps only now
+            config.require(False, "resume", f"{path.name} cannot be read: {first_line(error)}")
+        except Exception as error:  # from torch, safetensors or numpy
+            damage = first_line(error)
+        print(f"warning: {path} is damaged: {damage}", file=sys.stderr)
     else:
         config.require(False, "resume", "has no checkpoint that loads; start a new run elsewhere")
-    for newer in paths[: paths.index(path)]:  # or they would be kept instead of this run's
-        aside = newer.with_suffix(".broken")
-        shutil.rmtree(aside, ignore_errors=True)
-        newer.rename(aside)
-        print(f"{newer.name} is renamed to {aside.name}", file=sys.stderr)
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.synchronous else (*FIXED, "searched_per_prompt"):
@@ -3695,7 +3706,18 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         source = name if getattr(config, name) else "dataset"
         fix = "its files or the examples that fit --max_response_tokens changed since the start"
         config.require(saved["checksums"].get(name) == checksum, source, fix)
+    had = {n: len(t) for n, t in saved["Learner"]["extra"].items() if ".lora_" not in n}
+    sizes = {name: size or len(task.train_prompts) for name, (size, _) in PARAMETERS.items()}
+    config.require(had == sizes, "resume", f"its PARAMETERS had the sizes {had}, now {sizes}")
     return saved
+
+
+def require_claimed(trainer: Trainer) -> None:
+    """Raise InputError if a checkpoint has a state that a resumed run does not register."""
+    later = {"Learner", "WeightSync", "model", "step", "checksums"}
+    rest = {n for n in trainer.saved if not n.startswith("--replay_rule")} - later
+    fix = f"its checkpoint has the state of {', '.join(rest)}, which this run does not register"
+    trainer.config.require(not rest, "resume", fix)
 
 
 def model_checksums(config: Config) -> dict[str, int]:
@@ -3724,10 +3746,17 @@ def model_checksum(path: str) -> int:
 
 
 def open_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint, without executing code from it. Raises if it is damaged."""
-    safe_open(path / "model.safetensors", "pt")  # checks the header and the file's length
-    # memory-mapped: each rank reads only its shards
-    saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+    """Load a checkpoint, without executing code from it. Raises if it is damaged or incomplete."""
+    try:  # memory-mapped: each rank reads only its shards
+        saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)|$", str(error))[1]
+        plain = "SAVED may have tensors, and containers of Python's numbers and strings"
+        raise ValueError(f"trainer.pt has a value of {found}: {plain}") from None
+    for name, size in saved.pop("files").items():
+        if (path / name).stat().st_size != size:
+            raise ValueError(f"{name} has not {size} bytes, as it was written")
+    safe_open(path / "model.safetensors", "pt")  # checks the header
     return saved | {"model": str(path)}
 
 
@@ -3988,19 +4017,13 @@ class RunFolder:
     }
 
     def __init__(self, config: Config, step: int = 0) -> None:
-        """Start a folder, or truncate a resumed run's to the step of its checkpoint."""
+        """Open a folder, without a change; `step` is that of the checkpoint that is resumed."""
         self.config = config
-        self.step = step  # of the checkpoint that is resumed, or 0
+        self.step = step  # 0 in a new run
         self.path = Path(config.output_dir)
         self.accelerator = make_accelerator(config, step)
-        if step:
-            for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl"):
-                rows = [row for row in read_lines(self.path / name) if row["step"] <= step]
-                new = self.path / f".{name}"
-                new.write_text("".join(to_json(row) + "\n" for row in rows))
-                new.rename(self.path / name)  # a full disk must not cost the records
-        self.evaluations = read_lines(self.path / "eval.jsonl")
-        steps = read_lines(self.path / "metrics.jsonl")
+        self.evaluations = self.rows_before_resume("eval.jsonl")
+        steps = self.rows_before_resume("metrics.jsonl")
         self.start = time.perf_counter() - (steps[-1]["seconds"] if steps else 0.0)
         terminal = sys.stderr.isatty()
         self.bar = tqdm(
@@ -4009,6 +4032,23 @@ class RunFolder:
             mininterval=0.1 if terminal else 30,  # seconds
             bar_format=None if terminal else "{l_bar}{r_bar}\n",
         )
+
+    def rows_before_resume(self, name: str) -> list[dict]:
+        """A file's records up to the step of the checkpoint that is resumed."""
+        return [row for row in read_lines(self.path / name) if row["step"] <= self.step]
+
+    def truncate(self) -> None:
+        """Drop a resumed run's records, and damaged checkpoints, of later steps."""
+        for name in ("metrics.jsonl", "completions.jsonl", "eval.jsonl") if self.step else ():
+            new = self.path / f".{name}"
+            new.write_text("".join(to_json(row) + "\n" for row in self.rows_before_resume(name)))
+            new.rename(self.path / name)  # a full disk must not cost the records
+        for path in checkpoints(self.path):
+            if int(path.name[11:]) > self.step:  # or it would be kept instead of this run's
+                aside = path.with_suffix(".broken")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                self.say(f"{path.name} is renamed to {aside.name}")
 
     def say(self, text: str) -> None:
         """Print a line to stderr; on a terminal, above the progress bar."""
@@ -4101,8 +4141,16 @@ def make_accelerator(config: Config, step: int) -> Accelerator:
 
 def read_lines(path: Path, every: int = 1) -> list[dict]:
     """Every n-th of the complete lines of a .jsonl file; [] if there is no file."""
-    lines = path.read_text().splitlines(keepends=True)[::every] if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(errors="replace").splitlines(keepends=True)[::every]:
+        if line.endswith("\n"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # after a power failure
+                print(f"warning: skipping a damaged line of {path}", file=sys.stderr)
+    return rows
 
 
 def to_json(record: dict, **options: Any) -> str:
@@ -4119,7 +4167,7 @@ class StepLog:
         # those that arrived since the last step; at a resume, those that are not stored yet
         self.new_groups = list(trainer.inbox)
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
-        self.contradicted: set[str] = set()  # warnings of `check_learning` that do not apply
+        self.contradicted: set[str] = set()  # signs of `check_learning` that do not hold
         self.diverse = False  # over 40 % were distinct, and since then never under 10 %
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
@@ -4210,7 +4258,7 @@ class StepLog:
             all(len({t.reward for t in group.trajectories}) == 1 for group in self.new_groups),
         }  # fmt: skip
         self.contradicted |= {text for text, holds in signs.items() if not holds}
-        if len(self.group_counts) >= 20:
+        if len(self.group_counts) >= 20 and self.trainer.folder.step == 0:
             for text in sorted(signs.keys() - self.contradicted):
                 self.trainer.folder.say(f"warning: {text}")
             self.contradicted |= signs.keys()
@@ -4259,7 +4307,7 @@ def parse(argv: list[str]) -> Config:
     after = [*itertools.dropwhile(lambda word: word.partition("=")[0] != "--resume", argv)]
     parser = argparse.ArgumentParser(
         usage="python tba.py --task TASK --model MODEL --dataset DATASET [FLAGS]",
-        description=__doc__.split("\n\n")[0],
+        description=(__doc__ or "").split("\n\n")[0],
         allow_abbrev=False,
         add_help=False,
     )
@@ -4333,28 +4381,32 @@ def resolve(given: Config) -> Config:
 
 
 def lock_folder(config: Config) -> Any:
-    """Lock the run's folder until the returned file is closed. Raises InputError if it is used."""
+    """Lock the run's folder until the returned file is closed.
+
+    Raises InputError if it is used, has another run, or cannot be written.
+    """
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
-    lock = contextlib.nullcontext()
-    with contextlib.suppress(OSError):  # no locks here, or no folder: see `claim_folder`
+    fix = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+        has_run = any(folder.glob("*.jsonl")) or checkpoints(folder)
+        config.require(config.resume or not has_run, name, fix)
         lock = open(folder / ".lock", "a")  # noqa: SIM115
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            config.require(False, name, "a run that has not ended uses this folder")
+    except OSError as error:
+        config.require(False, name, f"{error.strerror}; choose another folder")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        config.require(False, name, "a run that has not ended uses this folder")
+    except OSError:
+        pass  # no locks on this file system
     return lock
 
 
-def claim_folder(given: Config, config: Config, step: int = 0) -> None:
-    """Write config.json and, for this start at `step`, CODE to the run's folder.
-
-    Raises InputError if it has another run, or cannot be written.
-    """
+def claim_folder(given: Config, config: Config, step: int) -> None:
+    """Write config.json and, for this start at `step`, CODE to the run's folder."""
     folder = Path(config.output_dir)
-    fix = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"
-    config.require(config.resume or not any(folder.glob("*.jsonl")), "output_dir", fix)
     here = shlex.quote(str(Path(__file__).parent))
     record = {
         "config": vars(given),  # a resumed run resolves them again
@@ -4375,7 +4427,6 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
         config.require(False, "output_dir", f"{error.strerror}; choose another folder")
 
 
-@lenient_output()
 def main(argv: list[str]) -> int:
     """Run tba.py with these arguments; returns the exit code. May be called repeatedly."""
     prepare_process()
@@ -4397,12 +4448,15 @@ def main(argv: list[str]) -> int:
         pairs = read_sft_pairs(config, task) if config.sft_data and not config.resume else []
         with lock_folder(config):
             saved = read_checkpoint(config, task) if config.resume else {}
-            claim_folder(given, config, saved.get("step", 0))
             folder = RunFolder(config, saved.get("step", 0))
-            config = warm_start(config, task, pairs, folder.say)
+            trainer = Trainer(config, task, folder, ranks, saved)
+            require_claimed(trainer)
+            claim_folder(given, config, folder.step)  # the first change of a file
+            folder.truncate()
+            warm_start(config, task, pairs, folder.say)
             task.checksums |= model_checksums(config)
             ranks.from_rank_zero((config, task, saved.get("model", "")))
-            return run(Trainer(config, task, folder, ranks, saved))
+            return run(trainer)
     except InputError as error:
         exit_with_error(str(error))
 
@@ -4988,8 +5042,8 @@ def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
     return pairs
 
 
-def warm_start(config: Config, task: Task, pairs: PromptGroups, say: Callable) -> Config:
-    """On rank 0, fine-tune --model into the run's sft/; returns settings with that model."""
+def warm_start(config: Config, task: Task, pairs: PromptGroups, say: Callable) -> None:
+    """On rank 0, fine-tune --model into the run's sft/, which then is --model."""
     path = Path(config.output_dir) / "sft"
     if pairs:
         torch.set_num_threads(config.threads)
@@ -5000,10 +5054,8 @@ def warm_start(config: Config, task: Task, pairs: PromptGroups, say: Callable) -
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} on {len(pairs)} rows that fit")
         del policy
         torch.cuda.empty_cache()  # a Searcher may share the GPU
-    if not config.sft_data:
-        return config
-    folders = config.folders | {"model": str(path)}
-    return settings(**vars(config) | {"model": str(path), "folders": folders})
+    if config.sft_data:
+        config.model = config.folders["model"] = str(path)
 
 
 TASKS |= {"math": MATH, "tldr": TLDR, "redteam": RedTeam}
