@@ -128,7 +128,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 ################################### Part I: the paper ##############################################
 
 # Part II defines, in the section given:
-#   SamplingCheck             8  warns if the first responses are not samples of the policy
 #   Ranks                     9  the processes that share the policy; one, without a launcher
 #   Request, Completion      10  what an engine is asked for, S responses to a prompt; its answer
 #   FlatWeights, WeightSync  11  a copy of all weights in one tensor; what sends it to Searchers
@@ -914,6 +913,7 @@ class Trainer(Stateful):
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
+    STORE_SECONDS = 1.0  # a red-teaming group can take 0.1 s; messages wait meanwhile
     INBOX_BATCHES = 2  # Searchers pause while more batches of groups are not stored yet
 
     def __init__(
@@ -974,7 +974,6 @@ class Trainer(Stateful):
         self.learner = Learner(self.config, self.task, self.ranks, self.saved.get("model", ""))
         self.register(self.learner, "Learner")
         self.learner.score_probes()  # returns once all ranks have loaded the policy
-        self.sampling = SamplingCheck(self.learner, self.folder.say)
         self.searchers.start_missing()  # on a shared GPU, only now
         self.sync = WeightSync(self.learner, self.searchers, self.evaluations)
         self.register(self.sync, "WeightSync")
@@ -1007,17 +1006,10 @@ class Trainer(Stateful):
         return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
 
     def store_inbox(self) -> None:
-        """Store groups for at most a second; pause the Searchers while too many are left."""
-        start = time.monotonic()
-        while self.inbox and time.monotonic() < start + 1:  # a group of red-teaming can take 0.1 s
+        """Store groups for a while; pause the Searchers while too many are left, and at the end."""
+        deadline = time.monotonic() + self.STORE_SECONDS
+        while self.inbox and time.monotonic() < deadline:
             self.store([self.inbox.pop(0)])
-            if time.monotonic() > start + 0.25:  # slow: more and more would arrive
-                self.limit_search()
-        self.limit_search()
-
-    def limit_search(self) -> None:
-        """Pause the Searchers while too many groups are not stored, and after the last step."""
-        self.handle_messages()
         full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
         ended = self.step == self.config.steps
         self.searchers.search_up_to(0 if full or ended else math.inf)
@@ -1168,11 +1160,6 @@ class Trainer(Stateful):
     def train_step(self, groups: TrainingGroups) -> None:
         """Take one optimizer step on B groups of K trajectories, and log it."""
         config = self.config
-        # in lockstep, and at first, the policy still has the weights that sampled these groups
-        if config.synchronous or self.step == self.folder.step:
-            # not those that overtook earlier ones of their Searcher: short responses arrive first
-            last = self.searchers.first_missing + config.num_searchers - 1
-            self.sampling.add([g for g in self.log.new_groups if g.index <= last], self.step)
         metrics = self.learner.step(groups, at_step(config, self.step), self.step)
         if config.reset_reference_every and (self.step + 1) % config.reset_reference_every == 0:
             self.reset_reference()
@@ -1240,6 +1227,7 @@ class Learner(Stateful):
             optimized, betas=(0.9, config.adam_beta2), weight_decay=0.0, fused=True
         )
         self.trained |= self.parameters
+        self.fresh: deque[Tensor] = deque(maxlen=10)  # `fresh_tokens_sums` of the latest steps
         self.coupled = False  # whether the loss has coupled groups: see `backward`
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
@@ -1317,27 +1305,31 @@ class Learner(Stateful):
             scored = np.concatenate(token_logprobs(self.policy, sequences, current))
             known.copy_(to_device(scored, self.device))
             used, *_ = self.derivatives(batch, current)
-        entropy = torch.zeros((), device=self.device)
+        spread = torch.zeros(len(known), 2, device=self.device)  # entropy, variance of log pi
         for index, values in run_microbatches(self.policy, units, current):
-            logprobs, entropies = values.unbind(1)
-            entropy += entropies.detach().sum()
+            logprobs = values[:, 0]
+            spread[index] = values[:, 1:].detach()
             if one_pass:
                 known[index] = logprobs.detach()
                 used[index] = self.derivatives(batch, current)[0][index]
             logprobs.backward(self.ranks.size * used[index])  # FSDP averages over ranks
-        self.ranks.all_reduce(entropy)
+        self.ranks.all_reduce(spread)
         if one_pass:
             self.ranks.all_reduce(known)
             self.ranks.all_reduce(used)
         exact, own, result = self.derivatives(batch, current)
         for parameter, gradient in zip(self.parameters.values(), own, strict=True):
             parameter.grad = gradient
+        self.fresh.append(fresh_tokens_sums(batch, groups, spread, current))
+        fresh_tokens, gap, surprise, variance = torch.stack([*self.fresh]).sum(0)
         measured = {
             "loss": result.loss,
-            "entropy": entropy / len(known),
+            "entropy": spread[:, 0].mean(),
             "derivative_error": (used - exact).norm() / exact.norm().clamp(min=1e-30),
             "own_gradient": torch.cat(own).norm(),
             **batch_metrics(batch, current),
+            "sampler_gap": gap / fresh_tokens.clamp(min=1),
+            "sampler_z": surprise / variance.clamp(min=100).sqrt(),  # few rare tokens say little
             **result.metrics,
         }
         return {name: value.detach().float() for name, value in measured.items()}
@@ -1380,14 +1372,6 @@ class Learner(Stateful):
     def score_probes(self) -> list[np.ndarray]:
         """The policy's log-probabilities (T,) of the probes at temperature 1."""
         return token_logprobs(self.policy, self.task.probes(), self.config, temperature=1.0)
-
-    @on_every_rank
-    @torch.no_grad()
-    def sampling_evidence(self, sequences: PromptGroups) -> np.ndarray:
-        """Statistics of all responses' tokens, (N, EVIDENCE), which SamplingCheck tests."""
-        measure = partial(sampling_evidence, ends=self.task.end_tokens)
-        found = token_values(self.policy, sequences, self.config, EVIDENCE, measure=measure)
-        return np.concatenate(found)
 
     def merged(self, name: str) -> Tensor:
         """A weight by its checkpoint name, with its LoRA adapter merged if it has one."""
@@ -1584,16 +1568,13 @@ class Searcher:
             epoch, position = divmod(index, len(prompts))
             prompt_id = int(epoch_order(config.seed, epoch, len(prompts))[position])
             rng = np.random.default_rng([config.seed, index])
-            request = Request(
+            self.submit(
                 id=RequestId(False, index, prompt_id),
                 prompt=prompts[prompt_id],
                 n=S,
-                max_tokens=config.response_limit(prompts[prompt_id]),
                 temperature=self.task.temperature(rng),
                 seed=int(rng.integers(2**31)),
             )
-            self.engine.submit(copy.copy(request))
-            self.in_flight[request.id] = request
 
     def submit_held_out(self, rows: range) -> None:
         """Submit held-out prompts; fewer training prompts are in flight until they are answered."""
@@ -1601,18 +1582,22 @@ class Searcher:
         n = config.eval_responses
         greedy = self.task.greedy_evaluation and n == 1
         for row in rows:
-            prompt = self.task.held_out_prompts[row]
-            request = Request(
+            self.submit(
                 id=RequestId(True, 0, row),
-                prompt=prompt,
+                prompt=self.task.held_out_prompts[row],
                 n=n,
-                max_tokens=config.response_limit(prompt),
                 temperature=0.0 if greedy else config.temperature,
-                min_tokens=min(self.task.min_eval_tokens, config.response_limit(prompt)),
                 seed=config.seed + row * n,  # vLLM adds 0 to n - 1 for the responses
+                min_tokens=self.task.min_eval_tokens,
             )
-            self.engine.submit(copy.copy(request))
-            self.in_flight[request.id] = request
+
+    def submit(self, prompt: np.ndarray, min_tokens: int = 0, **fields: Any) -> None:
+        """Submit a request, given its fields but for the maximum number of tokens."""
+        longest = self.config.response_limit(prompt)
+        shortest = min(min_tokens, longest)
+        request = Request(prompt=prompt, max_tokens=longest, min_tokens=shortest, **fields)
+        self.engine.submit(copy.copy(request))
+        self.in_flight[request.id] = request
 
     def handle_completions(self, completions: list[Completion]) -> None:
         """Turn responses into groups to score, and have the task evaluate held-out answers."""
@@ -1844,16 +1829,18 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
 
 
 def likelihood(logprobs: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities of tokens (n,), and the entropies of their distributions (n, V): (n, 2).
+    """Of tokens (n,) and their distributions (n, V): log p, entropy, variance of log p: (n, 3).
 
-    Entropies carry no gradient, and are 0 in `no_grad`.
+    Entropy and variance carry no gradient, and are 0 in `no_grad`.
     """
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
-    entropies = torch.zeros_like(chosen)
+    entropy = variance = torch.zeros_like(chosen)
     if torch.is_grad_enabled():
         logprobs = logprobs.detach()
-        entropies = -logprobs.exp().mul_(logprobs).nansum(-1)  # a log-probability may be -inf
-    return torch.stack([chosen, entropies], 1)
+        terms = logprobs.exp().mul_(logprobs)  # p log p; NaN where p is 0
+        entropy = -terms.nansum(-1)
+        variance = terms.mul_(logprobs).nansum(-1) - entropy.square()
+    return torch.stack([chosen, entropy, variance], 1)
 
 
 class TokenLogProbs(nn.Module):
@@ -1877,12 +1864,11 @@ class TokenLogProbs(nn.Module):
 
     def forward(
         self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor,
-        temperature: float | None = None, measure: Callable[..., Tensor] = likelihood,
+        temperature: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """Log-probabilities and entropies (N, 2) of packed rows, given what `pack` returns.
+        """The `likelihood` (N, 3) of packed rows, given what `pack` returns.
 
-        `temperature` overrides the policy's, and another `measure` what is computed of the
-        distributions (n, V) of tokens (n,).
+        `temperature` overrides the policy's.
         """
         T = temperature or self.temperature
         output = self.model.base_model(**inputs, use_cache=False)
@@ -1893,39 +1879,12 @@ class TokenLogProbs(nn.Module):
             logits = logits_of(self.model, output, hidden)  # (CHUNK, V)
             if T != 1:
                 logits = logits / T
-            return measure(logits.log_softmax(-1), targets)
+            return likelihood(logits.log_softmax(-1), targets)
 
         if torch.is_grad_enabled():
             project = partial(checkpoint, project, use_reentrant=False)
         chunks = map(project, hidden.split(self.CHUNK), targets.split(self.CHUNK))
         return torch.cat(list(chunks))
-
-
-EVIDENCE = 11  # columns
-
-
-def sampling_evidence(logprobs: Tensor, targets: Tensor, ends: list[int]) -> Tensor:
-    """Evidence on whether tokens (n,) are samples of distributions (n, V): (n, EVIDENCE).
-
-    Columns 0-4: log p(y); log p(y) + entropy, whose mean is then 0, and its variance; whether y is
-    in `ends` minus the probability of that, and its variance. Columns 5-7: how unlikely y is, by
-    the number of likelier tokens, their probability, and the distance to the likeliest in nats.
-    Columns 8-10: the same of a token that is drawn here, and has the same distribution.
-    """
-    p = logprobs.exp()
-    entropy = -torch.xlogy(p, p).sum(1)
-    variance = (p * (logprobs.clamp(min=-1e4) + entropy[:, None]).square()).sum(1)
-    ending = p[:, ends].sum(1)
-    ended = torch.isin(targets, torch.tensor(ends, device=targets.device)).float()
-    chosen = logprobs.gather(1, targets[:, None])[:, 0]
-    columns = [chosen, chosen + entropy, variance, ended - ending, ending * (1 - ending)]
-    # as `multinomial` does it, which raises an error if the policy has become NaN
-    drawn = (p / torch.empty_like(p).exponential_()).argmax(1)
-    for tokens in (targets, drawn):
-        own = logprobs.gather(1, tokens[:, None])
-        likelier = logprobs > own
-        columns += [likelier.sum(1), (p * likelier).sum(1), logprobs.amax(1) - own[:, 0]]
-    return torch.stack(columns, 1)
 
 
 @dataclass(eq=False)
@@ -2052,12 +2011,12 @@ def plan_microbatches(units: list[list[Row]], budget: int, ranks: int) -> list[l
 
 
 def run_microbatches(
-    policy: TokenLogProbs, units: list[list[Row]], config: Config, **options: Any
+    policy: TokenLogProbs, units: list[list[Row]], config: Config, temperature: float | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run this rank's micro-batches of these units, with autocast if --dtype is bfloat16.
 
-    Yields the response tokens' indices (n,) among those of all responses, and what `policy`
-    returns (n, ...), given these options of its `forward`.
+    Yields the response tokens' indices (n,) among those of all responses, and their `likelihood`
+    (n, 3).
     """
     device = policy.model.device
     ranks = policy.ranks
@@ -2074,108 +2033,48 @@ def run_microbatches(
         if ranks.size > 1:  # all make the same number of forward passes
             parts += [[IDLE]] * (passes - len(parts))
         with torch.autocast(device.type, torch.bfloat16, autocast, cache_enabled=shares):
-            values = torch.cat([policy(**pack(part, device), **options) for part in parts])
+            values = torch.cat(
+                [policy(**pack(part, device), temperature=temperature) for part in parts]
+            )
         index = np.concatenate([index for row in rows for index in row.indices])
         yield to_device(index, device), values
 
 
 @torch.no_grad()
-def token_values(
-    policy: TokenLogProbs, groups: PromptGroups, config: Config, columns: int = 2, **options: Any
-) -> list[np.ndarray]:
-    """What `policy` returns for every response's tokens, (T, columns), on every rank."""
-    plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
-    units = [[row] for rows in plan for row in rows]
-    lengths = [len(response) for _, responses in groups for response in responses]
-    flat = torch.zeros(sum(lengths), columns, device=policy.model.device)
-    for index, values in run_microbatches(policy, units, config, **options):
-        flat[index] = values
-    policy.ranks.all_reduce(flat)
-    return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
-
-
 def token_logprobs(
     policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
 ) -> list[np.ndarray]:
     """Log-probabilities (T,) of every response's tokens, on every rank."""
-    found = token_values(policy, groups, config, temperature=temperature)
-    return [values[:, 0] for values in found]
+    plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
+    units = [[row] for rows in plan for row in rows]
+    lengths = [len(response) for _, responses in groups for response in responses]
+    flat = torch.zeros(sum(lengths), device=policy.model.device)
+    for index, values in run_microbatches(policy, units, config, temperature):
+        flat[index] = values[:, 0]
+    policy.ranks.all_reduce(flat)
+    return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
-class SamplingCheck:
-    """Checks that responses are samples of the policy at --temperature, with its log-probabilities.
+def fresh_tokens_sums(
+    batch: Batch, groups: TrainingGroups, spread: Tensor, config: Config
+) -> Tensor:
+    """Sums (4,) over tokens that the present weights sampled, to see if they are samples indeed.
 
-    It looks at the first groups of each Searcher, sampled with the Trainer's current weights: in an
-    asynchronous run those before the first step, in lockstep every batch until there is enough
-    evidence (with --lag, the first batch only). If all is well, log pi(y) + entropy and
-    EOS - P(EOS) are martingale differences over a response's tokens, whatever ends it: their sums
-    over the root of their variances are standard normal. Of the c most unlikely tokens, among
-    samples and as many draws by the Trainer, none is a sample with probability 2^-c, about.
+    Their number; |log pi - log behaviour|; log pi + entropy, which has mean 0 over samples of the
+    policy; and its variance. `spread` (N, 2) has entropies and variances. Groups of which few of S
+    responses are trained on do not count: distinct ones come first, which biases the third sum.
     """
-
-    ENOUGH = 5000.0  # nats^2: a temperature that is wrong by a tenth gives |z| of about 6
-    MOST = 10**5  # tokens, which say little if the policy is nearly deterministic
-
-    def __init__(self, learner: Learner, say: Callable[[str], None]) -> None:
-        self.learner = learner
-        self.say = say
-        self.evidence = np.zeros((0, EVIDENCE + 1))  # the last column is log behaviour
-        self.metrics: dict[str, float] = {}
-        self.done = False  # there is enough evidence, or something is wrong
-
-    def add(self, arrived: list[Group], version: int) -> None:
-        """Add the groups that these weights sampled; warn once if something is wrong."""
-        config = self.learner.config
-        groups = [
-            group.trajectories
-            for group in arrived
-            if all(t.version == t.last_version == version for t in group.trajectories)
-            and group.trajectories[0].temperature == config.temperature
-        ]
-        if self.done or not groups:
-            return
-        prompts = self.learner.task.train_prompts
-        sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
-        behaviour = np.concatenate([t.logprobs for group in groups for t in group])
-        found = np.column_stack([self.learner.sampling_evidence(sequences), behaviour])
-        self.evidence = np.concatenate([self.evidence, found])
-        _, surprise, variance, endings, endings_variance, *_ = self.evidence.sum(0)
-        gap = np.abs(self.evidence[:, 0] - self.evidence[:, -1]).mean()
-        z = surprise / math.sqrt(max(variance, 100))  # not normal if there are few rare tokens
-        eos_z = endings / math.sqrt(max(endings_variance, 10))
-        unseen = (self.evidence[:, 8:11] > self.evidence[:, 5:8].max(0)).sum(0).max()
-        self.metrics = {
-            "sampler_gap": float(gap),
-            "sampler_z": float(z),
-            "sampler_eos_z": float(eos_z),
-            "sampler_unseen": int(unseen),
-        }
-        signs = {
-            "reports other log-probabilities than the policy's at --temperature":
-            not gap <= config.logprob_tolerance / 10,  # or NaN
-            f"samples at a {'higher' if z < 0 else 'lower'} temperature than --temperature":
-            not abs(z) <= 5,
-            "never samples unlikely tokens: turn off its top-k, top-p or min-p": unseen >= 20,
-            "samples EOS too often or too rarely": not abs(eos_z) <= 5,
-            "ends responses elsewhere than at EOS":
-            any(self.ends_wrongly(t) for group in groups for t in group),
-        }  # fmt: skip
-        wrong = [sign for sign, holds in signs.items() if holds]
-        self.done = bool(wrong) or variance > self.ENOUGH or len(self.evidence) > self.MOST
-        if wrong:
-            values = ", ".join(f"{name} {value:.3g}" for name, value in self.metrics.items())
-            self.say(
-                f"warning: responses are not samples of the policy ({values}): --engine "
-                f"{config.engine} {'; it '.join(wrong)}; see docs/operations.md"
-            )
-
-    def ends_wrongly(self, t: Trajectory) -> bool:
-        """Whether a response goes on after EOS, or ends neither there nor at its maximum length."""
-        task = self.learner.task
-        limit = task.config.response_limit(task.train_prompts[t.prompt_id])
-        is_end = np.isin(t.tokens, task.end_tokens).tolist()
-        ends_at = [False] * (len(t.tokens) - 1) + [t.ended]
-        return is_end != ends_at or not (t.ended or len(t.tokens) == limit)
+    K = config.trained_per_prompt
+    fresh = [  # (B,); replay may draw a trajectory twice
+        all(t.version == batch.step and t.temperature == config.temperature for t in group)
+        and len(set(map(id, group))) == K >= 0.8 * config.searched_per_prompt
+        for group in groups
+    ]
+    counts = batch.spread(torch.tensor(fresh, device=spread.device)[:, None].expand(-1, K))  # (N,)
+    logprobs = batch.logprobs.detach()
+    gap = (logprobs - batch.behaviour).abs()
+    columns = [torch.ones_like(gap), gap, logprobs + spread[:, 0], spread[:, 1]]
+    return torch.stack(columns, 1)[counts].sum(0)
 
 
 # ======================================================================================= 9. Ranks
@@ -3447,7 +3346,7 @@ def searcher_process(
             run_plugin(plugin, code)
         config, task = pickle.loads(spec.shared["run"])
         for name in list(config.folders):  # on another machine, the hub's cache may be elsewhere
-            load_flag(name, config, lambda _, name=name: model_folder(name, config))
+            load_flag(name, config, str)
         for name, checksum in model_checksums(config).items():
             if checksum != task.checksums[name]:
                 path = getattr(config, name)
@@ -3768,22 +3667,6 @@ def first_line(error: Any) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str = "") -> Any:
-    """Load the path or hub name in flag `name`. Raises InputError, with a hint."""
-    value = getattr(config, name)
-    config.require(value, name, f"--task {config.task} needs a local path or a hub name")
-    found = value[0] not in "/.~" or os.path.exists(value)
-    config.require(found, name, "does not exist")
-    try:
-        return load(value)
-    except Exception as error:  # transformers and datasets raise a dozen types
-        # an OSError explains the HTTP error that caused it; other wrappers explain nothing
-        cause = error if isinstance(error, OSError) else error.__cause__ or error
-        text = " ".join(str(cause).split()) or type(cause).__name__
-        text = text.replace("StopIteration", "is empty")  # of datasets
-        raise InputError(f"--{name} {value}: {text[:300]}{hint}") from None
-
-
 def model_folder(name: str, config: Config) -> str:
     """The folder of the model or tokenizer in flag `name`: local, or its snapshot of the hub.
 
@@ -3805,17 +3688,31 @@ def model_folder(name: str, config: Config) -> str:
     return folder
 
 
+def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str = "") -> Any:
+    """Load the data, or the folder of the model, in flag `name`. Raises InputError, with a hint."""
+    value = getattr(config, name)
+    config.require(value, name, f"--task {config.task} needs a local path or a hub name")
+    found = value[0] not in "/.~" or os.path.exists(value)
+    config.require(found, name, "does not exist")
+    try:
+        return load(model_folder(name, config) if re.search("(model|tokenizer)$", name) else value)
+    except Exception as error:  # transformers and datasets raise a dozen types
+        # an OSError explains the HTTP error that caused it; other wrappers explain nothing
+        cause = error if isinstance(error, OSError) else error.__cause__ or error
+        text = " ".join(str(cause).split()) or type(cause).__name__
+        text = text.replace("StopIteration", "is empty")  # of datasets
+        raise InputError(f"--{name} {value}: {text[:300]}{hint}") from None
+
+
 def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> tuple:
     """Tokenizer and model (without weights) of flag `name`. Raises InputError."""
-    meta = torch.device("meta")
-    load = lambda _: load_model(config, model_folder(name, config), torch.float32, meta, kind)
+    load = partial(load_model, config, dtype=torch.float32, device=torch.device("meta"), kind=kind)
     model = load_flag(name, config, load)
     own = name.replace("model", "tokenizer")  # --gold_reward_tokenizer
     source = own if getattr(config, own, "") else name
     if not multiprocessing.parent_process():  # warnings about this tokenizer, once
         transformers.logging.set_verbosity_warning()
-    load_tokenizer = transformers.AutoTokenizer.from_pretrained
-    tokenizer = load_flag(source, config, lambda _: load_tokenizer(model_folder(source, config)))
+    tokenizer = load_flag(source, config, transformers.AutoTokenizer.from_pretrained)
     transformers.logging.set_verbosity_error()
     return tokenizer, model
 
@@ -4169,6 +4066,7 @@ class StepLog:
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
         self.contradicted: set[str] = set()  # signs of `check_learning` that do not hold
         self.diverse = False  # over 40 % were distinct, and since then never under 10 %
+        self.samples_wrongly = False  # warned of
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
         self.last_step_end = time.perf_counter()  # at first, the run's start
@@ -4179,6 +4077,7 @@ class StepLog:
         trainer = self.trainer
         if self.new_groups:
             self.log_arrivals()
+        self.check_sampling(measured["sampler_gap"], measured["sampler_z"])
         seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - self.last_step_end
@@ -4192,7 +4091,6 @@ class StepLog:
             "seconds": now - trainer.folder.start,
             **self.means,
             **measured,
-            **trainer.sampling.metrics,
             "staleness_mean": float(np.mean(staleness)),
             "staleness_max": max(staleness),
             "replay_ratio": groups_trained / max(1, groups_arrived),
@@ -4222,6 +4120,18 @@ class StepLog:
         self.new_groups = []
         self.waited.clear()
         trainer.sync.seconds = 0.0
+
+    def check_sampling(self, gap: float, z: float) -> None:
+        """Warn once if fresh responses are no samples of the policy (`fresh_tokens_sums`)."""
+        config = self.trainer.config
+        usual = config.logprob_tolerance / 10
+        if not (gap <= usual and abs(z) <= 5) and not self.samples_wrongly:  # or NaN
+            self.samples_wrongly = True
+            self.trainer.folder.say(
+                f"warning: --engine {config.engine} does not sample from the policy at "
+                f"--temperature: sampler_gap {gap:.3g} (usual: at most {usual:.3g}), sampler_z "
+                f"{z:.3g} (below -5: too hot, above 5: too cold); see docs/operations.md"
+            )
 
     def log_arrivals(self) -> None:
         """Average over arrived trajectories; append the last to completions.jsonl."""
@@ -4853,9 +4763,7 @@ class RedTeam(Task):
     buffer_class = AttackBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        name = "toxicity_model"
-        load_config = transformers.AutoConfig.from_pretrained
-        toxicity = load_flag(name, config, lambda _: load_config(model_folder(name, config)))
+        toxicity = load_flag("toxicity_model", config, transformers.AutoConfig.from_pretrained)
         guard = any("CausalLM" in name for name in toxicity.architectures or [])
         kind = "AutoModelForCausalLM" if guard else "AutoModelForSequenceClassification"
         self.toxicity = TextModel(kind, "toxicity_model", config)

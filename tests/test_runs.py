@@ -41,7 +41,7 @@ METRICS = set(
     "step seconds reward reward_std loss log_z kl beta lr grad_norm entropy equal_rewards distinct "
     "forward_backward_seconds optimizer_seconds replay_ratio wait_seconds "
     "effective_sample_size ratio_max version_span response_length eos_fraction staleness_mean "
-    "staleness_max sampler_gap sampler_z sampler_eos_z sampler_unseen "
+    "staleness_max sampler_gap sampler_z "
     "buffer_trajectories version trainer_busy "
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
     "sync_wait_seconds logprob_gap searchers_alive gpu_memory_gib".split()
@@ -50,7 +50,7 @@ MAY_DIFFER = {  # between two lockstep runs that are the same
     "seconds", "trainer_busy", "searcher_busy", "train_tokens_per_second",
     "generated_tokens_per_second", "sync_seconds", "sync_wait_seconds", "wait_seconds",
     "replay_ratio", "distinct",  # over a window that a resumed run begins anew
-    "sampler_gap", "sampler_z", "sampler_eos_z", "sampler_unseen",
+    "sampler_gap", "sampler_z",
     "forward_backward_seconds", "optimizer_seconds", "gpu_memory_gib",
 }  # fmt: skip
 
