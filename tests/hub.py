@@ -6,16 +6,27 @@
 
 Repositories may be gated (`hub.gated`), files may break off in mid-download (`hub.broken`), and
 adding a repository again is a new commit of it. Requests are noted in `hub.requests`.
+
+`stock(hub, folder)` adds a tiny repository under each name that the scripts and the docs use, with
+the files that the real one has.
 """
 
 import hashlib
 import json
 import re
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import datasets
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, BertConfig, BertModel, RobertaConfig
+from transformers import RobertaForSequenceClassification as RobertaClassifier
 
 ADDRESS = re.compile(
     r"/(?:(?P<api>api)/)?(?:(?P<kind>models|datasets)/)?(?P<name>[\w.-]+(?:/[\w.-]+)?)"
@@ -150,3 +161,123 @@ class Handler(BaseHTTPRequestHandler):
             place = f"bytes {start}-{end}/{len(content)}"
             return self.answer(206, content[start : end + 1], Content_Range=place, **about)
         return self.answer(200, content, **about)
+
+
+# ------------------------------------------------------------------------------- what is on it
+
+
+def stock(hub: Hub, out: Path) -> None:
+    """Serve tiny repositories under the names of the scripts and the docs, with a README each."""
+    gsm8k, math, tldr, redteam = (tiny.MODELS / name for name in tiny.MAKERS)
+
+    def model(name: str, source: Path, **form: object) -> None:
+        hub.add(name, write_model(source, out / name, **form))
+
+    model("realtreetune/rho-1b-sft-GSM8K", gsm8k / "model", shards=2)
+    for size in ("410m", "1b", "2.8b"):
+        model(f"mnoukhov/pythia{size}-sft-tldr", tldr / "model")
+        model(f"mnoukhov/pythia{size}-rm-tldr6.9b", tldr / "reward", extra=["training_args.bin"])
+    judge = "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
+    model(judge, tldr / "gold", suffix="bin", shards=2, tokenizer=False)
+    model("EleutherAI/pythia-6.9b-deduped", tldr / "model", shards=2)
+    model("Qwen/Qwen2.5-7B", math / "model", shards=2)
+    model("Qwen/Qwen2.5-0.5B-Instruct", math / "model")
+    for name in ("Llama-3.2-1B", "Llama-3.1-8B-Instruct", "Llama-Guard-3-8B"):
+        extra = ["original/consolidated.00.pth", "original/params.json"]
+        model(f"meta-llama/{name}", redteam / "victim", shards=2, extra=extra)
+        hub.gated.add(f"meta-llama/{name}")
+    others = (
+        "flax_model.msgpack onnx/model.onnx pytorch_model.bin rust_model.ot tf_model.h5".split()
+    )
+    gpt2 = tiny.make_model("gpt2", redteam / "model", out / "gpt2")
+    model("openai-community/gpt2", gpt2, extra=others)
+    hub.aliases["models", "gpt2"] = "openai-community/gpt2"
+    model("vicgalle/gpt2-alpaca", gpt2, suffix="bin")
+
+    tokenizer = AutoTokenizer.from_pretrained(redteam / "model")
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"intermediate_size": 192, "vocab_size": len(tokenizer), "pad_token_id": 1}
+    labels = {0: "nothate", 1: "hate"}
+    config = RobertaConfig(**shape, max_position_embeddings=514, id2label=labels)
+    judge = "facebook/roberta-hate-speech-dynabench-r4-target"
+    RobertaClassifier(config).save_pretrained(out / "roberta")
+    tokenizer.save_pretrained(out / "roberta")
+    model(judge, out / "roberta", suffix="bin")
+    BertModel(BertConfig(**shape, max_position_embeddings=512)).save_pretrained(out / "bert")
+    tokenizer.save_pretrained(out / "bert")
+    others += ["1_Pooling/config.json", "modules.json", "openvino/openvino_model.bin"]
+    model("sentence-transformers/all-MiniLM-L6-v2", out / "bert", extra=others)
+
+    def data(name: str, files: dict[str, Path], readme: str = "") -> None:
+        hub.add(name, write_data(out / name, files, readme), "datasets")
+
+    splits = {split: gsm8k / "data" / f"{split}.jsonl" for split in ("train", "test")}
+    readme = "---\nconfigs:\n"
+    for config in ("main", "socratic"):
+        readme += f"- config_name: {config}\n  data_files:\n"
+        readme += "".join(f"  - split: {s}\n    path: {config}/{s}-*\n" for s in splits)
+    files = {
+        f"{config}/{s}-00000-of-00001.parquet": splits[s]
+        for config in ("main", "socratic")
+        for s in splits
+    }
+    data("openai/gsm8k", files, readme + "---\n")
+    name = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+    splits = {split: tldr / "data" / f"{split}.jsonl" for split in ("train", "validation")}
+    data(name, {f"data/{s}-00000-of-00001.parquet": path for s, path in splits.items()})
+    splits = {split: math / "data" / f"{split}.jsonl" for split in ("train", "test")}
+    data(
+        "DigitalLearningGmbH/MATH-lighteval",
+        {f"data/{s}-00000-of-00001.parquet": path for s, path in splits.items()},
+    )
+    data("HuggingFaceH4/MATH-500", {"test.jsonl": splits["test"]}, "Problems.\n")
+
+
+def write_model(
+    source: Path, out: Path, suffix: str = "safetensors", shards: int = 1,
+    tokenizer: bool = True, extra: list[str] = (),
+) -> Path:  # fmt: skip
+    """Copy a model as a repository whose weights have this form; returns its folder.
+
+    The `extra` files are of no use to tba.py.
+    """
+    out.mkdir(parents=True)
+    (out / "README.md").write_text("A model.\n")
+    for file in source.iterdir():
+        if file.suffix != ".safetensors" and (
+            tokenizer or "config" in file.name.removeprefix("tokenizer_")
+        ):
+            shutil.copy(file, out)
+    for name in extra:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_bytes(b"another format")
+    weights = load_file(source / "model.safetensors")
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    files = {}
+    for i in range(shards):
+        name = f"{stem}-{i + 1:05}-of-{shards:05}.{suffix}" if shards > 1 else f"{stem}.{suffix}"
+        part = dict(list(weights.items())[i::shards])
+        files |= dict.fromkeys(part, name)
+        if suffix == "bin":
+            torch.save(part, out / name)
+        else:
+            save_file(part, out / name, {"format": "pt"})
+    if shards > 1:
+        index = json.dumps({"metadata": {}, "weight_map": files})
+        (out / f"{stem}.{suffix}.index.json").write_text(index)
+    return out
+
+
+def write_data(out: Path, files: dict[str, Path], readme: str = "") -> Path:
+    """Write the first rows of JSONL files as a repository; returns its folder."""
+    for name, source in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        rows = [json.loads(line) for line in source.read_text().splitlines()[:24]]
+        table = datasets.Dataset.from_list(rows)
+        if name.endswith(".parquet"):
+            table.to_parquet(out / name)
+        else:
+            tiny.write_lines(out / name, rows)
+    if readme:
+        (out / "README.md").write_text(readme)
+    return out
