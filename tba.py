@@ -109,7 +109,12 @@ import torch.multiprocessing as mp
 import transformers
 from accelerate import Accelerator
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from pebble import CONSTS, ProcessExpired, ProcessPool
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
@@ -3768,6 +3773,18 @@ def first_line(error: Any) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+# the hub's own messages are long; the first of these that fits
+HUB_ERRORS = {
+    GatedRepoError: "is gated: accept its licence on the hub, and set HF_TOKEN",
+    RepositoryNotFoundError: "neither a folder here nor on the hub (a private one needs HF_TOKEN)",
+    (
+        LocalEntryNotFoundError,
+        ConnectionError,
+    ): "the hub cannot be reached, and the cache lacks it; `hf download` fills the cache",
+    HTTPError: "the download failed ({}); try again",
+}
+
+
 def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str = "") -> Any:
     """Load the path or hub name in flag `name`. Raises InputError, with a hint."""
     value = getattr(config, name)
@@ -3778,10 +3795,13 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
         return load(value)
     except Exception as error:  # transformers and datasets raise a dozen types
         # an OSError explains the HTTP error that caused it; other wrappers explain nothing
-        cause = error if isinstance(error, OSError) else error.__cause__ or error
+        cause = error if isinstance(error, OSError | HTTPError) else error.__cause__ or error
         text = " ".join(str(cause).split()) or type(cause).__name__
-        text = text.replace("StopIteration", "is empty")  # of datasets
-        raise InputError(f"--{name} {value}: {text[:300]}{hint}") from None
+        text = text.replace("StopIteration", "is empty").rstrip(".")  # of datasets
+        text = text.replace("left on device", "left; HF_HOME or TMPDIR may name another disk")
+        known = [said for kind, said in HUB_ERRORS.items() if isinstance(cause, kind)]
+        text = known[0].format(text[:150]) if known else text[:300]
+        raise InputError(f"--{name} {value}: {text}{hint}") from None
 
 
 def model_folder(name: str, config: Config) -> str:

@@ -1,15 +1,20 @@
 """Models and data that are named as on the hub, served on loopback (tests/hub.py)."""
 
+import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import MODELS, ROOT
-from harness import plugin_of_docs, run_tba
+from harness import Run, arguments, plugin_of_docs, run_tba, steps_of
 from hub import Hub, stock
 from test_docs import CODE_BLOCK, OPERATIONS, TEXT, sections
+from test_started import overwrite_weights
 
 from tba import read_lines
 
@@ -33,17 +38,14 @@ def stocked(tmp_path_factory):
 @pytest.fixture
 def hub(stocked, tmp_path, monkeypatch):
     """The hub that runs use, from an empty folder with an empty cache."""
-    use(stocked, monkeypatch)
+    monkeypatch.setenv("HF_ENDPOINT", stocked.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     monkeypatch.chdir(tmp_path)
     stocked.requests.clear()
-    return stocked
-
-
-def use(hub, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", hub.url)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    yield stocked
+    stocked.broken.clear()
 
 
 # ------------------------------------------------------------------- the commands of the docs
@@ -160,3 +162,172 @@ def unwanted(hub) -> list[str]:
     )
     other += r"|MiniLM.*\.bin|EleutherAI/.*\.safetensors$|socratic"
     return [request for request in hub.requests if re.search(rf"/resolve/.*({other})", request)]
+
+
+def test_a_script_typed_in_a_bare_shell(hub, tmp_path):
+    write_files_of_the_docs(tmp_path)
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    bare = ["env", "-i", f"PATH={path}", f"HOME={tmp_path}", f"HF_ENDPOINT={hub.url}"]
+    command = [*bare, "bash", ROOT / "run_gsm8k.sh", *SMALL, "--output_dir", "run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 2: accuracy" in done.stdout and "Traceback" not in done.stderr
+    assert (tmp_path / ".cache" / "huggingface").exists()
+
+
+# ------------------------------------------------------------------------------------ the cache
+
+MODEL, DATASET = "realtreetune/rho-1b-sft-GSM8K", "openai/gsm8k:main"
+
+
+def gsm8k_args(out: str = "run", **flags: str) -> list[str]:
+    """A very small run of README's first command, with other values of some flags."""
+    given = {"task": "gsm8k", "model": MODEL, "dataset": DATASET, "output_dir": out} | flags
+    return [*SMALL, *(part for name, value in given.items() for part in (f"--{name}", value))]
+
+
+def refused(args: list[str], flag: str) -> str:
+    """What the one line says that ends a run because of a flag."""
+    _, err = run_tba(args, code=2)
+    start = f"tba.py: error: --{flag} {args[args.index(f'--{flag}') + 1]}: "
+    last = err.splitlines()[-1]
+    assert last.startswith(start) and len(last) < 300 and "Traceback" not in err, err
+    return last.removeprefix(start)
+
+
+def test_what_a_run_has_loaded_is_there_offline(hub, tmp_path, monkeypatch):
+    """TL;DR's judge has a tokenizer of another repository, and no safetensors."""
+    (call,) = shell("bash run_tldr.sh", tmp_path)
+    run_tba([*call, *SMALL, "--output_dir", "online"])
+    hub.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run_tba([*call, *SMALL, "--output_dir", "offline"])
+    assert not hub.requests
+
+
+def test_what_hf_download_has_loaded_is_there_offline(hub, monkeypatch):
+    def download(*names):
+        hf = Path(sys.executable).with_name("hf")
+        subprocess.run([hf, "download", *names], check=True, capture_output=True)
+
+    download("--repo-type", "dataset", DATASET.split(":")[0])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "`hf download`" in refused(gsm8k_args(), "model")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    download(MODEL)
+    hub.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run_tba(gsm8k_args())
+    assert not hub.requests
+    assert "`hf download`" in refused(gsm8k_args("other", dataset="openai/gsm9k:main"), "dataset")
+
+
+# ----------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("model", "realtreetune/rho-1b-sft-GSM8k", "neither a folder here nor on the hub"),
+        (
+            "model",
+            "meta-llama/Llama-3.2-1B",
+            "is gated: accept its licence on the hub, and set HF_",
+        ),
+        ("dataset", "openai/gsm9k:main", "doesn't exist on the Hub or cannot be accessed; use "),
+        ("dataset", "openai/gsm8k:mian", "'mian' not found. Available: ['main', 'socratic']; use "),
+    ],
+)
+def test_names_that_the_hub_does_not_serve(flag, value, says, hub, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    local = {"model": str(MODELS / "gsm8k" / "model")} if flag == "dataset" else {}
+    assert says in refused(gsm8k_args(**local, **{flag: value}), flag)
+
+
+@pytest.mark.parametrize("flag", ["model", "dataset"])
+def test_no_network(flag, hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    local = {"model": str(MODELS / "gsm8k" / "model")} if flag == "dataset" else {}
+    says = refused(gsm8k_args(**local), flag)
+    assert says.startswith("the hub cannot be reached, and the cache lacks it; `hf download`")
+
+
+def test_the_next_run_completes_a_download_that_broke_off(hub):
+    hub.broken.add("model-00002-of-00002.safetensors")
+    assert re.match(r"the download failed \(.*\); try again", refused(gsm8k_args(), "model"))
+    hub.broken = {"test-00000-of-00001.parquet"}
+    assert re.match(r"the download failed \(.*\); try again", refused(gsm8k_args(), "dataset"))
+    hub.broken.clear()
+    run_tba(gsm8k_args())
+
+
+@pytest.mark.root
+def test_a_full_disk(hub, tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", disk])
+    if mount.returncode:
+        pytest.skip("no file system may be mounted here")
+    monkeypatch.setenv("HF_HOME", str(disk))
+    try:
+        assert "No space left; HF_HOME" in refused(gsm8k_args(), "model")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+# ------------------------------------------------------------------------------------ commits
+
+
+@pytest.fixture
+def policy(tmp_path, hub, monkeypatch):
+    """A hub with one model, org/policy. Function: change its files; returns the new commit."""
+    own = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", own.url)
+    newest = MODELS / "gsm8k" / "model"
+
+    def commit(change=lambda folder: None):
+        nonlocal newest
+        folder = tmp_path / f"commit-{len(list(tmp_path.glob('commit-*')))}"
+        newest = shutil.copytree(newest, folder)
+        change(newest)
+        return own.add("org/policy", newest)
+
+    commit.hub = own
+    yield commit
+    own.close()
+
+
+def test_a_run_keeps_the_commit_that_it_started_with(policy, gsm8k, tmp_path):
+    """Searchers that restart and runs that resume, whatever the newest commit is."""
+    first = policy()
+    flags = {"eval_every": 0, "eval_samples": 8, "steps": 100_000}
+    out = tmp_path / "run"
+    run = Run(out, arguments(gsm8k, out, model="org/policy", **flags))
+    run.reaches(2)
+
+    def restarts(times):
+        run.want("die-generating")
+        run.says("warning: Searcher 0 ", times)
+        run.reaches(steps_of(out) + 30)
+
+    policy(lambda folder: (folder / "README.md").write_text("What it is."))
+    restarts(1)
+    third = policy(overwrite_weights)
+    policy.hub.requests.clear()
+    restarts(2)
+    run.process.send_signal(signal.SIGINT)
+    run.ends(130)
+
+    def resume(*more):
+        args = ["--resume", str(out), "--steps", str(steps_of(out) + 2), *more]
+        run_tba(args)
+        given = json.loads((out / "config.json").read_text())["config"]
+        return Path(given["folders"]["model"])
+
+    assert resume().name == first and not policy.hub.requests
+    kept = tmp_path / "kept"
+    (tmp_path / "cache").rename(kept)
+    assert resume().name == first and policy.hub.requests  # it is downloaded again
+    snapshot = next(kept.glob(f"hub/*/snapshots/{first}"))
+    assert resume("--model", str(snapshot)) == snapshot
+    assert resume("--model", "org/policy").name == third
