@@ -315,7 +315,7 @@ def test_a_run_keeps_the_commit_that_it_started_with(policy, gsm8k, tmp_path):
     third = policy(overwrite_weights)
     policy.hub.requests.clear()
     restarts(2)
-    run.process.send_signal(signal.SIGINT)
+    os.kill(run.process.pid, signal.SIGINT)
     run.ends(130)
 
     def resume(*more):
