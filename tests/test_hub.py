@@ -330,6 +330,6 @@ def test_a_run_keeps_the_commit_that_it_started_with(policy, gsm8k, tmp_path):
     assert resume().name == first and policy.hub.requests  # it is downloaded again
     snapshot = next(kept.glob(f"hub/*/snapshots/{first}"))
     assert resume("--model", str(snapshot)) == snapshot
-    # to name the model is to ask for its newest commit, which has other weights
+    # a name, where it was a folder, asks for the newest commit, which has other weights
     args = ["--resume", str(out), "--model", "org/policy"]
     assert "changed since the start" in refused(args, "model")
