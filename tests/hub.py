@@ -7,8 +7,8 @@
 Repositories may be gated (`hub.gated`), files may break off in mid-download (`hub.broken`), and
 adding a repository again is a new commit of it. Requests are noted in `hub.requests`.
 
-`stock(hub, folder)` adds a tiny repository under each name that the scripts and the docs use, with
-the files that the real one has.
+`stock(hub, folder)` adds a tiny repository under each name that the scripts and the docs use, of
+the real one's family and with files like its own.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import json
 import re
 import shutil
 import threading
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -25,8 +26,8 @@ import datasets
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, BertConfig, BertModel, RobertaConfig
-from transformers import RobertaForSequenceClassification as RobertaClassifier
+from transformers import AutoModelForSequenceClassification as classifier
+from transformers import AutoTokenizer, BertConfig, BertModel, PreTrainedModel, RobertaConfig
 
 ADDRESS = re.compile(
     r"/(?:(?P<api>api)/)?(?:(?P<kind>models|datasets)/)?(?P<name>[\w.-]+(?:/[\w.-]+)?)"
@@ -167,117 +168,111 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def stock(hub: Hub, out: Path) -> None:
-    """Serve tiny repositories under the names of the scripts and the docs, with a README each."""
+    """Serve tiny repositories under the names of the scripts and the docs, made in a folder."""
     gsm8k, math, tldr, redteam = (tiny.MODELS / name for name in tiny.MAKERS)
+    neox = tiny.make_model("gpt_neox", tldr / "model", out / "neox")
+    neox_judge = save(classifier.from_pretrained(neox, num_labels=1), neox, out / "neox-judge")
+    qwen = tiny.make_model("qwen2", math / "model", out / "qwen")
+    gpt2 = tiny.make_model("gpt2", redteam / "model", out / "gpt2")
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"intermediate_size": 192, "vocab_size": 502, "pad_token_id": 1}
+    config = RobertaConfig(**shape, id2label={0: "nothate", 1: "hate"})
+    roberta = save(classifier.from_config(config), gpt2, out / "roberta")
+    bert = save(BertModel(BertConfig(**shape)), gpt2, out / "bert")
 
     def model(name: str, source: Path, **form: object) -> None:
         hub.add(name, write_model(source, out / name, **form))
 
     model("realtreetune/rho-1b-sft-GSM8K", gsm8k / "model", shards=2)
     for size in ("410m", "1b", "2.8b"):
-        model(f"mnoukhov/pythia{size}-sft-tldr", tldr / "model")
-        model(f"mnoukhov/pythia{size}-rm-tldr6.9b", tldr / "reward", extra=["training_args.bin"])
-    judge = "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
-    model(judge, tldr / "gold", suffix="bin", shards=2, tokenizer=False)
-    model("EleutherAI/pythia-6.9b-deduped", tldr / "model", shards=2)
-    model("Qwen/Qwen2.5-7B", math / "model", shards=2)
-    model("Qwen/Qwen2.5-0.5B-Instruct", math / "model")
+        model(f"mnoukhov/pythia{size}-sft-tldr", neox)
+        model(f"mnoukhov/pythia{size}-rm-tldr6.9b", neox_judge, extra=["training_args.bin"])
+    model("EleutherAI/pythia-6.9b-deduped", neox, shards=2)
+    model("Qwen/Qwen2.5-7B", qwen, shards=2)
+    model("Qwen/Qwen2.5-0.5B-Instruct", qwen)
     for name in ("Llama-3.2-1B", "Llama-3.1-8B-Instruct", "Llama-Guard-3-8B"):
         extra = ["original/consolidated.00.pth", "original/params.json"]
         model(f"meta-llama/{name}", redteam / "victim", shards=2, extra=extra)
         hub.gated.add(f"meta-llama/{name}")
-    others = (
-        "flax_model.msgpack onnx/model.onnx pytorch_model.bin rust_model.ot tf_model.h5".split()
-    )
-    gpt2 = tiny.make_model("gpt2", redteam / "model", out / "gpt2")
-    model("openai-community/gpt2", gpt2, extra=others)
+    extra = ["onnx/model.onnx", "pytorch_model.bin", "rust_model.ot", "tf_model.h5"]
+    model("openai-community/gpt2", gpt2, extra=extra)
     hub.aliases["models", "gpt2"] = "openai-community/gpt2"
-    model("vicgalle/gpt2-alpaca", gpt2, suffix="bin")
+    extra += ["1_Pooling/config.json", "openvino/openvino_model.bin"]
+    model("sentence-transformers/all-MiniLM-L6-v2", bert, extra=extra)
+    # until 2023 buffers were saved, too
+    one = torch.ones(1)
+    layer = "gpt_neox.layers.0.attention"
+    old = {f"{layer}.{name}": one for name in ("bias", "masked_bias", "rotary_emb.inv_freq")}
+    name = "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
+    model(name, neox_judge, shards=2, tokenizer=False, old=old)
+    old = {"transformer.h.0.attn.bias": one, "transformer.h.0.attn.masked_bias": one}
+    model("vicgalle/gpt2-alpaca", gpt2, old=old)
+    old = {"roberta.embeddings.position_ids": one}
+    model("facebook/roberta-hate-speech-dynabench-r4-target", roberta, old=old)
 
-    tokenizer = AutoTokenizer.from_pretrained(redteam / "model")
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"intermediate_size": 192, "vocab_size": len(tokenizer), "pad_token_id": 1}
-    labels = {0: "nothate", 1: "hate"}
-    config = RobertaConfig(**shape, max_position_embeddings=514, id2label=labels)
-    judge = "facebook/roberta-hate-speech-dynabench-r4-target"
-    RobertaClassifier(config).save_pretrained(out / "roberta")
-    tokenizer.save_pretrained(out / "roberta")
-    model(judge, out / "roberta", suffix="bin")
-    BertModel(BertConfig(**shape, max_position_embeddings=512)).save_pretrained(out / "bert")
-    tokenizer.save_pretrained(out / "bert")
-    others += ["1_Pooling/config.json", "modules.json", "openvino/openvino_model.bin"]
-    model("sentence-transformers/all-MiniLM-L6-v2", out / "bert", extra=others)
+    def data(name: str, source: Path, files: list[str], readme: str = "") -> None:
+        """Each file has rows of the split in its name."""
+        for file in map((out / name).joinpath, files):
+            split = re.search("train|test|validation", file.name)[0]
+            lines = (source / "data" / f"{split}.jsonl").read_text().splitlines()[:24]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.suffix == ".jsonl":
+                file.write_text("\n".join(lines))
+            else:
+                datasets.Dataset.from_list(list(map(json.loads, lines))).to_parquet(file)
+        if readme:
+            (out / name / "README.md").write_text(readme)
+        hub.add(name, out / name, "datasets")
 
-    def data(name: str, files: dict[str, Path], readme: str = "") -> None:
-        hub.add(name, write_data(out / name, files, readme), "datasets")
-
-    splits = {split: gsm8k / "data" / f"{split}.jsonl" for split in ("train", "test")}
-    readme = "---\nconfigs:\n"
-    for config in ("main", "socratic"):
-        readme += f"- config_name: {config}\n  data_files:\n"
-        readme += "".join(f"  - split: {s}\n    path: {config}/{s}-*\n" for s in splits)
-    files = {
-        f"{config}/{s}-00000-of-00001.parquet": splits[s]
-        for config in ("main", "socratic")
-        for s in splits
-    }
-    data("openai/gsm8k", files, readme + "---\n")
+    parquet = "{}/{}-00000-of-00001.parquet".format
+    readme = "configs:"
+    for name in ("main", "socratic"):
+        readme += f"\n- config_name: {name}\n  data_files:"
+        readme += "".join(f"\n  - split: {s}\n    path: {name}/{s}-*" for s in ("train", "test"))
+    files = [parquet(name, s) for name in ("main", "socratic") for s in ("train", "test")]
+    data("openai/gsm8k", gsm8k, files, f"---\n{readme}\n---\n")
     name = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
-    splits = {split: tldr / "data" / f"{split}.jsonl" for split in ("train", "validation")}
-    data(name, {f"data/{s}-00000-of-00001.parquet": path for s, path in splits.items()})
-    splits = {split: math / "data" / f"{split}.jsonl" for split in ("train", "test")}
-    data(
-        "DigitalLearningGmbH/MATH-lighteval",
-        {f"data/{s}-00000-of-00001.parquet": path for s, path in splits.items()},
-    )
-    data("HuggingFaceH4/MATH-500", {"test.jsonl": splits["test"]}, "Problems.\n")
+    data(name, tldr, [parquet("data", "train"), parquet("data", "validation")])
+    files = [parquet("data", "train"), parquet("data", "test")]
+    data("DigitalLearningGmbH/MATH-lighteval", math, files)
+    data("HuggingFaceH4/MATH-500", math, ["test.jsonl"], "Problems.\n")
+
+
+def save(model: PreTrainedModel, other: Path, out: Path) -> Path:
+    """Save a model with another's tokenizer; returns its folder."""
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(other).save_pretrained(out)
+    return out
 
 
 def write_model(
-    source: Path, out: Path, suffix: str = "safetensors", shards: int = 1,
-    tokenizer: bool = True, extra: list[str] = (),
+    source: Path, out: Path, shards: int = 1, tokenizer: bool = True,
+    extra: Sequence[str] = (), old: dict[str, torch.Tensor] | None = None,
 ) -> Path:  # fmt: skip
-    """Copy a model as a repository whose weights have this form; returns its folder.
+    """Copy a model as a repository with a README; returns its folder.
 
-    The `extra` files are of no use to tba.py.
+    `extra` files are of no use to tba.py. With `old` buffers, weights are .bin files.
     """
     out.mkdir(parents=True)
     (out / "README.md").write_text("A model.\n")
-    for file in source.iterdir():
-        if file.suffix != ".safetensors" and (
-            tokenizer or "config" in file.name.removeprefix("tokenizer_")
-        ):
-            shutil.copy(file, out)
     for name in extra:
         (out / name).parent.mkdir(exist_ok=True)
-        (out / name).write_bytes(b"another format")
-    weights = load_file(source / "model.safetensors")
-    stem = "model" if suffix == "safetensors" else "pytorch_model"
+        (out / name).write_text("not for PyTorch")
+    for file in source.iterdir():
+        if file.name == "config.json" or (tokenizer and file.suffix != ".safetensors"):
+            shutil.copy(file, out)
+    weights = load_file(source / "model.safetensors") | (old or {})
+    stem, suffix = ("pytorch_model", "bin") if old else ("model", "safetensors")
     files = {}
     for i in range(shards):
         name = f"{stem}-{i + 1:05}-of-{shards:05}.{suffix}" if shards > 1 else f"{stem}.{suffix}"
         part = dict(list(weights.items())[i::shards])
         files |= dict.fromkeys(part, name)
-        if suffix == "bin":
+        if old:
             torch.save(part, out / name)
         else:
             save_file(part, out / name, {"format": "pt"})
     if shards > 1:
-        index = json.dumps({"metadata": {}, "weight_map": files})
-        (out / f"{stem}.{suffix}.index.json").write_text(index)
-    return out
-
-
-def write_data(out: Path, files: dict[str, Path], readme: str = "") -> Path:
-    """Write the first rows of JSONL files as a repository; returns its folder."""
-    for name, source in files.items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        rows = [json.loads(line) for line in source.read_text().splitlines()[:24]]
-        table = datasets.Dataset.from_list(rows)
-        if name.endswith(".parquet"):
-            table.to_parquet(out / name)
-        else:
-            tiny.write_lines(out / name, rows)
-    if readme:
-        (out / "README.md").write_text(readme)
+        index = {"metadata": {}, "weight_map": files}
+        (out / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
     return out
