@@ -156,12 +156,15 @@ def write_files_of_the_docs(folder):
 
 
 def unwanted(hub) -> list[str]:
-    """Requests for files in formats that are not read, and for weights where a tokenizer is."""
-    other = (
-        r"\.(h5|msgpack|onnx|ot|pth)|original/|onnx/|openvino/|gpt2.*/pytorch_model|training_args"
+    """Requests for files that are not read."""
+    other = "|".join(
+        (
+            r"resolve/.*(\.(h5|onnx|ot|pth)|original/|openvino/|training_args|socratic)",
+            r"(gpt2|MiniLM-L6-v2)/resolve/.*\.bin",  # they have safetensors
+            r"EleutherAI/.*\.safetensors(?!\.index)",  # its tokenizer is used
+        )
     )
-    other += r"|MiniLM.*\.bin|EleutherAI/.*\.safetensors$|socratic"
-    return [request for request in hub.requests if re.search(rf"/resolve/.*({other})", request)]
+    return [request for request in hub.requests if re.search(other, request)]
 
 
 def test_a_script_typed_in_a_bare_shell(hub, tmp_path):
