@@ -108,8 +108,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from accelerate import Accelerator
+from huggingface_hub import errors as hub
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 from pebble import CONSTS, ProcessExpired, ProcessPool
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
@@ -3667,6 +3667,16 @@ def first_line(error: Any) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+# the hub's own messages are long; the first of these that fits
+HUB_ERRORS = {
+    hub.GatedRepoError: "is gated: accept its licence on the hub, and set HF_TOKEN",
+    hub.RepositoryNotFoundError: "is no folder, and not on the hub (private ones need HF_TOKEN)",
+    hub.LocalEntryNotFoundError | ConnectionError:
+    "the hub cannot be reached, and the cache lacks it; `hf download` fills the cache",
+    hub.HTTPError: "the download failed ({}); try again",
+}  # fmt: skip
+
+
 def model_folder(name: str, config: Config) -> str:
     """The folder of the model or tokenizer in flag `name`: local, or its snapshot of the hub.
 
@@ -3698,10 +3708,13 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
         return load(model_folder(name, config) if re.search("(model|tokenizer)$", name) else value)
     except Exception as error:  # transformers and datasets raise a dozen types
         # an OSError explains the HTTP error that caused it; other wrappers explain nothing
-        cause = error if isinstance(error, OSError) else error.__cause__ or error
+        cause = error if isinstance(error, OSError | hub.HTTPError) else error.__cause__ or error
         text = " ".join(str(cause).split()) or type(cause).__name__
-        text = text.replace("StopIteration", "is empty")  # of datasets
-        raise InputError(f"--{name} {value}: {text[:300]}{hint}") from None
+        text = text.replace("StopIteration", "is empty").rstrip(".")  # of datasets
+        text = text.replace("left on device", "left; HF_HOME or TMPDIR may name another disk")
+        known = [said for kind, said in HUB_ERRORS.items() if isinstance(cause, kind)]
+        text = known[0].format(text[:150]) if known else text[:300]
+        raise InputError(f"--{name} {value}: {text}{hint}") from None
 
 
 def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -> tuple:
@@ -3740,7 +3753,9 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
             try:
                 return datasets.load_dataset(path, *subset)
             except ConnectionError:
-                with contextlib.suppress(LocalEntryNotFoundError):  # `hf download` may have got it
+                with contextlib.suppress(
+                    hub.LocalEntryNotFoundError
+                ):  # `hf download` may have got it
                     path = snapshot_download(path, repo_type="dataset", local_files_only=True)
                     return datasets.load_dataset(path, *subset)
                 raise

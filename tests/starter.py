@@ -112,6 +112,8 @@ def become_run(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    for name in ("huggingface_hub.constants", "datasets.config"):  # they read HF_HOME and others
+        importlib.reload(sys.modules[name])
     nothing = os.open(os.devnull, os.O_RDONLY)
     for i, file in enumerate((nothing, *files)):
         os.dup2(file, i)

@@ -126,6 +126,7 @@ def test_a_judge_that_changed_is_noticed_and_other_files_may(tldr, tmp_path):
     flags = judges_of(folder) | {"steps": 1, "eval_samples": 4, "eval_every": 0}
     run_tba(arguments(folder, out, **flags))
     (folder / "reward" / "README.md").write_text("A reward model.")
+    (folder / "model" / "trainer_state.json").write_text("{}")
     run_tba(["--resume", str(out), "--steps", "2"])
     overwrite_weights(folder / "reward")
     _, err = run_tba(["--resume", str(out), "--steps", "3"], code=2)
