@@ -143,7 +143,7 @@ def test_a_folder_that_holds_a_run(gsm8k, tmp_path, capsys):
     record = (out / "config.json").read_text()
     given = tba.parse(["--resume", str(out)])
     with limited_file_size(1000), pytest.raises(tba.InputError):  # as on a full disk
-        tba.claim_folder(given, tba.resolve(given))
+        tba.claim_folder(given, tba.resolve(given), 0)
     assert (out / "config.json").read_text() == record
 
 
