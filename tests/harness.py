@@ -59,6 +59,12 @@ def processes_of(group: int) -> list[int]:
     return sorted(found)
 
 
+def helpers_of(trainer: psutil.Process) -> list[psutil.Process]:
+    """The fork server and the Manager of a run, which are forks of its Trainer, in this order."""
+    forks = [p for p in trainer.children() if p.cmdline() == trainer.cmdline()]
+    return sorted(forks, key=lambda process: process.create_time())
+
+
 def wait_until(condition, what, log=lambda: "", seconds=PATIENCE):
     start = time.monotonic()
     while not condition():

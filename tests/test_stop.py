@@ -20,6 +20,7 @@ from harness import (
     ROOT,
     Run,
     arguments,
+    helpers_of,
     kill_all,
     processes_of,
     run_tba,
@@ -45,11 +46,8 @@ def endless(gsm8k, out, **flags):
 def test_a_helper_that_hangs_does_not_keep_a_run_from_ending(gsm8k, tmp_path, which):
     run = Run(tmp_path / "run", endless(gsm8k, tmp_path / "run"), interpreter=True)
     run.reaches(1)
-    trainer = psutil.Process(run.process.pid)
-    is_server = lambda p: "forkserver" in str(p.cmdline())
-    is_manager = lambda p: p.cmdline() == trainer.cmdline()
-    found = {"fork server": is_server, "Manager": is_manager}[which]
-    (helper,) = [p for p in trainer.children() if found(p)]
+    server, manager = helpers_of(psutil.Process(run.process.pid))
+    helper = {"fork server": server, "Manager": manager}[which]
     helper.suspend()
     try:
         os.kill(run.process.pid, signal.SIGTERM)
