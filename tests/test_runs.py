@@ -610,18 +610,6 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def said_by_refusal(out, capsys, *flags):
-    """The line that a refused resume ends with; checks that it changed no file."""
-    before = files_of(out)
-    with pytest.raises(SystemExit) as ended:
-        tba.main(["--resume", str(out), *flags])
-    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert ended.value.code == 2 and len(lines) == 1
-    assert lines[0].startswith("tba.py: error: --resume")
-    assert files_of(out) == before
-    return lines[0]
-
-
 def change_state(path, change):
     """Change what a checkpoint's trainer.pt holds."""
     saved = torch.load(path / "trainer.pt", weights_only=True)
@@ -661,41 +649,52 @@ class Counting(tba.Trainer):
         self.register(self.count, "my count")
 
 
-def test_a_resume_that_is_refused_changes_no_file(saved_run, tmp_path, capsys, monkeypatch):
+def unreadable(*args, **kwargs):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def empty_buffers(out, patch):
+    for path in out.glob("checkpoint-*"):
+        (path / "ReplayBuffer.trajectories").write_bytes(b"")
+
+
+def save_count(out, patch):
+    change_state(out / "checkpoint-2", lambda saved: saved.update({"my count": {"n": 1}}))
+
+
+REFUSALS = {  # what is said of a resume, and what is done before it
+    "--temperature 0.5": lambda out, patch: None,
+    "had the sizes {'log_z': 1000}, now {'log_z': 7}": lambda out, patch: patch.setitem(
+        tba.PARAMETERS, "log_z", (7, 0.1)
+    ),
+    "now {'log_z': 1000, 'value': 3}": lambda out, patch: patch.setitem(
+        tba.PARAMETERS, "value", (3, 0.1)
+    ),
+    "now {}": lambda out, patch: patch.delitem(tba.PARAMETERS, "log_z"),
+    "no state of my count": lambda out, patch: patch.setattr(tba, "Trainer", Counting),
+    "has the state of my count": save_count,
+    "checkpoint-3 cannot be read": lambda out, patch: patch.setattr(tba.torch, "load", unreadable),
+    "no checkpoint that loads": empty_buffers,
+}
+
+
+@pytest.mark.parametrize("said", REFUSALS)
+def test_a_resume_that_is_refused_changes_no_file(said, saved_run, tmp_path, capsys, monkeypatch):
     """Not a log, which has later steps, nor a newer checkpoint, which is damaged."""
     out = saved_run(tmp_path / "run")
     shutil.copytree(out / "checkpoint-2", out / "checkpoint-3")
-    (out / "checkpoint-3" / "Trainer.trajectories").unlink()
+    os.truncate(out / "checkpoint-3" / "ReplayBuffer.trajectories", 5000)
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "seconds": 1.0}\n')
-
+    REFUSALS[said](out, monkeypatch)
     before = files_of(out)
-    with pytest.raises(SystemExit):
-        tba.main(["--resume", str(out), "--temperature", "0.5"])
-    assert "--temperature 0.5" in capsys.readouterr().err and files_of(out) == before
-
-    for name, size in (("log_z", 7), ("value", 3)):
-        with monkeypatch.context() as patch:
-            patch.setitem(tba.PARAMETERS, name, (size, 0.1))
-            assert "PARAMETERS" in said_by_refusal(out, capsys)
-    with monkeypatch.context() as patch:
-        patch.delitem(tba.PARAMETERS, "log_z")
-        assert "PARAMETERS" in said_by_refusal(out, capsys)
-    with monkeypatch.context() as patch:
-        patch.setattr(tba, "Trainer", Counting)
-        assert "no state of my count" in said_by_refusal(out, capsys)
-
-    def unreadable(*args, **kwargs):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:  # perhaps it can be read later
-        patch.setattr(tba.torch, "load", unreadable)
-        assert "checkpoint-3 cannot be read" in said_by_refusal(out, capsys)
-    change_state(out / "checkpoint-2", lambda saved: saved.update({"my count": {"n": 1}}))
-    assert "state of my count" in said_by_refusal(out, capsys)
-    for path in out.glob("checkpoint-*"):
-        (path / "ReplayBuffer.trajectories").write_bytes(b"")
-    assert "no checkpoint that loads" in said_by_refusal(out, capsys)
+    monkeypatch.setattr(tba, "run", lambda trainer: 0)
+    flags = said.split() if said.startswith("--") else []
+    with pytest.raises(SystemExit) as ended:
+        tba.main(["--resume", str(out), *flags])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert ended.value.code == 2 and len(lines) == 1 and said in lines[0]
+    assert files_of(out) == before
 
 
 DAMAGE = {
