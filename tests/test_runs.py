@@ -890,6 +890,19 @@ def test_a_collapse_is_reported_once(kinds, warnings, S):
         assert found[-1] == 1 / 128
 
 
+@pytest.mark.parametrize("resumed_at", [0, 40])
+def test_only_the_first_steps_of_a_run_can_learn_nothing(resumed_at):
+    """Later there may be nothing left to learn."""
+    said = []
+    folder = SimpleNamespace(say=said.append, step=resumed_at)
+    log = tba.StepLog(SimpleNamespace(folder=folder, inbox=[]))
+    log.means["distinct"] = 1.0
+    for _ in range(30):
+        log.group_counts.append((1, 1))
+        log.check_learning([SimpleNamespace(ended=False)])
+    assert len(said) == (0 if resumed_at else 2)
+
+
 SHORT = """
 import numpy as np
 import tba
