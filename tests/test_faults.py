@@ -856,6 +856,36 @@ def test_a_buffer_of_another_class_resumes_with_what_was_stored():
     assert [len(buffer.trajectories[0]) for buffer in buffers] == [1, 2, 3]
 
 
+class Count(tba.Stateful):
+    """An object of a plug-in."""
+
+    SAVED = ("n",)
+
+    def __init__(self, n):
+        self.n = n
+
+
+def test_what_is_registered_keeps_its_name():
+    """Two objects of a class have their own states; a name is given once, and not forgotten."""
+    task = SimpleNamespace(held_out_prompts=[None], buffer_class=tba.ReplayBuffer)
+    folder = SimpleNamespace(step=0, say=print, code="", evaluations=[])
+    make = lambda saved: tba.Trainer(tba.settings(), task, folder, tba.Ranks(), saved)
+    trainer = make({})
+    trainer.register(Count(3), "three")
+    trainer.register(Count(30), "thirty")
+    trainer.register(Count(300))
+    with pytest.raises(ValueError, match="Count is registered already"):
+        trainer.register(Count(3000))
+    saved = {name: owner.state() for name, owner in trainer.owners.items()}
+    resumed = make(saved)
+    found = [resumed.register(Count(0), name).n for name in ("thirty", "three")]
+    assert found == [30, 3]
+    with pytest.raises(tba.InputError, match="the state of Count, which"):
+        tba.require_claimed(resumed)
+    resumed.register(Count(0))
+    tba.require_claimed(resumed)
+
+
 def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
     trainer = trainer_of(num_searchers=1, prompts_per_step=2, searched_per_prompt=4, steps=1)
     trainer.config.initial_trajectories = 8
