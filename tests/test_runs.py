@@ -671,6 +671,9 @@ REFUSALS = {  # what is said of a resume, and what is done before it
         tba.PARAMETERS, "value", (3, 0.1)
     ),
     "now {}": lambda out, patch: patch.delitem(tba.PARAMETERS, "log_z"),
+    "RecentOrReward.SAVED is": lambda out, patch: patch.setattr(
+        tba.RecentOrReward, "SAVED", (*tba.RecentOrReward.SAVED, "more")
+    ),
     "no state of my count": lambda out, patch: patch.setattr(tba, "Trainer", Counting),
     "has the state of my count": save_count,
     "checkpoint-3 cannot be read": lambda out, patch: patch.setattr(tba.torch, "load", unreadable),
