@@ -4212,7 +4212,7 @@ def run_plugin(path: str, code: dict[str, bytes] | None = None) -> None:
     module.__file__ = path
     sys.modules[name] = module  # where pickle and dataclasses look it up
     sys.path.append(str(Path(path).resolve().parent))  # for its own imports
-    exec(compile(CODE[name], path, "exec"), vars(module))
+    exec(compile(CODE[name], path, "exec", dont_inherit=True), vars(module))
 
 
 def exit_with_error(message: str) -> NoReturn:

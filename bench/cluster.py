@@ -165,7 +165,7 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
     """Run tba.py with M Searchers; returns the measurements by name."""
     # here, as runs that have this plug-in do not need them
     import psutil
-    from harness import Run, arguments, steps_of
+    from harness import Run, arguments, helpers_of, steps_of
 
     out = folder / f"searchers-{M}"
     settings = {
@@ -180,11 +180,10 @@ def run(args: argparse.Namespace, M: int, flags: list[str], folder: Path) -> dic
 
     def searchers() -> list[psutil.Process]:
         """The Searchers' processes, children of the fork server."""
-        servers = [p for p in trainer.children() if "forkserver" in " ".join(p.cmdline())]
-        return [searcher for server in servers for searcher in server.children()]
+        return server.children()
 
     own.reaches(5)
-    manager = next(p for p in trainer.children() if p.cmdline() == trainer.cmdline())
+    server, manager = helpers_of(trainer)
     parts = {"Trainer": trainer, "Manager": manager}
     cores = lambda: {name: sum(p.cpu_times()[:2]) for name, p in parts.items()}
     begin = time.monotonic()

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -86,6 +87,25 @@ def tldr() -> Path:
 def redteam() -> Path:
     """Folder of the tiny red-teaming: model/, victim/, toxicity/ and sft.jsonl."""
     return MODELS / "redteam"
+
+
+@pytest.fixture(scope="session")
+def saved_run(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Function: copy to a new folder that of a run with checkpoint-1 and -2, without Searchers."""
+    from harness import arguments, without_searchers
+
+    import tba
+
+    made = tmp_path_factory.mktemp("saved") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        without_searchers(patch)
+        flags = {"steps": 2, "save_every": 1, "eval_every": 0, "eval_samples": 8}
+        assert tba.main(arguments(gsm8k, made, **flags)) == 0
+
+    def copy(out: Path) -> Path:
+        return shutil.copytree(made, out)
+
+    return copy
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, ClassVar
 
 import numpy as np
@@ -55,6 +57,12 @@ def processes_of(group: int) -> list[int]:
         if int(session) == group and not ended:
             found.append(int(path.name))
     return sorted(found)
+
+
+def helpers_of(trainer: psutil.Process) -> list[psutil.Process]:
+    """The fork server and the Manager of a run, which are forks of its Trainer, in this order."""
+    forks = [p for p in trainer.children() if p.cmdline() == trainer.cmdline()]
+    return sorted(forks, key=lambda process: process.create_time())
 
 
 def wait_until(condition, what, log=lambda: "", seconds=PATIENCE):
@@ -410,3 +418,35 @@ def random_groups(
             )
             groups[-1].append(trajectory)
     return groups
+
+
+def without_searchers(patch: pytest.MonkeyPatch) -> None:
+    """Have runs of this process train on random groups, without Searchers.
+
+    Their checkpoints have a group that has arrived and is not stored yet.
+    """
+
+    def start(processes: tba.SearcherProcesses) -> None:
+        processes.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
+        processes.receiving = Future()
+
+    def train(trainer: tba.Trainer) -> None:
+        trainer.sampling = SimpleNamespace(add=lambda *_: None, metrics={})
+        while trainer.step < trainer.config.steps:
+            trainer.writing.exception()  # or saving would wait for it, and store the inbox
+            trainer.poll()
+            rows = random_groups(trainer.task, 5, 8, first_prompt=trainer.step)
+            groups = []
+            for trajectories in rows:
+                groups.append(tba.Group(trainer.searchers.first_missing, trajectories))
+                trainer.searchers.record_arrival(groups[-1].index)
+            trainer.log.new_groups = groups[:-1]
+            trainer.store(groups[:-1])
+            trainer.train_step(rows[:-1])
+            trainer.inbox = groups[-1:]
+            trainer.save_if_due()
+        trainer.evaluations.due = False
+
+    patch.setattr(tba.SearcherProcesses, "start", start)
+    patch.setattr(tba.SearcherProcesses, "start_missing", lambda processes: None)
+    patch.setattr(tba.Trainer, "run_asynchronous", train)

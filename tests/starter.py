@@ -4,9 +4,8 @@
 
 Then it kills whatever the tests have started and left behind: if pytest is killed, nothing remains.
 
-`python tba.py` spends about nine seconds in each of two processes, the Trainer and the fork server
-of its Searchers, on imports. A fork executes the same tba.py as `__main__` in a new session, and
-multiprocessing's own fork server runs in another fork: only the imports are shared.
+`python tba.py` spends about nine seconds on imports. A fork executes the same tba.py as `__main__`
+in a new session: only the imports are shared.
 
 A client connects and sends arguments, environment, working directory and two files for the run's
 output. It receives the run's pid, and its wait status once the run has ended.
@@ -16,7 +15,7 @@ import ast
 import contextlib
 import importlib
 import json
-import multiprocessing.util
+import multiprocessing
 import os
 import select
 import signal

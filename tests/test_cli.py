@@ -43,7 +43,7 @@ MISTAKES = [
     {"searched_per_prompt": 4}, {"kept_per_prompt": 4}, {"lag": 2}, {"max_response_tokens": 4000},
     {"adam_beta2": 1}, {"max_recent_draws": -1}, {"report_to": "wandb"},
     {"synchronous": True, "lag": 1, "recent_probability": 0.5, "reset_reference_every": 50},
-    {"learning_rate": "1e-4@0,1e-5~x"}, {"victim_top_p": 2},
+    {"learning_rate": "1e-4@0,1e-5~x"}, {"victim_top_p": 2}, {"output_dir": "x" * 300},
 ]  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_a_folder_that_holds_a_run(gsm8k, tmp_path, capsys):
     record = (out / "config.json").read_text()
     given = tba.parse(["--resume", str(out)])
     with limited_file_size(1000), pytest.raises(tba.InputError):  # as on a full disk
-        tba.claim_folder(given, tba.resolve(given))
+        tba.claim_folder(given, tba.resolve(given), 0)
     assert (out / "config.json").read_text() == record
 
 
@@ -158,6 +158,17 @@ def limited_file_size(size):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_folder_of_checkpoints_without_logs_holds_a_run(saved_run, gsm8k, tmp_path, capsys):
+    """A new run would delete its own, which have lower steps, and keep those."""
+    out = saved_run(tmp_path / "run")
+    for path in out.iterdir():
+        if path.is_file():
+            path.unlink()
+    before = set(out.rglob("*"))
+    assert "--output_dir" in refused(arguments(gsm8k, out), capsys)
+    assert set(out.rglob("*")) == before
 
 
 @pytest.mark.parametrize("resume", (["--resume", ""], ["--resume="], ["--resume"]))
@@ -222,6 +233,7 @@ def test_a_plugins_flag_that_begins_with_resume_is_another_flag(tmp_path, monkey
     plugin.write_text(
         "from dataclasses import dataclass\nimport tba\n@dataclass\nclass Mine:\n"
         "    resume_often: int | None = tba.flag(0, 'A flag of a plug-in.')\n"
+        "assert Mine.__annotations__['resume_often'] == int | None\n"
         "tba.FLAGS.append(Mine)\n"
     )
     saved = {"plugin": str(plugin), "steps": 3, "resume_often": 1}
@@ -258,6 +270,37 @@ def test_help_has_every_flag_once_in_a_section(capsys, monkeypatch):
             assert len(f.metadata["help"]) > 10
     counts = {kind.__name__: len(dataclasses.fields(kind)) for kind in tba.FLAGS[:-1]}
     assert counts["Config"] <= 61 and sum(counts.values()) <= 90
+
+
+def test_help_without_docstrings(capsys, monkeypatch):
+    """As under `python -OO`."""
+    monkeypatch.setattr(tba, "__doc__", None)
+    with pytest.raises(SystemExit) as ended:
+        tba.main(["--help"])
+    assert ended.value.code == 0 and "--steps" in capsys.readouterr().out
+
+
+def test_only_a_launchers_own_variables_are_removed(monkeypatch):
+    """Not a key of a plug-in whose name begins like one of them."""
+    with monkeypatch.context() as patch:
+        for name in ("RANKER_API_KEY", "MASTER_KEY", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+            patch.setenv(name, "x")
+        tba.prepare_process()
+        assert {"RANKER_API_KEY", "MASTER_KEY"} <= os.environ.keys()
+        assert {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
+
+
+@pytest.mark.parametrize("name", ["run_gsm8k.sh", "run_redteam.sh", "run_tldr.sh"])
+def test_the_scripts_run_whatever_CDPATH_is(name):
+    """With it, `cd` prints where it went."""
+    done = subprocess.run(
+        ["bash", f"{ROOT.name}/{name}", "--tiny"],
+        cwd=ROOT.parent,
+        env=os.environ | {"CDPATH": str(ROOT.parent), "PYTHON": "echo"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith(f"{ROOT}/tba.py --task") and done.stdout.count("\n") == 1
 
 
 ENVIRONMENTS = """

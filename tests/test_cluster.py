@@ -18,6 +18,7 @@ from harness import (
     Run,
     arguments,
     cluster_searchers,
+    helpers_of,
     local_cluster,
     processes_of,
     run_tba,
@@ -184,10 +185,8 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 def manager_of(run: Run) -> int:
-    """The Manager's process: the only one that the Trainer forks."""
-    trainer = psutil.Process(run.process.pid)
-    (manager,) = (p for p in trainer.children() if p.cmdline() == trainer.cmdline())
-    return manager.pid
+    """The Manager's process."""
+    return helpers_of(psutil.Process(run.process.pid))[1].pid
 
 
 def test_a_cluster_that_is_not_there(gsm8k, tmp_path):

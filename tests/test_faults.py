@@ -26,8 +26,10 @@ from harness import (
     arguments,
     check_positions,
     config_and_task,
+    helpers_of,
     processes_of,
     run_tba,
+    steps_of,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -143,6 +145,26 @@ def test_a_killed_trainer_leaves_nothing_and_a_second_signal_ends_at_once(gsm8k,
     time.sleep(1.1)  # before that, it would count as the same signal
     os.kill(run.process.pid, signal.SIGINT)
     run.ends(-signal.SIGINT)  # a shell's $? is 128 + signal
+
+
+def test_a_run_outlives_its_working_directory_but_not_its_manager(gsm8k, tmp_path, monkeypatch):
+    """A Searcher that dies is restarted; then one line says what has ended, after a checkpoint."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    out = tmp_path / "run"
+    run = Run(out, endless(gsm8k, out, num_searchers=1))
+    run.reaches(1)
+    (tmp_path / "here").rmdir()
+    run.want("die-generating")
+    run.until(run.failed, "a failed Searcher")
+    version = read_lines(out / "metrics.jsonl")[-1]["version"]
+    newer = lambda: read_lines(out / "metrics.jsonl")[-1]["version"] > version + 1
+    run.until(newer, "new weights of the one that replaces it")
+    _, manager = helpers_of(psutil.Process(run.process.pid))
+    manager.kill()
+    said = run.ends(1)
+    assert "tba.py: error: the Manager" in said and "Traceback" not in said
+    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{steps_of(out)}"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
@@ -834,6 +856,36 @@ def test_a_buffer_of_another_class_resumes_with_what_was_stored():
     assert [len(buffer.trajectories[0]) for buffer in buffers] == [1, 2, 3]
 
 
+class Count(tba.Stateful):
+    """An object of a plug-in."""
+
+    SAVED = ("n",)
+
+    def __init__(self, n):
+        self.n = n
+
+
+def test_what_is_registered_keeps_its_name():
+    """Two objects of a class have their own states; a name is given once, and not forgotten."""
+    task = SimpleNamespace(held_out_prompts=[None], buffer_class=tba.ReplayBuffer)
+    folder = SimpleNamespace(step=0, say=print, code="", evaluations=[])
+    make = lambda saved: tba.Trainer(tba.settings(), task, folder, tba.Ranks(), saved)
+    trainer = make({})
+    trainer.register(Count(3), "three")
+    trainer.register(Count(30), "thirty")
+    trainer.register(Count(300))
+    with pytest.raises(ValueError, match="Count is registered already"):
+        trainer.register(Count(3000))
+    saved = {name: owner.state() for name, owner in trainer.owners.items()}
+    resumed = make(saved)
+    found = [resumed.register(Count(0), name).n for name in ("thirty", "three")]
+    assert found == [30, 3]
+    with pytest.raises(tba.InputError, match="the state of Count, which"):
+        tba.require_claimed(resumed)
+    resumed.register(Count(0))
+    tba.require_claimed(resumed)
+
+
 def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
     trainer = trainer_of(num_searchers=1, prompts_per_step=2, searched_per_prompt=4, steps=1)
     trainer.config.initial_trajectories = 8
@@ -870,6 +922,35 @@ def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
     assert [[g[0].prompt_id for g in groups] for groups in trained] == [[4, 4]]
     said = "\n".join(trainer.said)
     assert "4 of --initial_trajectories" in said and "--replay_rule draws no batch" in said
+
+
+@pytest.mark.parametrize("empties", [dict.clear, lambda stored: stored.update({0: {}})])
+def test_a_rule_that_deletes_all_has_the_run_wait(empties):
+    """For instance all groups of equal rewards, which is all there are at first."""
+    trainer = trainer_of(num_searchers=1, prompts_per_step=1, searched_per_prompt=1, steps=1)
+    trainer.config.recent_probability = 0.0
+    trainer.config.initial_trajectories = 0
+    trainer.LOG_EVERY = 0
+
+    class Deleting(tba.RecentOrReward):
+        def on_group(self, group):
+            super().on_group(group)
+            empties(self.buffer.trajectories)
+
+    trainer.rule = Deleting(trainer.buffer, trainer.config)
+    trainer.inbox = [one_group(0)]
+    trainer.searchers.record_arrival(0)
+
+    def stop(text):
+        trainer.said.append(text)
+        trainer.signals[signal.SIGTERM] = 0.0
+
+    trainer.folder.say = stop
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run_asynchronous()
+    assert "--replay_rule draws no batch" in trainer.said[0] and trainer.stored == 1
+    with pytest.raises(tba.RunEnded, match="--replay_rule"):  # as in lockstep
+        trainer.rule.replay(1, 1, set())
 
 
 def weight_sync(members, **flags):
@@ -945,8 +1026,9 @@ def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(memb
                 sync.due = True
                 if resets:
                     sync.reset_reference(step)
-            policy = sync.begin_if_due(step)
+            sync.begin_if_due(step)
             transfer = sync.transfer
+            policy = not transfer.reference
             if transfer.sending is None:
                 assert late or not sync.due
                 continue
@@ -980,10 +1062,13 @@ def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(memb
             sync.poll()
             waits = any(s in late for s in event)
             assert sync.in_progress == waits
-            assert not (waits and sync.begin_if_due(step))
+            if waits:
+                sync.begin_if_due(step)
+                assert sync.transfer is transfer
             now += 40  # --transfer_timeout, and a little
             sync.poll()
             assert not sync.in_progress
+            assert all(s.transfer is None for s in event if event[s] == "dies")
             assert sync.searchers.ended == (
                 transfer.channel.name if "dies" in event.values() else ""
             )
@@ -1004,6 +1089,12 @@ def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(memb
             assert all(version in loaded[s][True] for s in evaluating)
 
 
+def begins(sync, step):
+    """Whether a transfer begins if one is due."""
+    sync.begin_if_due(step)
+    return sync.in_progress
+
+
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_models(synchronous):
     sync = weight_sync(2, synchronous=synchronous)
@@ -1011,24 +1102,24 @@ def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tba.WeightChannel, "broadcast", lambda *_: None)
         second.state = "loading"
-        assert not sync.begin_if_due(0)
+        assert not begins(sync, 0)
         second.state = "ready"
-        assert sync.begin_if_due(0)
+        assert begins(sync, 0)
         sync.transfer.sending.result()
         for s in (first, second):
             sync.on_loaded(s, [np.zeros(2)])
         sync.poll()
-        assert not sync.begin_if_due(1)  # nothing is due
+        assert not begins(sync, 1)  # nothing is due
         sync.searchers.running[1] = restarted = searcher_in("loading", 1)
         sync.due = True
-        assert sync.begin_if_due(1) == (not synchronous)
+        assert begins(sync, 1) == (not synchronous)
         if not synchronous:
             sync.transfer.sending.result()
             sync.on_loaded(first, [np.zeros(2)])
             sync.poll()
         sync.due = synchronous
         restarted.state = "ready"
-        assert sync.begin_if_due(2)  # though nothing else is due, it has no weights
+        assert begins(sync, 2)  # though nothing else is due, it has no weights
 
 
 def searcher_processes(config):
@@ -1066,6 +1157,25 @@ def test_failures_count_until_a_searcher_has_run_for_an_hour(gaps):
                     processes.restart(failed)
                 return
             processes.restart(failed)
+
+
+def test_a_searcher_that_was_killed_and_remains_ends_the_run():
+    """Its fork server may hang, which alone can tell that it has ended."""
+    processes = searcher_processes(tba.settings(num_searchers=1, searcher_timeout=60))
+    s = searcher_in("ready", 0)
+    s.process.is_alive = lambda: True
+    processes.running = [s]
+    now = 1e6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba.time, "monotonic", lambda: now)
+        s.seen = now
+        now += 61
+        assert processes.reap() == [] and s.state == "ended"
+        now += 59
+        assert processes.reap() == []
+        now += 2
+        with pytest.raises(tba.RunEnded, match="Searcher 0 was killed"):
+            processes.reap()
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -175,40 +176,18 @@ def test_a_lost_rank_ends_the_run_and_a_signal_saves_a_checkpoint(gsm8k, tmp_pat
         assert (out / f"checkpoint-{steps_of(out)}").exists(), path.read_text()
 
 
-SLOW_DISK = """
-import time
-import tba
-
-tba.Ranks.KILLED_AFTER = 1e-6  # also the gigabytes that can be written by then
-write = tba.save_model
-written = []
-
-def slow(*args):
-    if written:
-        time.sleep(1000)
-    written.append(args)
-    write(*args)
-
-tba.save_model = slow
-"""
-
-
-def test_a_save_that_the_launcher_would_not_wait_for_is_warned_of(gsm8k, tmp_path):
-    """At the start, because of the model's size; and when it happens. The one before is whole."""
-    plugin = tmp_path / "slow.py"
-    plugin.write_text(SLOW_DISK)
-    out = tmp_path / "run"
-    path = tmp_path / "log"
-    with open(path, "w") as log:
-        args = flags_of(gsm8k, out, steps=100_000, synchronous=None, plugin=plugin)
-        process = start_ranks(args, log)
-    wait_until(lambda: "step 4 is not saved yet" in path.read_text(), "a slow save", path.read_text)
-    said = path.read_text()
-    assert said.index("a checkpoint has") < said.index("step 4 is not saved yet")
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE) != 0
-    _, alive = psutil.wait_procs(family, timeout=2 * GONE)
-    assert not alive
-    assert [found.name for found in tba.checkpoints(out)] == ["checkpoint-2"]
-    tba.open_checkpoint(out / "checkpoint-2")
+def test_a_rank_whose_launcher_ended_while_it_connected_ends(monkeypatch):
+    """The kernel tells it only if the launcher ends later."""
+    launchers = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in launchers.items():
+        monkeypatch.setenv(name, value)
+    parents = iter([4321, 1])
+    store = SimpleNamespace(set_timeout=lambda _: None)
+    monkeypatch.setattr(tba.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tba.dist, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
+    monkeypatch.setattr(tba.dist, "init_process_group", lambda *_: None)
+    monkeypatch.setattr(tba.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: None))
+    monkeypatch.setattr(tba.os, "getppid", lambda: next(parents))
+    sent = []
+    monkeypatch.setattr(tba.os, "kill", lambda pid, number: sent.append((pid, number)))
+    assert tba.Ranks.connect().size == 2 and sent == [(os.getpid(), signal.SIGTERM)]

@@ -185,6 +185,18 @@ def test_prompts_that_a_rule_drops_from_the_buffer_are_no_longer_replayed():
     assert set(drawn) == set(range(1, 12, 2))
 
 
+def test_prompts_without_trajectories_are_not_replayed():
+    """A rule may have dropped them all."""
+    rule = rule_of(recent_probability=0.0)
+    arrive(rule, *(group(p, [[p]]) for p in range(4)))
+    rule.buffer.trajectories[2].clear()
+    drawn = [g[0].prompt_id for _ in range(3) for g in rule.sample(3, 1)]
+    assert sorted(drawn) == [0, 0, 0, 1, 1, 1, 3, 3, 3]
+    rule.buffer.trajectories.clear()
+    with pytest.raises(tba.RunEnded):
+        rule.replay(1, 1, set())
+
+
 def test_replays_of_the_rest_are_not_counted_and_do_not_wait():
     rule = rule_of(recent_probability=0.0, max_recent_draws=1)
     arrive(rule, *(group(p, [[p]]) for p in range(3)))

@@ -28,6 +28,7 @@ from harness import (
     learner_of,
     run_tba,
     steps_of,
+    without_searchers,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -505,7 +506,7 @@ def test_files_are_json_that_strict_parsers_read(tmp_path):
 def test_a_settings_value_that_json_lacks_is_its_default_after_a_resume(tmp_path):
     given = tba.settings(output_dir=str(tmp_path / "run"))
     given.a_plugins_limit = math.inf
-    tba.claim_folder(given, given)
+    tba.claim_folder(given, given, 0)
 
     def refuse(name):
         raise ValueError(name)
@@ -601,6 +602,206 @@ def test_two_runs_never_share_a_folder(gsm8k, tmp_path):
     run_tba(["--resume", str(out), "--steps", str(steps_of(out) + 1)])
 
 
+# ------------------------------------------------------------------- resuming, without Searchers
+
+
+def files_of(folder):
+    """Every file of a folder, by path, with its bytes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def change_state(path, change):
+    """Change what a checkpoint's trainer.pt holds."""
+    saved = torch.load(path / "trainer.pt", weights_only=True)
+    change(saved)
+    torch.save(saved, path / "trainer.pt")
+
+
+@pytest.fixture
+def resumed(monkeypatch):
+    """Function: resume a run, but do not train; returns the Trainer."""
+    trainers = []
+    monkeypatch.setattr(tba, "run", lambda trainer: trainers.append(trainer) or 0)
+
+    def resume(out, *flags):
+        assert tba.main(["--resume", str(out), *flags]) == 0
+        return trainers[-1]
+
+    return resume
+
+
+class Count(tba.Stateful):
+    """An object of a plug-in."""
+
+    SAVED = ("n",)
+
+    def __init__(self, n=0):
+        self.n = n
+
+
+class Counting(tba.Trainer):
+    """A plug-in's Trainer that registers it."""
+
+    count: object = Count()
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register(self.count, "my count")
+
+
+def unreadable(*args, **kwargs):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def empty_buffers(out, patch):
+    for path in out.glob("checkpoint-*"):
+        (path / "ReplayBuffer.trajectories").write_bytes(b"")
+
+
+def save_count(out, patch):
+    change_state(out / "checkpoint-2", lambda saved: saved.update({"my count": {"n": 1}}))
+
+
+REFUSALS = {  # what is said of a resume, and what is done before it
+    "--temperature 0.5": lambda out, patch: None,
+    "had the sizes {'log_z': 1000}, now {'log_z': 7}": lambda out, patch: patch.setitem(
+        tba.PARAMETERS, "log_z", (7, 0.1)
+    ),
+    "now {'log_z': 1000, 'value': 3}": lambda out, patch: patch.setitem(
+        tba.PARAMETERS, "value", (3, 0.1)
+    ),
+    "now {}": lambda out, patch: patch.delitem(tba.PARAMETERS, "log_z"),
+    "RecentOrReward.SAVED is": lambda out, patch: patch.setattr(
+        tba.RecentOrReward, "SAVED", (*tba.RecentOrReward.SAVED, "more")
+    ),
+    "no state of my count": lambda out, patch: patch.setattr(tba, "Trainer", Counting),
+    "has the state of my count": save_count,
+    "checkpoint-3 cannot be read": lambda out, patch: patch.setattr(tba.torch, "load", unreadable),
+    "no checkpoint that loads": empty_buffers,
+}
+
+
+@pytest.mark.parametrize("said", REFUSALS)
+def test_a_resume_that_is_refused_changes_no_file(said, saved_run, tmp_path, capsys, monkeypatch):
+    """Not a log, which has later steps, nor a newer checkpoint, which is damaged."""
+    out = saved_run(tmp_path / "run")
+    shutil.copytree(out / "checkpoint-2", out / "checkpoint-3")
+    os.truncate(out / "checkpoint-3" / "ReplayBuffer.trajectories", 5000)
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "seconds": 1.0}\n')
+    REFUSALS[said](out, monkeypatch)
+    before = files_of(out)
+    monkeypatch.setattr(tba, "run", lambda trainer: 0)
+    flags = said.split() if said.startswith("--") else []
+    with pytest.raises(SystemExit) as ended:
+        tba.main(["--resume", str(out), *flags])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert ended.value.code == 2 and len(lines) == 1 and said in lines[0]
+    assert files_of(out) == before
+
+
+DAMAGE = {
+    "emptied": lambda path: (path / "ReplayBuffer.trajectories").write_bytes(b""),
+    "missing": lambda path: (path / "ReplayBuffer.trajectories").unlink(),
+    "cut": lambda path: os.truncate(path / "ReplayBuffer.trajectories", 5000),
+    "tokenizer": lambda path: os.truncate(path / "tokenizer.json", 100),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
+    damage, saved_run, resumed, tmp_path, capsys
+):
+    out = saved_run(tmp_path / "run")
+    DAMAGE[damage](out / "checkpoint-2")
+    trainer = resumed(out)
+    assert trainer.step == 1
+    assert sum(map(len, trainer.buffer.trajectories.values())) == 4 * 8
+    said = capsys.readouterr().err
+    assert "checkpoint-2 is damaged" in said and "renamed to checkpoint-2.broken" in said
+    assert {path.name for path in out.glob("checkpoint-*")} == {
+        "checkpoint-1",
+        "checkpoint-2.broken",
+    }
+    assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == [1]
+
+
+def test_a_run_resumes_whatever_its_classes_are_called(saved_run, tmp_path, capsys, monkeypatch):
+    """A plug-in may have a Learner and a Trainer of its own. A line of the log is damaged."""
+    out = saved_run(tmp_path / "run")
+    lines = (out / "metrics.jsonl").read_bytes()
+    (out / "metrics.jsonl").write_bytes(bytes(50) + b"\n" + lines)
+    trainers = []
+
+    class MyTrainer(tba.Trainer):
+        def run(self):
+            trainers.append((self, [group.index for group in self.inbox]))
+            super().run()
+
+    without_searchers(monkeypatch)
+    monkeypatch.setattr(tba, "Trainer", MyTrainer)
+    monkeypatch.setattr(tba, "Learner", type("MyLearner", (tba.Learner,), {}))
+    assert tba.main(["--resume", str(out)]) == 0
+    ((trainer, inbox),) = trainers
+    assert inbox == [9] and trainer.searchers.first_missing == 10
+    loaded = trainer.learner.state()["optimizer"]
+    saved = tba.open_checkpoint(out / "checkpoint-2")["Learner"]["optimizer"]
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[n]["exp_avg"], saved[n]["exp_avg"]) for n in saved)
+    assert any(saved[n]["exp_avg"].any() for n in saved)
+    assert "warning: skipping a damaged line" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").read_bytes() == lines
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), collections.deque([1])], ids=["numpy", "deque"])
+def test_a_state_that_no_resume_could_load_ends_the_run_at_its_first_checkpoint(
+    value, gsm8k, tmp_path, capsys, monkeypatch
+):
+    without_searchers(monkeypatch)
+    monkeypatch.setattr(Counting, "count", Count({"a prompt": value}))
+    monkeypatch.setattr(tba, "Trainer", Counting)
+    out = tmp_path / "run"
+    flags = {"steps": 9, "save_every": 1, "eval_every": 0, "eval_samples": 8}
+    assert tba.main(arguments(gsm8k, out, **flags)) == 1
+    said = capsys.readouterr().err
+    name = "numpy._core.multiarray.scalar" if value == 0.5 else "collections.deque"
+    assert f"a value of {name}: SAVED may have" in said and "Traceback" not in said
+    assert len(read_lines(out / "metrics.jsonl")) <= 2
+    assert not [
+        path for path in out.iterdir() if re.match(r"checkpoint|final|\.partial", path.name)
+    ]
+
+
+def test_a_reset_that_fails_is_repeated_by_the_resumed_run(gsm8k, tmp_path, capsys, monkeypatch):
+    """The reference and its version are the old ones; the step is not counted."""
+    without_searchers(monkeypatch)
+    out = tmp_path / "run"
+    flags = {"steps": 2, "reset_reference_every": 2, "save_every": 0, "learning_rate": 1e-3}
+    calls = []
+
+    def fails(policy, reference, config):
+        calls.append(policy)
+        assert len(calls) < 5
+        return policy
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tba, "next_reference", fails)
+        assert tba.main(arguments(gsm8k, out, eval_every=0, eval_samples=8, **flags)) == 1
+    assert "AssertionError" in capsys.readouterr().err
+    saved = tba.open_checkpoint(out / "checkpoint-1")["WeightSync"]
+    model = weights_of(gsm8k / "model")
+    assert saved["reference_version"] == 0
+    assert all(torch.equal(saved["reference"][name], model[name]) for name in model)
+    assert tba.main(["--resume", str(out)]) == 0
+    saved = tba.open_checkpoint(out / "checkpoint-2")["WeightSync"]
+    policy = weights_of(out / "checkpoint-2")
+    assert saved["reference_version"] == 2
+    assert all(torch.equal(saved["reference"][name], policy[name]) for name in policy)
+
+
+# ---------------------------------------------------------------------------------- a run's folder
+
+
 def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -690,6 +891,19 @@ def test_a_collapse_is_reported_once(kinds, warnings, S):
         assert found[-1] == 0.5
     if kinds[-1] == "one response":
         assert found[-1] == 1 / 128
+
+
+@pytest.mark.parametrize("resumed_at", [0, 40])
+def test_only_the_first_steps_of_a_run_can_learn_nothing(resumed_at):
+    """Later there may be nothing left to learn."""
+    said = []
+    folder = SimpleNamespace(say=said.append, step=resumed_at)
+    log = tba.StepLog(SimpleNamespace(folder=folder, inbox=[]))
+    log.means["distinct"] = 1.0
+    for _ in range(30):
+        log.group_counts.append((1, 1))
+        log.check_learning([SimpleNamespace(ended=False)])
+    assert len(said) == (0 if resumed_at else 2)
 
 
 SHORT = """

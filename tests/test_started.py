@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from harness import ROOT, Run, arguments, judges_of, run_tba, steps_of
@@ -29,15 +30,22 @@ tba.GSM8K.rewards = rewards
 
 @pytest.fixture
 def run(gsm8k, tmp_path):
-    """A run of a copy of tba.py with a plug-in that imports a module of its own."""
-    shutil.copy(ROOT / "tba.py", tmp_path / "tba.py")
-    (tmp_path / "mine.py").write_text(PLUGIN)
+    """A run of a copy of tba.py with a plug-in that imports a module of its own.
+
+    The copy has another name, and is started by a link of a third one, as by `python -P`. The
+    plug-in is called tba.py.
+    """
+    (tmp_path / "store").mkdir()
+    shutil.copy(ROOT / "tba.py", tmp_path / "store" / "blob")
+    (tmp_path / "train.py").symlink_to(tmp_path / "store" / "blob")
+    (tmp_path / "tba.py").write_text(PLUGIN)
     (tmp_path / "helper.py").write_text("VALUE = 0.25\n")
     out = tmp_path / "run"
-    flags = {"steps": 100_000, "eval_every": 0, "eval_samples": 8, "plugin": tmp_path / "mine.py"}
+    flags = {"steps": 100_000, "eval_every": 0, "eval_samples": 8, "plugin": tmp_path / "tba.py"}
     args = arguments(gsm8k, out, model=tmp_path / "model", **flags)
     shutil.copytree(gsm8k / "model", tmp_path / "model")
-    return Run(out, args, hooks=False, interpreter=True, program=tmp_path / "tba.py")
+    environment = {"PYTHONSAFEPATH": "1"}
+    return Run(out, args, hooks=False, environment=environment, program=tmp_path / "train.py")
 
 
 def overwrite_weights(folder):
@@ -54,11 +62,15 @@ def kill_searcher(folder):
     return len(set(pids))
 
 
-def test_a_restarted_searcher_runs_the_code_that_the_run_started_with(run, tmp_path):
+def test_searchers_run_the_code_that_the_run_started_with(run, tmp_path):
+    """tba.py is edited while it imports libraries, the plug-in before a Searcher is restarted."""
+    program = tmp_path / "store" / "blob"
+    source = program.read_bytes()
+    maps = Path(f"/proc/{run.process.pid}/maps")
+    run.until(lambda: "/numpy" in maps.read_text(), "the first import")
+    program.write_text("raise SystemExit('edited')\n")
     run.reaches(2)
-    source = (tmp_path / "tba.py").read_bytes()
-    (tmp_path / "tba.py").write_text("raise SystemExit('edited')\n")
-    (tmp_path / "mine.py").write_text("import tba\ntba.GSM8K.rewards = None\n")
+    (tmp_path / "tba.py").write_text("import tba\ntba.GSM8K.rewards = None\n")
     before = kill_searcher(tmp_path)
     scored = lambda: len(set((tmp_path / "pids").read_text().split())) > before
     run.until(scored, "a new process that scores")
@@ -68,7 +80,7 @@ def test_a_restarted_searcher_runs_the_code_that_the_run_started_with(run, tmp_p
     assert run.failed() == [0] and "edited" not in text
     assert {m["reward"] for m in read_lines(run.out / "metrics.jsonl")} == {0.25}
     assert (run.out / "code" / "0" / "tba.py").read_bytes() == source
-    assert (run.out / "code" / "0" / "plugin_mine.py").read_text() == PLUGIN
+    assert (run.out / "code" / "0" / "plugin_tba.py").read_text() == PLUGIN
 
 
 def test_a_plugin_may_have_the_name_of_a_library(gsm8k, tmp_path):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from harness import (
     ROOT,
     Run,
     arguments,
+    helpers_of,
     kill_all,
     processes_of,
     run_tba,
@@ -45,11 +47,8 @@ def endless(gsm8k, out, **flags):
 def test_a_helper_that_hangs_does_not_keep_a_run_from_ending(gsm8k, tmp_path, which):
     run = Run(tmp_path / "run", endless(gsm8k, tmp_path / "run"), interpreter=True)
     run.reaches(1)
-    trainer = psutil.Process(run.process.pid)
-    is_server = lambda p: "forkserver" in str(p.cmdline())
-    is_manager = lambda p: p.cmdline() == trainer.cmdline()
-    found = {"fork server": is_server, "Manager": is_manager}[which]
-    (helper,) = [p for p in trainer.children() if found(p)]
+    server, manager = helpers_of(psutil.Process(run.process.pid))
+    helper = {"fork server": server, "Manager": manager}[which]
     helper.suspend()
     try:
         os.kill(run.process.pid, signal.SIGTERM)
@@ -235,6 +234,39 @@ def test_a_folder_that_could_not_be_written_is_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_folder_is_never_without_its_old_or_its_new_contents(tmp_path, monkeypatch, fails):
+    """Whatever it is kept under, if a run ends between two renames."""
+    rename = Path.rename
+    renames = 0
+
+    def failing(path, target):
+        nonlocal renames
+        renames += 1
+        if renames == fails:
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    def write(text):
+        with tba.atomic_folder(tmp_path / "final") as new:
+            (new / "part").write_text(text)
+
+    write("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(OSError):
+            write("new")
+    assert [path.read_text() for path in tmp_path.rglob("part")] == ["old"]
+    synced = []
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    write("new")
+    assert [path.read_text() for path in tmp_path.rglob("part")] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert synced[-1] == str(tmp_path)  # its list of files, so that the new name lasts
+
+
 TINY = """exec bash "$ROOT/run_gsm8k.sh" --tiny --steps 100000 --learning_rate 1e-4 \\
   --save_every 0 --eval_every 0 --eval_samples 8 "${@: -2}"
 """
@@ -294,13 +326,24 @@ def test_the_slurm_scripts_of_the_docs_save_after_a_signal(gsm8k, tmp_path, star
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, steps + 1))
 
 
-BEFORE = """import signal, threading
+SCALED = """
+import os
+import numpy as np
+
+def rewards(task, examples, responses, ended):
+    return np.full(len(responses), float(os.environ["REWARD"]))
+
+tba.GSM8K.rewards = rewards
+"""
+BEFORE = """import os, signal, threading
 from concurrent.futures import ThreadPoolExecutor
 import tba
 
 handlers = [signal.getsignal(number) for number in tba.STOP_SIGNALS]
+os.environ["REWARD"] = "1"
 """
 AFTER = """
+os.environ["REWARD"] = "5"
 with ThreadPoolExecutor() as pool:
     resumed = pool.submit(tba.main, ["--resume", "runs/1e-4", "--steps", "3"])
 assert resumed.result() == 0
@@ -315,12 +358,16 @@ for thread in others:
 
 @pytest.mark.parametrize("source", ["file", "standard input"])
 def test_the_sweep_of_the_docs_ends_and_leaves_nothing(gsm8k, tmp_path, started, source):
-    """A script without `if __name__ == "__main__"`; the second run is resumed, in a thread."""
+    """A script without `if __name__ == "__main__"`; the second run is resumed, in a thread.
+
+    Each run's Searchers have the environment of its start.
+    """
     text = (ROOT / "docs" / "hacking.md").read_text()
     (sweep,) = re.findall(r"```python\n(import sys\n.*?)```", text, re.DOTALL)
     script = tmp_path / "sweep.py"
     script.write_text(BEFORE + sweep + AFTER)
-    plugin = ROOT / "bench" / "objectives.py"  # is not executed twice
+    plugin = tmp_path / "mine.py"  # is not executed twice
+    plugin.write_text((ROOT / "bench" / "objectives.py").read_text() + SCALED)
     flags = arguments(gsm8k, None, output_dir=None, steps=2, eval_samples=8, learning_rate=None)
     flags += ["--plugin", str(plugin), "--objective", "dr_grpo"]
     command = [sys.executable, str(script) if source == "file" else "-", *flags]
@@ -334,3 +381,5 @@ def test_the_sweep_of_the_docs_ends_and_leaves_nothing(gsm8k, tmp_path, started,
     wait_until(lambda: not processes_of(process.pid), "every process gone")
     for rate, steps in (("1e-5", 2), ("1e-4", 3)):
         assert steps_of(tmp_path / "runs" / rate) == steps, log.read_text()
+    rewards = [m["reward"] for m in read_lines(tmp_path / "runs" / "1e-4" / "metrics.jsonl")]
+    assert rewards[:2] == [1, 1] and rewards[2] > 1  # groups of before may be among the new ones
