@@ -127,15 +127,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 ################################### Part I: the paper ##############################################
 
-# Part II defines, in the section given:
-#   Ranks                     9  the processes that share the policy; one, without a launcher
-#   Request, Completion      10  what an engine is asked for, S responses to a prompt; its answer
-#   FlatWeights, WeightSync  11  a copy of all weights in one tensor; what sends it to Searchers
-#   SearcherSpec             12  what a Searcher is started with, such as its `first` prompt
-#   Loaded, Missed, ...      12  the messages that Searchers send, besides Groups
-#   Evaluations              13  splits held-out prompts among the Searchers
-#   RunFolder, StepLog       16  the run's files; the metrics of a step
-
 # ====================================================================================== 1. Config
 
 POSITIVE = sys.float_info.min  # minimum of a flag that must be greater than 0
@@ -3635,7 +3626,7 @@ def model_checksum(path: str) -> int:
     """
     checksum = zlib.crc32(b"" if os.path.isdir(path) else path.encode())
     for file in sorted(Path(path).glob("*")):
-        if re.fullmatch(rf"{KEPT}|generation_config\.json|(pytorch_)?model.*", file.name):
+        if re.fullmatch(rf"{KEPT}|generation_config\.json|(pytorch_)?model[.-].*", file.name):
             size = file.stat().st_size
             checksum = zlib.crc32(f"{file.name} {size}".encode(), checksum)
             with open(file, "rb") as opened:
@@ -4258,7 +4249,7 @@ def parse(argv: list[str]) -> Config:
     config = parser.parse_args(after or argv, settings(**saved))
     config.run_id = saved.get("run_id", os.urandom(4).hex())  # also in trackers
     folders = saved.get("folders", {})  # unless a flag now names another model
-    config.folders = {n: f for n, f in folders.items() if getattr(config, n) == saved[n]}
+    config.folders = {n: f for n, f in folders.items() if getattr(config, n, None) == saved.get(n)}
     default = time.strftime(f"runs/{config.task}-%Y%m%d-%H%M%S-{config.run_id}")
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
     paths = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
