@@ -2055,7 +2055,7 @@ def fresh_tokens_sums(
     policy; and its variance. `spread` (N, 2) has entropies and variances. Groups of which few of S
     responses are trained on do not count: distinct ones come first, which biases the third sum.
     """
-    K = config.trained_per_prompt
+    K = len(groups[0])
     fresh = [  # (B,); replay may draw a trajectory twice
         all(t.version == batch.step and t.temperature == config.temperature for t in group)
         and len(set(map(id, group))) == K >= 0.8 * config.searched_per_prompt
@@ -3625,8 +3625,9 @@ def model_checksum(path: str) -> int:
     A path that is no folder, such as the name of a model behind an API, is its own checksum.
     """
     checksum = zlib.crc32(b"" if os.path.isdir(path) else path.encode())
+    names = rf"({KEPT}|generation_config\.json|(pytorch_)?model[.-].*)(?<!jinja)"  # no template
     for file in sorted(Path(path).glob("*")):
-        if re.fullmatch(rf"{KEPT}|generation_config\.json|(pytorch_)?model[.-].*", file.name):
+        if re.fullmatch(names, file.name):
             size = file.stat().st_size
             checksum = zlib.crc32(f"{file.name} {size}".encode(), checksum)
             with open(file, "rb") as opened:
