@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import http.server
 import json
 import os
 import re
@@ -13,11 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
 from harness import PATIENCE, ROOT, Run, arguments, config_and_task, judges_of, run_tba
+from hub import Hub
 from safetensors.torch import load_file, save_file
 
 import tba
@@ -486,25 +485,6 @@ def test_the_first_command_of_a_user_without_name_and_home(container_user):
     assert left <= {"run", f"torchinductor_{USER_ID}"}
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """A hub whose models have an empty config.json."""
-
-    def do_GET(self):
-        known = self.path.endswith("/config.json")
-        self.send_response(200 if known else 404)
-        self.send_header("ETag", '"0"')
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("Content-Length", "2" if known else "0")
-        self.end_headers()
-        if known and self.command == "GET":
-            self.wfile.write(b"{}")
-
-    do_HEAD = do_GET
-
-    def log_message(self, *args):
-        pass
-
-
 def test_a_library_explains_an_http_error_better_than_the_error():
     def load(name):
         try:
@@ -513,19 +493,17 @@ def test_a_library_explains_an_http_error_better_than_the_error():
             raise OSError(f"{name} is not a local folder\nand not a hub name") from error
 
     with pytest.raises(tba.InputError, match="gtp2: gtp2 is not a local folder and not"):
-        tba.load_flag("model", tba.settings(model="gtp2"), load)
+        tba.load_flag("dataset", tba.settings(dataset="gtp2"), load)
 
 
 @pytest.mark.root
 def test_a_hub_name_needs_a_folder_that_can_be_written(gsm8k, container_user):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        flags = ["--model", "some/model", "--dataset", gsm8k / "data"]
-        ended = container_user(
-            sys.executable, ROOT / "tba.py", *flags,
-            HOME="/", HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}",
-        )  # fmt: skip
-        hub.shutdown()
+    hub = Hub()
+    hub.add("some/model", gsm8k / "model")
+    flags = ["--model", "some/model", "--dataset", gsm8k / "data"]
+    command = [sys.executable, ROOT / "tba.py", *flags]
+    ended = container_user(*command, HOME="/", HF_ENDPOINT=hub.url)
+    hub.close()
     assert ended.returncode == 2
     assert "--model some/model: " in ended.stderr and "/.cache" in ended.stderr, ended.stderr
     assert ended.stderr.count("\n") == 1, ended.stderr
