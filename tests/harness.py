@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any, ClassVar
 
 import numpy as np
@@ -431,7 +430,6 @@ def without_searchers(patch: pytest.MonkeyPatch) -> None:
         processes.receiving = Future()
 
     def train(trainer: tba.Trainer) -> None:
-        trainer.sampling = SimpleNamespace(add=lambda *_: None, metrics={})
         while trainer.step < trainer.config.steps:
             trainer.writing.exception()  # or saving would wait for it, and store the inbox
             trainer.poll()
