@@ -3578,10 +3578,10 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
             for file in path.glob("*.trajectories"):
                 saved[file.stem]["trajectories"] = read_trajectories(file)
             break
-        except FileNotFoundError as error:
+        except (MemoryError, OSError) as error:  # perhaps only now, unless a file is gone or cut
+            damaged = isinstance(error, FileNotFoundError) or "Invalid argument" in str(error)
+            config.require(damaged, "resume", f"{path.name} cannot be read: {first_line(error)}")
             damage = first_line(error)
-        except (MemoryError, OSError) as error:  # perhaps only now
-            config.require(False, "resume", f"{path.name} cannot be read: {first_line(error)}")
         except Exception as error:  # from torch, safetensors or numpy
             damage = first_line(error)
         print(f"warning: {path} is damaged: {damage}", file=sys.stderr)

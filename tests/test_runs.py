@@ -704,6 +704,7 @@ DAMAGE = {
     "emptied": lambda path: (path / "ReplayBuffer.trajectories").write_bytes(b""),
     "missing": lambda path: (path / "ReplayBuffer.trajectories").unlink(),
     "cut": lambda path: os.truncate(path / "ReplayBuffer.trajectories", 5000),
+    "state": lambda path: os.truncate(path / "trainer.pt", 20_000),
     "tokenizer": lambda path: os.truncate(path / "tokenizer.json", 100),
 }
 
