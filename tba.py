@@ -4437,7 +4437,8 @@ def run_command_line() -> NoReturn:
     # the path of a socket has at most 107 bytes
     short = tempfile.gettempdir() if len(tempfile.gettempdir()) < 70 else "/tmp"
     exit_code = 1
-    with tempfile.TemporaryDirectory(prefix="tba-", dir=short) as folder, lenient_output():
+    temporary = tempfile.TemporaryDirectory(prefix="tba-", dir=short, ignore_cleanup_errors=True)
+    with temporary as folder, lenient_output():
         set_home(folder)
         if os.environ.get("RANK", "0") == "0":
             fork_server(f"{folder}/fork-server")

@@ -1,5 +1,6 @@
 """Data, and the four tasks: rewards and evaluations beside plain computations."""
 
+import copy
 import json
 import math
 import os
@@ -529,10 +530,12 @@ def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path
     assert calls[2] == 2 * calls[0]  # recomputed in each backward pass
 
 
-def test_a_warm_start_gives_new_settings_and_leaves_those_it_got(tmp_path):
+def test_what_a_warm_start_made_is_the_model(tmp_path):
     config = tba.settings(model="m", output_dir=str(tmp_path), sft_data="d", steps=3)
-    tuned = tba.warm_start(config, None, [], print)  # of a resumed run: it is trained already
-    assert (tuned.model, tuned.steps) == (str(tmp_path / "sft"), 3) and config.model == "m"
+    given = copy.copy(config)
+    tba.warm_start(config, None, [], print)  # of a resumed run: it is trained already
+    assert config.model == config.folders["model"] == str(tmp_path / "sft")
+    assert (given.model, config.steps) == ("m", 3)
 
 
 def test_the_scripts_settings_are_the_papers(tmp_path):
