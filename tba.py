@@ -4321,7 +4321,7 @@ def lock_folder(config: Config) -> Any:
     return lock
 
 
-def claim_folder(given: Config, config: Config, step: int) -> None:
+def claim_folder(given: Config, config: Config, step: int = 0) -> None:
     """Write config.json and, for this start at `step`, CODE to the run's folder."""
     folder = Path(config.output_dir)
     here = shlex.quote(str(Path(__file__).parent))

@@ -906,7 +906,7 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
     ]
     pairs = [(prompt, response) for prompt, responses in groups for response in responses]
     packed = [tba.Row(pairs[row[0]][0], [pairs[i][1] for i in row], []) for row in rows]
-    logprobs, entropies = policy(**tba.pack(packed, DEVICE)).unbind(1)
+    logprobs, entropies, _ = policy(**tba.pack(packed, DEVICE)).unbind(1)
     assert logprobs.requires_grad
     weights = list(policy.parameters())
     for gradient in torch.autograd.grad(entropies.sum(), weights, retain_graph=True):
@@ -929,7 +929,7 @@ def test_packed_rows_equal_the_full_softmax(gsm8k, model_of, tmp_path, name, row
 def test_an_idle_rank_has_gradients_of_zero(gsm8k, tmp_path):
     """FSDP's collective operations need every parameter's gradient on every rank."""
     learner = learner_of(gsm8k, tmp_path)
-    logprobs, entropies = learner.policy(**tba.pack([tba.IDLE], DEVICE)).unbind(1)
+    logprobs, entropies, _ = learner.policy(**tba.pack([tba.IDLE], DEVICE)).unbind(1)
     assert logprobs.shape == entropies.shape == (0,)
     logprobs.sum().backward()
     for parameter in learner.model.parameters():
