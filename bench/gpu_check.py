@@ -279,14 +279,14 @@ def install_checksums() -> None:
         with open(os.environ["GPU_CHECK_SUMS"], "a") as file:
             file.write(f"{who} {version} {bits.sum(dtype=torch.int64).item()}\n")
 
-    def begin(sync: tba.WeightSync, step: int) -> bool:
-        begun = begin_if_due(sync, step)
-        if begun:
+    def begin(sync: tba.WeightSync, step: int) -> None:
+        before = sync.transfer
+        begin_if_due(sync, step)
+        if sync.transfer is not before and not sync.transfer.reference:
             note("sent", step, sync.learner.snapshot)
             syncs.append(step)
         if len(syncs) == 500 or time.monotonic() > end:
             sync.config.steps = step  # the run ends
-        return begun
 
     def load(searcher: tba.Searcher) -> None:
         # before they are said to be loaded: the next ones may arrive then
