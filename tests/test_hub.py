@@ -231,7 +231,11 @@ def test_what_hf_download_has_loaded_is_there_offline(hub, monkeypatch):
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [
-        ("model", "realtreetune/rho-1b-sft-GSM8k", "neither a folder here nor on the hub"),
+        (
+            "model",
+            "realtreetune/rho-1b-sft-GSM8k",
+            "is no folder, and not on the hub (private ones need HF_TOKEN)",
+        ),
         (
             "model",
             "meta-llama/Llama-3.2-1B",
