@@ -1189,8 +1189,6 @@ class Learner(Stateful):
 
     def __init__(self, config: Config, task: Task, ranks: Ranks, folder: str = "") -> None:
         """Load the policy, from a checkpoint's folder if the run is resumed."""
-        # micro-batches of many shapes would fragment GPU memory
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
@@ -2061,11 +2059,11 @@ def fresh_tokens_sums(
         and len(set(map(id, group))) == K >= 0.8 * config.searched_per_prompt
         for group in groups
     ]
-    counts = batch.spread(torch.tensor(fresh, device=spread.device)[:, None].expand(-1, K))  # (N,)
+    counts = to_device(np.repeat(fresh, K).reshape(-1, K), spread.device)
     logprobs = batch.logprobs.detach()
     gap = (logprobs - batch.behaviour).abs()
     columns = [torch.ones_like(gap), gap, logprobs + spread[:, 0], spread[:, 1]]
-    return torch.stack(columns, 1)[counts].sum(0)
+    return torch.where(batch.spread(counts)[:, None], torch.stack(columns, 1), 0).sum(0)
 
 
 # ======================================================================================= 9. Ranks
@@ -2165,6 +2163,8 @@ def load_policy(
 
     Then only host memory holds the whole model. FSDP gathers layers in --dtype, without autocast.
     """
+    # micro-batches of many shapes would fragment GPU memory
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
