@@ -4344,6 +4344,7 @@ def claim_folder(given: Config, config: Config, step: int = 0) -> None:
         config.require(False, "output_dir", f"{error.strerror}; choose another folder")
 
 
+@lenient_output()
 def main(argv: list[str]) -> int:
     """Run tba.py with these arguments; returns the exit code. May be called repeatedly."""
     prepare_process()
