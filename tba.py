@@ -919,8 +919,9 @@ class Trainer(Stateful):
         self.searchers = self.register(SearcherProcesses(config, task, folder), "SearcherProcesses")
         self.evaluations = Evaluations(config, task, folder)
         self.buffer = self.register(task.buffer_class(config), "ReplayBuffer")  # of any class
+        self.rule_name = f"--replay_rule {config.replay_rule}"
         rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
-        self.rule = self.register(rule, f"--replay_rule {config.replay_rule}")
+        self.rule = self.register(rule, self.rule_name)
         self.sync: WeightSync | None = None
         self.step = folder.step  # optimizer steps taken, skipped ones included
         self.writing = Future()  # gives the step of the latest checkpoint
@@ -1063,8 +1064,8 @@ class Trainer(Stateful):
         self.sync.reset_reference(self.step + 1)
         self.buffer.trajectories.clear()
         self.stored = 0
-        name = f"--replay_rule {self.config.replay_rule}"
-        self.rule = self.owners[name] = type(self.rule)(self.buffer, self.config)
+        self.rule = type(self.rule)(self.buffer, self.config)
+        self.owners[self.rule_name] = self.rule
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
         """Poll until `condition` returns something true, and return it; log long waits."""
@@ -1216,7 +1217,7 @@ class Learner(Stateful):
             optimized, betas=(0.9, config.adam_beta2), weight_decay=0.0, fused=True
         )
         self.trained |= self.parameters
-        self.fresh: deque[Tensor] = deque(maxlen=10)  # `fresh_tokens_sums` of the latest steps
+        self.fresh: deque[Tensor] = deque(maxlen=10)  # `fresh_token_sums` of the latest steps
         self.coupled = False  # whether the loss has coupled groups: see `backward`
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
@@ -1262,6 +1263,7 @@ class Learner(Stateful):
         wrong = not metrics.pop("derivative_error") <= 1e-4  # or NaN
         if wrong and math.isfinite(metrics["loss"]) and not self.coupled:
             self.coupled = True
+            self.fresh.pop()  # its tokens would count twice
             self.optimizer.zero_grad()
             return self.gradient(groups, current, step)
         return metrics
@@ -1294,26 +1296,26 @@ class Learner(Stateful):
             scored = np.concatenate(token_logprobs(self.policy, sequences, current))
             known.copy_(to_device(scored, self.device))
             used, *_ = self.derivatives(batch, current)
-        spread = torch.zeros(len(known), 2, device=self.device)  # entropy, variance of log pi
+        moments = torch.zeros(len(known), 2, device=self.device)  # entropy, variance of log pi
         for index, values in run_microbatches(self.policy, units, current):
             logprobs = values[:, 0]
-            spread[index] = values[:, 1:].detach()
+            moments[index] = values[:, 1:].detach()
             if one_pass:
                 known[index] = logprobs.detach()
                 used[index] = self.derivatives(batch, current)[0][index]
             logprobs.backward(self.ranks.size * used[index])  # FSDP averages over ranks
-        self.ranks.all_reduce(spread)
+        self.ranks.all_reduce(moments)
         if one_pass:
             self.ranks.all_reduce(known)
             self.ranks.all_reduce(used)
         exact, own, result = self.derivatives(batch, current)
         for parameter, gradient in zip(self.parameters.values(), own, strict=True):
             parameter.grad = gradient
-        self.fresh.append(fresh_tokens_sums(batch, groups, spread, current))
+        self.fresh.append(fresh_token_sums(batch, groups, moments, current))
         fresh_tokens, gap, surprise, variance = torch.stack([*self.fresh]).sum(0)
         measured = {
             "loss": result.loss,
-            "entropy": spread[:, 0].mean(),
+            "entropy": moments[:, 0].mean(),
             "derivative_error": (used - exact).norm() / exact.norm().clamp(min=1e-30),
             "own_gradient": torch.cat(own).norm(),
             **batch_metrics(batch, current),
@@ -1818,9 +1820,9 @@ def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
 
 
 def likelihood(logprobs: Tensor, targets: Tensor) -> Tensor:
-    """Of tokens (n,) and their distributions (n, V): log p, entropy, variance of log p: (n, 3).
+    """Log p of tokens (n,), and the entropy and the variance of log p of distributions (n, V).
 
-    Entropy and variance carry no gradient, and are 0 in `no_grad`.
+    Returns (n, 3). Entropy and variance carry no gradient, and are 0 in `no_grad`.
     """
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
     entropy = variance = torch.zeros_like(chosen)
@@ -2044,25 +2046,29 @@ def token_logprobs(
     return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
-def fresh_tokens_sums(
-    batch: Batch, groups: TrainingGroups, spread: Tensor, config: Config
+def fresh_token_sums(
+    batch: Batch, groups: TrainingGroups, moments: Tensor, config: Config
 ) -> Tensor:
-    """Sums (4,) over tokens that the present weights sampled, to see if they are samples indeed.
+    """Sums (4,) over the tokens that the present weights sampled: do they come from the policy?
 
-    Their number; |log pi - log behaviour|; log pi + entropy, which has mean 0 over samples of the
-    policy; and its variance. `spread` (N, 2) has entropies and variances. Groups of which few of S
-    responses are trained on do not count: distinct ones come first, which biases the third sum.
+    They are the number of tokens, |log pi - log behaviour|, log pi + entropy, whose mean is 0 over
+    samples of the policy, and its variance. `moments` (N, 2) has each token's entropy and variance.
+    A group does not count if far fewer than S of its responses are trained on: drawing distinct
+    ones first would bias the third sum.
     """
     K = len(groups[0])
-    fresh = [  # (B,); replay may draw a trajectory twice
-        all(t.version == batch.step and t.temperature == config.temperature for t in group)
-        and len(set(map(id, group))) == K >= 0.8 * config.searched_per_prompt
-        for group in groups
-    ]
-    counts = to_device(np.repeat(fresh, K).reshape(-1, K), spread.device)
+    is_unbiased = 0.8 * config.searched_per_prompt <= K
+    is_fresh = []  # (B,)
+    for group in groups:
+        is_repeated = len(set(map(id, group))) < K  # replay may draw a trajectory twice
+        sampled_now = all(
+            t.version == batch.step and t.temperature == config.temperature for t in group
+        )
+        is_fresh.append(is_unbiased and sampled_now and not is_repeated)
+    counts = to_device(np.repeat(is_fresh, K).reshape(-1, K), moments.device)  # (B, K)
     logprobs = batch.logprobs.detach()
     gap = (logprobs - batch.behaviour).abs()
-    columns = [torch.ones_like(gap), gap, logprobs + spread[:, 0], spread[:, 1]]
+    columns = [torch.ones_like(gap), gap, logprobs + moments[:, 0], moments[:, 1]]
     return torch.where(batch.spread(counts)[:, None], torch.stack(columns, 1), 0).sum(0)
 
 
@@ -3050,11 +3056,10 @@ class SearcherProcesses(Stateful):
             limit = timeouts.get(s.state, math.inf)
             if not s.process.is_alive():
                 found.append(s)
-            elif now > s.seen + limit and s.state == "ended":
-                raise RunEnded(
-                    f"Searcher {s.spec.searcher} was killed {limit:g} s ago, but remains"
-                )
             elif now > s.seen + limit:
+                if s.state == "ended":
+                    who = f"Searcher {s.spec.searcher}"
+                    raise RunEnded(f"{who} was killed {limit:g} s ago, but remains")
                 s.end(f"sent no heartbeat for {limit:g} s (--searcher_timeout) and was killed")
         return found
 
@@ -3641,12 +3646,12 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
     try:  # memory-mapped: each rank reads only its shards
         saved = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)|$", str(error))[1]
+        kind = re.search(r"GLOBAL (\S+)|$", str(error))[1]
         plain = "SAVED may have tensors, and containers of Python's numbers and strings"
-        raise ValueError(f"trainer.pt has a value of {found}: {plain}") from None
+        raise ValueError(f"trainer.pt has a value of {kind}: {plain}") from None
     for name, size in saved.pop("files").items():
         if (path / name).stat().st_size != size:
-            raise ValueError(f"{name} has not {size} bytes, as it was written")
+            raise ValueError(f"{name} does not have the {size} bytes that were written")
     safe_open(path / "model.safetensors", "pt")  # checks the header
     return saved | {"model": str(path)}
 
@@ -3745,9 +3750,8 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
             try:
                 return datasets.load_dataset(path, *subset)
             except ConnectionError:
-                with contextlib.suppress(
-                    hub.LocalEntryNotFoundError
-                ):  # `hf download` may have got it
+                # `hf download` may have filled the cache
+                with contextlib.suppress(hub.LocalEntryNotFoundError):
                     path = snapshot_download(path, repo_type="dataset", local_files_only=True)
                     return datasets.load_dataset(path, *subset)
                 raise
@@ -4129,7 +4133,7 @@ class StepLog:
         trainer.sync.seconds = 0.0
 
     def check_sampling(self, gap: float, z: float) -> None:
-        """Warn once if fresh responses are no samples of the policy (`fresh_tokens_sums`)."""
+        """Warn once if fresh responses are no samples of the policy (`fresh_token_sums`)."""
         config = self.trainer.config
         usual = config.logprob_tolerance / 10
         if not (gap <= usual and abs(z) <= 5) and not self.samples_wrongly:  # or NaN
