@@ -299,7 +299,6 @@ def test_gpu_check_prints_a_table_or_that_there_is_no_gpu(tmp_path):
     assert done.returncode == 3
 
 
-@pytest.mark.xfail(reason="the table is to be counted again: the variance of log pi is new")
 def test_a_step_asks_of_a_gpu_what_the_docs_say():
     """Launches, synchronizations, bytes and memory, counted by bench/gpu_counts.py."""
     command = [sys.executable, ROOT / "bench" / "gpu_counts.py"]
