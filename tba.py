@@ -1,47 +1,42 @@
 """Trajectory Balance with Asynchrony (TBA): asynchronous off-policy RL for language models.
 
 An independent implementation of "Trajectory Balance with Asynchrony: Decoupling Exploration and
-Learning for Fast, Scalable LLM Post-Training" (arXiv 2503.18929) in one file. Part I is the paper,
-to be read top to bottom; Part II is the machinery; Part III has the paper's other tasks.
+Learning for Fast, Scalable LLM Post-Training" (arXiv 2503.18929) in one file. Part I is the method,
+to be read from top to bottom; Part II is the machinery; Part III has the paper's other tasks.
 
-    python tba.py --task gsm8k --model DIR_OR_HUB_NAME --dataset DIR_OR_HUB_NAME     # GPUs or CPU
-    bash run_gsm8k.sh                     # the paper's settings; --tiny: on a CPU in seconds
+    bash run_gsm8k.sh --tiny     # a tiny model learns on a CPU; without --tiny: the paper's run
+    python tba.py --task gsm8k --model DIR_OR_HUB_NAME --dataset DIR_OR_HUB_NAME    # --help: flags
 
-Searchers generate and score responses while the Trainer learns from a replay buffer; normally
-neither waits for the other. With --cluster, Searchers are Ray tasks. Results: docs/results.md.
+Searchers sample and score responses while the Trainer learns from a replay buffer, and normally
+neither waits for the other (`Trainer` lists when it does). With --cluster, they are Ray tasks.
 
-    Trainer.run_asynchronous, the main process      Searcher.run, one process and GPU each
-      while step < steps:                             while True:
-        poll()        stores new groups      <---       submit_prompts()      S responses a prompt
-                      sends weights, if due  --->       engine.step()         decode steps; between:
-        next_batch()  draws from the buffer               start_scoring()     rewards, in a thread
-                      B prompts x K responses             collect_results()   sends scored groups
-        train_step()  loss, gradient, AdamW;              load_weights()      of a new version
-                      every k steps, a sync is due      handle_completions()  groups, log pi_ref
-        save_if_due() writes a checkpoint
+    Searcher.run, one process per GPU                 Trainer.run_asynchronous, one process
+      while True:
+        submit_prompts()       S responses each
+        engine.step()          decodes tokens
+        handle_completions()   groups, log pi_ref
+        between_steps()        also while decoding      while step < steps:
+          scoring.advance()    rewards, in threads        poll()
+                               sends groups      --->       stores them in the replay buffer
+          load_weights()       of a new version  <---       sends them every k steps
+                                                          next_batch()   B prompts x K responses
+                                                          train_step()   TB loss, gradient, AdamW
+                                                          save_if_due()  a checkpoint
 
-Log-probabilities of policy and reference are those at --temperature (of softmax(logits / T)). The
-behaviour policy's are at the temperature of the request, which differs only in red-teaming.
-
-    In the paper      Here                                                        Section
-    pi_theta, pi_ref  TokenLogProbs: the policy in Learner, the reference in Searcher  8
-    x, y              prompt, response; Trajectory, Group                              2
-    r(x, y)           Task.rewards                                                     5
-    TB, Eq. 3-5       trajectory_balance_loss; --objective tb, tb_learned_z            3
-    TBA', Eq. 7       --objective tba_prime                                            3
-    RLOO, Eq. 6       --objective proximal_rloo                                        3
-    log Z, Eq. 3      Batch.parameters["log_z"]                                        2
-    beta, tau, gamma  --beta, --tau, --reference_temperature (schedules: at_step)      1
-    B, K, S           --prompts_per_step, --trained_per_prompt, --searched_per_prompt  1
-    D, the buffer     ReplayBuffer                                                     4
-    m                 --recent_probability; RecentOrReward, the replay rule            4
-    k                 --sync_every; Trainer.train_step                                 6
-    rho (TBA')        --reset_reference_every; next_reference                          6
-    M                 --num_searchers; SearcherProcesses                              12
+    Part I    1 loss, Batch       x, y, log Z; TB (Eq. 3-5): trajectory_balance_loss
+              2 objectives        tb, tb_learned_z, tba_prime (TBA', Eq. 7), proximal_rloo (Eq. 6)
+              3 settings          beta, tau, and the symbols in brackets, such as [B], [K], [k], [m]
+              4 replay            D: ReplayBuffer; the rule with m: RecentOrReward
+              5 Task, GSM8K       r(x, y): Task.rewards
+              6 Trainer, Learner  the loop; pi_theta and its gradient: Learner.backward
+              7 Searcher          samples of pi_theta, log pi_ref
+    Part II   8 log-probabilities  9 ranks  10 engines  11 weight sync  12 messages, processes
+              13 scoring, evaluation  14 checkpoints  15 data  16 files, metrics  17 command line
+    Part III  18 MATH  19 TL;DR  20 red-teaming  21 warm start
 
 Left out, to stay readable: tensor parallelism (a policy must fit on one Searcher GPU), multi-turn
-episodes and tools, PPO (its value model), memory planning (docs/operations.md has estimates),
-adapter-only weight syncs, and authentication.
+episodes and tools, PPO (its value model), memory planning, adapter-only weight syncs, and
+authentication. Results: docs/results.md.
 """
 
 from __future__ import annotations
@@ -78,11 +73,11 @@ import typing
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from decimal import Decimal
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
@@ -125,297 +120,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.hf_argparser import string_to_bool
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-################################### Part I: the paper ##############################################
+####################################### Part I: the method #########################################
 
-# ====================================================================================== 1. Config
-
-POSITIVE = sys.float_info.min  # minimum of a flag that must be greater than 0
-
-
-def flag(
-    default: Any, text: str, minimum: float = 0, maximum: float = math.inf, scheduled: bool = False
-) -> Any:
-    """A dataclass field that is a command-line flag, with its help text and range."""
-    shown = text if default in ("", None) else f"{text} (default: {default})"
-    metadata = {"help": shown, "range": (minimum, maximum), "scheduled": scheduled}
-    return field(default=default, metadata=metadata)
-
-
-# a flag whose value may change with the optimizer step; `at_step` evaluates it
-schedule = partial(flag, scheduled=True)
-
-
-@dataclass
-class Config:
-    """The settings of the method and the system. Symbols in brackets are the paper's.
-
-    Schedules are text here, and numbers in the copy that `at_step` makes for an objective.
-    """
-
-    # what most runs set
-    task: str = flag("gsm8k", "Task: gsm8k, math, tldr, redteam, or one defined by --plugin.")
-    model: str = flag("", "Initial policy and reference: a local folder or a hub name.")
-    dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
-    train_split: str = flag("train", "Split of --dataset to train on.")
-    steps: int = flag(700, "Number of optimizer steps; 0: only evaluate --model.")
-    synchronous: bool = flag(False, "Lockstep: train on exactly the batch just sampled.")
-    lag: int = flag(0, "Lockstep: batch t is sampled with the weights of step t - LAG.")
-    prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
-    trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
-    searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
-    beta: str = schedule("0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", POSITIVE)
-    learning_rate: str = schedule("1e-5", "Learning rate of AdamW; value or schedule.")
-    max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
-    output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-ID.")
-    resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
-
-    temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", POSITIVE)
-    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
-    max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
-    sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
-
-    objective: str = flag("tb", "tb, tb_learned_z, tba_prime, proximal_rloo, or from --plugin.")
-    tau: str = schedule("1", "Temperature of the target; value or schedule.", POSITIVE)
-    reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", POSITIVE)
-    clip_range: float = flag(0.2, "proximal_rloo: PPO clip range.", POSITIVE)
-    reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
-
-    recent_probability: float | None = flag(
-        None, "Probability that a prompt is recent [m]; default: 0.95; lockstep: 1.", maximum=1
-    )
-    replay_rule: str = flag("recent_or_reward", "recent_or_reward, or one defined by --plugin.")
-    reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
-    kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
-    max_recent_draws: float = flag(4.0, "Mean draws per group as recent, at most; 0: unlimited.")
-    initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
-
-    weight_decay: float = flag(0.0, "Weight decay of AdamW.")
-    adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
-    max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
-    lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
-    tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
-    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
-
-    engine: str = flag("auto", "vllm, transformers, auto (vllm if it runs here), or from --plugin.")
-    num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
-    cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
-    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
-    gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", POSITIVE, 1)
-    sync_every: int = flag(2, "Optimizer steps between weight syncs [k]; lockstep: always 1.", 1)
-    logprob_tolerance: float = flag(0.0, "Maximum engine log-prob gap; 0: 1e-3, or 1 in bfloat16.")
-    transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", POSITIVE)
-    searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", POSITIVE)
-    max_restarts: int = flag(5, "Maximum consecutive restarts of a Searcher, each within an hour.")
-    seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
-    plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
-
-    eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
-    eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
-    eval_split: str = flag("", "Split to evaluate on; default: test or validation.")
-    eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
-    eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy.", 1)
-    save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
-    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Metrics tracker.")
-
-    def require(self, ok: Any, name: str, fix: str) -> None:
-        """Raise InputError with the flag, its value and a fix, unless `ok`."""
-        if not ok:
-            raise InputError(f"--{name} {getattr(self, name)}".rstrip() + f": {fix}")
-
-    @property
-    def threads(self) -> int:
-        """CPU threads for each Trainer rank and each Searcher that may run on this machine."""
-        searchers = min(self.num_searchers, SEARCHERS_HERE.get(self.cluster, math.inf))
-        return max(1, len(os.sched_getaffinity(0)) // (local_ranks() + searchers))
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    def response_limit(self, prompt: np.ndarray) -> int:
-        """Maximum number of response tokens for this prompt."""
-        total = self.max_total_tokens or math.inf
-        return int(min(self.max_response_tokens, total - len(prompt)))
-
-
-# dataclasses of flags; tasks and plug-ins append theirs. A Config has the values of all of them
-FLAGS: list[type] = [Config]
-
-
-class InputError(ValueError):
-    """A bad flag, path or column: ends the run with one line and exit code 2."""
-
-
-def all_flags() -> list[dataclasses.Field]:
-    return [f for kind in FLAGS for f in dataclasses.fields(kind)]
-
-
-def settings(**values: Any) -> Config:
-    """A Config with these values and the defaults of all other flags, those of tasks included."""
-    config = Config()
-    vars(config).update({f.name: f.default for f in all_flags()} | {"folders": {}} | values)
-    return config
-
-
-def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
-    """Add the flags of a dataclass to a parser; their defaults come from `settings`."""
-    section = parser.add_argument_group(re.split(r"[.(]", owner.__doc__)[0])
-    types = typing.get_type_hints(owner)
-    for f in dataclasses.fields(owner):
-        kind = types[f.name]
-        parts = typing.get_args(kind)  # of a Literal, or of `float | None`
-        options: dict[str, Any] = {}
-        if kind is bool:
-            options = {"type": string_to_bool, "nargs": "?", "const": True}
-        elif typing.get_origin(kind) is Literal:
-            options = {"choices": parts}
-        elif f.metadata["scheduled"] or kind is not str:
-            options = {"type": partial(parse_number, f, parts[0] if parts else kind)}
-        section.add_argument(f"--{f.name}", help=f.metadata["help"], **options)
-
-
-def parse_number(f: dataclasses.Field, kind: type, text: str) -> Any:
-    """Parse and check an int, a float or a schedule (a str). Raises ArgumentTypeError."""
-    minimum, maximum = f.metadata["range"]
-    with contextlib.suppress(ValueError):
-        values = [value for _, value, _ in schedule_points(kind(text))]
-        if all(minimum <= value <= maximum and math.isfinite(value) for value in values):
-            return kind(text)
-    forms = {int: "an integer", str: "VALUE, or VALUE@0,VALUE@STEP,... with rising steps,"}
-    lowest = "> 0" if minimum == POSITIVE else f">= {minimum:g}"
-    fix = f"must be {forms.get(kind, 'a number')} {lowest} and <= {maximum:g}"
-    raise argparse.ArgumentTypeError(f"{text}: {fix}")
-
-
-def at_step(config: Config, step: int) -> Config:
-    """A copy of the settings in which schedules are replaced by their values at `step`."""
-    scheduled = [f.name for f in all_flags() if f.metadata["scheduled"]]
-    values = {n: schedule_value(getattr(config, n), step, config.steps) for n in scheduled}
-    return settings(**vars(config) | values)
-
-
-def schedule_points(text: str | float) -> list[tuple[float, float, str]]:
-    """Parse a schedule into points (step, value, "@" or "~"). Raises ValueError.
-
-    >>> schedule_points("0.014@0,0.004~500,0@end")
-    [(0, 0.014, '@'), (500, 0.004, '~'), (inf, 0.0, '@')]
-    """
-    points = []
-    for part in str(text).split(","):
-        value, curve, step = re.fullmatch("([^@~]*)([@~]?)(.*)", part, re.DOTALL).groups()
-        points.append((math.inf if step == "end" else int(step or 0), float(value), curve))
-    steps = [step for step, *_ in points]
-    if steps != sorted(steps) or steps[0] != 0:
-        raise ValueError("steps must start at 0 and increase")
-    return points
-
-
-def schedule_value(text: str | float, step: int, end: float = math.inf) -> float:
-    """A schedule's value at a step: linear up to "@" points, half a cosine up to "~" points.
-
-    >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
-    (0.88125, 0.05)
-    """
-    points = [(0, 0.0, "@"), *schedule_points(text)]
-    for (last_step, last_value, _), (next_step, value, curve) in itertools.pairwise(points):
-        next_step = end if next_step == math.inf else next_step
-        if step < next_step:
-            part = (step - last_step) / (next_step - last_step)
-            if curve == "~":
-                part = (1 - math.cos(math.pi * part)) / 2
-            return last_value + part * (value - last_value)
-    return value
-
-
-# ==================================================================== 2. Trajectory, Group, Batch
-
-
-@dataclass(slots=True)
-class Trajectory:
-    """One response to one prompt.
-
-    Its staleness is the optimizer step that trains on it, minus `version`: at most k steps since
-    the latest sync, plus those that the Trainer took while the weights were sent, while the
-    response was generated and scored, and while its group waited to be drawn, perhaps again. It is
-    --lag in lockstep and has no bound in an asynchronous run. A replayed one may have any age.
-    """
-
-    BY_TOKEN: ClassVar = ("tokens", "logprobs", "ref_logprobs")  # (T,) each
-
-    tokens: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, under the sampling policy and temperature
-    ref_logprobs: np.ndarray  # (T,) float32, under the reference
-    ended: bool  # finished with EOS (not truncated)
-    # log pi(y|x) - log pi_ref(y|x), pi being the sampling policy; NaN if it does not count in the
-    # metric kl: sampled at another temperature than --temperature, or with log pi_ref adjusted
-    kl: float
-    temperature: float  # requested sampling temperature
-    reward: float
-    prompt_id: int
-    version: int  # optimizer step of the weights that its first token was sampled with
-    last_version: int  # the same of its last token: weights may load in mid-response
-    reference_version: int  # step of the reference
-
-
-@dataclass(eq=False)
-class Group:
-    """What a Searcher sends to the Trainer: the S trajectories of one prompt."""
-
-    index: int  # position in the prompt order; Searcher i of M has i, i + M, i + 2M, ...
-    trajectories: list[Trajectory]
-    latest_sync: int = -1  # step of the weights last sent when it arrived
-    draws_left: int = 0  # as a recent group
-
-    @property
-    def prompt_id(self) -> int:
-        return self.trajectories[0].prompt_id
-
-
-# what a step trains on: B groups of K trajectories of one prompt each
-TrainingGroups = list[list[Trajectory]]
-
-
-@dataclass
-class Batch:
-    """The input of an objective: B prompts x K responses, their N tokens concatenated."""
-
-    logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
-    behaviour: Tensor  # (N,) Trajectory.logprobs, those of the sampling policy
-    ref_logprobs: Tensor  # (N,) log pi_ref / gamma, gamma being --reference_temperature
-    tokens: Tensor  # (N,) int64
-    lengths: Tensor  # (B, K) int64
-    ended: Tensor  # (B, K) bool, Trajectory.ended
-    rewards: Tensor  # (B, K)
-    versions: Tensor  # (B, K) int64, Trajectory.version
-    prompt_ids: Tensor  # (B,) int64
-    step: int  # optimizer steps so far, skipped ones included
-    parameters: dict[str, Tensor]  # those in PARAMETERS; they carry gradients
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Give each token the value of its response: (B, K) -> (N,)."""
-        N = len(self.logprobs)
-        return values.flatten().repeat_interleave(self.lengths.flatten(), output_size=N)
-
-    def sums(self, values: Tensor) -> Tensor:
-        """Sum values (N,) over each response, (B, K); log-probabilities give log pi(y|x).
-
-        In float64, in which the order of summation, which varies on a GPU, makes no difference.
-        """
-        zeros = values.new_zeros(self.rewards.numel(), dtype=torch.float64)
-        responses = self.spread(torch.arange(len(zeros), device=zeros.device))  # (N,)
-        totals = zeros.index_add(0, responses, values.double())
-        return totals.to(values.dtype).view_as(self.rewards)
-
-
-@dataclass
-class Loss:
-    """The output of an objective."""
-
-    loss: Tensor  # scalar with gradient, of the whole batch
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # scalars to log, of the whole batch
-
-
-# ================================================================================== 3. Objectives
+# ====================================================================================== 1. The loss
 
 
 def trajectory_balance_loss(
@@ -435,16 +142,107 @@ def trajectory_balance_loss(
     return (log_z[:, None] + logprobs - target).square().mean(), log_z
 
 
+@dataclass(slots=True)
+class Trajectory:
+    """One response to one prompt.
+
+    Its staleness is the optimizer step that trains on it, minus `version`. In lockstep it is --lag
+    (less in the first steps, or after a restart of the Searcher). In an asynchronous run it has no
+    bound: at least the steps since the latest sync, and those taken while the weights were sent,
+    while the response was generated and scored, and while its group waited to be drawn.
+    """
+
+    TOKEN_FIELDS: ClassVar = ("tokens", "logprobs", "ref_logprobs")  # (T,) each
+
+    tokens: np.ndarray  # (T,) int32
+    # log-probabilities are those of softmax(logits / T), T being --temperature; the sampling
+    # policy's are at the temperature of the request, which differs only in red-teaming
+    logprobs: np.ndarray  # (T,) float32, under the policy that sampled it, the behaviour policy
+    ref_logprobs: np.ndarray  # (T,) float32, under the reference
+    ended: bool  # finished with EOS (not truncated)
+    # log pi(y|x) - log pi_ref(y|x), pi being the behaviour policy, for the metric kl; NaN if it was
+    # sampled at another temperature than --temperature, or if the task adjusted log pi_ref
+    kl: float
+    temperature: float  # requested sampling temperature
+    reward: float
+    prompt_id: int
+    version: int  # optimizer step of the weights that sampled its first token
+    last_version: int  # likewise for its last token: weights can change in mid-response
+    reference_version: int  # step of the reference
+
+
+@dataclass(eq=False)
+class Group:
+    """What a Searcher sends to the Trainer: the S trajectories of one prompt."""
+
+    index: int  # position in the prompt order; Searcher i of M has i, i + M, i + 2M, ...
+    trajectories: list[Trajectory]
+    # the Trainer's notes for the replay rule
+    latest_sync: int = -1  # version of the latest weight sync when the group arrived
+    draws_left: int = 0  # as a recent group
+
+    @property
+    def prompt_id(self) -> int:
+        return self.trajectories[0].prompt_id
+
+
+# what an optimizer step trains on: K trajectories of each of B prompts; `Batch` has their tensors
+Minibatch = list[list[Trajectory]]
+
+
+@dataclass
+class Batch:
+    """The input of an objective: B prompts x K responses, their N tokens concatenated."""
+
+    logprobs: Tensor  # (N,) log pi_theta of every response token; carries the gradient
+    behaviour: Tensor  # (N,) Trajectory.logprobs
+    ref_logprobs: Tensor  # (N,) Trajectory.ref_logprobs / gamma, that is --reference_temperature
+    tokens: Tensor  # (N,) int64
+    lengths: Tensor  # (B, K) int64
+    ended: Tensor  # (B, K) bool, Trajectory.ended
+    rewards: Tensor  # (B, K)
+    versions: Tensor  # (B, K) int64, Trajectory.version
+    prompt_ids: Tensor  # (B,) int64
+    step: int  # optimizer steps so far, skipped ones included
+    parameters: dict[str, Tensor]  # those in PARAMETERS; they carry gradients
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Give each token the value of its response: (B, K) -> (N,)."""
+        N = len(self.logprobs)
+        return values.flatten().repeat_interleave(self.lengths.flatten(), output_size=N)
+
+    def sum_tokens(self, values: Tensor) -> Tensor:
+        """Sum values (N,) over each response, (B, K); log-probabilities give log pi(y|x).
+
+        Summed in float64, so the nondeterministic order of GPU additions is negligible.
+        """
+        zeros = values.new_zeros(self.rewards.numel(), dtype=torch.float64)
+        responses = self.per_token(torch.arange(len(zeros), device=zeros.device))  # (N,)
+        totals = zeros.index_add(0, responses, values.double())
+        return totals.to(values.dtype).view_as(self.rewards)
+
+
+@dataclass
+class Loss:
+    """The output of an objective."""
+
+    loss: Tensor  # scalar with gradient, of the whole batch
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # scalars to log, of the whole batch
+
+
+# ==================================================================================== 2. Objectives
+
+
 def tb(batch: Batch, config: Config) -> Loss:
     """Trajectory Balance (equations 4 and 5); `config` has the schedules' values at this step."""
-    logprobs = batch.sums(batch.logprobs)  # (B, K)
-    ref = batch.sums(batch.ref_logprobs)
+    logprobs = batch.sum_tokens(batch.logprobs)  # (B, K)
+    ref = batch.sum_tokens(batch.ref_logprobs)
     loss, log_z = trajectory_balance_loss(logprobs, ref, batch.rewards, config.beta, config.tau)
     return Loss(loss, {"log_z": log_z.mean()})
 
 
-# what objectives learn besides the policy, initially 0: name -> size (0: an entry per training
-# prompt) and peak learning rate, which follows the schedule of --learning_rate; plug-ins add theirs
+# what objectives learn besides the policy, by name: (size, peak learning rate). Size 0 means one
+# entry per training prompt. All start at 0; their rate follows the schedule of --learning_rate
 PARAMETERS: dict[str, tuple[int, float]] = {"log_z": (0, 0.1)}
 
 
@@ -457,9 +255,9 @@ def tb_learned_z(batch: Batch, config: Config) -> Loss:
     Example: log pi = log pi_ref, rewards [[1, 0]], beta 0.5 and log Z 0 give mean([(0 - 2)^2, 0])
     = 2, whose derivative by log Z is mean([2 (0 - 2), 0]) = -2: it rises towards 1.
     """
-    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
+    target = (batch.sum_tokens(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
     log_z = batch.parameters["log_z"][batch.prompt_ids, None]  # (B, 1)
-    residual = log_z + batch.sums(batch.logprobs) - target  # log pi - log pi*, (B, K)
+    residual = log_z + batch.sum_tokens(batch.logprobs) - target  # log pi - log pi*, (B, K)
     return Loss(residual.square().mean(), {"log_z": log_z.detach().mean()})
 
 
@@ -472,21 +270,10 @@ def tba_prime(batch: Batch, config: Config) -> Loss:
 
     Example: rewards [[1, 0]] and kl 0 give the tokens of the two responses A = [[0.5, -0.5]].
     """
-    kl = batch.sums(config.tau * batch.logprobs.detach() - batch.ref_logprobs)  # (B, K)
+    kl = batch.sum_tokens(config.tau * batch.logprobs.detach() - batch.ref_logprobs)  # (B, K)
     total = batch.rewards - config.beta * kl
     advantage = total - total.mean(1, keepdim=True)
-    return Loss(-(advantage * batch.sums(batch.logprobs)).sum() / len(batch.logprobs))
-
-
-def proximal_rloo(batch: Batch, config: Config) -> Loss:
-    """RLOO with PPO's clipped ratio of whole responses (paper equation 6; arXiv 2410.18252).
-
-    loss = - mean min(rho A, clip(rho) A), with rho_j = pi_theta(y_j) / pi_b(y_j).
-    """
-    log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # log rho, (B, K)
-    clip = config.clip_range
-    surrogate, clipped = ppo_surrogate(log_ratio, leave_one_out(batch, config), clip, clip)
-    return Loss(-surrogate.mean(), {"clip_fraction": clipped.float().mean()})
+    return Loss(-(advantage * batch.sum_tokens(batch.logprobs)).sum() / len(batch.logprobs))
 
 
 def leave_one_out(batch: Batch, config: Config) -> Tensor:
@@ -497,7 +284,7 @@ def leave_one_out(batch: Batch, config: Config) -> Tensor:
 
     Example: rewards [[1, 0, 0]] and KL 0 give A = [[1, -1/2, -1/2]].
     """
-    kl = batch.sums(batch.behaviour - batch.ref_logprobs)
+    kl = batch.sum_tokens(batch.behaviour - batch.ref_logprobs)
     total = batch.rewards - config.beta * kl
     K = total.shape[1]
     return (total - total.mean(1, keepdim=True)) * (K / (K - 1))
@@ -513,6 +300,17 @@ def ppo_surrogate(
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 
+def proximal_rloo(batch: Batch, config: Config) -> Loss:
+    """RLOO with PPO's clipped ratio of whole responses (paper equation 6; arXiv 2410.18252).
+
+    loss = - mean min(rho A, clip(rho) A), with rho_j = pi_theta(y_j) / pi_b(y_j).
+    """
+    log_ratio = batch.sum_tokens(batch.logprobs - batch.behaviour)  # log rho, (B, K)
+    clip = config.clip_range
+    surrogate, clipped = ppo_surrogate(log_ratio, leave_one_out(batch, config), clip, clip)
+    return Loss(-surrogate.mean(), {"clip_fraction": clipped.float().mean()})
+
+
 # name -> function of a Batch and the Config of this step (`at_step`); plug-ins add their own:
 # bench/objectives.py has rloo, grpo, dr_grpo, cispo, dro, kimi, flowrl, oapl, ftb and online_dpo
 OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
@@ -520,26 +318,118 @@ OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
 }
 
 
-def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
-    """Metrics that are logged for every objective.
+# ====================================================================================== 3. Settings
 
-    effective_sample_size: (sum w)^2 / (K sum w^2) of a group's importance weights w = pi_theta(y|x)
-    / behaviour(y|x), between 1/K and 1 (weights 1, 1, 1, 3: 0.75). ratio_max: the largest ratio of
-    a token. reward_std: mean within groups. equal_rewards: fraction of groups.
+ABOVE_0 = sys.float_info.min  # minimum of a flag that must be greater than 0
+Schedule = str  # VALUE, or VALUE@0,VALUE@STEP,...: see `schedule_value`; objectives get its value
+
+
+def flag(
+    default: Any, text: str, minimum: float = 0, maximum: float = math.inf, scheduled: bool = False
+) -> Any:
+    """A dataclass field that is a command-line flag, with its help text and range."""
+    shown = text if default in ("", None) else f"{text} (default: {default})"
+    metadata = {"help": shown, "range": (minimum, maximum), "scheduled": scheduled}
+    return field(default=default, metadata=metadata)
+
+
+schedule = partial(flag, scheduled=True)  # a flag whose value may change with the optimizer step
+
+
+@dataclass
+class Config:
+    """The settings of the method and the system. Symbols in brackets are the paper's.
+
+    Schedules are text here, and numbers in the copy that `at_step` makes for an objective.
     """
-    log_ratios = batch.logprobs.detach() - batch.behaviour  # (N,)
-    log_weights = batch.sums(log_ratios)  # (B, K)
-    weights = (log_weights - log_weights.amax(1, keepdim=True)).exp()
-    return {
-        **tb(batch, config).metrics,  # log Z^, for comparison
-        "reward_std": batch.rewards.std(1).mean(),
-        "equal_rewards": (batch.rewards == batch.rewards[:, :1]).all(1).float().mean(),
-        "effective_sample_size": (weights.mean(1).square() / weights.square().mean(1)).mean(),
-        "ratio_max": log_ratios.amax().exp(),
-    }
+
+    # what most runs set
+    task: str = flag("gsm8k", "Task: gsm8k, math, tldr, redteam, or one defined by --plugin.")
+    model: str = flag("", "Initial policy and reference: a local folder or a hub name.")
+    dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
+    train_split: str = flag("train", "Split of --dataset to train on.")
+    steps: int = flag(700, "Number of optimizer steps; 0: only evaluate --model.")
+    lockstep: bool = flag(False, "Train on exactly the batch just sampled; both sides wait.")
+    lag: int = flag(0, "With --lockstep: batch t is sampled with the weights of step t - LAG.")
+    prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
+    trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
+    searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
+    beta: str = schedule("0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", ABOVE_0)
+    learning_rate: str = schedule("1e-5", "Learning rate of AdamW; value or schedule.")
+    max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
+    output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-ID.")
+    resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
+
+    temperature: float = flag(0.7, "Sampling temperature; log-probabilities use it too.", ABOVE_0)
+    max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
+    max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
+    sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
+
+    objective: str = flag("tb", "tb, tb_learned_z, tba_prime, proximal_rloo, or from --plugin.")
+    tau: str = schedule("1", "Temperature of the target; value or schedule.", ABOVE_0)
+    reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", ABOVE_0)
+    clip_range: float = flag(0.2, "proximal_rloo: PPO clip range.", ABOVE_0)
+    reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
+
+    recent_probability: float | None = flag(
+        None,
+        "Probability that a group of a batch is recent [m]; default: 0.95; lockstep: 1.",
+        maximum=1,
+    )
+    replay_rule: str = flag("recent_or_reward", "recent_or_reward, or one defined by --plugin.")
+    reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
+    kept_per_prompt: int = flag(100, "Maximum trajectories per prompt in the buffer.")
+    max_recent_draws: float = flag(4.0, "Maximum mean draws of a group as recent; 0: unlimited.")
+    initial_trajectories: int = flag(500, "Trajectories to collect before the first step.")
+
+    weight_decay: float = flag(0.0, "Weight decay of AdamW.")
+    adam_beta2: float = flag(0.999, "beta2 of AdamW.", 0, 0.99999)
+    max_grad_norm: float = flag(0.0, "Maximum gradient norm; 0: no clipping.")
+    lora_rank: int = flag(0, "LoRA rank (alpha 16); saved models are merged; 0: no LoRA.")
+    tokens_per_microbatch: int = flag(16384, "Maximum padded tokens per forward pass.", 1)
+    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory.")
+
+    engine: str = flag("auto", "vllm, transformers, auto (vllm if it runs here), or from --plugin.")
+    num_searchers: int = flag(0, "Number of Searchers [M]; 0: one per GPU not used by the Trainer.")
+    cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
+    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
+    gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", ABOVE_0, 1)
+    sync_every: int = flag(2, "Optimizer steps between weight syncs [k]; lockstep: always 1.", 1)
+    logprob_tolerance: float = flag(0.0, "Maximum engine log-prob gap; 0: 1e-3, or 1 in bfloat16.")
+    transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", ABOVE_0)
+    searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", ABOVE_0)
+    max_restarts: int = flag(5, "Maximum consecutive restarts of a Searcher, each within an hour.")
+    seed: int = flag(0, "Random seed.", 0, 2**32 - 1)
+    plugin: str = flag("", "Python file that defines tasks, objectives, rules or engines.")
+
+    eval_every: int = flag(50, "Steps between evaluations; 0: only at the start and end.")
+    eval_dataset: str = flag("", "Evaluation dataset; default: a held-out split of --dataset.")
+    eval_split: str = flag("", "Split to evaluate on; default: test or validation.")
+    eval_samples: int = flag(0, "Held-out prompts per evaluation during training; 0: all.")
+    eval_responses: int = flag(1, "Responses per held-out prompt; 1: greedy.", 1)
+    save_every: int = flag(100, "Steps between checkpoints; 0: only when the run ends.")
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = flag("none", "Metrics tracker.")
+
+    def require(self, ok: Any, name: str, problem: str) -> None:
+        """Raise InputError with the flag, its value and a problem, unless `ok`."""
+        if not ok:
+            raise InputError(f"--{name} {getattr(self, name)}".rstrip() + f": {problem}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def response_limit(self, prompt: np.ndarray) -> int:
+        """Maximum number of response tokens for this prompt."""
+        total = self.max_total_tokens or math.inf
+        return int(min(self.max_response_tokens, total - len(prompt)))
 
 
-# ====================================================================================== 4. Replay
+# dataclasses of flags; tasks and plug-ins append theirs. A Config has the values of all of them
+FLAGS: list[type] = [Config]
+
+
+# ======================================================================================== 4. Replay
 
 
 class Stateful:
@@ -616,7 +506,7 @@ class ReplayBuffer(Stateful):
 
 
 class ReplayRule(Stateful):
-    """Chooses batches from the buffer."""
+    """Chooses minibatches from the buffer."""
 
     SAVED = ("epoch",)
 
@@ -628,49 +518,57 @@ class ReplayRule(Stateful):
     def on_group(self, group: Group) -> None:
         """Called after a group is stored."""
 
-    def sample(self, B: int, K: int) -> TrainingGroups | None:
-        """Draw B groups of K trajectories of one prompt each; None: wait for another group."""
+    def sample(self, B: int, K: int) -> Minibatch | None:
+        """Draw K trajectories of each of B prompts; None: wait for another group."""
         raise NotImplementedError
 
-    def replay(self, count: int, K: int, used: set[int]) -> TrainingGroups:
-        """K trajectories of each of `count` prompts, drawn without replacement over an epoch.
+    def replay(self, count: int, K: int, used: set[int]) -> Minibatch:
+        """K trajectories of each of `count` prompts, which are added to `used`.
 
-        Skips prompts in `used`, and adds the drawn ones to it. Once all are used (red-teaming has
-        one prompt), they repeat, each time with another draw of K trajectories.
+        Prompts come in epochs: each once, in random order, before any is repeated. Those in `used`
+        are left for later. Once all are used (red-teaming has one prompt), they repeat, each time
+        with another draw of K trajectories.
         """
+        drawn = []
+        for _ in range(count):
+            prompt_id = self.next_prompt(used)
+            used.add(prompt_id)
+            drawn.append(self.buffer.draw(prompt_id, K))
+        return drawn
+
+    def next_prompt(self, used: set[int]) -> int:
+        """Take the next stored prompt that is not in `used`, perhaps of a new epoch."""
         stored = self.buffer.trajectories
-        groups = []
-        while len(groups) < count:
+        while True:
             left = (p for p in reversed(self.epoch) if stored.get(p) and p not in used)
             prompt_id = next(left, None)
-            if prompt_id is None:
-                prompts = [p for p in stored if stored[p]]
-                if not prompts:
-                    raise RunEnded("--replay_rule: no trajectory is stored that could be replayed")
-                if used.issuperset(prompts):
-                    used.clear()  # they must repeat
-                self.epoch = self.buffer.rng.permutation(prompts).tolist()
-            else:
+            if prompt_id is not None:
                 self.epoch.remove(prompt_id)
-                used.add(prompt_id)
-                groups.append(self.buffer.draw(prompt_id, K))
-        return groups
+                return prompt_id
+            prompts = [p for p in stored if stored[p]]
+            if not prompts:
+                raise RunEnded("--replay_rule: no trajectory is stored that could be replayed")
+            if used.issuperset(prompts):
+                used.clear()  # they must repeat
+            self.epoch = self.buffer.rng.permutation(prompts).tolist()
 
 
 class RecentOrReward(ReplayRule):
     """The paper's rule: recent groups with probability m, else replay by reward (section 4.2).
 
-    A group is recent until it has been drawn as such --max_recent_draws times; groups that arrived
-    since the latest sync, the only recent ones in the paper, come first. If too few are recent, the
-    Trainer waits, as the authors' does at a sync, rather than draw the same groups over and over.
+    A group is recent until it has been drawn as such --max_recent_draws times on average. Groups
+    that arrived since the latest sync, the only recent ones in the paper, come first. If too few
+    are recent, the Trainer waits, as the authors' implementation does at a sync, rather than draw
+    the same groups over and over.
     """
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
         super().__init__(buffer, config)
-        # oldest first; those beyond eight batches are dropped, as they would make data stale
+        # oldest first. Those beyond eight minibatches would be too stale: they only stay stored
         self.recent: deque[Group] = deque(maxlen=8 * config.prompts_per_step)
         self.groups_seen = 0
-        self.wanted: int | None = None  # recent groups in the next batch; kept while waiting
+        # recent groups in the next minibatch; drawn once, as redrawing while waiting would lower m
+        self.recent_wanted: int | None = None
 
     def on_group(self, group: Group) -> None:
         """Add a recent group. With a bound of 1.5, groups get 1, 2, 1, 2, ... draws."""
@@ -680,32 +578,39 @@ class RecentOrReward(ReplayRule):
         if group.draws_left > 0:
             self.recent.append(group)
 
-    def sample(self, B: int, K: int) -> TrainingGroups | None:
-        """Draw B groups of K trajectories, or return None if too few groups are recent.
+    def sample(self, B: int, K: int) -> Minibatch | None:
+        """Draw K trajectories of each of B prompts; None if too few groups are recent.
 
         Example: prompts 0-9 are stored, 6-9 since the latest sync. B = 4, K = 20, m = 0.5 give
         about two groups of 6-9, say of 7 and 9, and 20 trajectories each of others, say 3 and 5.
         """
-        if self.wanted is None:
-            self.wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
-        if len(self.recent) < self.wanted:
+        if self.recent_wanted is None:
+            self.recent_wanted = self.buffer.rng.binomial(B, self.config.recent_probability)
+        if len(self.recent) < self.recent_wanted:
             return None
-        # by sync, the latest first; within one, each prompt's newest group first, then at random
-        newer: Counter[tuple[int, int]] = Counter()  # groups of the same prompt since the same sync
+        chosen = self.newest_first()[: self.recent_wanted]
+        self.recent_wanted = None
+        for group in chosen:
+            group.draws_left -= 1
+            if group.draws_left == 0:
+                self.recent.remove(group)
+        used = {group.prompt_id for group in chosen}
+        drawn = [self.distinct_first(group, K) for group in chosen]
+        return drawn + self.replay(B - len(drawn), K, used)
+
+    def newest_first(self) -> list[Group]:
+        """Recent groups by sync, the latest first; within one, different prompts first.
+
+        Example: two groups of prompt 3 and one of prompt 5 arrived since the same sync. The newer
+        one of 3 and the one of 5 come first, in random order, then the older one of 3.
+        """
+        newer: Counter[tuple[int, int]] = Counter()  # groups of the same prompt and sync
         order = {}
         for group in reversed(self.recent):
             same = group.latest_sync, group.prompt_id
             order[group] = (-group.latest_sync, newer[same], self.buffer.rng.random())
             newer[same] += 1
-        drawn = sorted(order, key=order.get)[: self.wanted]
-        self.wanted = None
-        for group in drawn:
-            group.draws_left -= 1
-            if group.draws_left == 0:
-                self.recent.remove(group)
-        used = {group.prompt_id for group in drawn}
-        groups = [self.distinct_first(group, K) for group in drawn]
-        return groups + self.replay(B - len(groups), K, used)
+        return sorted(order, key=order.get)
 
     def distinct_first(self, group: Group, K: int) -> list[Trajectory]:
         """K of a group's S trajectories: distinct ones first, then duplicates.
@@ -722,7 +627,7 @@ class RecentOrReward(ReplayRule):
 REPLAY_RULES: dict[str, type[ReplayRule]] = {"recent_or_reward": RecentOrReward}
 
 
-# ================================================================================= 5. Task, GSM8K
+# =================================================================================== 5. Task, GSM8K
 
 
 class Task:
@@ -828,18 +733,6 @@ class Task:
         start = len(self.text(letter))
         return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
 
-    def probes(self) -> PromptGroups:
-        """Fixed prompts and responses, scored to compare Trainer and Searcher.
-
-        With its prompt repeated after it (`Searcher.score_probes`), the last one is as long as the
-        run's longest sequence.
-        """
-        tokens = np.concatenate(self.train_prompts[:16])
-        rows = np.resize(tokens, (3, 24))  # repeated if too short
-        short = [(row[:8], [row[8:17], row[17:]]) for row in rows]
-        long = np.resize(tokens, max(9, self.longest - 8))
-        return [*short, (long[:8], [long[8:]])]
-
 
 def extract_number(text: str) -> float | None:
     """GSM8K's answer: the last number in the text, without commas; None without one.
@@ -881,56 +774,54 @@ class GSM8K(Task):
 TASKS: dict[str, type[Task]] = {"gsm8k": GSM8K}
 
 
-# ===================================================================================== 6. Trainer
-
-POLL_SECONDS = 0.1  # how often a process that waits checks for signals, deadlines and failures
-
-
-class RunEnded(RuntimeError):
-    """The run cannot continue; the message says why, and what to change."""
+# ============================================================================== 6. Trainer, Learner
 
 
 class Trainer(Stateful):
-    """Trains on replayed groups while the Searchers generate new ones.
+    """Trains on replayed groups while the Searchers generate new ones. It waits for
 
-    An asynchronous run waits for generation at the start (--initial_trajectories), after a resume
-    or a reference reset, and if too few groups are recent (--max_recent_draws); for the previous
-    checkpoint; and for the final evaluation. It pauses to store groups (at most 1 s per step), to
-    score the probes at a sync, and to copy weights and states. Lockstep also waits for syncs,
-    evaluations and each batch.
+        enough groups to start     --initial_trajectories; also after a resume or a reference reset
+        recent groups              if too few have draws left: --max_recent_draws
+        the previous checkpoint    before it writes the next one: --save_every
+        the final evaluation
+        lockstep                   each minibatch, weight sync and evaluation
+
+    and pauses to store groups (at most STORE_SECONDS per poll), to score the probes at a sync, and
+    to copy its weights and states.
 
     Groups have positions in the prompt order: all before `first_missing` have arrived, those in
-    `arrived_positions` too, and Searchers submit only prompts before `limit`.
+    `arrived_positions` too, and Searchers submit only prompts before `search_end`.
     """
 
-    LOG_EVERY = 30  # seconds between log lines about a wait
     STORE_SECONDS = 1.0  # a red-teaming group can take 0.1 s; messages wait meanwhile
-    INBOX_BATCHES = 2  # Searchers pause while more batches of groups are not stored yet
+    INBOX_BATCHES = 2  # Searchers pause while more minibatches of groups are not stored yet
 
     def __init__(
-        self, config: Config, task: Task, folder: RunFolder, ranks: Ranks, saved: dict
+        self, config: Config, task: Task, folder: RunFolder, ranks: Ranks, checkpoint: dict
     ) -> None:
         self.config = config
         self.task = task
-        self.folder = folder
-        self.ranks = ranks
-        self.saved = saved  # by `read_checkpoint`, or empty; `register` removes what it loads
-        self.owners: dict[str, Stateful] = {}  # name -> object whose state checkpoints save
+        self.folder = folder  # files and lines on the terminal
+        self.ranks = ranks  # processes that share the policy
+        self.checkpoint = checkpoint  # to resume, or empty; `register` removes what it loads
+        self.registered: dict[str, Stateful] = {}  # name -> object whose state checkpoints save
+        # starts, monitors and restarts Searchers; passes on their messages
         self.searchers = self.register(SearcherProcesses(config, task, folder), "SearcherProcesses")
-        self.evaluations = Evaluations(config, task, folder)
+        self.sync: WeightSync | None = None  # sends them weights
+        self.evaluations = Evaluations(config, task, folder)  # splits held-out prompts among them
         self.buffer = self.register(task.buffer_class(config), "ReplayBuffer")  # of any class
         self.rule_name = f"--replay_rule {config.replay_rule}"
         rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
         self.rule = self.register(rule, self.rule_name)
-        self.sync: WeightSync | None = None
         self.step = folder.step  # optimizer steps taken, skipped ones included
-        self.writing = Future()  # gives the step of the latest checkpoint
-        self.writing.set_result(self.step)
         self.inbox: list[Group] = []  # not yet stored or, in lockstep, trained on
-        self.stored = 0  # groups, since the start, the resume or the latest reference reset
-        self.lacking = ""  # why there is no next batch
+        self.groups_stored = 0  # since the start, the resume or the latest reference reset
+        self.waiting_because = ""  # why there is no next minibatch, for the log
         self.register(self, "Trainer")
-        self.log = StepLog(self)
+        self.arrived = list(self.inbox)  # groups since the latest step, for metrics
+        self.log = StepLog(self)  # metrics
+        self.saving = Future()  # gives the step of the latest checkpoint
+        self.saving.set_result(self.step)
         self.signals: dict[int, float] = {}  # stop signal -> when it first came
 
     def register(self, owner: Stateful, name: str = "") -> Any:
@@ -939,12 +830,12 @@ class Trainer(Stateful):
         Raises InputError if a resumed checkpoint lacks it; --replay_rule alone may change.
         """
         name = name or type(owner).__name__
-        if name in self.owners:
+        if name in self.registered:
             raise ValueError(f"{name} is registered already; pass another name")
-        self.owners[name] = owner
-        if name in self.saved:
-            owner.load_state(self.saved.pop(name))
-        elif self.saved and not name.startswith("--replay_rule"):
+        self.registered[name] = owner
+        if name in self.checkpoint:
+            owner.load_state(self.checkpoint.pop(name))
+        elif self.checkpoint and not name.startswith("--replay_rule"):
             self.config.require(False, "resume", f"its checkpoint has no state of {name}")
         return owner
 
@@ -959,40 +850,39 @@ class Trainer(Stateful):
 
     def run(self) -> None:
         """Train from start to end. Raises whatever ends the run early."""
-        steps = self.config.steps
-        if self.step < steps and at_step(self.config, steps - 1).learning_rate == 0:
-            self.folder.say(f"warning: --learning_rate ends at 0 before --steps {steps}")
         self.searchers.start()  # they load their models while this process loads its own
-        self.learner = Learner(self.config, self.task, self.ranks, self.saved.get("model", ""))
+        folder = self.checkpoint.get("model", "")
+        self.learner = Learner(self.config, self.task, self.ranks, folder)
         self.register(self.learner, "Learner")
-        self.learner.score_probes()  # returns once all ranks have loaded the policy
-        self.searchers.start_missing()  # on a shared GPU, only now
+        on_every_rank(self.learner, policy_probes)  # returns once all have loaded the policy
+        self.searchers.start_missing()  # on a shared GPU: once the policy has its memory
         self.sync = WeightSync(self.learner, self.searchers, self.evaluations)
         self.register(self.sync, "WeightSync")
-        if self.config.synchronous:
+        if self.config.lockstep:
             self.run_lockstep()
         else:
             self.run_asynchronous()
         self.wait_for("an evaluation", self.evaluations.idle)
 
     def run_asynchronous(self) -> None:
-        """Train on batches drawn by the replay rule, while the Searchers keep generating."""
+        """Train on minibatches drawn by the replay rule, while the Searchers keep generating."""
         while self.step < self.config.steps:
             self.poll()  # receives and stores groups, sends weights
-            groups = self.wait_for("generation", self.next_batch)
-            self.train_step(groups)
+            minibatch = self.wait_for("generation", self.next_batch)
+            self.train_step(minibatch)
             self.save_if_due()
 
-    def next_batch(self) -> TrainingGroups | None:
-        """Draw a batch; None if too little has arrived, of which `lacking` tells the log."""
+    def next_batch(self) -> Minibatch | None:
+        """Draw a minibatch; None if too little has arrived."""
         config = self.config
         groups = self.searchers.first_missing + len(self.searchers.arrived_positions)
         trajectories = groups * config.searched_per_prompt  # received in the whole run
         prompts = min(config.prompts_per_step, len(self.task.train_prompts))
-        if trajectories < config.initial_trajectories or self.stored < prompts:
-            self.lacking = f" ({trajectories} of --initial_trajectories, {self.stored} new groups)"
+        if trajectories < config.initial_trajectories or self.groups_stored < prompts:
+            new = f"{self.groups_stored} new groups"
+            self.waiting_because = f" ({trajectories} of --initial_trajectories, {new})"
             return None
-        self.lacking = " (--replay_rule draws no batch yet)"
+        self.waiting_because = " (--replay_rule draws no batch yet)"
         if not any(self.buffer.trajectories.values()):
             return None  # a rule may have deleted all
         return self.rule.sample(config.prompts_per_step, config.trained_per_prompt)
@@ -1001,18 +891,17 @@ class Trainer(Stateful):
         """Store groups for a while; pause the Searchers while too many are left, and at the end."""
         deadline = time.monotonic() + self.STORE_SECONDS
         while self.inbox and time.monotonic() < deadline:
-            self.store([self.inbox.pop(0)])
+            self.store(self.inbox.pop(0))
         full = len(self.inbox) > self.INBOX_BATCHES * self.config.prompts_per_step
         ended = self.step == self.config.steps
         self.searchers.search_up_to(0 if full or ended else math.inf)
 
-    def store(self, groups: list[Group]) -> None:
-        """Add groups to the replay buffer, except those scored by an earlier reference."""
-        for group in groups:
-            if group.trajectories[0].reference_version == self.sync.reference_version:
-                self.buffer.add(group)
-                self.rule.on_group(group)
-                self.stored += 1
+    def store(self, group: Group) -> None:
+        """Add a group to the replay buffer, unless it was scored by an earlier reference."""
+        if group.trajectories[0].reference_version == self.sync.reference_version:
+            self.buffer.add(group)
+            self.rule.on_group(group)
+            self.groups_stored += 1
 
     def run_lockstep(self) -> None:
         """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
@@ -1029,136 +918,42 @@ class Trainer(Stateful):
         """
         config = self.config
         n = max(1, round(config.recent_probability * config.prompts_per_step))  # sampled per step
-        replayed = config.prompts_per_step - n
         while self.step < config.steps:
             self.wait_for("a weight sync", lambda: not (self.sync.due or self.sync.in_progress))
             self.wait_for("an evaluation", self.evaluations.idle)
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
             self.inbox.sort(key=lambda group: group.index)
-            sampled = self.inbox[:n]
+            self.arrived = self.inbox[:n]  # not those of later batches
             self.inbox = self.inbox[n:]
-            self.log.new_groups = sampled  # not those of later batches
-            groups = [group.trajectories for group in sampled]
-            if replayed > 0:
-                self.store(sampled)
-                used = {group.prompt_id for group in sampled}
-                groups += self.rule.replay(replayed, config.trained_per_prompt, used)
-            self.train_step(groups)  # after which a sync is due
+            minibatch = [group.trajectories for group in self.arrived]
+            if n < config.prompts_per_step:
+                for group in self.arrived:
+                    self.store(group)
+                used = {group.prompt_id for group in self.arrived}
+                replayed = config.prompts_per_step - n
+                minibatch += self.rule.replay(replayed, config.trained_per_prompt, used)
+            self.train_step(minibatch)  # after which a sync is due
             self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
             self.poll()  # stops here after a signal
             self.save_if_due()
 
     def at_barrier(self) -> bool:
         """Lockstep: whether all requested groups have arrived."""
-        return self.searchers.first_missing >= self.searchers.limit
+        return self.searchers.first_missing >= self.searchers.search_end
 
-    def save_if_due(self) -> None:
-        """Save a checkpoint every --save_every steps, once the previous one is written."""
-        if self.config.save_every and self.step % self.config.save_every == 0:
-            self.wait_for("the previous checkpoint", self.writing.done)
-            save(self)
-
-    def reset_reference(self) -> None:
-        """Make the policy the reference (TBA'), and start a new buffer and rule; see `store`."""
-        self.sync.reset_reference(self.step + 1)
-        self.buffer.trajectories.clear()
-        self.stored = 0
-        self.rule = type(self.rule)(self.buffer, self.config)
-        self.owners[self.rule_name] = self.rule
-
-    def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
-        """Poll until `condition` returns something true, and return it; log long waits."""
-        start = time.monotonic()
-        next_log = start + self.LOG_EVERY
-        self.searchers.wake_up.set()  # poll at once
-        while not (result := condition()):
-            began = time.monotonic()
-            self.searchers.wake_up.wait(POLL_SECONDS)
-            self.log.waited[what] += time.monotonic() - began  # without the work of `condition`
-            self.searchers.wake_up.clear()  # before polling: what comes later ends the next wait
-            self.poll()
-            if time.monotonic() > next_log:
-                ready = sum(s.state == "ready" for s in self.searchers.running)
-                why = self.lacking if what == "generation" else ""
-                self.folder.say(
-                    f"step {self.step}: waiting for {what}{why} for {next_log - start:.0f} s; "
-                    f"{ready}/{self.config.num_searchers} Searchers ready"
-                )
-                next_log += self.LOG_EVERY
-        return result
-
-    def poll(self) -> None:
-        """Handle messages and signals, restart failed Searchers, advance the sync; store groups."""
-        if self.signals and self.can_stop():
-            raise KeyboardInterrupt(next(iter(self.signals)))
-        if self.writing.done() and (error := self.writing.exception()):
-            raise RunEnded(f"writing a checkpoint failed: {error!r}")
-        self.handle_messages()
-        for s in self.searchers.reap():
-            self.evaluations.drop(s)
-            self.searchers.restart(s)
-        self.sync.poll()
-        self.sync.begin_if_due(self.step)
-        if not self.config.synchronous:
-            self.store_inbox()
-
-    def can_stop(self) -> bool:
-        """Whether the run can be resumed exactly from here.
-
-        In lockstep, groups in flight would be sampled with other weights: all must have arrived.
-        Without --lag, it does not wait for a Searcher whose machine is lost: there may be no other.
-        """
-        lost = not self.config.lag and any(s.state == "pending" for s in self.searchers.running)
-        return not self.config.synchronous or self.at_barrier() or lost
-
-    def on_signal(self, number: int, _: Any) -> None:
-        """Stop at the next safe point; a signal that is repeated after a second kills the run.
-
-        Shells, `timeout` and torchrun send a signal to a process and to its group: twice at once.
-        """
-        now = time.monotonic()
-        if now > self.signals.setdefault(number, now) + 1:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            os._exit(128 + number)  # the first process of a container survives its own signals
-        name = signal.Signals(number).name
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
-
-    def handle_messages(self) -> None:
-        for s, message in self.searchers.take():
-            match message:
-                case Group():
-                    if self.searchers.record_arrival(message.index):  # not a repeat
-                        message.latest_sync = self.sync.version
-                        self.inbox.append(message)
-                        self.log.new_groups.append(message)
-                case Loaded(probes):
-                    self.sync.on_loaded(s, probes)
-                case Missed(reason):
-                    self.sync.on_missed(s, reason)
-                case Evaluated():
-                    self.evaluations.on_records(message)
-
-    def close(self) -> None:
-        """End the processes, threads and connections of the run."""
-        self.searchers.stop()
-        if self.sync:
-            self.sync.transfer.channel.abandon()
-        for tracker in self.folder.accelerator.trackers:
-            tracker.finish()
-
-    def train_step(self, groups: TrainingGroups) -> None:
-        """Take one optimizer step on B groups of K trajectories, and log it."""
+    def train_step(self, minibatch: Minibatch) -> None:
+        """Take one optimizer step, log it, and note what is due after it."""
         config = self.config
-        metrics = self.learner.step(groups, at_step(config, self.step), self.step)
+        now = at_step(config, self.step)  # the settings, with the values of schedules
+        metrics = on_every_rank(self.learner, Learner.step, minibatch, now, self.step)
         if config.reset_reference_every and (self.step + 1) % config.reset_reference_every == 0:
             self.reset_reference()
         self.step += 1
-        self.sync.due |= config.synchronous or self.step % config.sync_every == 0
+        self.sync.due |= config.lockstep or self.step % config.sync_every == 0
         self.evaluations.due |= self.evaluations.last_due(self.step) == self.step
-        self.log.write(metrics, groups)
+        self.log.write(metrics, minibatch)
+        self.arrived = []
         if self.learner.skipped:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
         if self.learner.skipped >= 10:
@@ -1167,30 +962,97 @@ class Trainer(Stateful):
                 "lower --learning_rate, raise --beta, or set --max_grad_norm"
             )
 
+    def reset_reference(self) -> None:
+        """Make the policy the reference (TBA'), and start a new buffer and rule; see `store`."""
+        self.sync.reset_reference(self.step + 1)
+        self.buffer.trajectories.clear()
+        self.groups_stored = 0
+        self.rule = type(self.rule)(self.buffer, self.config)
+        self.registered[self.rule_name] = self.rule
 
-def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
-    """A weight of the next reference, as a new tensor: the policy's. A plug-in may replace it."""
-    return policy
+    def save_if_due(self) -> None:
+        """Save a checkpoint every --save_every steps, once the previous one is written."""
+        if self.config.save_every and self.step % self.config.save_every == 0:
+            self.wait_for("the previous checkpoint", self.saving.done)
+            save(self)
 
+    def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
+        """Poll until `condition` returns something true, and return it."""
+        start = time.monotonic()
+        self.searchers.wake_up.set()  # poll at once
+        while not (result := condition()):
+            began = time.monotonic()
+            self.searchers.wake_up.wait(POLL_SECONDS)
+            self.log.waited[what] += time.monotonic() - began  # not the time that polling takes
+            self.searchers.wake_up.clear()  # before polling: a later message ends the next wait
+            self.poll()
+            self.log.say_waiting(what, start)
+        return result
 
-def on_every_rank(method: Callable) -> Callable:
-    """Decorator of Learner methods that all ranks run when rank 0 calls them (section 9)."""
+    def poll(self) -> None:
+        """Handle messages and signals, restart failed Searchers, advance the sync; store groups.
 
-    @wraps(method)
-    def together(learner: Learner, *args: Any) -> Any:
-        if learner.ranks.rank == 0:
-            learner.ranks.from_rank_zero((method.__name__, args))
-        return method(learner, *args)
+        An evaluation that loses a Searcher is dropped. It begins anew with the next weights, which
+        are then due at once, and is logged under their step.
+        """
+        if self.signals and self.can_stop():
+            raise KeyboardInterrupt(next(iter(self.signals)))
+        if self.saving.done() and (error := self.saving.exception()):
+            raise RunEnded(f"writing a checkpoint failed: {error!r}")
+        self.handle_messages()
+        for s in self.searchers.reap():
+            self.evaluations.drop(s)
+            self.searchers.restart(s)
+        self.sync.poll()
+        self.sync.begin_if_due(self.step)
+        if not self.config.lockstep:
+            self.store_inbox()
 
-    return together
+    def can_stop(self) -> bool:
+        """Whether the run can be resumed exactly from here.
+
+        In lockstep, groups in flight would be sampled with other weights: all must have arrived.
+        Without --lag, it does not wait for a Searcher whose machine is lost: a replacement may
+        never come.
+        """
+        lost = not self.config.lag and any(s.state == "pending" for s in self.searchers.running)
+        return not self.config.lockstep or self.at_barrier() or lost
+
+    def handle_messages(self) -> None:
+        for s, message in self.searchers.take():
+            match message:
+                case Group():
+                    if self.searchers.record_arrival(message.index):  # not a repeat
+                        message.latest_sync = self.sync.version
+                        self.inbox.append(message)
+                        self.arrived.append(message)
+                case Loaded(scores):
+                    self.sync.on_loaded(s, scores)
+                case Missed(reason):
+                    self.sync.on_missed(s, reason)
+                case Evaluated():
+                    self.evaluations.on_records(message)
 
 
 class Learner(Stateful):
-    """The policy and its optimizer, in one process or sharded over several ranks."""
+    """The policy, its optimizer and a step of the method, in one process or on several ranks.
+
+    What a trajectory costs, in forward passes of a model over it:
+
+        Searcher, once            sampling (by the engine) and log pi_ref, both in --dtype
+        Trainer, each draw        one, and its backward pass, which computes the logits once more
+                                  (with --gradient_checkpointing, the layers too)
+        Trainer, perhaps          one more without gradient, before: if a group exceeds
+                                  --tokens_per_microbatch, or if the loss couples groups
+
+    Weights, gradients and AdamW's moments are float32; layers compute in --dtype. Logits and
+    log-probabilities are float32, their sums over a response float64. Searchers get weights in
+    --dtype; checkpoints have float32, and final/ has the dtype of --model.
+    """
 
     def __init__(self, config: Config, task: Task, ranks: Ranks, folder: str = "") -> None:
         """Load the policy, from a checkpoint's folder if the run is resumed."""
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(cpu_threads(config))
         torch.manual_seed(config.seed)
         self.config = config
         self.task = task
@@ -1207,7 +1069,7 @@ class Learner(Stateful):
             {"params": matrices, "lr_scale": 1.0, "weight_decay": config.weight_decay},
             {"params": vectors, "lr_scale": 1.0},
         ]
-        peak = max(POSITIVE, *(value for _, value, _ in schedule_points(config.learning_rate)))
+        peak = max(ABOVE_0, *(value for _, value, _ in schedule_points(config.learning_rate)))
         self.parameters: dict[str, nn.Parameter] = {}  # those in PARAMETERS
         for name, (size, rate) in PARAMETERS.items():
             zeros = torch.zeros(size or len(task.train_prompts), device=self.device)
@@ -1219,22 +1081,25 @@ class Learner(Stateful):
         self.trained |= self.parameters
         self.fresh: deque[Tensor] = deque(maxlen=10)  # `fresh_token_sums` of the latest steps
         self.coupled = False  # whether the loss has coupled groups: see `backward`
+        self.skipped = 0  # consecutive steps whose loss or gradient was not finite
+        # for weight syncs and checkpoints
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
         self.snapshot: FlatWeights | None = None  # on rank 0: the weights that a sync sends
-        self.skipped = 0  # consecutive steps whose loss or gradient was not finite
 
-    @on_every_rank
-    def step(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, float]:
-        """Take a step, unless loss or gradient is not finite; `current` is from `at_step`."""
+    def step(self, minibatch: Minibatch, now: Config, step: int) -> dict[str, float]:
+        """Take an AdamW step with the settings of this step, on every rank. Returns metrics.
+
+        The step is skipped if the loss or the gradient is not finite.
+        """
         start = time.perf_counter()
-        metrics = self.gradient(groups, current, step)
+        metrics = self.gradient(minibatch, now, step)
         computed = time.perf_counter()
         for param_group in self.optimizer.param_groups:
-            param_group["lr"] = param_group["lr_scale"] * current.learning_rate
-        norm = metrics["grad_norm"] + metrics.pop("own_gradient")  # of the policy, of PARAMETERS
-        is_finite = math.isfinite(metrics["loss"] + norm)
+            param_group["lr"] = param_group["lr_scale"] * now.learning_rate
+        norms = metrics["grad_norm"] + metrics.pop("parameters_grad_norm")
+        is_finite = math.isfinite(metrics["loss"] + norms)
         self.skipped = 0 if is_finite else self.skipped + 1
         if is_finite:
             before = {p: p.detach().clone() for p in self.parameters.values()}
@@ -1244,15 +1109,15 @@ class Learner(Stateful):
                 p.data = torch.where(p.grad == 0, old, p.data)
         self.optimizer.zero_grad()
         return metrics | {
-            "beta": current.beta,
-            "lr": current.learning_rate,
+            "beta": now.beta,
+            "lr": now.learning_rate,
             "forward_backward_seconds": computed - start,
             "optimizer_seconds": time.perf_counter() - computed,
         }
 
-    def gradient(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, float]:
-        """Compute and clip the gradient, again if the loss turns out to couple groups; metrics."""
-        measured = self.backward(groups, current, step)
+    def gradient(self, minibatch: Minibatch, now: Config, step: int) -> dict[str, float]:
+        """Compute and clip the gradient; recompute it if the loss turns out to couple groups."""
+        measured = self.backward(minibatch, now, step)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters])
         if self.config.max_grad_norm:
@@ -1260,90 +1125,90 @@ class Learner(Stateful):
         measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
         values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
         metrics = dict(zip(measured, values, strict=True))
-        wrong = not metrics.pop("derivative_error") <= 1e-4  # or NaN
-        if wrong and math.isfinite(metrics["loss"]) and not self.coupled:
+        is_exact = metrics.pop("derivative_error") <= 1e-4  # False if it is NaN
+        if not is_exact and math.isfinite(metrics["loss"]) and not self.coupled:
             self.coupled = True
             self.fresh.pop()  # its tokens would count twice
             self.optimizer.zero_grad()
-            return self.gradient(groups, current, step)
+            return self.gradient(minibatch, now, step)
         return metrics
 
-    def backward(self, groups: TrainingGroups, current: Config, step: int) -> dict[str, Tensor]:
+    def backward(self, minibatch: Minibatch, now: Config, step: int) -> dict[str, Tensor]:
         """Accumulate the gradient of the objective, in micro-batches.
 
         Micro-batches propagate the loss's derivatives w.r.t. log-probabilities (N,) to the weights.
-        Most losses are sums over groups, so that a group's derivatives do not depend on the others:
-        each micro-batch consists of whole groups, and uses its derivatives while the
-        log-probabilities of later groups are still 0. At the end all are known, and so is the error
-        of the derivatives that were used. If a loss turns out to couple groups (`coupled`), or if a
-        group exceeds --tokens_per_microbatch, all log-probabilities are computed first, without
-        gradient, and micro-batches are filled row by row (a prompt with one or more responses).
+        In general these need all log-probabilities: a first pass, without gradient. Most losses are
+        sums over groups, and save it, a quarter of a step: each micro-batch consists of whole
+        groups, and uses their derivatives while the log-probabilities of later groups are still 0.
+        At the end all are known, and so is the error of the derivatives that were used. If it shows
+        that the loss couples groups (`coupled`), or if a group exceeds --tokens_per_microbatch, the
+        first pass is made, and micro-batches are filled row by row (a row: a prompt with one or
+        more responses).
 
         Example: a group has one row of 60 tokens, another two rows of 45. With a budget of 100,
         each group is a micro-batch. With a budget of 80, the second group exceeds it: after a first
         pass over both, each of the three rows is a micro-batch.
         """
-        budget = current.tokens_per_microbatch
+        budget = now.tokens_per_microbatch
         prompts = self.task.train_prompts
-        sequences = [(prompts[group[0].prompt_id], [t.tokens for t in group]) for group in groups]
+        sequences = [(prompts[ts[0].prompt_id], [t.tokens for t in ts]) for ts in minibatch]
         units = plan_rows(sequences, self.policy.row_tokens, budget)  # the rows of each group
         one_pass = not self.coupled and all(padded_tokens(unit) <= budget for unit in units)
-        batch = self.make_batch(groups, current, step)
-        known = batch.logprobs.data  # (N,), the batch's own memory; 0 where not computed yet
+        batch = self.make_batch(minibatch, now, step)
+        # (N,), 0 where not computed yet; `.data` shares the batch's memory, unseen by autograd
+        known = batch.logprobs.data
         used = torch.zeros_like(known)  # derivatives of the loss, (N,)
         if not one_pass:
             units = [[row] for unit in units for row in unit]
-            scored = np.concatenate(token_logprobs(self.policy, sequences, current))
-            known.copy_(to_device(scored, self.device))
-            used, *_ = self.derivatives(batch, current)
+            scores = np.concatenate(token_logprobs(self.policy, sequences, now))
+            known.copy_(to_device(scores, self.device))
+            used, *_ = self.derivatives(batch, now)
         moments = torch.zeros(len(known), 2, device=self.device)  # entropy, variance of log pi
-        for index, values in run_microbatches(self.policy, units, current):
+        for index, values in run_microbatches(self.policy, units, now):
             logprobs = values[:, 0]
             moments[index] = values[:, 1:].detach()
             if one_pass:
                 known[index] = logprobs.detach()
-                used[index] = self.derivatives(batch, current)[0][index]
+                used[index] = self.derivatives(batch, now)[0][index]
             logprobs.backward(self.ranks.size * used[index])  # FSDP averages over ranks
         self.ranks.all_reduce(moments)
         if one_pass:
             self.ranks.all_reduce(known)
             self.ranks.all_reduce(used)
-        exact, own, result = self.derivatives(batch, current)
-        for parameter, gradient in zip(self.parameters.values(), own, strict=True):
+        exact, parameter_grads, result = self.derivatives(batch, now)
+        for parameter, gradient in zip(self.parameters.values(), parameter_grads, strict=True):
             parameter.grad = gradient
-        self.fresh.append(fresh_token_sums(batch, groups, moments, current))
-        fresh_tokens, gap, surprise, variance = torch.stack([*self.fresh]).sum(0)
+        self.fresh.append(fresh_token_sums(batch, minibatch, moments, now))
         measured = {
             "loss": result.loss,
             "entropy": moments[:, 0].mean(),
             "derivative_error": (used - exact).norm() / exact.norm().clamp(min=1e-30),
-            "own_gradient": torch.cat(own).norm(),
-            **batch_metrics(batch, current),
-            "sampler_gap": gap / fresh_tokens.clamp(min=1),
-            "sampler_z": surprise / variance.clamp(min=100).sqrt(),  # few rare tokens say little
+            "parameters_grad_norm": torch.cat(parameter_grads).norm(),
+            **batch_metrics(batch, now),
+            **sampling_metrics(self.fresh),
             **result.metrics,
         }
         return {name: value.detach().float() for name, value in measured.items()}
 
-    def derivatives(self, batch: Batch, current: Config) -> tuple[Tensor, list[Tensor], Loss]:
+    def derivatives(self, batch: Batch, now: Config) -> tuple[Tensor, list[Tensor], Loss]:
         """The loss's derivatives w.r.t. log-probabilities (N,) and each of PARAMETERS; the Loss."""
-        result = OBJECTIVES[current.objective](batch, current)
+        result = OBJECTIVES[now.objective](batch, now)
         inputs = [batch.logprobs, *self.parameters.values()]
-        by_logprob, *own = torch.autograd.grad(result.loss, inputs, materialize_grads=True)
-        return by_logprob, own, result
+        by_logprob, *by_parameter = torch.autograd.grad(result.loss, inputs, materialize_grads=True)
+        return by_logprob, by_parameter, result
 
-    def make_batch(self, groups: TrainingGroups, current: Config, step: int) -> Batch:
-        """The Batch of B groups of K trajectories; its log pi_theta are still 0."""
+    def make_batch(self, minibatch: Minibatch, now: Config, step: int) -> Batch:
+        """The tensors of a minibatch; its log pi_theta are still 0."""
         load = partial(to_device, device=self.device)
-        joined = lambda name: np.concatenate([getattr(t, name) for group in groups for t in group])
-        table = lambda name: np.array([[getattr(t, name) for t in group] for group in groups])
+        joined = lambda name: np.concatenate([getattr(t, name) for ts in minibatch for t in ts])
+        table = lambda name: np.array([[getattr(t, name) for t in ts] for ts in minibatch])
         behaviour = load(joined("logprobs"))
         return Batch(
             logprobs=torch.zeros_like(behaviour, requires_grad=True),
             behaviour=behaviour,
-            ref_logprobs=load(joined("ref_logprobs") / np.float32(current.reference_temperature)),
+            ref_logprobs=load(joined("ref_logprobs") / np.float32(now.reference_temperature)),
             tokens=load(joined("tokens").astype(np.int64)),
-            lengths=load(np.array([[len(t.tokens) for t in group] for group in groups])),
+            lengths=load(np.array([[len(t.tokens) for t in ts] for ts in minibatch])),
             ended=load(table("ended")),
             rewards=load(table("reward").astype(np.float32)),
             versions=load(table("version")),
@@ -1352,76 +1217,26 @@ class Learner(Stateful):
             parameters=self.parameters,
         )
 
-    def serve(self) -> None:
-        """On the other ranks: run the methods that rank 0 calls, until it sends None."""
-        while call := self.ranks.from_rank_zero(None):
-            name, args = call
-            getattr(self, name)(*args)
-
-    @on_every_rank
-    @torch.no_grad()
-    def score_probes(self) -> list[np.ndarray]:
-        """The policy's log-probabilities (T,) of the probes at temperature 1."""
-        return token_logprobs(self.policy, self.task.probes(), self.config, temperature=1.0)
-
-    def merged(self, name: str) -> Tensor:
-        """A weight by its checkpoint name, with its LoRA adapter merged if it has one."""
-        tensor = self.weights[name].detach()
-        layer = self.adapters.get(id(self.weights[name]))
-        return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
-
-    @on_every_rank
-    @torch.no_grad()
-    def copy_weights(self) -> None:
-        """Copy the weights into rank 0's snapshot, gathering one tensor at a time."""
-        for name in self.weights:
-            tensor = gather_full(self.merged(name).to(self.config.torch_dtype))
-            if self.snapshot:
-                self.snapshot.views[name].copy_(tensor)
-
-    @on_every_rank
-    @torch.no_grad()
-    def saved_weights(self) -> dict[str, Tensor]:
-        """Copies of the merged weights in rank 0's host memory, by checkpoint name."""
-        return {name: host_copy(self.merged(name), self.ranks) for name in self.weights}
-
-    @on_every_rank
-    @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        """Adapters, PARAMETERS and optimizer state, copied to rank 0's host memory."""
-        extra = {name: p for name, p in self.trained.items() if ".lora_" in name} | self.parameters
-        optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
-        state = {"extra": extra, "optimizer": optimizer}
-        return tree_map(partial(host_copy, ranks=self.ranks), state)
+        return on_every_rank(self, learner_state)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Each rank restores its shards, but not the learning rate: the flags may change it."""
         for name, tensor in state["extra"].items():
             self.trained[name].data.copy_(shard_like(self.trained[name], tensor))
         for name, values in state["optimizer"].items():
-            own = self.optimizer.state[self.trained[name]]
+            moments = self.optimizer.state[self.trained[name]]
             for key, value in values.items():
-                own[key] = shard_like(self.trained[name], value).to(self.device)
+                moments[key] = shard_like(self.trained[name], value).to(self.device)
 
 
-# ==================================================================================== 7. Searcher
+# ====================================================================================== 7. Searcher
 
 
-class RequestId(NamedTuple):
-    """Identifies a request, and says whether its prompt is held out."""
-
-    held_out: bool  # it belongs to an evaluation
-    index: int  # Group.index; 0 for a held-out prompt
-    prompt_id: int
-
-
-@dataclass(eq=False)
-class TaskCall:
-    """A call of the task in a thread."""
-
-    future: Future  # gives a list of messages to the Trainer
-    unrewarded: int  # responses that wait for their rewards
-    last_queued: float  # when it was last seen waiting for a thread
+@lru_cache(2)
+def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
+    """The shuffled prompts of an epoch; the prompt order is one epoch after another."""
+    return np.random.default_rng([seed, epoch]).permutation(prompts)
 
 
 class Searcher:
@@ -1435,14 +1250,13 @@ class Searcher:
     def __init__(self, config: Config, task: Task, spec: SearcherSpec) -> None:
         self.config = config
         self.task = task
-        self.spec = spec
-        self.index = spec.first  # next position in the prompt order
-        self.limit = 0.0  # it submits prompts before this position
+        self.spec = spec  # its first position, and the queues to and from the Trainer
         # a different seed for every start: identical samples would be a waste
         seed = int(np.random.default_rng([config.seed, spec.searcher, spec.start]).integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
-        self.engine = engine_of("model", task.longest)
+        self.engine = engine_of("model", task.longest)  # takes Requests, returns Completions
+        self.version = -1  # of the policy; -1: no weights yet
         path = model_folder("model", config)
         reference = load_model(config, path, config.torch_dtype, local_device())
         reference.requires_grad_(False)
@@ -1450,19 +1264,16 @@ class Searcher:
         self.reference_weights = checkpoint_state(reference)
         self.reference_version = 0
         task.setup(engine_of)
-        threads = max(1, task.reward_threads)
-        self.reward_pool = ThreadPoolExecutor(threads)
-        self.evaluation_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
-        self.version = -1  # of the policy; -1: no weights yet
-        self.in_flight: dict[RequestId, Request] = {}  # as submitted: an engine may alter its own
-        self.unrewarded: list[Group] = []  # complete; waiting for a thread
-        self.calls: list[TaskCall] = []  # in progress
-        # groups per call: the threads together score at most --sequences_in_flight responses
-        self.call_size = max(1, config.sequences_in_flight // threads // config.searched_per_prompt)
-        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.channel.nccl)
-        self.channel = copy.copy(spec.channel)  # the process group that sends it weights
-        self.staged: ReceiveWeights | None = None  # received weights, to be loaded
+        self.index = spec.first  # next position in the prompt order
+        self.search_end = 0.0  # it submits prompts before this position
+        # unmodified copies: engines may change the requests that they are given
+        self.in_flight: dict[RequestId, Request] = {}
         self.wake_up = threading.Event()  # a message has come, or the task has returned
+        self.scoring = Scoring(config, task, spec.send, self.wake_up)
+        # weights that are being received, and the message that they came with, once complete
+        self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.channel.nccl)
+        self.staged: ReceiveWeights | None = None
+        self.channel = copy.copy(spec.channel)  # the process group that sends them
         self.last_heartbeat = 0.0
         self.idle = 0.0  # seconds without work, or spent on loading weights
         self.tokens = 0  # generated
@@ -1473,82 +1284,40 @@ class Searcher:
         while not receiving.done():
             self.submit_prompts()
             if self.engine.unfinished:
-                self.handle_completions(self.engine.step(self.between_steps))
+                completions = self.engine.step(self.between_steps)
+                self.handle_completions(completions)
             else:
-                start = time.perf_counter()
-                self.wake_up.wait(POLL_SECONDS)
-                self.wake_up.clear()  # now, so that what comes later ends the next wait
-                self.idle += time.perf_counter() - start
-                self.between_steps()
+                self.wait_for_work()
+            self.between_steps()
         receiving.result()  # raises what ended it
+
+    def wait_for_work(self) -> None:
+        start = time.perf_counter()
+        self.wake_up.wait(POLL_SECONDS)
+        self.wake_up.clear()  # now: whatever comes later ends the next wait
+        self.idle += time.perf_counter() - start
 
     def receive_messages(self) -> None:
         """In a thread: handle the Trainer's messages, and receive weights."""
         while True:
             match self.spec.commands.get():
-                case SearchUpTo(limit):
-                    self.limit = limit
+                case SearchUpTo(position):
+                    self.search_end = position
                 case ReceiveWeights() as message:
                     receive_weights(self, message)
             self.wake_up.set()
-
-    def between_steps(self) -> None:
-        """Work between decode steps. Raises what the task raised."""
-        self.start_scoring()
-        self.collect_results()
-        now = time.perf_counter()
-        if now - self.last_heartbeat > 0.5:
-            self.last_heartbeat = now
-            self.spec.send(Heartbeat(now, self.idle, self.tokens))
-        # new weights load once no held-out prompt is in flight; training responses continue with
-        # them, and keep their KV cache. In lockstep, all requested groups are completed first
-        to_submit = self.index < self.limit and self.version >= 0
-        unfinished = self.config.synchronous and (to_submit or self.in_flight)
-        if self.staged and not (unfinished or any(source.held_out for source in self.in_flight)):
-            self.load_weights()
-
-    def load_weights(self) -> None:
-        """Load received weights, send probe scores, and submit held-out prompts."""
-        start = time.perf_counter()
-        message = self.staged
-        self.staged = None
-        weights = self.staging.views
-        probes = []
-        if message.reference:
-            for name, tensor in weights.items():
-                self.reference_weights[name].copy_(tensor)
-            self.reference_version = message.version
-        else:
-            if not isinstance(self.engine, TransformersEngine):  # others use checkpoint names
-                weights = revert_weight_conversion(self.reference.model, weights)
-            self.engine.load_weights(weights.items(), message.version)
-            self.version = message.version
-            probes = self.score_probes()
-        if self.staging.flat.is_cuda:
-            torch.cuda.synchronize()  # the next weights may overwrite the staging buffer
-        self.spec.send(Loaded(probes))
-        self.submit_held_out(message.held_out)
-        self.idle += time.perf_counter() - start
-
-    def score_probes(self) -> list[np.ndarray]:
-        """The engine's log-probabilities (T,) of the probes' responses, at temperature 1."""
-        pairs = [(prompt, y) for prompt, responses in self.task.probes() for y in responses]
-        # what follows a response reveals a model that is not causal
-        scored = self.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
-        return [row[len(x) - 1 :][: len(y)] for row, (x, y) in zip(scored, pairs, strict=True)]
 
     def submit_prompts(self) -> None:
         """Keep the engine full, unless too many responses await rewards."""
         config = self.config
         prompts = self.task.train_prompts
         S = config.searched_per_prompt
-        unrewarded = S * len(self.unrewarded) + sum(call.unrewarded for call in self.calls)
-        limit = 2 * max(S, config.sequences_in_flight)
+        too_many = self.scoring.unscored > 2 * max(S, config.sequences_in_flight)
         # in lockstep, which repeats exactly, the order must not depend on how fast rewards are
-        if self.version < 0 or (unrewarded > limit and not config.synchronous):
+        if self.version < 0 or (too_many and not config.lockstep):
             return
         capacity = config.sequences_in_flight * self.engine.LOOKAHEAD  # some wait in the engine
-        while self.index < self.limit:
+        while self.index < self.search_end:
             in_flight = sum(request.n for request in self.in_flight.values())
             if in_flight and in_flight + S > capacity:
                 return
@@ -1587,48 +1356,44 @@ class Searcher:
         longest = self.config.response_limit(prompt)
         shortest = min(min_tokens, longest)
         request = Request(prompt=prompt, max_tokens=longest, min_tokens=shortest, **fields)
-        self.engine.submit(copy.copy(request))
         self.in_flight[request.id] = request
+        self.engine.submit(copy.copy(request))
 
     def handle_completions(self, completions: list[Completion]) -> None:
-        """Turn responses into groups to score, and have the task evaluate held-out answers."""
+        """Turn responses into groups; the task then computes rewards, or evaluates them."""
         for held_out in (False, True):
-            found = [done for done in completions if done.request.id.held_out == held_out]
-            for i in range(0, len(found), self.call_size):
-                groups = self.make_groups(found[i : i + self.call_size])
-                if held_out:
-                    self.call_task(groups, held_out)
-                else:
-                    self.unrewarded += groups
-                self.between_steps()
+            of_kind = [c for c in completions if c.request.id.held_out == held_out]
+            if of_kind:
+                self.scoring.add(self.make_groups(of_kind), held_out)
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
         first = completions[0].request
         if first.id.held_out and not self.task.wants_logprobs:
-            scores = [y for done in completions for y in done.logprobs]  # log pi_ref is not used
+            scores = [y for c in completions for y in c.logprobs]  # log pi_ref is not used
         else:
             # the engine's log-probabilities of greedy answers have temperature 1
-            own = self.config.temperature if first.temperature else 1.0
-            sequences = [(done.request.prompt, done.tokens) for done in completions]
-            scores = token_logprobs(self.reference, sequences, self.config, own)
+            temperature = self.config.temperature if first.temperature else 1.0
+            sequences = [(c.request.prompt, c.tokens) for c in completions]
+            scores = token_logprobs(self.reference, sequences, self.config, temperature)
         remaining = iter(scores)
         groups = []
-        for done in completions:
-            source = done.request.id
+        for c in completions:
+            source = c.request.id
             temperature = self.in_flight.pop(source).temperature
             group = Group(source.index, [])
-            responses = zip(done.tokens, done.logprobs, done.ended, done.versions, strict=True)
+            responses = zip(c.tokens, c.logprobs, c.ended, c.versions, strict=True)
             for tokens, logprobs, ended, versions in responses:
                 scored = next(remaining)
                 ref_logprobs = self.task.adjust_ref_logprobs(tokens, scored)
-                counts = ref_logprobs is scored and temperature == self.config.temperature
+                is_adjusted = not np.array_equal(ref_logprobs, scored)
+                has_kl = temperature == self.config.temperature and not is_adjusted
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
                     ref_logprobs=ref_logprobs,
                     ended=bool(ended),
-                    kl=float((logprobs - ref_logprobs).sum()) if counts else math.nan,
+                    kl=float((logprobs - ref_logprobs).sum()) if has_kl else math.nan,
                     temperature=temperature,
                     reward=math.nan,
                     prompt_id=source.prompt_id,
@@ -1641,82 +1406,30 @@ class Searcher:
             groups.append(group)
         return groups
 
-    def start_scoring(self) -> None:
-        """Have the task score complete groups, several at once if they had to wait for a thread.
-
-        In lockstep, calls do not depend on when a thread is free: runs repeat exactly.
-        """
-        threads = math.inf if self.config.synchronous else max(1, self.task.reward_threads)
-        while self.unrewarded and sum(call.unrewarded > 0 for call in self.calls) < threads:
-            groups = self.unrewarded[: self.call_size]
-            del self.unrewarded[: self.call_size]
-            self.call_task(groups, held_out=False)
-
-    def call_task(self, groups: list[Group], held_out: bool) -> None:
-        """Have the task compute rewards, or evaluate held-out answers; the results are sent."""
-        task = self.task
-        rows = [t for group in groups for t in group.trajectories]
-        examples = [(task.held_out if held_out else task.train)[t.prompt_id] for t in rows]
-        texts = task.response_texts([t.tokens for t in rows])
-        ended = np.array([t.ended for t in rows])
-
-        def messages() -> list[Group] | list[Evaluated]:
-            if not held_out:
-                rewards = task.checked_rewards(examples, texts, ended)
-                for t, reward in zip(rows, rewards, strict=True):
-                    t.reward = reward
-                return groups
-            by_prompt = defaultdict(list)
-            records = task.evaluate(examples, texts, ended)
-            for t, text, record in zip(rows, texts, records, strict=True):
-                record = record | {"answer": text}
-                if task.wants_logprobs:
-                    ref_logprob = float(t.ref_logprobs.sum())
-                    record |= {
-                        "ref_logprob": ref_logprob,
-                        "kl": float(t.logprobs.sum()) - ref_logprob,
-                        "tokens": len(t.tokens),
-                        "prompt_tokens": len(task.held_out_prompts[t.prompt_id]),
-                    }
-                by_prompt[t.prompt_id].append(record)
-            return [Evaluated(rows[0].version, by_prompt)]
-
-        if not task.reward_threads:
-            self.spec.send(*messages())
-            return
-        pool = self.evaluation_pool if held_out else self.reward_pool
-        future = pool.submit(messages)
-        future.add_done_callback(lambda _: self.wake_up.set())
-        self.calls.append(TaskCall(future, 0 if held_out else len(rows), time.perf_counter()))
-
-    def collect_results(self) -> None:
-        """Send what calls have returned. Raises what they raised, or TimeoutError."""
+    def between_steps(self) -> None:
+        """Score groups, send a heartbeat, load new weights. Raises what the task raised."""
+        self.scoring.advance()
         now = time.perf_counter()
-        for call in list(self.calls):
-            if call.future.done():
-                self.calls.remove(call)
-                self.spec.send(*call.future.result())
-            elif not call.future.running():
-                call.last_queued = now
-            elif now - call.last_queued > self.config.searcher_timeout:
-                raise TimeoutError(
-                    "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
-                )
-
-
-@lru_cache(2)
-def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
-    """The shuffled prompts of an epoch; the prompt order is one epoch after another."""
-    return np.random.default_rng([seed, epoch]).permutation(prompts)
+        if now - self.last_heartbeat > 0.5:
+            self.last_heartbeat = now
+            self.spec.send(Heartbeat(now, self.idle, self.tokens))
+        # an evaluation is of one version: new weights wait until no held-out prompt is in flight.
+        # Training responses continue with them, and keep their KV cache; in lockstep, all
+        # requested groups are completed first
+        evaluating = any(source.held_out for source in self.in_flight)
+        to_submit = self.index < self.search_end and self.version >= 0
+        unfinished = self.config.lockstep and (to_submit or self.in_flight)
+        if self.staged and not (evaluating or unfinished):
+            load_weights(self)
 
 
 ################################### Part II: the machinery #########################################
 
-# =========================================================================== 8. Log-probabilities
+# ============================================================================= 8. Log-probabilities
 
 
 # tokens of a prompt, (P,) int32, and of each response to it, (T,) int32
-PromptGroups = list[tuple[np.ndarray, list[np.ndarray]]]
+Sequences = list[tuple[np.ndarray, list[np.ndarray]]]
 
 
 def local_device() -> torch.device:
@@ -1896,7 +1609,7 @@ class Row:
 IDLE = Row(np.zeros(1, np.int32), [np.zeros(0, np.int32)], [np.zeros(0, np.int64)])
 
 
-def plan_rows(groups: PromptGroups, row_tokens: int, budget: int) -> list[list[Row]]:
+def plan_rows(groups: Sequences, row_tokens: int, budget: int) -> list[list[Row]]:
     """Distribute each group's responses evenly over packed rows; returns each group's rows.
 
     A row has about max(row_tokens, 4 * prompt) tokens, and at most `budget` unless one response
@@ -2033,7 +1746,7 @@ def run_microbatches(
 
 @torch.no_grad()
 def token_logprobs(
-    policy: TokenLogProbs, groups: PromptGroups, config: Config, temperature: float | None = None
+    policy: TokenLogProbs, groups: Sequences, config: Config, temperature: float | None = None
 ) -> list[np.ndarray]:
     """Log-probabilities (T,) of every response's tokens, on every rank."""
     plan = plan_rows(groups, policy.row_tokens, config.tokens_per_microbatch)
@@ -2046,9 +1759,7 @@ def token_logprobs(
     return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
-def fresh_token_sums(
-    batch: Batch, groups: TrainingGroups, moments: Tensor, config: Config
-) -> Tensor:
+def fresh_token_sums(batch: Batch, groups: Minibatch, moments: Tensor, config: Config) -> Tensor:
     """Sums (4,) over the tokens that the present weights sampled: do they come from the policy?
 
     They are the number of tokens, |log pi - log behaviour|, log pi + entropy, whose mean is 0 over
@@ -2069,10 +1780,19 @@ def fresh_token_sums(
     logprobs = batch.logprobs.detach()
     gap = (logprobs - batch.behaviour).abs()
     columns = [torch.ones_like(gap), gap, logprobs + moments[:, 0], moments[:, 1]]
-    return torch.where(batch.spread(counts)[:, None], torch.stack(columns, 1), 0).sum(0)
+    return torch.where(batch.per_token(counts)[:, None], torch.stack(columns, 1), 0).sum(0)
 
 
-# ======================================================================================= 9. Ranks
+def sampling_metrics(latest: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Metrics of the latest steps' `fresh_token_sums`; docs/operations.md says what they show."""
+    tokens, gap, surprise, variance = torch.stack([*latest]).sum(0)
+    return {
+        "sampler_gap": gap / tokens.clamp(min=1),
+        "sampler_z": surprise / variance.clamp(min=100).sqrt(),  # few rare tokens say little
+    }
+
+
+# ========================================================================================= 9. Ranks
 
 
 @dataclass
@@ -2129,6 +1849,19 @@ class Ranks:
         """Sum a tensor over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
+
+
+def on_every_rank(learner: Learner, function: Callable, *args: Any) -> Any:
+    """Call function(learner, *args) on every rank; rank 0 calls this, the others `serve`."""
+    learner.ranks.from_rank_zero((function, args))
+    return function(learner, *args)
+
+
+def serve(learner: Learner) -> None:
+    """On the other ranks: run the functions that rank 0 runs, until it sends None."""
+    while call := learner.ranks.from_rank_zero(None):
+        function, args = call
+        function(learner, *args)
 
 
 def local_ranks() -> int:
@@ -2201,7 +1934,15 @@ def load_policy(
     return shard(policy)
 
 
-# ==================================================================================== 10. Engines
+# ====================================================================================== 10. Engines
+
+
+class RequestId(NamedTuple):
+    """Identifies a request, and says whether its prompt is held out."""
+
+    held_out: bool  # it belongs to an evaluation
+    index: int  # Group.index; 0 for a held-out prompt
+    prompt_id: int
 
 
 @dataclass
@@ -2442,7 +2183,7 @@ class VLLMEngine:
             max_tokens=request.max_tokens,
             logprobs=0,  # of the sampled token only
             # seeded sampling is reproducible, but slow: row by row
-            seed=request.seed if self.config.synchronous else None,
+            seed=request.seed if self.config.lockstep else None,
         )
         self.requests[self._add(request.prompt, params)] = request
 
@@ -2465,7 +2206,6 @@ class VLLMEngine:
             versions = [(span[0], span[-1]) for span in spans]
             completions.append(Completion(request, tokens, logprobs, ended, versions))
         self.outputs.clear()
-        between_steps()
         return completions
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -2516,13 +2256,39 @@ def vllm_can_run() -> bool:
 #
 #   Trainer.train_step        a sync is due: every k steps, for an evaluation, for a new Searcher
 #   WeightSync.begin_if_due   in the training thread: copies the weights, scores the probes
-#   WeightSync.send           in a thread: notifies the members, forms a process group, broadcasts
-#   receive_weights           in a Searcher's thread: joins the group, receives; or -> Missed
-#   Searcher.load_weights     between two decode steps: loads them, scores the probes -> Loaded
+#   WeightSync.send           in a thread: tells the members, waits until all have come, broadcasts
+#   receive_weights           in a Searcher's thread: receives them; or else -> Missed
+#   load_weights              between two decode steps: loads them, scores the probes -> Loaded
 #   WeightSync.on_loaded      compares the probes; after the last member's, the sync is over
 #
-# If a step fails, the next sync, due at once, forms a new group. Members are killed only if they
-# miss three transfers in a row.
+# If a step fails, the next sync, due at once, forms a new group of the members that have replied.
+
+
+def probes(task: Task) -> Sequences:
+    """Fixed sequences that show whether an engine has the Trainer's weights.
+
+    Both sides score the responses. Two to a prompt of 8 tokens: they share a packed row. The last
+    is as long as the run's longest sequence, with the prompt that follows it in the engine.
+    """
+    tokens = np.concatenate(task.train_prompts[:16])
+    rows = np.resize(tokens, (3, 24))  # repeated if too short
+    short = [(row[:8], [row[8:17], row[17:]]) for row in rows]
+    long = np.resize(tokens, max(9, task.longest - 8))
+    return [*short, (long[:8], [long[8:]])]
+
+
+@torch.no_grad()
+def policy_probes(learner: Learner) -> list[np.ndarray]:
+    """The policy's log-probabilities (T,) of the probes' responses at temperature 1."""
+    return token_logprobs(learner.policy, probes(learner.task), learner.config, temperature=1.0)
+
+
+def engine_probes(searcher: Searcher) -> list[np.ndarray]:
+    """The engine's log-probabilities (T,) of the probes' responses at temperature 1."""
+    pairs = [(prompt, y) for prompt, responses in probes(searcher.task) for y in responses]
+    # extra tokens after the response expose models that are not causal
+    scored = searcher.engine.prompt_logprobs([np.concatenate([x, y, x]) for x, y in pairs])
+    return [row[len(x) - 1 :][: len(y)] for row, (x, y) in zip(scored, pairs, strict=True)]
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
@@ -2533,6 +2299,33 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
         for name in model.state_dict()  # without non-persistent buffers
         if name in tensors and ".lora_" not in name
     }
+
+
+def merged(learner: Learner, name: str) -> Tensor:
+    """A weight by its checkpoint name, with its LoRA adapter merged if it has one."""
+    tensor = learner.weights[name].detach()
+    layer = learner.adapters.get(id(learner.weights[name]))
+    return tensor + layer.get_delta_weight("default").to(tensor.dtype) if layer else tensor
+
+
+@torch.no_grad()
+def copy_weights(learner: Learner) -> None:
+    """Copy the weights into rank 0's snapshot, gathering one tensor at a time."""
+    for name in learner.weights:
+        tensor = gather_full(merged(learner, name).to(learner.config.torch_dtype))
+        if learner.snapshot:
+            learner.snapshot.views[name].copy_(tensor)
+
+
+@torch.no_grad()
+def saved_weights(learner: Learner) -> dict[str, Tensor]:
+    """Copies of the merged weights in rank 0's host memory, by checkpoint name."""
+    return {name: host_copy(merged(learner, name), learner.ranks) for name in learner.weights}
+
+
+def next_reference(policy: Tensor, reference: Tensor, config: Config) -> Tensor:
+    """A weight of the next reference, as a new tensor: the policy's. A plug-in may replace it."""
+    return policy
 
 
 class FlatWeights:
@@ -2558,16 +2351,49 @@ class WeightChannel:
     host: str  # the Trainer's address
     port: int  # of its TCPStore
     nccl: bool  # NCCL needs a GPU for each member; otherwise Gloo moves the weights
-    timeout: timedelta  # for connecting, and for each operation
+    timeout: timedelta  # for a transfer
     name: str = ""
     rank: int = 0
     size: int = 1
     formed: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL
-    abandoned: bool = False
+
+    def broadcast(self, weights: FlatWeights, meeting: str) -> None:
+        """Broadcast rank 0's weights, once all members have come.
+
+        Raises RuntimeError or TimeoutError after the timeout, or if a member is lost.
+        """
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        remaining = lambda: max(0.1, deadline - time.monotonic())
+        self.meet(meeting)
+        if self.formed is None:
+            # in a thread, as NCCL connects without a timeout; a late group is dropped
+            self.formed = ThreadPoolExecutor(1).submit(self.form).result(remaining())
+        # on its own stream: it does not wait for kernels that the training step has queued
+        with torch.cuda.stream(torch.cuda.Stream() if self.nccl else None):
+            work = self.formed.broadcast(weights.flat, 0)
+            work.wait(timedelta(seconds=remaining()))
+
+    def meet(self, meeting: str) -> None:
+        """Wait in the TCPStore until all members have come, as NCCL would wait without end."""
+        store = dist.PrefixStore(meeting, connect_store(self.host, self.port, timeout=self.timeout))
+        if self.rank > 0:
+            store.set(str(self.rank), "here")
+            store.wait(["outcome"], self.timeout)
+        else:
+            others = [str(rank) for rank in range(1, self.size)]
+            outcome = "failed"
+            try:
+                store.wait(others, self.timeout)
+                if all(store.get(rank) == b"here" for rank in others):
+                    outcome = "complete"
+            finally:
+                store.set("outcome", outcome)
+        if store.get("outcome") != b"complete":
+            raise RuntimeError("another member did not come")
 
     def form(self) -> Any:
-        """Connect to all members; NCCL waits for them indefinitely. Raises RuntimeError."""
-        # a connection of its own, which members that do not come may block
+        """Connect to all members; returns the process group. Raises RuntimeError."""
+        # a connection of its own, which members that are lost meanwhile may block
         connection = dist.TCPStore(self.host, self.port, timeout=self.timeout)
         store = dist.PrefixStore(self.name, connection)
         if self.nccl:
@@ -2584,39 +2410,11 @@ class WeightChannel:
         options._timeout = self.timeout
         return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
-    def broadcast(self, weights: FlatWeights) -> None:
-        """Broadcast rank 0's weights; the first broadcast forms the group.
-
-        Raises RuntimeError after the timeout, or if a connection or a member is lost.
-        """
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        running = ThreadPoolExecutor(1).submit(self.run, weights)  # may never return
-        while wait([running], timeout=0.1).not_done:
-            if time.monotonic() > deadline:
-                raise RuntimeError("timeout (--transfer_timeout)")
-            if connect_store(self.host, self.port, timeout=self.timeout).check([self.name]):
-                raise RuntimeError("another member ended")
-        running.result()
-
-    def run(self, weights: FlatWeights) -> None:
-        """In a thread: form the group unless it is formed, and broadcast."""
-        if self.formed is None:
-            self.formed = self.form()
-        if self.abandoned:  # formed too late: another group may be using `weights`
-            self.abandon()
-            return
-        work = self.formed.broadcast(weights.flat, 0)
-        while not (work.is_completed() or self.abandoned):
-            time.sleep(0.0005)
-        if not self.abandoned:
-            work.wait()  # returns immediately, or raises the broadcast's error
-
     def abandon(self) -> None:
         """Abort the group, in a thread, as it may block; this ends a stuck NCCL kernel.
 
         A script that exits waits for this thread: a daemon thread in C++ could crash the exit.
         """
-        self.abandoned = True
         if self.formed is not None:
             ThreadPoolExecutor(1).submit(self.formed.abort)
             self.formed = None
@@ -2628,11 +2426,13 @@ class Transfer:
 
     channel: WeightChannel
     members: list[RunningSearcher]  # by rank, from 1
+    meeting: str = field(default_factory=lambda: os.urandom(8).hex())  # where members come first
     version: int = -1  # optimizer step of the weights
     reference: bool = False  # the reference's weights, not the policy's
-    probes: np.ndarray | None = None  # of a policy: the Trainer's log-probabilities of the probes
+    scores: np.ndarray | None = None  # of a policy: the Trainer's log-probabilities of the probes
     deadline: float = 0.0  # then the next may begin without those that still load; not in lockstep
     sending: Future | None = None  # None: it is over
+    failed: float = math.inf  # when it failed
     missed: dict[RunningSearcher, str] = field(default_factory=dict)  # member -> why
 
 
@@ -2654,7 +2454,8 @@ class WeightSync(Stateful):
         self.due = True
         self.version = -1  # optimizer step of the policy's latest snapshot
         # the reference's weights in host memory, if it ever changes
-        self.reference = learner.saved_weights() if self.config.reset_reference_every else {}
+        resets = self.config.reset_reference_every > 0
+        self.reference = on_every_rank(learner, saved_weights) if resets else {}
         self.reference_version = 0  # step of its latest change
         self.seconds = 0.0  # spent in the training thread since the last log record
 
@@ -2668,94 +2469,91 @@ class WeightSync(Stateful):
         transfer = self.transfer
         if transfer.sending is None:
             return
-        sent = transfer.sending.done()
-        error = transfer.sending.exception() if sent else None
-        pending = [s for s in transfer.members if s.transfer is transfer]
-        ended = [s for s in pending if s.state == "ended"]
-        if ended or error:  # those that still receive stop waiting
-            self.searchers.store.set(transfer.channel.name, "ended")
-        late = time.monotonic() > transfer.deadline and not self.config.synchronous
-        if not sent or (len(ended) < len(pending) and not late):
+        for rank, s in enumerate(transfer.members, 1):
+            if s.state == "ended" and s.transfer is transfer:
+                self.searchers.store.set(f"{transfer.meeting}/{rank}", "ended")  # none waits for it
+                self.on_missed(s, "it ended")
+        if not transfer.sending.done():
+            return
+        error = transfer.sending.exception()
+        silent = [s for s in transfer.members if s.transfer is transfer]
+        late = time.monotonic() > transfer.deadline and (error or not self.config.lockstep)
+        if silent and not late:
             return
         transfer.sending = None
-        for s in ended:
-            s.transfer = None  # a cycle would keep the files of its process open
         if not (error or transfer.missed):
             return
         transfer.channel.abandon()
-        silent = pending if error else ended
-        suspects = dict.fromkeys(silent, "it ended or did not reply") or transfer.missed
-        for s, reason in suspects.items():
+        transfer.failed = time.monotonic()
+        lost = [s for s in transfer.missed if s.state == "ended"] + (silent if error else [])
+        for s in transfer.missed if not lost else ():
             s.missed += 1
-            if s.missed >= 3:  # in a row
-                s.end(f"missed a weight transfer ({reason}), and was killed")
+            if s.missed == 3:
+                s.end(f"missed three weight transfers ({transfer.missed[s]}), and was killed")
+        suspects = lost or transfer.missed
         names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
-        reason = first_line(next(iter(suspects.values()), error))
+        reason = "it ended or does not reply" if lost else [*transfer.missed.values(), error][0]
         self.searchers.say(
-            f"warning: sending the weights of step {transfer.version} failed: {reason}; "
-            f"suspected: {names}"
+            f"warning: sending the weights of step {transfer.version} failed: "
+            f"{first_line(reason)}; suspected: {names}"
         )
 
     def begin_if_due(self, step: int) -> None:
         """Take a snapshot of the weights, and have a thread send it to all Searchers.
 
-        Those that have not loaded earlier weights yet are left out: they may hang, or answer
-        held-out prompts. A changed reference is sent first, on its own. If all missed the weights,
-        one may hang: each is sent the next ones alone.
+        Those that have not replied about earlier weights are left out: they may hang, or answer
+        held-out prompts. A changed reference is sent first, on its own.
         """
         free = [s for s in self.searchers.running if s.state == "ready" and not s.transfer]
         self.due |= self.evaluations.due or any(s.version < self.version for s in free)
         states = {s.state for s in self.searchers.running}
-        if self.config.synchronous:
+        if self.config.lockstep:
             complete = states == {"ready"}
         else:  # only the first sync waits for Searchers that are loading their models
             complete = self.version >= 0 or "loading" not in states
         if not (self.due and free and complete) or self.in_progress:
             return
         start = time.perf_counter()
-        doubtful = [s for s in free if s.missed]
-        members = [min(doubtful, key=lambda s: s.missed)] if doubtful else free
         channel = self.transfer.channel
-        if self.transfer.members != members or channel.abandoned:
+        if self.transfer.members != free or channel.formed is None:
             channel.abandon()
-            channel = dataclasses.replace(
-                self.searchers.channel, name=os.urandom(8).hex(), size=len(members) + 1
-            )
-        transfer = Transfer(channel, members)
+            name = os.urandom(8).hex()
+            channel = dataclasses.replace(self.searchers.channel, name=name, size=len(free) + 1)
+        transfer = Transfer(channel, free)
         held_out = 0
-        if any(s.reference_version < self.reference_version for s in members):
+        if any(s.reference_version < self.reference_version for s in free):
             for name, tensor in self.reference.items():
                 self.learner.snapshot.views[name].copy_(tensor)
             transfer.reference = True
             transfer.version = self.reference_version
         else:
-            self.learner.copy_weights()
-            transfer.probes = np.concatenate(self.learner.score_probes())
+            on_every_rank(self.learner, copy_weights)
+            transfer.scores = np.concatenate(on_every_rank(self.learner, policy_probes))
             transfer.version = self.version = step
-            held_out = self.evaluations.begin_if_due(step, members)
+            held_out = self.evaluations.begin_if_due(step, free)
             self.due = False
         if self.learner.snapshot.flat.is_cuda:
-            torch.cuda.synchronize()  # the thread uses another stream
+            torch.cuda.current_stream().synchronize()  # the broadcast has a stream of its own
         # members that have to give up do so after --transfer_timeout; their replies take a moment
         transfer.deadline = time.monotonic() + self.config.transfer_timeout + 2
-        for s in members:
+        for s in free:
             s.transfer = transfer
-        # in a new thread, as a stuck one may never return
-        transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
         self.transfer = transfer
+        transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
         self.seconds += time.perf_counter() - start
 
     def send(self, transfer: Transfer, held_out: int) -> None:
-        """In a thread: send all members the snapshot and held-out prompts. Raises RuntimeError."""
+        """In a thread: send all members the snapshot and held-out prompts. See `broadcast`."""
         for i, s in enumerate(transfer.members):
             message = ReceiveWeights(
                 version=transfer.version,
                 reference=transfer.reference,
                 held_out=range(i, held_out, len(transfer.members)),
                 channel=dataclasses.replace(transfer.channel, rank=i + 1, formed=None),
+                meeting=transfer.meeting,
             )
             s.spec.commands.put(message)
-        transfer.channel.broadcast(self.learner.snapshot)
+        transfer.channel.broadcast(self.learner.snapshot, transfer.meeting)
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
         """Record that a member keeps its current weights, and why."""
@@ -2764,7 +2562,7 @@ class WeightSync(Stateful):
             self.evaluations.drop(s, s.transfer.version)  # its prompts came with these weights
         s.transfer = None
 
-    def on_loaded(self, s: RunningSearcher, probes: list[np.ndarray]) -> None:
+    def on_loaded(self, s: RunningSearcher, scores: list[np.ndarray]) -> None:
         """A member loaded the weights: compare its log-probabilities with the Trainer's.
 
         Raises RunEnded if any differs by more than --logprob_tolerance.
@@ -2776,7 +2574,7 @@ class WeightSync(Stateful):
             s.reference_version = transfer.version
             return
         s.version = transfer.version
-        s.logprob_gap = float(np.abs(np.concatenate(probes) - transfer.probes).max())
+        s.logprob_gap = float(np.abs(np.concatenate(scores) - transfer.scores).max())
         if not s.logprob_gap <= self.config.logprob_tolerance:  # or NaN
             raise RunEnded(
                 f"step {s.version}: log-probabilities of Trainer and engine differ by up to "
@@ -2786,9 +2584,9 @@ class WeightSync(Stateful):
 
     def reset_reference(self, step: int) -> None:
         """Update the reference from the policy and itself; the next sync sends it."""
-        weights = self.learner.saved_weights().items()
+        policy = on_every_rank(self.learner, saved_weights)
         old = self.reference
-        self.reference = {n: next_reference(p, old[n], self.config) for n, p in weights}
+        self.reference = {n: next_reference(p, old[n], self.config) for n, p in policy.items()}
         self.reference_version = step
         self.due = True
 
@@ -2799,21 +2597,51 @@ def receive_weights(searcher: Searcher, message: ReceiveWeights) -> None:
         searcher.channel.abandon()
         searcher.channel = message.channel
     try:
-        searcher.channel.broadcast(searcher.staging)
+        searcher.channel.broadcast(searcher.staging, message.meeting)
         searcher.staged = message
-    except RuntimeError as error:  # perhaps another member's fault
+    except (RuntimeError, TimeoutError) as error:  # perhaps another member's fault
         searcher.channel.abandon()
         searcher.spec.send(Missed(first_line(error)))
 
 
-# ===================================================================== 12. Messages and processes
+def load_weights(searcher: Searcher) -> None:
+    """Load received weights, send the engine's scores of the probes, submit held-out prompts."""
+    start = time.perf_counter()
+    message = searcher.staged
+    searcher.staged = None
+    weights = searcher.staging.views
+    scores = []
+    if message.reference:
+        for name, tensor in weights.items():
+            searcher.reference_weights[name].copy_(tensor)
+        searcher.reference_version = message.version
+    else:
+        if not isinstance(searcher.engine, TransformersEngine):  # others use checkpoint names
+            weights = revert_weight_conversion(searcher.reference.model, weights)
+        searcher.engine.load_weights(weights.items(), message.version)
+        searcher.version = message.version
+        scores = engine_probes(searcher)
+    if searcher.staging.flat.is_cuda:
+        torch.cuda.synchronize()  # the next weights may overwrite the staging buffer
+    searcher.spec.send(Loaded(scores))
+    searcher.submit_held_out(message.held_out)
+    searcher.idle += time.perf_counter() - start
+
+
+# ======================================================================= 12. Messages and processes
+
+POLL_SECONDS = 0.1  # how often a process that waits checks for signals, deadlines and failures
+
+
+class RunEnded(RuntimeError):
+    """The run cannot continue; the message says why, and what to change."""
 
 
 # The Trainer sends SearchUpTo and ReceiveWeights; Searchers send the others, and Groups.
 
 
 class SearchUpTo(NamedTuple):
-    limit: float  # submit prompts up to this position of the prompt order; infinity: never stop
+    position: float  # of the prompt order; submit all prompts before it
 
 
 class ReceiveWeights(NamedTuple):
@@ -2826,6 +2654,7 @@ class ReceiveWeights(NamedTuple):
     reference: bool  # they are the reference's, not the policy's
     held_out: range  # held-out prompts to answer, if an evaluation starts with these weights
     channel: WeightChannel  # not formed yet; ignored by a Searcher that is in it
+    meeting: str  # where all members come before the broadcast
 
 
 class Started(NamedTuple):
@@ -2843,7 +2672,7 @@ class Missed(NamedTuple):  # the Searcher keeps its weights
 
 
 class Loaded(NamedTuple):  # the engine uses the weights
-    probes: list[np.ndarray]  # of a policy: the engine's log-probabilities of the probes
+    scores: list[np.ndarray]  # of a policy: the engine's log-probabilities of the probes
 
 
 class Evaluated(NamedTuple):  # scored answers of an evaluation
@@ -2937,7 +2766,7 @@ class SearcherProcesses(Stateful):
         self.wake_up = threading.Event()  # a message has come
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked, which takes 0.1 ms for each
-        self.limit = 0.0  # Searchers may submit prompts up to this position
+        self.search_end = 0.0  # Searchers submit prompts before this position
 
     def record_arrival(self, index: int) -> bool:
         """Record a group's arrival; False if it arrived before, from an earlier process."""
@@ -2998,7 +2827,7 @@ class SearcherProcesses(Stateful):
         """Start a process, which searches those of its positions whose groups have not arrived."""
         self.starts += 1
         commands = self.manager.Queue()
-        commands.put(SearchUpTo(self.limit))
+        commands.put(SearchUpTo(self.search_end))
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
@@ -3051,17 +2880,22 @@ class SearcherProcesses(Stateful):
         self.polled = now
         timeout = self.config.searcher_timeout
         timeouts = {"loading": max(timeout, 900), "ready": timeout, "ended": timeout}
-        found = []
+        ended = []
         for s in self.running:
             limit = timeouts.get(s.state, math.inf)
+            since = s.seen
+            if s.state == "ready" and s.transfer:  # a reply about weights is overdue if they failed
+                since = min(since, s.transfer.failed)
             if not s.process.is_alive():
-                found.append(s)
-            elif now > s.seen + limit:
-                if s.state == "ended":
-                    who = f"Searcher {s.spec.searcher}"
-                    raise RunEnded(f"{who} was killed {limit:g} s ago, but remains")
-                s.end(f"sent no heartbeat for {limit:g} s (--searcher_timeout) and was killed")
-        return found
+                ended.append(s)
+            elif now > since + limit and s.state == "ended":
+                raise RunEnded(
+                    f"Searcher {s.spec.searcher} was killed {limit:g} s ago, but remains"
+                )
+            elif now > since + limit:
+                lacks = "heartbeat" if since == s.seen else "reply about weights"
+                s.end(f"sent no {lacks} for {limit:g} s (--searcher_timeout) and was killed")
+        return ended
 
     def restart(self, s: RunningSearcher) -> None:
         """Show why a process has ended; start another, or raise RunEnded."""
@@ -3085,12 +2919,12 @@ class SearcherProcesses(Stateful):
             self.say(f"warning: {text}\nrestart {self.failures[searcher]} of {limit}")
         self.running[searcher] = self.start_searcher(searcher)
 
-    def search_up_to(self, limit: float) -> None:
-        """Have all Searchers submit prompts up to this position of the prompt order."""
-        if limit != self.limit:
-            self.limit = limit
+    def search_up_to(self, position: float) -> None:
+        """Have all Searchers submit the prompts before this position of the prompt order."""
+        if position != self.search_end:
+            self.search_end = position
             for s in self.running:
-                s.spec.commands.put(SearchUpTo(limit))
+                s.spec.commands.put(SearchUpTo(position))
 
     def stop(self) -> None:
         """Kill all Searchers, and end the Manager."""
@@ -3174,6 +3008,12 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
 
 
 SEARCHERS_HERE: dict[str, int] = {}  # --cluster, in the Trainer -> how many its machine may get
+
+
+def cpu_threads(config: Config) -> int:
+    """CPU threads for each Trainer rank and each Searcher that may run on this machine."""
+    searchers = min(config.num_searchers, SEARCHERS_HERE.get(config.cluster, math.inf))
+    return max(1, len(os.sched_getaffinity(0)) // (local_ranks() + searchers))
 
 
 def join_cluster(config: Config) -> int:
@@ -3347,7 +3187,7 @@ def searcher_process(
             if checksum != task.checksums[name]:
                 path = getattr(config, name)
                 raise RunEnded(f"--{name} {path}: is missing, or has changed since the run started")
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(cpu_threads(config))
         Searcher(config, task, spec).run()
     except BaseException as error:
         final = isinstance(error, RunEnded | InputError)
@@ -3357,7 +3197,121 @@ def searcher_process(
     os._exit(1)
 
 
-# ================================================================================= 13. Evaluation
+# ======================================================================= 13. Scoring and evaluation
+
+
+@dataclass(eq=False)
+class TaskCall:
+    """A call of the task in a thread."""
+
+    future: Future  # gives a list of messages to the Trainer
+    responses: int  # that await their rewards; 0: held-out answers
+    last_queued: float  # when it was last seen waiting for a thread
+
+
+class Scoring:
+    """A Searcher's calls of its task: rewards, and evaluations of held-out answers."""
+
+    def __init__(
+        self, config: Config, task: Task, send: Callable, wake_up: threading.Event
+    ) -> None:
+        self.config = config
+        self.task = task
+        self.send = send  # sends messages to the Trainer
+        self.wake_up = wake_up  # set when a call returns
+        self.waiting: list[Group] = []  # until a thread is free
+        self.calls: list[TaskCall] = []  # in progress
+        self.threads = max(1, task.reward_threads)
+        self.reward_pool = ThreadPoolExecutor(self.threads)
+        self.evaluation_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
+        # groups per call: the threads together score at most --sequences_in_flight responses
+        share = config.sequences_in_flight // self.threads
+        self.call_size = max(1, share // config.searched_per_prompt)
+
+    @property
+    def unscored(self) -> int:
+        """Number of responses that await their rewards."""
+        waiting = self.config.searched_per_prompt * len(self.waiting)
+        return waiting + sum(call.responses for call in self.calls)
+
+    def add(self, groups: list[Group], held_out: bool) -> None:
+        """Have groups scored once a thread is free, or held-out answers evaluated."""
+        if not held_out:
+            self.waiting += groups
+            return
+        for i in range(0, len(groups), self.call_size):
+            self.call(groups[i : i + self.call_size], held_out)
+
+    def advance(self) -> None:
+        """Start calls, and send what has been returned. Raises what they raised, or TimeoutError.
+
+        Groups that had to wait for a thread share a call. In lockstep, calls do not depend on when
+        a thread is free: runs repeat exactly.
+        """
+        threads = math.inf if self.config.lockstep else self.threads
+        while self.waiting and sum(call.responses > 0 for call in self.calls) < threads:
+            groups = self.waiting[: self.call_size]
+            del self.waiting[: self.call_size]
+            self.call(groups, held_out=False)
+        now = time.perf_counter()
+        for call in list(self.calls):
+            if call.future.done():
+                self.calls.remove(call)
+                self.send(*call.future.result())
+            elif not call.future.running():
+                call.last_queued = now
+            elif now - call.last_queued > self.config.searcher_timeout:
+                raise TimeoutError(
+                    "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
+                )
+
+    def call(self, groups: list[Group], held_out: bool) -> None:
+        """Call the task, in a thread if it has any; the messages that result are sent."""
+        rows = [t for group in groups for t in group.trajectories]
+        examples = [
+            (self.task.held_out if held_out else self.task.train)[t.prompt_id] for t in rows
+        ]
+        texts = self.task.response_texts([t.tokens for t in rows])
+        ended = np.array([t.ended for t in rows])
+        if held_out:
+            messages = partial(self.evaluated, rows, examples, texts, ended)
+        else:
+            messages = partial(self.rewarded, groups, examples, texts, ended)
+        if not self.task.reward_threads:
+            self.send(*messages())
+            return
+        pool = self.evaluation_pool if held_out else self.reward_pool
+        future = pool.submit(messages)
+        future.add_done_callback(lambda _: self.wake_up.set())
+        self.calls.append(TaskCall(future, 0 if held_out else len(rows), time.perf_counter()))
+
+    def rewarded(self, groups: list[Group], *responses: Any) -> list[Group]:
+        """The groups, with rewards."""
+        rewards = iter(self.task.checked_rewards(*responses))
+        for group in groups:
+            for t in group.trajectories:
+                t.reward = next(rewards)
+        return groups
+
+    def evaluated(
+        self, rows: list[Trajectory], examples: list, texts: list, ended: np.ndarray
+    ) -> list[Evaluated]:
+        """Records of held-out answers, by prompt."""
+        task = self.task
+        by_prompt = defaultdict(list)
+        records = task.evaluate(examples, texts, ended)
+        for t, text, record in zip(rows, texts, records, strict=True):
+            record = record | {"answer": text}
+            if task.wants_logprobs:
+                ref_logprob = float(t.ref_logprobs.sum())
+                record |= {
+                    "ref_logprob": ref_logprob,
+                    "kl": float(t.logprobs.sum()) - ref_logprob,
+                    "tokens": len(t.tokens),
+                    "prompt_tokens": len(task.held_out_prompts[t.prompt_id]),
+                }
+            by_prompt[t.prompt_id].append(record)
+        return [Evaluated(rows[0].version, by_prompt)]
 
 
 class Evaluations:
@@ -3428,26 +3382,26 @@ class Evaluations:
         self.folder.write_evaluation(message.version, len(found), metrics, text)
 
 
-# ================================================================================ 14. Checkpoints
+# ================================================================================== 14. Checkpoints
 
 # settings that a resumed run cannot change: its stored groups were sampled and scored with them,
 # in the order of prompts that the seed gives
 FIXED = (
-    "task", "sft_data", "temperature", "synchronous", "lora_rank", "reset_reference_every", "seed"
+    "task", "sft_data", "temperature", "lockstep", "lora_rank", "reset_reference_every", "seed"
 )  # fmt: skip
 LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_probability")
 
 
 def save(trainer: Trainer) -> None:
     """Copy the run's state, unless it is saved already; a thread writes checkpoint-STEP."""
-    previous = trainer.writing
+    previous = trainer.saving
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
         trainer.folder.draw_curves()  # with evaluations that have ended since
         return
-    saved = {name: owner.state() for name, owner in trainer.owners.items()}
+    saved = {name: owner.state() for name, owner in trainer.registered.items()}
     lists = {name: s.pop("trajectories") for name, s in saved.items() if "trajectories" in s}
     saved |= {"step": trainer.step, "checksums": trainer.task.checksums}
-    weights = trainer.learner.saved_weights()
+    weights = on_every_rank(trainer.learner, saved_weights)
     folder = trainer.folder
 
     def write() -> int:
@@ -3466,7 +3420,16 @@ def save(trainer: Trainer) -> None:
         folder.draw_curves()
         return saved["step"]
 
-    trainer.writing = ThreadPoolExecutor(1).submit(write)
+    trainer.saving = ThreadPoolExecutor(1).submit(write)
+
+
+@torch.no_grad()
+def learner_state(learner: Learner) -> dict[str, Any]:
+    """Adapters, PARAMETERS and optimizer state, copied to rank 0's host memory."""
+    extra = {n: p for n, p in learner.trained.items() if ".lora_" in n} | learner.parameters
+    optimizer = {name: learner.optimizer.state[p] for name, p in learner.trained.items()}
+    state = {"extra": extra, "optimizer": optimizer}
+    return tree_map(partial(host_copy, ranks=learner.ranks), state)
 
 
 # other programs and older libraries read these as they read --model's; vLLM needs a processor's
@@ -3544,7 +3507,7 @@ def write_trajectories(trajectories: list[Trajectory], path: Path) -> None:
             np.save(file, [len(t.tokens) for t in rows])
             for name in Trajectory.__slots__:
                 values = [getattr(t, name) for t in rows]
-                np.save(file, np.concatenate(values) if name in Trajectory.BY_TOKEN else values)
+                np.save(file, np.concatenate(values) if name in Trajectory.TOKEN_FIELDS else values)
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
@@ -3559,7 +3522,7 @@ def read_trajectories(path: Path) -> list[Trajectory]:
                 columns = []
                 for name in Trajectory.__slots__:
                     column = np.load(file)
-                    if name in Trajectory.BY_TOKEN:
+                    if name in Trajectory.TOKEN_FIELDS:
                         columns.append([column[part].copy() for part in parts])
                     else:
                         columns.append(column.tolist())
@@ -3594,13 +3557,13 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
         config.require(False, "resume", "has no checkpoint that loads; start a new run elsewhere")
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
-    for name in LOCKSTEP if config.synchronous else (*FIXED, "searched_per_prompt"):
+    for name in LOCKSTEP if config.lockstep else (*FIXED, "searched_per_prompt"):
         value = record["resolved"][name]
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
     for name, checksum in (task.checksums | model_checksums(config)).items():
         source = name if getattr(config, name) else "dataset"
-        fix = "its files or the examples that fit --max_response_tokens changed since the start"
-        config.require(saved["checksums"].get(name) == checksum, source, fix)
+        problem = "its files or the examples that fit --max_response_tokens changed since the start"
+        config.require(saved["checksums"].get(name) == checksum, source, problem)
     had = {n: len(t) for n, t in saved["Learner"]["extra"].items() if ".lora_" not in n}
     sizes = {name: size or len(task.train_prompts) for name, (size, _) in PARAMETERS.items()}
     config.require(had == sizes, "resume", f"its PARAMETERS had the sizes {had}, now {sizes}")
@@ -3610,9 +3573,9 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
 def require_claimed(trainer: Trainer) -> None:
     """Raise InputError if a checkpoint has a state that a resumed run does not register."""
     later = {"Learner", "WeightSync", "model", "step", "checksums"}
-    rest = {n for n in trainer.saved if not n.startswith("--replay_rule")} - later
-    fix = f"its checkpoint has the state of {', '.join(rest)}, which this run does not register"
-    trainer.config.require(not rest, "resume", fix)
+    rest = {n for n in trainer.checkpoint if not n.startswith("--replay_rule")} - later
+    problem = f"its checkpoint has the state of {', '.join(rest)}, which this run does not register"
+    trainer.config.require(not rest, "resume", problem)
 
 
 def model_checksums(config: Config) -> dict[str, int]:
@@ -3656,7 +3619,7 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
     return saved | {"model": str(path)}
 
 
-# ======================================================================================= 15. Data
+# ========================================================================================= 15. Data
 
 
 def first_line(error: Any) -> str:
@@ -3780,12 +3743,14 @@ def read_rows(
 
     `check` raises ValueError for a row that cannot be used. Raises InputError.
     """
-    fix = f"has no split {split or 'test'}, but {', '.join(splits)} (--train_split, --eval_split)"
-    config.require(split in splits, name, fix)
+    problem = (
+        f"has no split {split or 'test'}, but {', '.join(splits)} (--train_split, --eval_split)"
+    )
+    config.require(split in splits, name, problem)
     has = splits[split].column_names
     found = [next((c for c in column.split("|") if c in has), "") for column in columns]
-    fix = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
-    config.require(all(found), name, fix)
+    problem = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
+    config.require(all(found), name, problem)
     table = splits[split].select_columns(list(dict.fromkeys(found)))
     rows = load_flag(name, config, lambda _: table.to_list())  # a file may not be UTF-8
     config.require(rows, name, f"split {split} has no rows")
@@ -3908,7 +3873,7 @@ def load_task(config: Config) -> Task:
     return task
 
 
-# =========================================================================== 16. The run's folder
+# ==================================================================== 16. The run's folder, metrics
 
 
 class RunFolder:
@@ -4067,34 +4032,54 @@ def to_json(record: dict, **options: Any) -> str:
     return json.dumps(record, **options)
 
 
+def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
+    """Metrics that are logged for every objective.
+
+    effective_sample_size: (sum w)^2 / (K sum w^2) of a group's importance weights w = pi_theta(y|x)
+    / behaviour(y|x), between 1/K and 1 (weights 1, 1, 1, 3: 0.75). ratio_max: the largest ratio of
+    a token. reward_std: mean within groups. equal_rewards: fraction of groups.
+    """
+    log_ratios = batch.logprobs.detach() - batch.behaviour  # (N,)
+    log_weights = batch.sum_tokens(log_ratios)  # (B, K)
+    weights = (log_weights - log_weights.amax(1, keepdim=True)).exp()
+    return {
+        **tb(batch, config).metrics,  # log Z^, for comparison
+        "reward_std": batch.rewards.std(1).mean(),
+        "equal_rewards": (batch.rewards == batch.rewards[:, :1]).all(1).float().mean(),
+        "effective_sample_size": (weights.mean(1).square() / weights.square().mean(1)).mean(),
+        "ratio_max": log_ratios.amax().exp(),
+    }
+
+
 class StepLog:
     """Collects events between steps, and logs them with a step's metrics."""
 
+    LOG_EVERY = 30  # seconds between log lines about a wait
+
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        # those that arrived since the last step; at a resume, those that are not stored yet
-        self.new_groups = list(trainer.inbox)
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
         self.contradicted: set[str] = set()  # signs of `check_learning` that do not hold
         self.diverse = False  # over 40 % were distinct, and since then never under 10 %
         self.samples_wrongly = False  # warned of
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
+        self.next_say = 0.0  # when to say again what the Trainer waits for
         self.last_step_end = time.perf_counter()  # at first, the run's start
         self.group_counts: deque[tuple[int, int]] = deque(maxlen=50)  # trained on, arrived; by step
 
-    def write(self, measured: dict[str, float], groups: TrainingGroups) -> None:
-        """Log a step that trained on these groups."""
+    def write(self, measured: dict[str, float], minibatch: Minibatch) -> None:
+        """Log a step that trained on this minibatch."""
         trainer = self.trainer
-        if self.new_groups:
-            self.log_arrivals()
+        if trainer.arrived:
+            self.log_arrivals(trainer.arrived)
         self.check_sampling(measured["sampler_gap"], measured["sampler_z"])
         seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
         wall = now - self.last_step_end
-        tokens = sum(len(t.tokens) for group in groups for t in group)
-        staleness = [trainer.step - 1 - t.version for group in groups for t in group]
-        self.group_counts.append((len(groups), len(self.new_groups)))
+        tokens = sum(len(t.tokens) for ts in minibatch for t in ts)
+        staleness = [trainer.step - 1 - t.version for ts in minibatch for t in ts]
+        self.group_counts.append((len(minibatch), len(trainer.arrived)))
         groups_trained, groups_arrived = np.sum(self.group_counts, 0).tolist()
         running = [s for s in trainer.searchers.running if s.state != "pending"]
         rates = [s.recent_rates() for s in running]
@@ -4128,7 +4113,6 @@ class StepLog:
         folder.bar.set_postfix_str(status.format_map(metrics), refresh=False)
         folder.bar.update()
         self.last_step_end = now
-        self.new_groups = []
         self.waited.clear()
         trainer.sync.seconds = 0.0
 
@@ -4144,10 +4128,24 @@ class StepLog:
                 f"{z:.3g} (below -5: too hot, above 5: too cold); see docs/operations.md"
             )
 
-    def log_arrivals(self) -> None:
+    def say_waiting(self, what: str, start: float) -> None:
+        """Say every LOG_EVERY seconds what the Trainer has been waiting for since `start`."""
+        seconds = time.monotonic() - start
+        if seconds < self.LOG_EVERY or time.monotonic() < self.next_say:
+            return
+        self.next_say = time.monotonic() + self.LOG_EVERY
+        trainer = self.trainer
+        ready = sum(s.state == "ready" for s in trainer.searchers.running)
+        why = trainer.waiting_because if what == "generation" else ""
+        trainer.folder.say(
+            f"step {trainer.step}: waiting for {what}{why} for {seconds:.0f} s; "
+            f"{ready}/{trainer.config.num_searchers} Searchers ready"
+        )
+
+    def log_arrivals(self, groups: list[Group]) -> None:
         """Average over arrived trajectories; append the last to completions.jsonl."""
-        rows = [t for group in self.new_groups for t in group.trajectories]
-        self.responses += [t.tokens.tobytes() for g in self.new_groups for t in g.trajectories[:2]]
+        rows = [t for group in groups for t in group.trajectories]
+        self.responses += [t.tokens.tobytes() for g in groups for t in g.trajectories[:2]]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
             "response_length": float(np.mean([len(t.tokens) for t in rows])),
@@ -4158,7 +4156,7 @@ class StepLog:
         }
         if kl := [t.kl for t in rows if not math.isnan(t.kl)]:
             self.means["kl"] = float(np.mean(kl))
-        self.check_learning(rows)
+        self.check_learning(groups)
         t = rows[-1]
         task = self.trainer.task
         record = {
@@ -4171,12 +4169,13 @@ class StepLog:
         self.trainer.folder.append("completions.jsonl", record)
         self.trainer.folder.track_table("completion", record)
 
-    def check_learning(self, rows: list[Trajectory]) -> None:
+    def check_learning(self, groups: list[Group]) -> None:
         """Warn once of a collapse, and of signs, over 20 steps, that the run learns nothing."""
         signs = {
-            "no response has ended: raise --max_response_tokens": not any(t.ended for t in rows),
+            "no response has ended: raise --max_response_tokens":
+            not any(t.ended for group in groups for t in group.trajectories),
             "no prompt has two different rewards: check --dataset, or sample more responses":
-            all(len({t.reward for t in group.trajectories}) == 1 for group in self.new_groups),
+            all(len({t.reward for t in group.trajectories}) == 1 for group in groups),
         }  # fmt: skip
         self.contradicted |= {text for text, holds in signs.items() if not holds}
         if len(self.group_counts) >= 20 and self.trainer.folder.step == 0:
@@ -4193,7 +4192,11 @@ class StepLog:
             )
 
 
-# ================================================================================ 17. Command line
+# ================================================================================= 17. Command line
+
+
+class InputError(ValueError):
+    """A bad flag, path or column: ends the run with one line and exit code 2."""
 
 
 def run_plugin(path: str, code: dict[str, bytes] | None = None) -> None:
@@ -4215,6 +4218,87 @@ def exit_with_error(message: str) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each machine
         print(f"tba.py: error: {message} (--help lists every flag)", file=sys.stderr)
     sys.exit(2)
+
+
+def all_flags() -> list[dataclasses.Field]:
+    return [f for kind in FLAGS for f in dataclasses.fields(kind)]
+
+
+def settings(**values: Any) -> Config:
+    """A Config with these values and the defaults of all other flags, those of tasks included."""
+    config = Config()
+    vars(config).update({f.name: f.default for f in all_flags()} | {"folders": {}} | values)
+    return config
+
+
+def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
+    """Add the flags of a dataclass to a parser; their defaults come from `settings`."""
+    section = parser.add_argument_group(re.split(r"[.(]", owner.__doc__)[0])
+    types = typing.get_type_hints(owner)
+    for f in dataclasses.fields(owner):
+        kind = types[f.name]
+        parts = typing.get_args(kind)  # of a Literal, or of `float | None`
+        options: dict[str, Any] = {}
+        if kind is bool:
+            options = {"type": string_to_bool, "nargs": "?", "const": True}
+        elif typing.get_origin(kind) is Literal:
+            options = {"choices": parts}
+        elif f.metadata["scheduled"] or kind is not str:
+            options = {"type": partial(parse_number, f, parts[0] if parts else kind)}
+        section.add_argument(f"--{f.name}", help=f.metadata["help"], **options)
+
+
+def parse_number(f: dataclasses.Field, kind: type, text: str) -> Any:
+    """Parse and check an int, a float or a schedule (a str). Raises ArgumentTypeError."""
+    minimum, maximum = f.metadata["range"]
+    with contextlib.suppress(ValueError):
+        values = [value for _, value, _ in schedule_points(kind(text))]
+        if all(minimum <= value <= maximum and math.isfinite(value) for value in values):
+            return kind(text)
+    forms = {int: "an integer", str: "VALUE, or VALUE@0,VALUE@STEP,... with rising steps,"}
+    lowest = "> 0" if minimum == ABOVE_0 else f">= {minimum:g}"
+    problem = f"must be {forms.get(kind, 'a number')} {lowest} and <= {maximum:g}"
+    raise argparse.ArgumentTypeError(f"{text}: {problem}")
+
+
+def at_step(config: Config, step: int) -> Config:
+    """A copy of the settings in which schedules are replaced by their values at `step`."""
+    scheduled = [f.name for f in all_flags() if f.metadata["scheduled"]]
+    values = {n: schedule_value(getattr(config, n), step, config.steps) for n in scheduled}
+    return settings(**vars(config) | values)
+
+
+def schedule_points(text: str | float) -> list[tuple[float, float, str]]:
+    """Parse a schedule into points (step, value, "@" or "~"). Raises ValueError.
+
+    >>> schedule_points("0.014@0,0.004~500,0@end")
+    [(0, 0.014, '@'), (500, 0.004, '~'), (inf, 0.0, '@')]
+    """
+    points = []
+    for part in str(text).split(","):
+        value, curve, step = re.fullmatch("([^@~]*)([@~]?)(.*)", part, re.DOTALL).groups()
+        points.append((math.inf if step == "end" else int(step or 0), float(value), curve))
+    steps = [step for step, *_ in points]
+    if steps != sorted(steps) or steps[0] != 0:
+        raise ValueError("steps must start at 0 and increase")
+    return points
+
+
+def schedule_value(text: str | float, step: int, end: float = math.inf) -> float:
+    """A schedule's value at a step: linear up to "@" points, half a cosine up to "~" points.
+
+    >>> schedule_value("1@0,0.7625@32,0.05@32", 16), schedule_value("1@0,0.7625@32,0.05@32", 32)
+    (0.88125, 0.05)
+    """
+    points = [(0, 0.0, "@"), *schedule_points(text)]
+    for (last_step, last_value, _), (next_step, value, curve) in itertools.pairwise(points):
+        next_step = end if next_step == math.inf else next_step
+        if step < next_step:
+            part = (step - last_step) / (next_step - last_step)
+            if curve == "~":
+                part = (1 - math.cos(math.pi * part)) / 2
+            return last_value + part * (value - last_value)
+    return value
 
 
 def parse(argv: list[str]) -> Config:
@@ -4277,14 +4361,14 @@ def resolve(given: Config) -> Config:
     free = join_cluster(config) if config.cluster else max(1, gpus - local_ranks())
     config.num_searchers = config.num_searchers or free
     if gpus and not config.cluster:
-        fix = f"this machine has GPUs for {free}; --cluster uses those of other machines"
-        config.require(config.num_searchers <= free, "num_searchers", fix)
+        problem = f"this machine has GPUs for {free}; --cluster uses those of other machines"
+        config.require(config.num_searchers <= free, "num_searchers", problem)
     if not config.logprob_tolerance:
         # in bfloat16, rounding alone causes gaps of 0.6 for unlikely tokens (SmolLM2)
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 1.0
     if config.recent_probability is None:
-        config.recent_probability = 1.0 if config.synchronous else 0.95
-    if config.synchronous:
+        config.recent_probability = 1.0 if config.lockstep else 0.95
+    if config.lockstep:
         config.searched_per_prompt = config.trained_per_prompt
     names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
     for name, table in names.items():
@@ -4292,10 +4376,12 @@ def resolve(given: Config) -> Config:
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
         config.require(getattr(config, name) >= K, name, f"is below --trained_per_prompt {K}")
-    config.require(config.synchronous or not config.lag, "lag", "needs --synchronous")
+    config.require(config.lockstep or not config.lag, "lag", "needs --lockstep")
     if config.lag and config.recent_probability < 1:
-        fix = "--lag with --recent_probability below 1 would replay groups of earlier references"
-        config.require(not config.reset_reference_every, "reset_reference_every", fix)
+        problem = (
+            "--lag with --recent_probability below 1 would replay groups of earlier references"
+        )
+        config.require(not config.reset_reference_every, "reset_reference_every", problem)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     config.require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     return config
@@ -4308,11 +4394,11 @@ def lock_folder(config: Config) -> Any:
     """
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
-    fix = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"
+    problem = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         has_run = any(folder.glob("*.jsonl")) or checkpoints(folder)
-        config.require(config.resume or not has_run, name, fix)
+        config.require(config.resume or not has_run, name, problem)
         lock = open(folder / ".lock", "a")  # noqa: SIM115
     except OSError as error:
         config.require(False, name, f"{error.strerror}; choose another folder")
@@ -4362,7 +4448,7 @@ def main(argv: list[str]) -> int:
             learner = Learner(config, task, ranks, checkpoint)
             if checkpoint:
                 learner.load_state(open_checkpoint(Path(checkpoint))["Learner"])
-            learner.serve()
+            serve(learner)
         return 0
     try:
         config = resolve(given)
@@ -4383,13 +4469,38 @@ def main(argv: list[str]) -> int:
         exit_with_error(str(error))
 
 
+def on_signal(trainer: Trainer, number: int, _: Any) -> None:
+    """Stop at the next safe point; a signal that is repeated after a second kills the run.
+
+    Shells, `timeout` and torchrun send a signal to a process and to its group: twice at once.
+    """
+    now = time.monotonic()
+    if now > trainer.signals.setdefault(number, now) + 1:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        os._exit(128 + number)  # the first process of a container survives its own signals
+    name = signal.Signals(number).name
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"\n{name}: stopping at the next safe point; repeat to kill\n".encode())
+
+
+def close(trainer: Trainer) -> None:
+    """End the processes, threads and connections of a run."""
+    trainer.searchers.stop()
+    if trainer.sync:
+        trainer.sync.transfer.channel.abandon()
+    for tracker in trainer.folder.accelerator.trackers:
+        tracker.finish()
+
+
 def run(trainer: Trainer) -> int:
     """Train; however that ends, save, and end what the run started. Returns the exit code."""
     folder = trainer.folder
     here = f"Searchers: {trainer.config.num_searchers}; GPUs here: {torch.cuda.device_count()}"
     folder.say(f"{folder.path}: loading the policy; {here}")
     code = 1
-    with stop_signal_handler(trainer.on_signal), contextlib.closing(trainer):
+    with stop_signal_handler(partial(on_signal, trainer)), contextlib.ExitStack() as stack:
+        stack.callback(close, trainer)
         whole = True  # whether the Trainer is not in the middle of a step
         try:
             trainer.run()
@@ -4400,7 +4511,7 @@ def run(trainer: Trainer) -> int:
             folder.say(f"tba.py: error: {error}")
         except Exception:
             folder.say(traceback.format_exc())
-            whole = trainer.ranks.size == 1 and not trainer.config.synchronous
+            whole = trainer.ranks.size == 1 and not trainer.config.lockstep
         folder.bar.close()
         whole &= not trainer.config.lag or trainer.at_barrier()
         try:
@@ -4409,7 +4520,7 @@ def run(trainer: Trainer) -> int:
                 save(trainer)
             elif trainer.step:
                 folder.say(f"step {trainer.step} is not saved: the run ended during the next step")
-            trainer.writing.result()
+            trainer.saving.result()
         except Exception as error:  # from torch, safetensors or the file system
             folder.say(f"tba.py: error: step {trainer.step} cannot be saved: {error!r}")
             code = 1
@@ -4467,7 +4578,7 @@ def finish(trainer: Trainer) -> None:
     ends = folder.evaluations[:1] + folder.evaluations[1:][-1:]  # the first and the last
     print(" -> ".join(folder.describe(**evaluation) for evaluation in ends))
     if trainer.step:
-        weights = trainer.learner.saved_weights()
+        weights = on_every_rank(trainer.learner, saved_weights)
         with atomic_folder(folder.path / "final") as new:
             save_model(trainer.learner.model, weights, trainer.task, new, True)
         print(f"model: {folder.path / 'final'}; curves: {folder.path / 'curves.png'}")
@@ -4475,7 +4586,7 @@ def finish(trainer: Trainer) -> None:
 
 ################################### Part III: the paper's other tasks ##############################
 
-# ======================================================================================== 18. MATH
+# ========================================================================================= 18. MATH
 
 
 def repeating_decimal(match: re.Match) -> str:
@@ -4569,7 +4680,7 @@ class MATH(GSM8K):
         return right
 
 
-# ======================================================================================= 19. TL;DR
+# ======================================================================================== 19. TL;DR
 
 
 class TextModel:
@@ -4682,7 +4793,7 @@ class TLDR(Task):
         return super().summarize(records)
 
 
-# ================================================================================= 20. Red-teaming
+# ================================================================================== 20. Red-teaming
 
 
 @dataclass
@@ -4698,15 +4809,15 @@ class RedTeamFlags:
     victim_template: str = flag("", "Victim's prompt, with {attack}; default: chat template.")
     victim_samples: int = flag(5, "Victim's answers per attack.", 1)
     victim_max_tokens: int = flag(30, "Maximum answer length in tokens.", 1)
-    victim_temperature: float = flag(0.7, "Victim's temperature.", POSITIVE)
-    victim_top_p: float = flag(0.92, "Victim's nucleus-sampling threshold.", POSITIVE, 1)
+    victim_temperature: float = flag(0.7, "Victim's temperature.", ABOVE_0)
+    victim_top_p: float = flag(0.92, "Victim's nucleus-sampling threshold.", ABOVE_0, 1)
     toxicity_model: str = flag("", "Toxicity classifier, or guard language model.")
     toxicity_label: str = flag("", "Label of toxic text, or a guard's first token.")
     toxicity_suffix: str = flag("", "Text before a guard's verdict.")
     sentence_model: str = flag("", "Sentence encoder that measures diversity.")
     explore_probability: float = flag(0.0, "Probability of a random temperature.", 0, 1)
-    explore_low: float = flag(0.5, "Minimum exploration temperature.", POSITIVE)
-    explore_high: float = flag(2.0, "Maximum exploration temperature.", POSITIVE)
+    explore_low: float = flag(0.5, "Minimum exploration temperature.", ABOVE_0)
+    explore_high: float = flag(2.0, "Maximum exploration temperature.", ABOVE_0)
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag("oldest", "Eviction rule.")
     near_duplicate: float = flag(0.0, "Duplicates: edits / (sum of two lengths) below this.", 0, 1)
     freeze_buffer_at: int = flag(0, "Step from which a prompt's attacks do not increase; 0: never.")
@@ -4740,7 +4851,7 @@ class AttackBuffer(ReplayBuffer):
         new = list(map(self.key, group.trajectories))
         texts = [*stored, *new]
         lengths = np.array(list(map(len, texts)))
-        limit = config.near_duplicate or POSITIVE  # 0: only equal attacks
+        limit = config.near_duplicate or ABOVE_0  # 0: only equal attacks
         cutoff = int(limit * 2 * lengths.max())
         # on all cores: beside a GPU, most of them are idle
         all_edits = cdist(  # (new, texts)
@@ -4893,7 +5004,7 @@ class RedTeam(Task):
         return super().summarize(records) | {"cosine_distance": 1.0 - float(similarity)}
 
 
-# ================================================================================== 21. Warm start
+# =================================================================================== 21. Warm start
 
 
 @dataclass
@@ -4907,7 +5018,7 @@ class WarmStartFlags:
     sft_learning_rate: str = schedule("2e-5@0,0~end", "Warm-start learning-rate schedule.")
 
 
-def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Config) -> list[float]:
+def supervised_fine_tune(policy: TokenLogProbs, pairs: Sequences, config: Config) -> list[float]:
     """Fine-tune on prompts with one response each; returns the loss of each step."""
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     rng = np.random.default_rng(config.seed)
@@ -4932,7 +5043,7 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: PromptGroups, config: Con
     return losses
 
 
-def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
+def read_sft_pairs(config: Config, task: Task) -> Sequences:
     """Prompts with one response each, which ends with EOS. Raises InputError."""
     tokenizer = task.tokenizer
     rng = np.random.default_rng(config.seed)
@@ -4963,11 +5074,11 @@ def read_sft_pairs(config: Config, task: Task) -> PromptGroups:
     return pairs
 
 
-def warm_start(config: Config, task: Task, pairs: PromptGroups, say: Callable) -> None:
+def warm_start(config: Config, task: Task, pairs: Sequences, say: Callable) -> None:
     """On rank 0, fine-tune --model into the run's sft/, which then is --model."""
     path = Path(config.output_dir) / "sft"
     if pairs:
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(cpu_threads(config))
         policy = load_policy(config, model_folder("model", config), Ranks())
         losses = supervised_fine_tune(policy, pairs, config)
         with atomic_folder(path) as new:

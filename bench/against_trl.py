@@ -128,8 +128,8 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float) -> dic
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             trained = pool.submit(train_with_trl, kl, rate, seed).result()
         return asdict(setting) | row | trained
-    flags = {"engine": "transformers", "synchronous": SYNCHRONOUS[setting.objective]}
-    if not flags["synchronous"]:
+    flags = {"engine": "transformers", "lockstep": SYNCHRONOUS[setting.objective]}
+    if not flags["lockstep"]:
         flags["recent_probability"] = 0.9
     as_tb = Setting("trl", "tb", flags=tuple(flags.items()))
 

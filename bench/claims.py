@@ -405,7 +405,7 @@ SLOW = {"0.006 0.4": "half as long", "0.085 0.4": "three times as long"}
 TARGETS = (0.2, 0.3)  # mean rewards over five steps; time to reach them is reported
 SEARCHERS = (1, 2, 4, 8, 16, 64)
 SEARCH_CLOCK = "8 1/4"  # how long a batch takes, and weights, in optimizer steps
-LOCKSTEP = (("clock", "1"), ("synchronous", True))  # on the simulated clock
+LOCKSTEP = (("clock", "1"), ("lockstep", True))  # on the simulated clock
 # the untrained policy's success rate in the sparse tasks
 UNTRAINED = {"rare": 1 / 183, "rarer": 1 / 1820}
 LABELS = {"rare": "1 in 183", "rarer": "1 in 1,820"}

@@ -233,7 +233,7 @@ def arguments_of(setting: Setting, rate: float, seed: int, clip: float, out: Pat
     """The command line of a run."""
     beta = BETA[setting.task] * setting.price
     flags: dict[str, object] = {
-        "task": setting.task, "output_dir": out, "synchronous": True, "lag": setting.lag,
+        "task": setting.task, "output_dir": out, "lockstep": True, "lag": setting.lag,
         "steps": setting.steps, "seed": seed, "learning_rate": rate, "max_grad_norm": clip,
         "beta": beta, "prompts_per_step": 8, "trained_per_prompt": 16, "temperature": 1.0,
         "sequences_in_flight": 128, "num_searchers": 1,
@@ -246,9 +246,9 @@ def arguments_of(setting: Setting, rate: float, seed: int, clip: float, out: Pat
         flags |= {"engine": "slow", "eval_every": 0}
     if "asynchronous" in special:
         flags |= {"num_searchers": special.pop("asynchronous"), "recent_probability": 0.9}
-        flags |= {"synchronous": False, "initial_trajectories": 128}
-    if special.pop("clock", "") and not special.get("synchronous"):
-        flags |= {"synchronous": False, "initial_trajectories": 128, "searched_per_prompt": 16}
+        flags |= {"lockstep": False, "initial_trajectories": 128}
+    if special.pop("clock", "") and not special.get("lockstep"):
+        flags |= {"lockstep": False, "initial_trajectories": 128, "searched_per_prompt": 16}
         flags["sync_every"] = 2
     if special.pop("lr_schedule", ""):  # rows have it by its former flags
         stable = special.pop("stable_steps")

@@ -109,7 +109,7 @@ class Checks:
     def kernels(self) -> Iterator[Row]:
         first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         one_gpu = {"CUDA_VISIBLE_DEVICES": first_gpu}
-        adapters = {"synchronous": True, "lora_rank": 8, "learning_rate": 2e-3}
+        adapters = {"lockstep": True, "lora_rank": 8, "learning_rate": 2e-3}
         cases = [
             ("vllm", "float32", "one GPU", one_gpu, {"gpu_memory_utilization": SHARE}),
             ("vllm", "bfloat16", "all GPUs", {}, {}),

@@ -35,9 +35,9 @@ class ObjectiveFlags:
         "reverse_kl", "ftb: divergence."
     )
     behaviour_beta: float = tba.flag(
-        0.1, "oapl, dro: KL coefficient to the behaviour policy.", tba.POSITIVE
+        0.1, "oapl, dro: KL coefficient to the behaviour policy.", tba.ABOVE_0
     )
-    flow_beta: float = tba.flag(15.0, "flowrl: weight of the standardized reward.", tba.POSITIVE)
+    flow_beta: float = tba.flag(15.0, "flowrl: weight of the standardized reward.", tba.ABOVE_0)
 
 
 def centred(rewards: Tensor) -> Tensor:
@@ -59,12 +59,12 @@ def rloo(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     loss = - mean A_j log pi_theta(y_j), A being `tba.leave_one_out`; without off-policy correction.
     """
     advantage = tba.leave_one_out(batch, config)  # (B, K)
-    return tba.Loss(-(advantage * batch.sums(batch.logprobs)).mean())
+    return tba.Loss(-(advantage * batch.sum_tokens(batch.logprobs)).mean())
 
 
 def proximal_rloo(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     """tba.py's proximal RLOO (the paper's equation 6), with --ratio for ratios of responses."""
-    log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # (B, K)
+    log_ratio = batch.sum_tokens(batch.logprobs - batch.behaviour)  # (B, K)
     surrogate, limited = limited_surrogate(log_ratio, tba.leave_one_out(batch, config), config)
     return tba.Loss(-surrogate.mean(), {"clip_fraction": limited.float().mean()})
 
@@ -95,12 +95,12 @@ def token_ratio_loss(
     `advantage` (B, K) and `weight` (B, K), or a number, apply to each token of a response.
     """
     log_ratio = batch.logprobs - batch.behaviour  # (N,)
-    surrogate, limited = limited_surrogate(log_ratio, batch.spread(advantage), config)
+    surrogate, limited = limited_surrogate(log_ratio, batch.per_token(advantage), config)
     if config.kl_coefficient:
         difference = batch.ref_logprobs - batch.logprobs
         kl = difference.exp() - difference - 1  # k3, an estimator that is never negative
         surrogate = surrogate - config.kl_coefficient * kl  # (N,)
-    loss = -(batch.sums(surrogate) * weight).mean()
+    loss = -(batch.sum_tokens(surrogate) * weight).mean()
     return tba.Loss(loss, {"clip_fraction": limited.float().mean()})
 
 
@@ -139,7 +139,7 @@ def cispo(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     """
     ratio = (batch.logprobs.detach() - batch.behaviour).exp()  # (N,)
     weight = ratio.clamp(max=config.ratio_cap)
-    advantage = batch.spread(standardized(batch.rewards))  # (N,)
+    advantage = batch.per_token(standardized(batch.rewards))  # (N,)
     loss = -(weight * advantage * batch.logprobs).mean()
     return tba.Loss(loss, {"clip_fraction": (ratio > config.ratio_cap).float().mean()})
 
@@ -158,7 +158,7 @@ def dro(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     Example: rewards all equal and every token a nat away from pi_b give the loss beta_2 / 2.
     """
     log_ratio = batch.logprobs - batch.behaviour  # (N,)
-    gain = batch.spread(centred(batch.rewards)) * batch.logprobs
+    gain = batch.per_token(centred(batch.rewards)) * batch.logprobs
     penalty = config.behaviour_beta / 2 * log_ratio.square()
     return tba.Loss(-(gain - penalty).mean(), {"penalty": penalty.mean()})
 
@@ -173,7 +173,7 @@ def kimi(batch: tba.Batch, config: tba.Config) -> tba.Loss:
 
     Example: d = [[1, 1]] and equal rewards give the loss 1, in TB 0.
     """
-    d = batch.sums(batch.logprobs - batch.ref_logprobs)  # (B, K)
+    d = batch.sum_tokens(batch.logprobs - batch.ref_logprobs)  # (B, K)
     residual = d - centred(batch.rewards) / config.beta
     return tba.Loss(residual.square().mean(), {"mean_log_ratio": d.mean()})
 
@@ -188,10 +188,10 @@ def flowrl(batch: tba.Batch, config: tba.Config) -> tba.Loss:
 
     Example: d = 0, log Z = 0 and A = [[0.71, -0.71]] give w = 1 and (0.71 b)^2 = 113.
     """
-    d = batch.sums(batch.logprobs - batch.ref_logprobs)  # (B, K)
+    d = batch.sum_tokens(batch.logprobs - batch.ref_logprobs)  # (B, K)
     log_z = batch.parameters["log_z"][batch.prompt_ids, None]  # (B, 1)
     residual = log_z + d / batch.lengths - config.flow_beta * standardized(batch.rewards)
-    ratio = batch.sums(batch.logprobs.detach() - batch.behaviour).exp()
+    ratio = batch.sum_tokens(batch.logprobs.detach() - batch.behaviour).exp()
     weight = ratio.clamp(max=config.ratio_cap)
     metrics = {"log_z": log_z.mean(), "clip_fraction": (ratio > config.ratio_cap).float().mean()}
     return tba.Loss((weight * residual.square()).mean(), metrics)
@@ -206,7 +206,7 @@ def oapl(batch: tba.Batch, config: tba.Config) -> tba.Loss:
 
     Example: log pi = log pi_b, rewards [[1, 0]] and a large beta give V^ = 0.5 and the loss 0.25.
     """
-    log_ratio = batch.sums(batch.logprobs - batch.behaviour)  # (B, K)
+    log_ratio = batch.sum_tokens(batch.logprobs - batch.behaviour)  # (B, K)
     log_sum = (batch.rewards / config.beta).logsumexp(1)
     value = config.beta * (log_sum - math.log(log_ratio.shape[1]))  # V^, (B,)
     advantage = batch.rewards - value[:, None]
@@ -225,8 +225,8 @@ def ftb(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     """
     if config.divergence == "reverse_kl":
         return tba.tb(batch, config)
-    target = (batch.sums(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
-    gap = target - batch.sums(batch.logprobs)  # (B, K)
+    target = (batch.sum_tokens(batch.ref_logprobs) + batch.rewards / config.beta) / config.tau
+    gap = target - batch.sum_tokens(batch.logprobs)  # (B, K)
     c = 1 if config.divergence == "forward_kl" else 2  # hellinger
     log_z = c * ((gap.detach() / c).logsumexp(1) - math.log(gap.shape[1]))
     D = log_z[:, None] - gap
@@ -244,7 +244,7 @@ def online_dpo(batch: tba.Batch, config: tba.Config) -> tba.Loss:
 
     Example: d = 0 gives log 2, whose derivatives by d_best and d_worst are -beta/2 and beta/2.
     """
-    d = batch.sums(batch.logprobs - batch.ref_logprobs)  # (B, K)
+    d = batch.sum_tokens(batch.logprobs - batch.ref_logprobs)  # (B, K)
     best = batch.rewards.argmax(1, keepdim=True)
     worst = batch.rewards.argmin(1, keepdim=True)
     margin = config.beta * (d.gather(1, best) - d.gather(1, worst))[:, 0]  # (B,)

@@ -20,12 +20,12 @@ import tba
 def token_mean(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     """The policy gradient with a mean over all tokens of the batch."""
     advantage = batch.rewards - batch.rewards.mean(1, keepdim=True)
-    return tba.Loss(-(batch.spread(advantage) * batch.logprobs).mean())
+    return tba.Loss(-(batch.per_token(advantage) * batch.logprobs).mean())
 
 
 def ordered(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     """Later responses of a group count more, and the first of its best ones most."""
-    logprobs = batch.sums(batch.logprobs)  # (B, K)
+    logprobs = batch.sum_tokens(batch.logprobs)  # (B, K)
     best = batch.rewards.argmax(1, keepdim=True)
     weights = torch.linspace(1, 2, logprobs.shape[1]).to(logprobs)
     squares = (weights * (logprobs - batch.rewards).square()).mean()
@@ -34,8 +34,8 @@ def ordered(batch: tba.Batch, config: tba.Config) -> tba.Loss:
 
 def one_log_z(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     """One log Z^ for all prompts: what one prompt learns depends on the others."""
-    target = batch.sums(batch.ref_logprobs) + batch.rewards / config.beta
-    gap = batch.sums(batch.logprobs) - target
+    target = batch.sum_tokens(batch.ref_logprobs) + batch.rewards / config.beta
+    gap = batch.sum_tokens(batch.logprobs) - target
     return tba.Loss((gap - gap.mean()).square().mean())
 
 

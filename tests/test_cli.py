@@ -41,7 +41,7 @@ MISTAKES = [
     {"beta": "1@5"}, {"beta": "1@0,x@3"}, {"tau": "-1"}, {"dtype": "float16"}, {"steps": "many"},
     {"searched_per_prompt": 4}, {"kept_per_prompt": 4}, {"lag": 2}, {"max_response_tokens": 4000},
     {"adam_beta2": 1}, {"max_recent_draws": -1}, {"report_to": "wandb"},
-    {"synchronous": True, "lag": 1, "recent_probability": 0.5, "reset_reference_every": 50},
+    {"lockstep": True, "lag": 1, "recent_probability": 0.5, "reset_reference_every": 50},
     {"learning_rate": "1e-4@0,1e-5~x"}, {"victim_top_p": 2}, {"output_dir": "x" * 300},
 ]  # fmt: skip
 
@@ -124,7 +124,7 @@ def test_a_folder_that_holds_a_run(gsm8k, tmp_path, capsys):
     run.gone()
     assert "--output_dir" in refused(arguments(gsm8k, out), capsys)
     assert "--steps" in refused(["--resume", out, "--steps", 0], capsys)
-    assert "--synchronous" in refused(["--resume", out, "--synchronous"], capsys)
+    assert "--lockstep" in refused(["--resume", out, "--lockstep"], capsys)
     # stored groups were sampled and scored with these: a reference, a temperature, S responses
     other = {"--model": changed(gsm8k / "model", tmp_path / "other"), "--temperature": 0.5}
     other |= {"--searched_per_prompt": 16, "--lora_rank": 2, "--reset_reference_every": 2}

@@ -117,7 +117,7 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
 def test_lockstep_that_waits_for_a_machine_saves_after_a_signal(gsm8k, tmp_path):
     out = tmp_path / "run"
     with local_cluster(1) as cluster:
-        flags = {"synchronous": True, "num_searchers": 1}
+        flags = {"lockstep": True, "num_searchers": 1}
         run = Run(out, endless(gsm8k, out, cluster.address, **flags), hooks=False)
         run.reaches(3)
         cluster.lose(*cluster.worker_nodes)
@@ -129,7 +129,7 @@ def test_lockstep_that_waits_for_a_machine_saves_after_a_signal(gsm8k, tmp_path)
 
 
 def test_lockstep_on_a_cluster_equals_one_machine(gsm8k, tmp_path, lasting):
-    flags = {"synchronous": True, "lag": 1, "num_searchers": 2, "eval_every": 3, "steps": 6}
+    flags = {"lockstep": True, "lag": 1, "num_searchers": 2, "eval_every": 3, "steps": 6}
     run_tba(arguments(gsm8k, tmp_path / "one", **flags))
     run_tba(arguments(gsm8k, tmp_path / "many", cluster=lasting.address, **flags))
     assert not cluster_searchers()

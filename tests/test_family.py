@@ -237,8 +237,8 @@ def test_kimi_is_tb_without_the_mean_log_ratio(objectives, off_policy):
     difference = gradient_of(objectives["kimi"], batch, config) - gradient_of(
         objectives["tb"], batch, config
     )
-    mean = batch.sums(batch.logprobs.detach() - batch.ref_logprobs).mean(1, keepdim=True)
-    expected = batch.spread((2 * mean / batch.rewards.numel()).expand_as(batch.rewards))
+    mean = batch.sum_tokens(batch.logprobs.detach() - batch.ref_logprobs).mean(1, keepdim=True)
+    expected = batch.per_token((2 * mean / batch.rewards.numel()).expand_as(batch.rewards))
     torch.testing.assert_close(difference, expected)
     assert difference.abs().max() > 0.01
     batch.ref_logprobs = batch.logprobs.detach()
@@ -258,7 +258,7 @@ def test_oapl_with_a_large_beta_is_kimi_anchored_on_the_behaviour_policy(objecti
 def test_flowrl_at_one_length_is_tb_with_another_beta(objectives):
     """On-policy, where its weights are 1, with log Z at its best: beta = std r / (b |y|)."""
     batch = lengths_of_one(random_batch(1, 8, 0, off_policy=0.0), 2)
-    d = batch.sums(batch.logprobs.detach() - batch.ref_logprobs)
+    d = batch.sum_tokens(batch.logprobs.detach() - batch.ref_logprobs)
     log_z = -(d / 2).mean(1)
     batch.parameters["log_z"] = log_z.clone().requires_grad_()
     of_flowrl = gradient_of(objectives["flowrl"], batch, config_of())
@@ -293,5 +293,5 @@ def test_truncated_grpo_has_cispos_weights_but_not_its_mean(objectives, off_poli
     m = batch.lengths.double().mean()
     limited = bool((batch.logprobs - batch.behaviour).max() > math.log(CAP))
     assert limited == (off_policy > 0)
-    torch.testing.assert_close(of("cispo"), of("grpo") * batch.spread(batch.lengths / m))
+    torch.testing.assert_close(of("cispo"), of("grpo") * batch.per_token(batch.lengths / m))
     assert (of("cispo") - of("grpo")).norm() > 0.1 * of("grpo").norm()

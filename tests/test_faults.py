@@ -119,7 +119,7 @@ def test_a_searcher_that_hangs_costs_the_others_one_transfer_timeout(gsm8k, tmp_
 @pytest.mark.devices(3)
 def test_an_evaluation_whose_weights_do_not_arrive_is_repeated(gsm8k, tmp_path):
     out = tmp_path / "run"
-    run = Run(out, arguments(gsm8k, out, synchronous=True, num_searchers=2, steps=2, eval_every=0))
+    run = Run(out, arguments(gsm8k, out, lockstep=True, num_searchers=2, steps=2, eval_every=0))
     run.want("miss")
     said = run.ends(0, seconds=200)
     assert "sending the weights of step 0 failed" in said and "a broadcast failed" in said
@@ -137,7 +137,7 @@ def test_a_killed_trainer_leaves_nothing_and_a_second_signal_ends_at_once(gsm8k,
     run.gone()
 
     out = tmp_path / "twice"
-    run = Run(out, endless(gsm8k, out, synchronous=True, max_restarts=0))
+    run = Run(out, endless(gsm8k, out, lockstep=True, max_restarts=0))
     run.want("slow-trainer", "1000")
     run.until(lambda: run.noted("trained"), "a step, which lasts")
     os.kill(run.process.pid, signal.SIGINT)
@@ -243,7 +243,7 @@ tba.OBJECTIVES["broken"] = broken
 
     # a lockstep run could not repeat the unfinished step exactly
     out = tmp_path / "lockstep"
-    flags |= {"synchronous": True, "eval_every": 0, "eval_samples": 8}
+    flags |= {"lockstep": True, "eval_every": 0, "eval_samples": 8}
     run_tba(arguments(gsm8k, out, **flags), code=1)
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"]
 
@@ -474,7 +474,7 @@ def test_slow_rewards_do_not_change_what_lockstep_samples(gsm8k, tmp_path, monke
         tba.GSM8K, "rewards", lambda *args: scored.wait(PATIENCE) and rewards(*args)
     )
     for slow in (False, True):
-        searcher = searcher_of(gsm8k, tmp_path, synchronous=True)
+        searcher = searcher_of(gsm8k, tmp_path, lockstep=True)
         searcher.limit = 12
         searcher.engine.pads = False  # prompts of other lengths wait in the engine
         scored.set()
@@ -749,10 +749,10 @@ def one_group(index, prompt_id=0, version=0):
     return tba.Group(index, [trajectory])
 
 
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_searchers_pause_in_every_wait_while_batches_of_groups_are_not_stored(synchronous):
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_searchers_pause_in_every_wait_while_batches_of_groups_are_not_stored(lockstep):
     """They pause with a few batches, not with some number of groups. Lockstep has its own limit."""
-    trainer = trainer_of(num_searchers=1, prompts_per_step=10, synchronous=synchronous)
+    trainer = trainer_of(num_searchers=1, prompts_per_step=10, lockstep=lockstep)
     trainer.INBOX_BATCHES = 3
     trainer.rule = tba.RecentOrReward(trainer.buffer, trainer.config)
     now, limits = 1e6, []
@@ -772,7 +772,7 @@ def test_searchers_pause_in_every_wait_while_batches_of_groups_are_not_stored(sy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tba.time, "monotonic", lambda: now)
         trainer.wait_for("the previous checkpoint", written)
-    if synchronous:
+    if lockstep:
         assert set(limits) == {70} and len(trainer.inbox) == 50
     else:  # four a second are stored; 30 may be left
         assert limits == [70] + [0] * 4 + [math.inf] * 10 and not trainer.inbox
@@ -1093,9 +1093,9 @@ def begins(sync, step):
     return sync.in_progress
 
 
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_models(synchronous):
-    sync = weight_sync(2, synchronous=synchronous)
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_models(lockstep):
+    sync = weight_sync(2, lockstep=lockstep)
     first, second = sync.searchers.running
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tba.WeightChannel, "broadcast", lambda *_: None)
@@ -1110,12 +1110,12 @@ def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_
         assert not begins(sync, 1)  # nothing is due
         sync.searchers.running[1] = restarted = searcher_in("loading", 1)
         sync.due = True
-        assert begins(sync, 1) == (not synchronous)
-        if not synchronous:
+        assert begins(sync, 1) == (not lockstep)
+        if not lockstep:
             sync.transfer.sending.result()
             sync.on_loaded(first, [np.zeros(2)])
             sync.poll()
-        sync.due = synchronous
+        sync.due = lockstep
         restarted.state = "ready"
         assert begins(sync, 2)  # though nothing else is due, it has no weights
 

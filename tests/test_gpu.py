@@ -74,7 +74,7 @@ def test_several_gpus_send_weights_with_nccl(gsm8k, tmp_path):
 def test_two_ranks_compute_what_one_does(gsm8k, tmp_path):
     """A policy sharded over two GPUs by FSDP2, and a Searcher on a third, in lockstep."""
     out = tmp_path / "run"
-    flags = {"synchronous": True, "num_searchers": None, "steps": 3, "save_every": 3}
+    flags = {"lockstep": True, "num_searchers": None, "steps": 3, "save_every": 3}
     args = learning(gsm8k, out, **flags)
     launcher = "torch.distributed.run --nproc_per_node 2 --master_port 0 --standalone".split()
     command = [sys.executable, "-m", *launcher, str(ROOT / "tba.py"), *args]
@@ -279,7 +279,7 @@ def test_searchers_of_a_cluster_have_the_gpus_that_the_trainer_leaves(gsm8k, tmp
         monkeypatch.setenv(name, value)  # Ray's processes inherit them
     out = tmp_path / "run"
     flags = {"eval_every": 0, "eval_samples": 8, "num_searchers": None, "dtype": "auto"}
-    flags["synchronous"] = True  # waits for all Searchers, also on this node with a single CPU
+    flags["lockstep"] = True  # waits for all Searchers, also on this node with a single CPU
     with local_cluster(0, gpus=3) as cluster:
         args = arguments(gsm8k, out, cluster=cluster.address, **flags)
         run_tba(args, environment={})

@@ -344,12 +344,12 @@ def test_far_ratios_give_bounded_gradients(name, ratio):
     """Whatever the sign of the advantage; PPO's are 0 for A > 0 and unbounded for A < 0."""
     batch = random_batch(2, 4, 0, off_policy=0.0)
     batch.rewards = torch.tensor([[1.0, 1, 0, 0]] * 2, dtype=torch.float64)
-    good = batch.spread(batch.rewards > 0)
+    good = batch.per_token(batch.rewards > 0)
     flags = {"beta": 1e-9, "max_response_tokens": 1}
     plain = tba.settings(**flags)
     on_policy = gradient_of(tba.OBJECTIVES[name], batch, plain)
     assert (on_policy[good] < 0).all() and (on_policy[~good] > 0).all()
-    nats = batch.spread(15 / batch.lengths)  # of a token; 15 of each response
+    nats = batch.per_token(15 / batch.lengths)  # of a token; 15 of each response
     batch.behaviour = batch.logprobs.detach() - nats
     unbounded = gradient_of(tba.OBJECTIVES[name], batch, plain)
     assert not unbounded[good].any() and (unbounded[~good] > 10 * on_policy[~good]).all()
@@ -467,7 +467,7 @@ def test_a_learned_log_z_replaces_the_estimate():
         torch.testing.assert_close(actual, of_sum)
     estimated = tba.tb(batch, config)
     _, batch.parameters["log_z"] = tba.trajectory_balance_loss(
-        batch.sums(batch.logprobs), batch.sums(batch.ref_logprobs), batch.rewards, 0.4, 1.3
+        batch.sum_tokens(batch.logprobs), batch.sum_tokens(batch.ref_logprobs), batch.rewards, 0.4, 1.3
     )
     torch.testing.assert_close(tba.tb_learned_z(batch, config).loss, estimated.loss)
 
@@ -657,14 +657,14 @@ def test_a_second_forward_pass_is_made_only_where_it_is_needed(near_policy, monk
 def coupled_by_spread(batch, config):
     """TB with a weight that all log-probabilities of the batch enter, if only by a little."""
     result = tba.tb(batch, config)
-    spread = batch.sums(batch.logprobs - batch.ref_logprobs).std()
+    spread = batch.sum_tokens(batch.logprobs - batch.ref_logprobs).std()
     return tba.Loss(result.loss * (1 + 0.01 * spread))
 
 
 def undefined_at_zero(batch, config):
     """Couples groups, and its derivatives are NaN while some log-probabilities are 0."""
     scale = batch.logprobs.sqrt() if (batch.logprobs == 0).any() else batch.logprobs
-    return tba.Loss((scale * batch.spread(batch.rewards)).sum())
+    return tba.Loss((scale * batch.per_token(batch.rewards)).sum())
 
 
 @pytest.mark.parametrize("objective", [coupled_by_spread, undefined_at_zero])
@@ -687,7 +687,7 @@ def test_what_an_objective_learns_gets_the_gradient_of_the_whole_batch_once(
 
     def objective(batch, config):
         slope, offset = batch.parameters["mine"]
-        gap = batch.sums(batch.logprobs) - slope * batch.rewards - offset
+        gap = batch.sum_tokens(batch.logprobs) - slope * batch.rewards - offset
         return tba.Loss((gap - gap.mean()).square().mean() + (slope - 2).square() + offset.exp())
 
     monkeypatch.setitem(tba.OBJECTIVES, "mine", objective)

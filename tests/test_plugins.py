@@ -84,7 +84,7 @@ def test_plugins_of_the_documentation(flags, text, gsm8k, tmp_path):
     data = gsm8k / "data"
     settings = arguments(gsm8k, out, plugin=plugin, **FLAGS)
     if "short_first" in flags or "reinforce" in flags:
-        settings.append("--synchronous")  # batches are of consecutive prompts; resumed exactly
+        settings.append("--lockstep")  # batches are of consecutive prompts; resumed exactly
     with judge_server() as server:
         flags = flags.replace("127.0.0.1:8000", f"127.0.0.1:{server.server_port}")
         said, _ = run_tba([*settings, *flags.split()])
@@ -120,7 +120,7 @@ def test_plugins_of_the_documentation(flags, text, gsm8k, tmp_path):
         assert metrics[0].get("baseline", 1) > 0
         run_tba(["--resume", str(out), "--steps", "5"])
         whole = arguments(gsm8k, tmp_path / "whole", plugin=plugin, **(FLAGS | {"steps": 5}))
-        run_tba([*whole, "--synchronous", *flags.split()])
+        run_tba([*whole, "--lockstep", *flags.split()])
         for name in ("loss", "baseline", "value_error", "grad_norm"):
             values = [
                 [m.get(name) for m in read_lines(folder / "metrics.jsonl")]
@@ -240,7 +240,7 @@ def test_there_are_plugins_of_every_kind():
 def test_objectives_of_bench_run(gsm8k, tmp_path, name, metric):
     """With data that are one step old."""
     flags = FLAGS | {"plugin": ROOT / "bench" / "objectives.py", "objective": name, "lag": 1}
-    run_tba([*arguments(gsm8k, tmp_path, **flags), "--synchronous"])
+    run_tba([*arguments(gsm8k, tmp_path, **flags), "--lockstep"])
     metrics = read_lines(tmp_path / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3]
     assert all(math.isfinite(m["loss"]) and m["grad_norm"] > 0 for m in metrics)

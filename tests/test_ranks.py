@@ -82,7 +82,7 @@ def run_forked_ranks(args, tmp_path):
 def flags_of(gsm8k, out, **more):
     """Lockstep, groups over the budget of a micro-batch, a warm-up, clipped gradients."""
     flags = {
-        "synchronous": True, "steps": 4, "eval_every": 0, "eval_samples": 8, "max_grad_norm": 1,
+        "lockstep": True, "steps": 4, "eval_every": 0, "eval_samples": 8, "max_grad_norm": 1,
         "tokens_per_microbatch": 300, "save_every": 2, "learning_rate": 1e-3,
     }  # fmt: skip
     return arguments(gsm8k, out, **(flags | more))
@@ -157,7 +157,7 @@ def test_a_lost_rank_ends_the_run_and_a_signal_saves_a_checkpoint(gsm8k, tmp_pat
     out = tmp_path / "run"
     path = tmp_path / "log"
     with open(path, "w") as log:
-        process = start_ranks(flags_of(gsm8k, out, steps=100_000, synchronous=None), log)
+        process = start_ranks(flags_of(gsm8k, out, steps=100_000, lockstep=None), log)
     wait_until(lambda: steps_of(out) > 0, "a step", path.read_text)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 5  # two ranks, Manager, fork server, Searcher

@@ -138,7 +138,7 @@ def greedy_answer(files, prompt):
 def lockstep_flags(prompts):
     """A policy that repeats itself, two Searchers."""
     return {
-        "synchronous": True, "temperature": 0.3, "eval_every": 0, "eval_samples": 8,
+        "lockstep": True, "temperature": 0.3, "eval_every": 0, "eval_samples": 8,
         "num_searchers": 2, "prompts_per_step": prompts,
     }  # fmt: skip
 
@@ -256,7 +256,7 @@ def test_lockstep_that_ended_goes_on_as_if_it_had_been_given_more_steps(
     plugin = tmp_path / "counting.py"
     plugin.write_text(COUNTING)
     flags = {
-        "synchronous": True, "lag": 2, "steps": 6, "sequences_in_flight": 8, "eval_every": 0,
+        "lockstep": True, "lag": 2, "steps": 6, "sequences_in_flight": 8, "eval_every": 0,
         "dataset": ten_prompts, "plugin": plugin,
     }  # fmt: skip
     run_tba(arguments(gsm8k, tmp_path / "whole", **flags))
@@ -281,7 +281,7 @@ def test_a_reference_that_is_reset_scores_what_is_trained_on(gsm8k, tmp_path, mo
     flags = {"steps": 9, "reset_reference_every": 4, "learning_rate": 2e-3, "sync_every": 1}
     flags |= {"eval_every": 0, "eval_samples": 8, "recent_probability": 1}
     if mode == "lockstep":
-        flags["synchronous"] = True
+        flags["lockstep"] = True
     run = Run(out, arguments(gsm8k, out, **flags))
     run.want("slow-trainer", "0.3")
     run.ends(0)
@@ -323,7 +323,7 @@ def test_news_ends_every_wait(gsm8k, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text("import tba\n\ntba.POLL_SECONDS = 1e6\n")
     out = tmp_path / "run"
-    flags = {"plugin": plugin, "synchronous": True, "eval_every": 2, "eval_samples": 8}
+    flags = {"plugin": plugin, "lockstep": True, "eval_every": 2, "eval_samples": 8}
     run_tba(arguments(gsm8k, out, **flags))
     assert len(read_lines(out / "metrics.jsonl")) == 4
 
@@ -459,7 +459,7 @@ def test_a_run_that_learns_nothing_says_so_once(gsm8k, tmp_path):
     """No response ends, no prompt has two rewards, and then the learning rate is 0."""
     out = tmp_path / "run"
     flags = {"max_response_tokens": 1, "learning_rate": "1e-12@0,0@24", "steps": 26}
-    flags |= {"eval_every": 0, "eval_samples": 1, "prompts_per_step": 1, "synchronous": True}
+    flags |= {"eval_every": 0, "eval_samples": 1, "prompts_per_step": 1, "lockstep": True}
     _, err = run_tba(arguments(gsm8k, out, **flags))
     warnings = [line for line in err.splitlines() if "warning" in line]
     for name in ("--max_response_tokens", "--dataset", "--learning_rate"):
@@ -922,7 +922,7 @@ tba.TASKS["short"] = Short
 def test_a_run_whose_best_response_is_empty_says_that_it_collapses(gsm8k, tmp_path):
     """Its KL to the reference stays small."""
     (tmp_path / "short.py").write_text(SHORT)
-    flags = {"task": "short", "plugin": tmp_path / "short.py", "synchronous": True, "steps": 14}
+    flags = {"task": "short", "plugin": tmp_path / "short.py", "lockstep": True, "steps": 14}
     flags |= {"beta": 0.01, "learning_rate": 5e-3, "prompts_per_step": 16, "trained_per_prompt": 4}
     out = tmp_path / "run"
     _, err = run_tba(arguments(gsm8k, out, eval_every=0, eval_samples=1, **flags))

@@ -174,6 +174,6 @@ def test_only_what_the_present_weights_sampled_counts(learner, monkeypatch):
 
 
 def test_a_run_logs_both_metrics(gsm8k, tmp_path):
-    run_tba(arguments(gsm8k, tmp_path / "run", synchronous=True, steps=2, eval_samples=4))
+    run_tba(arguments(gsm8k, tmp_path / "run", lockstep=True, steps=2, eval_samples=4))
     for row in tba.read_lines(tmp_path / "run" / "metrics.jsonl"):
         assert row["sampler_gap"] < 1e-5 and abs(row["sampler_z"]) < 5

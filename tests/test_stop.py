@@ -121,7 +121,7 @@ def test_ctrl_c_in_a_terminal_ends_tee_too_and_the_run_saves(gsm8k, tmp_path, st
     command = ["bash", "-c", shell, "bash"]
     if mode == "lockstep":  # on one core, where a weight sync ends before the Trainer looks at it
         command += ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
-        command += [*COMMAND, *endless(gsm8k, out, synchronous=True, lag=2)]
+        command += [*COMMAND, *endless(gsm8k, out, lockstep=True, lag=2)]
     else:
         command += [*COMMAND, *endless(gsm8k, out)]
     ours, theirs = pty.openpty()
@@ -170,7 +170,7 @@ def test_timeout_signals_all_processes_and_the_run_saves(gsm8k, tmp_path, starte
 def test_a_signal_to_the_group_of_a_lockstep_run_saves(gsm8k, tmp_path, number):
     """Its Searchers outlive the signal, as the batches that they have begun must be completed."""
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, synchronous=True, lag=2, num_searchers=2))
+    run = Run(out, endless(gsm8k, out, lockstep=True, lag=2, num_searchers=2))
     run.reaches(3)
     os.killpg(run.process.pid, number)
     said = run.ends(128 + number)

@@ -592,7 +592,7 @@ def test_the_scripts_settings_are_the_papers(tmp_path):
     with pytest.raises(subprocess.CalledProcessError, match="status 2"):
         settings_of("run_redteam.sh", "gpt2")  # the attacker had no warm start
     flow = settings_of("run_redteam.sh", "gflownet", "--sft_data", "x.json")
-    assert (flow.synchronous, flow.objective, flow.recent_probability) == (
+    assert (flow.lockstep, flow.objective, flow.recent_probability) == (
         True, "tb_learned_z", 0.5,
     )  # fmt: skip
     assert flow.recent_probability * flow.prompts_per_step == 4

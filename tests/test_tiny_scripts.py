@@ -96,7 +96,7 @@ def test_math_with_tba_prime(tmp_path):
         "task": "math", "model": MODELS / "math" / "model",
         "dataset": MODELS / "math" / "data", "objective": "tba_prime", "beta": 0.005,
         "steps": 80, "prompts_per_step": 8, "trained_per_prompt": 16, "searched_per_prompt": 16,
-        "synchronous": True, "lag": 3, "reset_reference_every": 30,
+        "lockstep": True, "lag": 3, "reset_reference_every": 30,
         "learning_rate": "2e-4@0,0@end", "max_grad_norm": 1,
         "sequences_in_flight": 128, "eval_every": 20, "eval_samples": 0,
     }  # fmt: skip
