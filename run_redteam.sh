@@ -127,7 +127,7 @@ tba=(
 gflownet=(
   --objective tb_learned_z
   --beta 0.1
-  --lockstep                                # half of each batch is replayed (m below)
+  --lockstep                                   # half of each batch is replayed (m below)
   --prompts_per_step 8 --trained_per_prompt 16 --searched_per_prompt 16
 )
 case "$run" in

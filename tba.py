@@ -793,6 +793,7 @@ class Trainer(Stateful):
     `arrived_positions` too, and Searchers submit only prompts before `search_end`.
     """
 
+    LOG_EVERY = 30  # seconds between log lines about a wait
     STORE_SECONDS = 1.0  # a red-teaming group can take 0.1 s; messages wait meanwhile
     INBOX_BATCHES = 2  # Searchers pause while more minibatches of groups are not stored yet
 
@@ -977,8 +978,9 @@ class Trainer(Stateful):
             save(self)
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
-        """Poll until `condition` returns something true, and return it."""
+        """Poll until `condition` returns something true, and return it; log long waits."""
         start = time.monotonic()
+        next_log = start + self.LOG_EVERY
         self.searchers.wake_up.set()  # poll at once
         while not (result := condition()):
             began = time.monotonic()
@@ -986,7 +988,14 @@ class Trainer(Stateful):
             self.log.waited[what] += time.monotonic() - began  # not the time that polling takes
             self.searchers.wake_up.clear()  # before polling: a later message ends the next wait
             self.poll()
-            self.log.say_waiting(what, start)
+            if time.monotonic() > next_log:
+                ready = sum(s.state == "ready" for s in self.searchers.running)
+                why = self.waiting_because if what == "generation" else ""
+                self.folder.say(
+                    f"step {self.step}: waiting for {what}{why} for {next_log - start:.0f} s; "
+                    f"{ready}/{self.config.num_searchers} Searchers ready"
+                )
+                next_log += self.LOG_EVERY
         return result
 
     def poll(self) -> None:
@@ -1217,8 +1226,13 @@ class Learner(Stateful):
             parameters=self.parameters,
         )
 
+    @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        return on_every_rank(self, learner_state)
+        """Adapters, PARAMETERS and optimizer state, copied to rank 0's host memory."""
+        extra = {name: p for name, p in self.trained.items() if ".lora_" in name} | self.parameters
+        optimizer = {name: self.optimizer.state[p] for name, p in self.trained.items()}
+        state = {"extra": extra, "optimizer": optimizer}
+        return tree_map(partial(host_copy, ranks=self.ranks), state)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Each rank restores its shards, but not the learning rate: the flags may change it."""
@@ -1269,7 +1283,7 @@ class Searcher:
         # unmodified copies: engines may change the requests that they are given
         self.in_flight: dict[RequestId, Request] = {}
         self.wake_up = threading.Event()  # a message has come, or the task has returned
-        self.scoring = Scoring(config, task, spec.send, self.wake_up)
+        self.scoring = Scoring(config, task, self.wake_up)
         # weights that are being received, and the message that they came with, once complete
         self.staging = FlatWeights(self.reference_weights, config.torch_dtype, spec.channel.nccl)
         self.staged: ReceiveWeights | None = None
@@ -1287,15 +1301,12 @@ class Searcher:
                 completions = self.engine.step(self.between_steps)
                 self.handle_completions(completions)
             else:
-                self.wait_for_work()
+                start = time.perf_counter()
+                self.wake_up.wait(POLL_SECONDS)
+                self.wake_up.clear()  # now: whatever comes later ends the next wait
+                self.idle += time.perf_counter() - start
             self.between_steps()
         receiving.result()  # raises what ended it
-
-    def wait_for_work(self) -> None:
-        start = time.perf_counter()
-        self.wake_up.wait(POLL_SECONDS)
-        self.wake_up.clear()  # now: whatever comes later ends the next wait
-        self.idle += time.perf_counter() - start
 
     def receive_messages(self) -> None:
         """In a thread: handle the Trainer's messages, and receive weights."""
@@ -1361,10 +1372,10 @@ class Searcher:
 
     def handle_completions(self, completions: list[Completion]) -> None:
         """Turn responses into groups; the task then computes rewards, or evaluates them."""
-        for held_out in (False, True):
+        for held_out, waiting in self.scoring.waiting.items():
             of_kind = [c for c in completions if c.request.id.held_out == held_out]
             if of_kind:
-                self.scoring.add(self.make_groups(of_kind), held_out)
+                waiting += self.make_groups(of_kind)
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
@@ -1408,7 +1419,7 @@ class Searcher:
 
     def between_steps(self) -> None:
         """Score groups, send a heartbeat, load new weights. Raises what the task raised."""
-        self.scoring.advance()
+        self.spec.send(*self.scoring.advance())
         now = time.perf_counter()
         if now - self.last_heartbeat > 0.5:
             self.last_heartbeat = now
@@ -1426,7 +1437,6 @@ class Searcher:
 ################################### Part II: the machinery #########################################
 
 # ============================================================================= 8. Log-probabilities
-
 
 # tokens of a prompt, (P,) int32, and of each response to it, (T,) int32
 Sequences = list[tuple[np.ndarray, list[np.ndarray]]]
@@ -1759,23 +1769,18 @@ def token_logprobs(
     return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
-def fresh_token_sums(batch: Batch, groups: Minibatch, moments: Tensor, config: Config) -> Tensor:
+def fresh_token_sums(batch: Batch, minibatch: Minibatch, moments: Tensor, config: Config) -> Tensor:
     """Sums (4,) over the tokens that the present weights sampled: do they come from the policy?
 
     They are the number of tokens, |log pi - log behaviour|, log pi + entropy, whose mean is 0 over
     samples of the policy, and its variance. `moments` (N, 2) has each token's entropy and variance.
-    A group does not count if far fewer than S of its responses are trained on: drawing distinct
-    ones first would bias the third sum.
+    A group counts only if each of its responses, and most of all S, are trained on once: drawing
+    distinct ones first would bias the third sum.
     """
-    K = len(groups[0])
-    is_unbiased = 0.8 * config.searched_per_prompt <= K
-    is_fresh = []  # (B,)
-    for group in groups:
-        is_repeated = len(set(map(id, group))) < K  # replay may draw a trajectory twice
-        sampled_now = all(
-            t.version == batch.step and t.temperature == config.temperature for t in group
-        )
-        is_fresh.append(is_unbiased and sampled_now and not is_repeated)
+    K = len(minibatch[0])
+    sampled_now = lambda t: t.version == batch.step and t.temperature == config.temperature
+    whole = lambda ts: len(set(map(id, ts))) == K >= 0.8 * config.searched_per_prompt
+    is_fresh = [all(map(sampled_now, ts)) and whole(ts) for ts in minibatch]  # (B,)
     counts = to_device(np.repeat(is_fresh, K).reshape(-1, K), moments.device)  # (B, K)
     logprobs = batch.logprobs.detach()
     gap = (logprobs - batch.behaviour).abs()
@@ -1799,7 +1804,7 @@ def sampling_metrics(latest: Iterable[Tensor]) -> dict[str, Tensor]:
 class Ranks:
     """The processes that share the policy, started by `accelerate launch` or torchrun.
 
-    Rank 0, the main process, tells the others over Gloo which method of the Learner to run next
+    Rank 0, the main process, tells the others over Gloo which function to run next
     (`on_every_rank`). FSDP2 exchanges weights and gradients. The launcher ends all if one ends; if
     the launcher ends, rank 0 gets SIGTERM, which it handles, and ends the others.
     """
@@ -1852,16 +1857,9 @@ class Ranks:
 
 
 def on_every_rank(learner: Learner, function: Callable, *args: Any) -> Any:
-    """Call function(learner, *args) on every rank; rank 0 calls this, the others `serve`."""
+    """Call function(learner, *args) on every rank; on the others, `main` waits for it."""
     learner.ranks.from_rank_zero((function, args))
     return function(learner, *args)
-
-
-def serve(learner: Learner) -> None:
-    """On the other ranks: run the functions that rank 0 runs, until it sends None."""
-    while call := learner.ranks.from_rank_zero(None):
-        function, args = call
-        function(learner, *args)
 
 
 def local_ranks() -> int:
@@ -1970,30 +1968,6 @@ class Completion:
     versions: list[tuple[int, int]]  # n x those of the first and the last token's weights
 
 
-@dataclass(eq=False)
-class DecodeHook(transformers.LogitsProcessor, transformers.StoppingCriteria):
-    """Applies each row's temperature, records log-probabilities, and calls `between_steps`.
-
-    `generate` calls it with logits (R, V) before sampling a token, and with None after it.
-    """
-
-    engine: TransformersEngine
-    temperature: Tensor  # (R, 1)
-    between_steps: Callable
-    logprobs: list[Tensor] = field(default_factory=list)  # (R, 1) of each token sampled so far
-    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
-
-    def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
-        """Log-probabilities (R, V) to sample from, or zeros (R,): no row stops."""
-        if scores is not None:
-            self.distribution = (scores.float() / self.temperature).log_softmax(-1)
-            return self.distribution
-        self.logprobs.append(self.distribution.gather(1, ids[:, -1:]))
-        self.versions.append(self.engine.version)
-        self.between_steps()
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-
 class TransformersEngine:
     """Batched generation with transformers' `generate`, on any device."""
 
@@ -2042,8 +2016,22 @@ class TransformersEngine:
         """Generate the next batch; `between_steps`, called after each token, may load weights."""
         batch = self.take_batch()
         rows = [request for request in batch for _ in range(request.n)]  # R
-        temperatures = [[request.temperature or 1.0] for request in rows]
-        hook = DecodeHook(self, torch.tensor(temperatures, device=self.device), between_steps)
+        temperatures = torch.tensor([[request.temperature or 1.0] for request in rows])  # (R, 1)
+        distribution = torch.zeros(0)  # log-probabilities (R, V) of the next token
+        logprobs: list[Tensor] = []  # (R, 1) of each token sampled so far
+        versions: list[int] = []  # of the weights that sampled each token
+
+        def before_token(ids: Tensor, logits: Tensor) -> Tensor:
+            nonlocal distribution
+            distribution = (logits.float() / temperatures.to(logits.device)).log_softmax(-1)
+            return distribution
+
+        def after_token(ids: Tensor, _: Any) -> Tensor:
+            logprobs.append(distribution.gather(1, ids[:, -1:]))
+            versions.append(self.version)
+            between_steps()
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)  # no row stops
+
         prompts = [torch.from_numpy(request.prompt).long() for request in rows]  # R x (P,)
         pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         prompt_ids = pad(prompts).to(self.device)  # (R, P), with the longest prompt's P
@@ -2061,12 +2049,12 @@ class TransformersEngine:
                 max_new_tokens=max(request.max_tokens for request in batch),
                 eos_token_id=self.end_tokens,
                 pad_token_id=self.end_tokens[0],
-                logits_processor=[hook],
-                stopping_criteria=[hook],
+                logits_processor=[before_token],
+                stopping_criteria=[after_token],
             )
         tokens = ids[:, prompt_ids.shape[1] :].int().cpu().numpy()  # (R, T)
-        logprobs = torch.cat(hook.logprobs, 1).cpu().numpy()  # (R, T)
-        return self.completions_of(batch, tokens, logprobs, hook.versions)
+        sampled = torch.cat(logprobs, 1).cpu().numpy()  # (R, T)
+        return self.completions_of(batch, tokens, sampled, versions)
 
     def completions_of(
         self, batch: list[Request], tokens: np.ndarray, logprobs: np.ndarray, versions: list[int]
@@ -2374,22 +2362,12 @@ class WeightChannel:
             work.wait(timedelta(seconds=remaining()))
 
     def meet(self, meeting: str) -> None:
-        """Wait in the TCPStore until all members have come, as NCCL would wait without end."""
+        """Wait until all members have come: NCCL would wait for a lost one without end."""
         store = dist.PrefixStore(meeting, connect_store(self.host, self.port, timeout=self.timeout))
-        if self.rank > 0:
-            store.set(str(self.rank), "here")
-            store.wait(["outcome"], self.timeout)
-        else:
-            others = [str(rank) for rank in range(1, self.size)]
-            outcome = "failed"
-            try:
-                store.wait(others, self.timeout)
-                if all(store.get(rank) == b"here" for rank in others):
-                    outcome = "complete"
-            finally:
-                store.set("outcome", outcome)
-        if store.get("outcome") != b"complete":
-            raise RuntimeError("another member did not come")
+        if store.add("here", 1) == self.size:
+            store.set("outcome", "complete")
+        if store.get("outcome") != b"complete":  # `WeightSync.poll` may set it
+            raise RuntimeError("another member ended")
 
     def form(self) -> Any:
         """Connect to all members; returns the process group. Raises RuntimeError."""
@@ -2426,13 +2404,12 @@ class Transfer:
 
     channel: WeightChannel
     members: list[RunningSearcher]  # by rank, from 1
-    meeting: str = field(default_factory=lambda: os.urandom(8).hex())  # where members come first
+    meeting: str = field(default_factory=lambda: os.urandom(8).hex())  # see `WeightChannel.meet`
     version: int = -1  # optimizer step of the weights
     reference: bool = False  # the reference's weights, not the policy's
     scores: np.ndarray | None = None  # of a policy: the Trainer's log-probabilities of the probes
     deadline: float = 0.0  # then the next may begin without those that still load; not in lockstep
     sending: Future | None = None  # None: it is over
-    failed: float = math.inf  # when it failed
     missed: dict[RunningSearcher, str] = field(default_factory=dict)  # member -> why
 
 
@@ -2469,27 +2446,25 @@ class WeightSync(Stateful):
         transfer = self.transfer
         if transfer.sending is None:
             return
-        for rank, s in enumerate(transfer.members, 1):
+        for s in transfer.members:
             if s.state == "ended" and s.transfer is transfer:
-                self.searchers.store.set(f"{transfer.meeting}/{rank}", "ended")  # none waits for it
+                self.searchers.store.set(f"{transfer.meeting}/outcome", "ended")
                 self.on_missed(s, "it ended")
-        if not transfer.sending.done():
+        silent = [s for s in transfer.members if s.transfer is transfer]  # they load, or hang
+        late = time.monotonic() > transfer.deadline and not self.config.lockstep
+        if not transfer.sending.done() or (silent and not late):
             return
         error = transfer.sending.exception()
-        silent = [s for s in transfer.members if s.transfer is transfer]
-        late = time.monotonic() > transfer.deadline and (error or not self.config.lockstep)
-        if silent and not late:
-            return
         transfer.sending = None
         if not (error or transfer.missed):
             return
         transfer.channel.abandon()
-        transfer.failed = time.monotonic()
         lost = [s for s in transfer.missed if s.state == "ended"] + (silent if error else [])
-        for s in transfer.missed if not lost else ():
-            s.missed += 1
-            if s.missed == 3:
-                s.end(f"missed three weight transfers ({transfer.missed[s]}), and was killed")
+        if not lost:
+            for s, reason in transfer.missed.items():
+                s.missed += 1
+                if s.missed == 3:  # in a row
+                    s.end(f"missed three weight transfers ({reason}), and was killed")
         suspects = lost or transfer.missed
         names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
         reason = "it ended or does not reply" if lost else [*transfer.missed.values(), error][0]
@@ -2654,7 +2629,7 @@ class ReceiveWeights(NamedTuple):
     reference: bool  # they are the reference's, not the policy's
     held_out: range  # held-out prompts to answer, if an evaluation starts with these weights
     channel: WeightChannel  # not formed yet; ignored by a Searcher that is in it
-    meeting: str  # where all members come before the broadcast
+    meeting: str  # see `WeightChannel.meet`
 
 
 class Started(NamedTuple):
@@ -2883,18 +2858,14 @@ class SearcherProcesses(Stateful):
         ended = []
         for s in self.running:
             limit = timeouts.get(s.state, math.inf)
-            since = s.seen
-            if s.state == "ready" and s.transfer:  # a reply about weights is overdue if they failed
-                since = min(since, s.transfer.failed)
             if not s.process.is_alive():
                 ended.append(s)
-            elif now > since + limit and s.state == "ended":
+            elif now > s.seen + limit and s.state == "ended":
                 raise RunEnded(
-                    f"Searcher {s.spec.searcher} was killed {limit:g} s ago, but remains"
+                    f"Searcher {s.spec.searcher} was killed, but remains after {limit:g} s"
                 )
-            elif now > since + limit:
-                lacks = "heartbeat" if since == s.seen else "reply about weights"
-                s.end(f"sent no {lacks} for {limit:g} s (--searcher_timeout) and was killed")
+            elif now > s.seen + limit:
+                s.end(f"sent no heartbeat for {limit:g} s (--searcher_timeout) and was killed")
         return ended
 
     def restart(self, s: RunningSearcher) -> None:
@@ -2981,11 +2952,12 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
     """A Searcher's process on this machine, forked from one that never touched CUDA."""
 
     def __init__(self, spec: SearcherSpec, environment: dict[str, str]) -> None:
-        gpu = None  # one of those after the Trainer's; a single one is shared
         if gpus := torch.cuda.device_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+            # one of those after the Trainer's; a single one is shared
             gpu = visible.split(",")[min(local_ranks() + spec.searcher, gpus - 1)]
-        super().__init__(target=searcher_process, args=(spec, gpu, environment))
+            environment = environment | {"CUDA_VISIBLE_DEVICES": gpu}
+        super().__init__(target=searcher_process, args=(spec, environment))
         try:
             os.getcwd()
         except FileNotFoundError:  # deleted; the new process would start there
@@ -3157,9 +3129,7 @@ def lenient_output() -> Iterator[None]:
 
 
 @lenient_output()
-def searcher_process(
-    spec: SearcherSpec, visible_gpu: str | None, environment: dict[str, str]
-) -> NoReturn:
+def searcher_process(spec: SearcherSpec, environment: dict[str, str]) -> NoReturn:
     """Run a Searcher; sends the Trainer the traceback of an exception."""
     os.environ.clear()
     os.environ.update(environment)
@@ -3170,8 +3140,6 @@ def searcher_process(
     os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
     prepare_process(is_searcher=True)
-    if visible_gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu
     mp.set_start_method("fork", force=True)  # so that a task's Pool knows the plug-in's functions
     try:
         spec.send(Started())
@@ -3202,28 +3170,28 @@ def searcher_process(
 
 @dataclass(eq=False)
 class TaskCall:
-    """A call of the task in a thread."""
+    """A call of the task."""
 
-    future: Future  # gives a list of messages to the Trainer
-    responses: int  # that await their rewards; 0: held-out answers
-    last_queued: float  # when it was last seen waiting for a thread
+    groups: list[Group]
+    held_out: bool
+    texts: list[str]  # of all responses
+    future: Future  # gives rewards, or an evaluation's records
+    last_queued: float = 0.0  # when it was last seen waiting for a thread
 
 
 class Scoring:
     """A Searcher's calls of its task: rewards, and evaluations of held-out answers."""
 
-    def __init__(
-        self, config: Config, task: Task, send: Callable, wake_up: threading.Event
-    ) -> None:
+    def __init__(self, config: Config, task: Task, wake_up: threading.Event) -> None:
         self.config = config
         self.task = task
-        self.send = send  # sends messages to the Trainer
         self.wake_up = wake_up  # set when a call returns
-        self.waiting: list[Group] = []  # until a thread is free
+        # completed groups that wait for a thread, by whether they are held out
+        self.waiting: dict[bool, list[Group]] = {False: [], True: []}
         self.calls: list[TaskCall] = []  # in progress
         self.threads = max(1, task.reward_threads)
-        self.reward_pool = ThreadPoolExecutor(self.threads)
-        self.evaluation_pool = ThreadPoolExecutor(1)  # held-out answers do not delay rewards
+        # by held_out, whose answers do not delay rewards
+        self.pools = (ThreadPoolExecutor(self.threads), ThreadPoolExecutor(1))
         # groups per call: the threads together score at most --sequences_in_flight responses
         share = config.sequences_in_flight // self.threads
         self.call_size = max(1, share // config.searched_per_prompt)
@@ -3231,77 +3199,60 @@ class Scoring:
     @property
     def unscored(self) -> int:
         """Number of responses that await their rewards."""
-        waiting = self.config.searched_per_prompt * len(self.waiting)
-        return waiting + sum(call.responses for call in self.calls)
+        called = sum(len(call.groups) for call in self.calls if not call.held_out)
+        return self.config.searched_per_prompt * (len(self.waiting[False]) + called)
 
-    def add(self, groups: list[Group], held_out: bool) -> None:
-        """Have groups scored once a thread is free, or held-out answers evaluated."""
-        if not held_out:
-            self.waiting += groups
-            return
-        for i in range(0, len(groups), self.call_size):
-            self.call(groups[i : i + self.call_size], held_out)
-
-    def advance(self) -> None:
-        """Start calls, and send what has been returned. Raises what they raised, or TimeoutError.
+    def advance(self) -> list[Group | Evaluated]:
+        """Start calls; returns messages with the results of those that have returned.
 
         Groups that had to wait for a thread share a call. In lockstep, calls do not depend on when
-        a thread is free: runs repeat exactly.
+        a thread is free: runs repeat exactly. Raises what the task raised, or TimeoutError.
         """
-        threads = math.inf if self.config.lockstep else self.threads
-        while self.waiting and sum(call.responses > 0 for call in self.calls) < threads:
-            groups = self.waiting[: self.call_size]
-            del self.waiting[: self.call_size]
-            self.call(groups, held_out=False)
+        for held_out, groups in self.waiting.items():
+            limit = math.inf if held_out or self.config.lockstep else self.threads
+            while groups and sum(call.held_out == held_out for call in self.calls) < limit:
+                self.call(groups[: self.call_size], held_out)
+                del groups[: self.call_size]
+        messages = []
         now = time.perf_counter()
         for call in list(self.calls):
             if call.future.done():
                 self.calls.remove(call)
-                self.send(*call.future.result())
+                messages += self.results(call)
             elif not call.future.running():
                 call.last_queued = now
             elif now - call.last_queued > self.config.searcher_timeout:
                 raise TimeoutError(
                     "slow rewards: raise --searcher_timeout, or lower --sequences_in_flight"
                 )
+        return messages
 
     def call(self, groups: list[Group], held_out: bool) -> None:
-        """Call the task, in a thread if it has any; the messages that result are sent."""
+        """Call the task, in a thread if it has any."""
         rows = [t for group in groups for t in group.trajectories]
-        examples = [
-            (self.task.held_out if held_out else self.task.train)[t.prompt_id] for t in rows
-        ]
+        examples = self.task.held_out if held_out else self.task.train
         texts = self.task.response_texts([t.tokens for t in rows])
         ended = np.array([t.ended for t in rows])
-        if held_out:
-            messages = partial(self.evaluated, rows, examples, texts, ended)
+        function = self.task.evaluate if held_out else self.task.checked_rewards
+        start = partial(function, [examples[t.prompt_id] for t in rows], texts, ended)
+        if self.task.reward_threads:
+            future = self.pools[held_out].submit(start)
+            future.add_done_callback(lambda _: self.wake_up.set())
         else:
-            messages = partial(self.rewarded, groups, examples, texts, ended)
-        if not self.task.reward_threads:
-            self.send(*messages())
-            return
-        pool = self.evaluation_pool if held_out else self.reward_pool
-        future = pool.submit(messages)
-        future.add_done_callback(lambda _: self.wake_up.set())
-        self.calls.append(TaskCall(future, 0 if held_out else len(rows), time.perf_counter()))
+            future = Future()
+            future.set_result(start())
+        self.calls.append(TaskCall(groups, held_out, texts, future, time.perf_counter()))
 
-    def rewarded(self, groups: list[Group], *responses: Any) -> list[Group]:
-        """The groups, with rewards."""
-        rewards = iter(self.task.checked_rewards(*responses))
-        for group in groups:
-            for t in group.trajectories:
-                t.reward = next(rewards)
-        return groups
-
-    def evaluated(
-        self, rows: list[Trajectory], examples: list, texts: list, ended: np.ndarray
-    ) -> list[Evaluated]:
-        """Records of held-out answers, by prompt."""
+    def results(self, call: TaskCall) -> list[Group | Evaluated]:
+        """The groups of a call with their rewards, or the records of held-out answers."""
         task = self.task
         by_prompt = defaultdict(list)
-        records = task.evaluate(examples, texts, ended)
-        for t, text, record in zip(rows, texts, records, strict=True):
-            record = record | {"answer": text}
+        rows = [t for group in call.groups for t in group.trajectories]
+        for t, text, result in zip(rows, call.texts, call.future.result(), strict=True):
+            if not call.held_out:
+                t.reward = result
+                continue
+            record = result | {"answer": text}
             if task.wants_logprobs:
                 ref_logprob = float(t.ref_logprobs.sum())
                 record |= {
@@ -3311,7 +3262,7 @@ class Scoring:
                     "prompt_tokens": len(task.held_out_prompts[t.prompt_id]),
                 }
             by_prompt[t.prompt_id].append(record)
-        return [Evaluated(rows[0].version, by_prompt)]
+        return [Evaluated(rows[0].version, by_prompt)] if call.held_out else call.groups
 
 
 class Evaluations:
@@ -3398,7 +3349,9 @@ def save(trainer: Trainer) -> None:
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
         trainer.folder.draw_curves()  # with evaluations that have ended since
         return
-    saved = {name: owner.state() for name, owner in trainer.registered.items()}
+    others = {n: owner for n, owner in trainer.registered.items() if n != "Learner"}
+    saved = {name: owner.state() for name, owner in others.items()}
+    saved["Learner"] = on_every_rank(trainer.learner, Learner.state)
     lists = {name: s.pop("trajectories") for name, s in saved.items() if "trajectories" in s}
     saved |= {"step": trainer.step, "checksums": trainer.task.checksums}
     weights = on_every_rank(trainer.learner, saved_weights)
@@ -3423,15 +3376,6 @@ def save(trainer: Trainer) -> None:
     trainer.saving = ThreadPoolExecutor(1).submit(write)
 
 
-@torch.no_grad()
-def learner_state(learner: Learner) -> dict[str, Any]:
-    """Adapters, PARAMETERS and optimizer state, copied to rank 0's host memory."""
-    extra = {n: p for n, p in learner.trained.items() if ".lora_" in n} | learner.parameters
-    optimizer = {name: learner.optimizer.state[p] for name, p in learner.trained.items()}
-    state = {"extra": extra, "optimizer": optimizer}
-    return tree_map(partial(host_copy, ranks=learner.ranks), state)
-
-
 # other programs and older libraries read these as they read --model's; vLLM needs a processor's
 KEPT = (
     r".*(tokenizer|processor_|tekken).*|.*\.model|"
@@ -3444,8 +3388,8 @@ def save_model(
 ) -> None:
     """Write a float32 model and its tokenizer so that `from_pretrained` can load them.
 
-    A `final` one has the dtype that --model's config.json names. It also has that very config.json,
-    if it means the same here: other programs and older libraries may know only its form.
+    A `final` one has the dtype that --model's config.json names, and that very config.json: other
+    programs and older libraries may know only its form.
     """
     given = task.model_config
     named = given.dtype or given.get_text_config().dtype or torch.float32
@@ -3461,23 +3405,20 @@ def save_model(
     model.config.save_pretrained(folder)
     model.generation_config.to_json_file(folder / "generation_config.json")
     task.tokenizer.save_pretrained(folder)
-    text = partial(re.sub, r'"(_name_or_path|dtype)": .*', "")
-    same = final and text(str(given)) == text(str(model.config))
     for name, content in task.model_files.items():
-        if same or name != "config.json":
+        if final or name != "config.json":
             (folder / name).write_bytes(content)
-
-
-def sync_to_disk(path: Path) -> None:
-    """Have the kernel write a file, or a folder's list of files, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder, and rename it to `path` once its files are written and synced."""
+
+    def sync_to_disk(path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
     new = path.with_name(".partial")  # whatever `path` is: a run writes one at a time
     shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
     new.mkdir()
@@ -3934,10 +3875,10 @@ class RunFolder:
 
     def track(self, values: dict, step: int) -> None:
         """Send metrics to the tracker; an evaluation's step may be an earlier one."""
-        if self.config.report_to == "wandb":  # refuses earlier steps: the axis is a metric
-            self.accelerator.log({**values, "step": step})
-        else:
-            self.accelerator.log(values, step)
+        # which W&B refuses: its axis is a metric
+        self.accelerator.log(
+            {**values, "step": step}, None if self.config.report_to == "wandb" else step
+        )
 
     def track_table(self, name: str, record: dict) -> None:
         """Send a record to the tracker as a table of one row, if it has tables."""
@@ -4013,16 +3954,15 @@ def make_accelerator(config: Config, step: int) -> Accelerator:
 
 
 def read_lines(path: Path, every: int = 1) -> list[dict]:
-    """Every n-th of the complete lines of a .jsonl file; [] if there is no file."""
+    """Every n-th line of a .jsonl file; [] if there is no file."""
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(errors="replace").splitlines(keepends=True)[::every]:
-        if line.endswith("\n"):
-            try:
-                rows.append(json.loads(line))
-            except ValueError:  # after a power failure
-                print(f"warning: skipping a damaged line of {path}", file=sys.stderr)
+    for line in path.read_text(errors="replace").splitlines()[::every]:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # after a power failure
+            print(f"warning: skipping a damaged line of {path}", file=sys.stderr)
     return rows
 
 
@@ -4054,17 +3994,15 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
 class StepLog:
     """Collects events between steps, and logs them with a step's metrics."""
 
-    LOG_EVERY = 30  # seconds between log lines about a wait
-
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.responses: deque[bytes] = deque(maxlen=128)  # tokens; two of each of 64 groups
-        self.contradicted: set[str] = set()  # signs of `check_learning` that do not hold
+        self.any_ended = False  # whether a response has ended
+        self.any_contrast = False  # whether a prompt has had different rewards
         self.diverse = False  # over 40 % were distinct, and since then never under 10 %
         self.samples_wrongly = False  # warned of
         self.means: dict[str, float] = {}  # over the trajectories that arrived last
         self.waited: Counter[str] = Counter()  # seconds since the last step, by cause
-        self.next_say = 0.0  # when to say again what the Trainer waits for
         self.last_step_end = time.perf_counter()  # at first, the run's start
         self.group_counts: deque[tuple[int, int]] = deque(maxlen=50)  # trained on, arrived; by step
 
@@ -4073,6 +4011,7 @@ class StepLog:
         trainer = self.trainer
         if trainer.arrived:
             self.log_arrivals(trainer.arrived)
+        self.check_learning()
         self.check_sampling(measured["sampler_gap"], measured["sampler_z"])
         seconds = measured["forward_backward_seconds"] + measured["optimizer_seconds"]
         now = time.perf_counter()
@@ -4128,20 +4067,6 @@ class StepLog:
                 f"{z:.3g} (below -5: too hot, above 5: too cold); see docs/operations.md"
             )
 
-    def say_waiting(self, what: str, start: float) -> None:
-        """Say every LOG_EVERY seconds what the Trainer has been waiting for since `start`."""
-        seconds = time.monotonic() - start
-        if seconds < self.LOG_EVERY or time.monotonic() < self.next_say:
-            return
-        self.next_say = time.monotonic() + self.LOG_EVERY
-        trainer = self.trainer
-        ready = sum(s.state == "ready" for s in trainer.searchers.running)
-        why = trainer.waiting_because if what == "generation" else ""
-        trainer.folder.say(
-            f"step {trainer.step}: waiting for {what}{why} for {seconds:.0f} s; "
-            f"{ready}/{trainer.config.num_searchers} Searchers ready"
-        )
-
     def log_arrivals(self, groups: list[Group]) -> None:
         """Average over arrived trajectories; append the last to completions.jsonl."""
         rows = [t for group in groups for t in group.trajectories]
@@ -4156,7 +4081,8 @@ class StepLog:
         }
         if kl := [t.kl for t in rows if not math.isnan(t.kl)]:
             self.means["kl"] = float(np.mean(kl))
-        self.check_learning(groups)
+        self.any_ended |= any(t.ended for t in rows)
+        self.any_contrast |= any(len({t.reward for t in g.trajectories}) > 1 for g in groups)
         t = rows[-1]
         task = self.trainer.task
         record = {
@@ -4169,24 +4095,19 @@ class StepLog:
         self.trainer.folder.append("completions.jsonl", record)
         self.trainer.folder.track_table("completion", record)
 
-    def check_learning(self, groups: list[Group]) -> None:
-        """Warn once of a collapse, and of signs, over 20 steps, that the run learns nothing."""
-        signs = {
-            "no response has ended: raise --max_response_tokens":
-            not any(t.ended for group in groups for t in group.trajectories),
-            "no prompt has two different rewards: check --dataset, or sample more responses":
-            all(len({t.reward for t in group.trajectories}) == 1 for group in groups),
-        }  # fmt: skip
-        self.contradicted |= {text for text, holds in signs.items() if not holds}
-        if len(self.group_counts) >= 20 and self.trainer.folder.step == 0:
-            for text in sorted(signs.keys() - self.contradicted):
-                self.trainer.folder.say(f"warning: {text}")
-            self.contradicted |= signs.keys()
+    def check_learning(self) -> None:
+        """Warn, after 20 steps, that nothing can be learnt; and once of a collapse."""
+        say = self.trainer.folder.say
+        if self.trainer.step == 20 and self.trainer.folder.step == 0:
+            if not self.any_ended:
+                say("warning: no response has ended: raise --max_response_tokens")
+            if not self.any_contrast:
+                say("warning: no prompt has had two different rewards: check --dataset")
         distinct = self.means["distinct"]
         self.diverse |= distinct > 0.4 and len(self.responses) == self.responses.maxlen
         if self.diverse and distinct < 0.1:
             self.diverse = False
-            self.trainer.folder.say(
+            say(
                 f"warning: only {distinct:.1%} of the latest responses are distinct: unless few "
                 'answers are right, the policy has collapsed; see "Collapse" in docs/hacking.md'
             )
@@ -4220,14 +4141,11 @@ def exit_with_error(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def all_flags() -> list[dataclasses.Field]:
-    return [f for kind in FLAGS for f in dataclasses.fields(kind)]
-
-
 def settings(**values: Any) -> Config:
     """A Config with these values and the defaults of all other flags, those of tasks included."""
     config = Config()
-    vars(config).update({f.name: f.default for f in all_flags()} | {"folders": {}} | values)
+    defaults = {f.name: f.default for kind in FLAGS for f in dataclasses.fields(kind)}
+    vars(config).update(defaults | {"folders": {}} | values)
     return config
 
 
@@ -4263,7 +4181,8 @@ def parse_number(f: dataclasses.Field, kind: type, text: str) -> Any:
 
 def at_step(config: Config, step: int) -> Config:
     """A copy of the settings in which schedules are replaced by their values at `step`."""
-    scheduled = [f.name for f in all_flags() if f.metadata["scheduled"]]
+    flags = [f for kind in FLAGS for f in dataclasses.fields(kind)]
+    scheduled = [f.name for f in flags if f.metadata["scheduled"]]
     values = {n: schedule_value(getattr(config, n), step, config.steps) for n in scheduled}
     return settings(**vars(config) | values)
 
@@ -4378,9 +4297,7 @@ def resolve(given: Config) -> Config:
         config.require(getattr(config, name) >= K, name, f"is below --trained_per_prompt {K}")
     config.require(config.lockstep or not config.lag, "lag", "needs --lockstep")
     if config.lag and config.recent_probability < 1:
-        problem = (
-            "--lag with --recent_probability below 1 would replay groups of earlier references"
-        )
+        problem = "--lag with --recent_probability < 1 would replay groups of earlier references"
         config.require(not config.reset_reference_every, "reset_reference_every", problem)
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     config.require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
@@ -4448,7 +4365,9 @@ def main(argv: list[str]) -> int:
             learner = Learner(config, task, ranks, checkpoint)
             if checkpoint:
                 learner.load_state(open_checkpoint(Path(checkpoint))["Learner"])
-            serve(learner)
+            while call := ranks.from_rank_zero(None):  # until rank 0 sends None
+                function, args = call
+                function(learner, *args)
         return 0
     try:
         config = resolve(given)
@@ -4498,6 +4417,9 @@ def run(trainer: Trainer) -> int:
     folder = trainer.folder
     here = f"Searchers: {trainer.config.num_searchers}; GPUs here: {torch.cuda.device_count()}"
     folder.say(f"{folder.path}: loading the policy; {here}")
+    steps = trainer.config.steps
+    if trainer.step < steps and at_step(trainer.config, steps - 1).learning_rate == 0:
+        folder.say(f"warning: --learning_rate ends at 0 before --steps {steps}")
     code = 1
     with stop_signal_handler(partial(on_signal, trainer)), contextlib.ExitStack() as stack:
         stack.callback(close, trainer)
@@ -4528,7 +4450,7 @@ def run(trainer: Trainer) -> int:
             if code == 0:
                 finish(trainer)
             if whole:
-                trainer.ranks.from_rank_zero(None)  # ends the others, which are in `serve`
+                trainer.ranks.from_rank_zero(None)  # ends the others
     return code
 
 
@@ -4549,7 +4471,7 @@ def run_command_line() -> NoReturn:
         set_home(str(Path(__file__).parent))
         key, package = pickle.load(sys.stdin.buffer)
         multiprocessing.current_process().authkey = key  # before the queues' proxies are unpickled
-        searcher_process(pickle.loads(package), None, dict(os.environ))
+        searcher_process(pickle.loads(package), dict(os.environ))
     # the path of a socket has at most 107 bytes
     short = tempfile.gettempdir() if len(tempfile.gettempdir()) < 70 else "/tmp"
     exit_code = 1
