@@ -2328,10 +2328,6 @@ class FlatWeights:
         self.views = {name: part.view_as(tensor) for (name, tensor), part in parts}
 
 
-# kept, because connecting performs a reverse DNS lookup, which can take seconds
-connect_store = lru_cache(1)(dist.TCPStore)
-
-
 @dataclass
 class WeightChannel:
     """A process group besides the default one, in which rank 0 broadcasts weights."""
@@ -2345,14 +2341,14 @@ class WeightChannel:
     size: int = 1
     formed: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL
 
-    def broadcast(self, weights: FlatWeights, meeting: str) -> None:
-        """Broadcast rank 0's weights, once all members have come.
+    def broadcast(self, weights: FlatWeights, meeting: threading.Barrier) -> None:
+        """Broadcast rank 0's weights, once all members have come to the meeting.
 
         Raises RuntimeError or TimeoutError after the timeout, or if a member is lost.
         """
         deadline = time.monotonic() + self.timeout.total_seconds()
         remaining = lambda: max(0.1, deadline - time.monotonic())
-        self.meet(meeting)
+        meeting.wait(remaining())  # NCCL would wait for a lost member without end
         if self.formed is None:
             # in a thread, as NCCL connects without a timeout; a late group is dropped
             self.formed = ThreadPoolExecutor(1).submit(self.form).result(remaining())
@@ -2361,17 +2357,8 @@ class WeightChannel:
             work = self.formed.broadcast(weights.flat, 0)
             work.wait(timedelta(seconds=remaining()))
 
-    def meet(self, meeting: str) -> None:
-        """Wait until all members have come: NCCL would wait for a lost one without end."""
-        store = dist.PrefixStore(meeting, connect_store(self.host, self.port, timeout=self.timeout))
-        if store.add("here", 1) == self.size:
-            store.set("outcome", "complete")
-        if store.get("outcome") != b"complete":  # `WeightSync.poll` may set it
-            raise RuntimeError("another member ended")
-
     def form(self) -> Any:
         """Connect to all members; returns the process group. Raises RuntimeError."""
-        # a connection of its own, which members that are lost meanwhile may block
         connection = dist.TCPStore(self.host, self.port, timeout=self.timeout)
         store = dist.PrefixStore(self.name, connection)
         if self.nccl:
@@ -2404,7 +2391,7 @@ class Transfer:
 
     channel: WeightChannel
     members: list[RunningSearcher]  # by rank, from 1
-    meeting: str = field(default_factory=lambda: os.urandom(8).hex())  # see `WeightChannel.meet`
+    meeting: threading.Barrier | None = None  # in the Manager; members come to it, then broadcast
     version: int = -1  # optimizer step of the weights
     reference: bool = False  # the reference's weights, not the policy's
     scores: np.ndarray | None = None  # of a policy: the Trainer's log-probabilities of the probes
@@ -2448,7 +2435,7 @@ class WeightSync(Stateful):
             return
         for s in transfer.members:
             if s.state == "ended" and s.transfer is transfer:
-                self.searchers.store.set(f"{transfer.meeting}/outcome", "ended")
+                transfer.meeting.abort()  # the others stop waiting for it
                 self.on_missed(s, "it ended")
         silent = [s for s in transfer.members if s.transfer is transfer]  # they load, or hang
         late = time.monotonic() > transfer.deadline and not self.config.lockstep
@@ -2494,7 +2481,7 @@ class WeightSync(Stateful):
             channel.abandon()
             name = os.urandom(8).hex()
             channel = dataclasses.replace(self.searchers.channel, name=name, size=len(free) + 1)
-        transfer = Transfer(channel, free)
+        transfer = Transfer(channel, free, self.searchers.manager.Barrier(len(free) + 1))
         held_out = 0
         if any(s.reference_version < self.reference_version for s in free):
             for name, tensor in self.reference.items():
@@ -2629,7 +2616,7 @@ class ReceiveWeights(NamedTuple):
     reference: bool  # they are the reference's, not the policy's
     held_out: range  # held-out prompts to answer, if an evaluation starts with these weights
     channel: WeightChannel  # not formed yet; ignored by a Searcher that is in it
-    meeting: str  # see `WeightChannel.meet`
+    meeting: threading.Barrier  # in the Manager
 
 
 class Started(NamedTuple):
