@@ -138,7 +138,7 @@ def trajectory_balance_loss(
     loss is mean([(1 - 2)^2, (1 - 0)^2]) = 1.
     """
     target = (ref_logprobs + rewards / beta) / tau  # log pi* + log Z, (B, K)
-    log_z = (target - logprobs).mean(1).detach()  # log Z^ = mean_j(r_j/beta - d_j) for tau = 1
+    log_z = (target - logprobs).mean(1).detach()  # for tau = 1: mean(r/beta - log pi/pi_ref)
     return (log_z[:, None] + logprobs - target).square().mean(), log_z
 
 
@@ -146,18 +146,20 @@ def trajectory_balance_loss(
 class Trajectory:
     """One response to one prompt.
 
-    Its staleness is the optimizer step that trains on it, minus `version`. In lockstep it is --lag
-    (less in the first steps, or after a restart of the Searcher). In an asynchronous run it has no
-    bound: at least the steps since the latest sync, and those taken while the weights were sent,
-    while the response was generated and scored, and while its group waited to be drawn.
+    Its staleness is the optimizer step that trains on it, minus `version`. For a response that
+    lockstep has just sampled it is --lag (less in the first steps, or after a Searcher's restart).
+    In an asynchronous run it has no bound: steps are taken until the next sync, while weights are
+    sent, while the response is generated and scored, and while its group waits to be drawn.
     """
 
     TOKEN_FIELDS: ClassVar = ("tokens", "logprobs", "ref_logprobs")  # (T,) each
 
     tokens: np.ndarray  # (T,) int32
-    # log-probabilities are those of softmax(logits / T), T being --temperature; the sampling
+    # log-probabilities are those of softmax(logits / temperature) at --temperature; the behaviour
     # policy's are at the temperature of the request, which differs only in red-teaming
-    logprobs: np.ndarray  # (T,) float32, under the policy that sampled it, the behaviour policy
+    logprobs: (
+        np.ndarray
+    )  # (T,) float32, each under the weights that sampled it: the behaviour policy
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     # log pi(y|x) - log pi_ref(y|x), pi being the behaviour policy, for the metric kl; NaN if it was
@@ -349,7 +351,9 @@ class Config:
     dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
     train_split: str = flag("train", "Split of --dataset to train on.")
     steps: int = flag(700, "Number of optimizer steps; 0: only evaluate --model.")
-    lockstep: bool = flag(False, "Train on exactly the batch just sampled; both sides wait.")
+    lockstep: bool = flag(
+        False, "Train on exactly the groups sampled for the step; both sides wait."
+    )
     lag: int = flag(0, "With --lockstep: batch t is sampled with the weights of step t - LAG.")
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
@@ -525,9 +529,9 @@ class ReplayRule(Stateful):
     def replay(self, count: int, K: int, used: set[int]) -> Minibatch:
         """K trajectories of each of `count` prompts, which are added to `used`.
 
-        Prompts come in epochs: each once, in random order, before any is repeated. Those in `used`
-        are left for later. Once all are used (red-teaming has one prompt), they repeat, each time
-        with another draw of K trajectories.
+        Prompts come in epochs: the stored ones in random order, each at most once. Those in `used`
+        are skipped; if no others are left, a new epoch begins. Once all prompts are used
+        (red-teaming has one), they repeat, each time with another draw of K trajectories.
         """
         drawn = []
         for _ in range(count):
@@ -556,10 +560,10 @@ class ReplayRule(Stateful):
 class RecentOrReward(ReplayRule):
     """The paper's rule: recent groups with probability m, else replay by reward (section 4.2).
 
-    A group is recent until it has been drawn as such --max_recent_draws times on average. Groups
-    that arrived since the latest sync, the only recent ones in the paper, come first. If too few
-    are recent, the Trainer waits, as the authors' implementation does at a sync, rather than draw
-    the same groups over and over.
+    A group stays recent until it has been drawn --max_recent_draws times. A sync does not end that:
+    groups that arrived since the latest sync, the only recent ones in the paper, just come first.
+    If too few are recent, the Trainer waits, as the authors' implementation does at a sync, rather
+    than draw the same groups over and over.
     """
 
     def __init__(self, buffer: ReplayBuffer, config: Config) -> None:
@@ -658,7 +662,7 @@ class Task:
     held_out_prompts: list[np.ndarray]
     checksums: dict[str, int]  # of examples, and of models, by flag
     end_tokens: list[int]  # those that end a response
-    packs: bool  # responses share rows, in which their prompt is computed once
+    packs: bool  # a row may hold several responses to a prompt, which is then computed once
     max_context: float  # the model's maximum number of tokens
     longest: int  # of all sequences that this run may have, in tokens
 
@@ -780,17 +784,17 @@ TASKS: dict[str, type[Task]] = {"gsm8k": GSM8K}
 class Trainer(Stateful):
     """Trains on replayed groups while the Searchers generate new ones. It waits for
 
-        enough groups to start     --initial_trajectories; also after a resume or a reference reset
+        groups at the start        --initial_trajectories; after a resume or reset: B new groups
         recent groups              if too few have draws left: --max_recent_draws
         the previous checkpoint    before it writes the next one: --save_every
         the final evaluation
-        lockstep                   each minibatch, weight sync and evaluation
+        in lockstep                also for each batch, weight sync and evaluation
 
     and pauses to store groups (at most STORE_SECONDS per poll), to score the probes at a sync, and
     to copy its weights and states.
 
-    Groups have positions in the prompt order: all before `first_missing` have arrived, those in
-    `arrived_positions` too, and Searchers submit only prompts before `search_end`.
+    Groups have positions in the prompt order. `searchers` knows which have arrived: all before
+    `first_missing`, and `arrived_positions`; prompts before `search_end` may be submitted.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -815,7 +819,7 @@ class Trainer(Stateful):
         rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
         self.rule = self.register(rule, self.rule_name)
         self.step = folder.step  # optimizer steps taken, skipped ones included
-        self.inbox: list[Group] = []  # not yet stored or, in lockstep, trained on
+        self.inbox: list[Group] = []  # arrived, but not stored yet; lockstep: not trained on yet
         self.groups_stored = 0  # since the start, the resume or the latest reference reset
         self.waiting_because = ""  # why there is no next minibatch, for the log
         self.register(self, "Trainer")
@@ -925,13 +929,14 @@ class Trainer(Stateful):
             self.searchers.search_up_to(n * (self.step + config.lag + 1))
             self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
             self.inbox.sort(key=lambda group: group.index)
-            self.arrived = self.inbox[:n]  # not those of later batches
+            sampled = self.inbox[:n]
             self.inbox = self.inbox[n:]
-            minibatch = [group.trajectories for group in self.arrived]
+            self.arrived = sampled  # not those of later batches
+            minibatch = [group.trajectories for group in sampled]
             if n < config.prompts_per_step:
-                for group in self.arrived:
+                for group in sampled:
                     self.store(group)
-                used = {group.prompt_id for group in self.arrived}
+                used = {group.prompt_id for group in sampled}
                 replayed = config.prompts_per_step - n
                 minibatch += self.rule.replay(replayed, config.trained_per_prompt, used)
             self.train_step(minibatch)  # after which a sync is due
@@ -964,7 +969,7 @@ class Trainer(Stateful):
             )
 
     def reset_reference(self) -> None:
-        """Make the policy the reference (TBA'), and start a new buffer and rule; see `store`."""
+        """Make the policy the reference (TBA'), empty the buffer, start a new rule; see `store`."""
         self.sync.reset_reference(self.step + 1)
         self.buffer.trajectories.clear()
         self.groups_stored = 0
@@ -986,7 +991,7 @@ class Trainer(Stateful):
             began = time.monotonic()
             self.searchers.wake_up.wait(POLL_SECONDS)
             self.log.waited[what] += time.monotonic() - began  # not the time that polling takes
-            self.searchers.wake_up.clear()  # before polling: a later message ends the next wait
+            self.searchers.wake_up.clear()  # before polling, so that no message is overlooked
             self.poll()
             if time.monotonic() > next_log:
                 ready = sum(s.state == "ready" for s in self.searchers.running)
@@ -1088,7 +1093,7 @@ class Learner(Stateful):
             optimized, betas=(0.9, config.adam_beta2), weight_decay=0.0, fused=True
         )
         self.trained |= self.parameters
-        self.fresh: deque[Tensor] = deque(maxlen=10)  # `fresh_token_sums` of the latest steps
+        self.sampling_sums: deque[Tensor] = deque(maxlen=10)  # `fresh_token_sums` of each step
         self.coupled = False  # whether the loss has coupled groups: see `backward`
         self.skipped = 0  # consecutive steps whose loss or gradient was not finite
         # for weight syncs and checkpoints
@@ -1127,17 +1132,19 @@ class Learner(Stateful):
     def gradient(self, minibatch: Minibatch, now: Config, step: int) -> dict[str, float]:
         """Compute and clip the gradient; recompute it if the loss turns out to couple groups."""
         measured = self.backward(minibatch, now, step)
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        weights = [p for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in weights])
         if self.config.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+            nn.utils.clip_grads_with_norm_(weights, self.config.max_grad_norm, norm)
         measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
-        values = torch.stack(list(measured.values())).tolist()  # the step's only device sync
+        values = torch.stack(
+            list(measured.values())
+        ).tolist()  # the step's only device sync in one pass
         metrics = dict(zip(measured, values, strict=True))
         is_exact = metrics.pop("derivative_error") <= 1e-4  # False if it is NaN
         if not is_exact and math.isfinite(metrics["loss"]) and not self.coupled:
             self.coupled = True
-            self.fresh.pop()  # its tokens would count twice
+            self.sampling_sums.pop()  # the second attempt appends them again
             self.optimizer.zero_grad()
             return self.gradient(minibatch, now, step)
         return metrics
@@ -1145,13 +1152,13 @@ class Learner(Stateful):
     def backward(self, minibatch: Minibatch, now: Config, step: int) -> dict[str, Tensor]:
         """Accumulate the gradient of the objective, in micro-batches.
 
-        Micro-batches propagate the loss's derivatives w.r.t. log-probabilities (N,) to the weights.
-        In general these need all log-probabilities: a first pass, without gradient. Most losses are
-        sums over groups, and save it, a quarter of a step: each micro-batch consists of whole
-        groups, and uses their derivatives while the log-probabilities of later groups are still 0.
-        At the end all are known, and so is the error of the derivatives that were used. If it shows
-        that the loss couples groups (`coupled`), or if a group exceeds --tokens_per_microbatch, the
-        first pass is made, and micro-batches are filled row by row (a row: a prompt with one or
+        Micro-batches propagate the loss's derivatives w.r.t. log pi (N,) to the weights. Most
+        losses are sums over groups: a group's derivatives need the log pi of no other group. So
+        each micro-batch consists of whole groups, and uses their derivatives while the log pi of
+        later groups (and of other ranks) are still 0. At the end all are known, and the error of
+        these derivatives is checked. If it shows that the loss couples groups (`coupled`), or if a
+        group exceeds --tokens_per_microbatch, a first pass without gradient, a quarter of a step,
+        computes all log pi, and micro-batches are filled row by row (a row: a prompt with one or
         more responses).
 
         Example: a group has one row of 60 tokens, another two rows of 45. With a budget of 100,
@@ -1187,14 +1194,14 @@ class Learner(Stateful):
         exact, parameter_grads, result = self.derivatives(batch, now)
         for parameter, gradient in zip(self.parameters.values(), parameter_grads, strict=True):
             parameter.grad = gradient
-        self.fresh.append(fresh_token_sums(batch, minibatch, moments, now))
+        self.sampling_sums.append(fresh_token_sums(batch, minibatch, moments, now))
         measured = {
             "loss": result.loss,
             "entropy": moments[:, 0].mean(),
             "derivative_error": (used - exact).norm() / exact.norm().clamp(min=1e-30),
             "parameters_grad_norm": torch.cat(parameter_grads).norm(),
             **batch_metrics(batch, now),
-            **sampling_metrics(self.fresh),
+            **sampling_metrics(self.sampling_sums),
             **result.metrics,
         }
         return {name: value.detach().float() for name, value in measured.items()}
@@ -1256,16 +1263,16 @@ def epoch_order(seed: int, epoch: int, prompts: int) -> np.ndarray:
 class Searcher:
     """Generates and scores responses; waits for training only in lockstep.
 
-    One thread receives messages and weights, others compute rewards; weights are loaded between
-    decode steps. If the process dies, a new one resumes at the first prompt whose group has
-    not arrived, with the Trainer's current weights.
+    It pauses while too many responses await rewards. One thread receives messages and weights,
+    others compute rewards; weights are loaded between decode steps. If the process dies, a new one
+    resumes at the first prompt whose group has not arrived, with the Trainer's current weights.
     """
 
     def __init__(self, config: Config, task: Task, spec: SearcherSpec) -> None:
         self.config = config
         self.task = task
         self.spec = spec  # its first position, and the queues to and from the Trainer
-        # a different seed for every start: identical samples would be a waste
+        # differs for every start; each request has a seed of its own, which vLLM uses in lockstep
         seed = int(np.random.default_rng([config.seed, spec.searcher, spec.start]).integers(2**31))
         torch.manual_seed(seed)
         engine_of = partial(ENGINES[config.engine], config, seed)
@@ -1383,7 +1390,7 @@ class Searcher:
         if first.id.held_out and not self.task.wants_logprobs:
             scores = [y for c in completions for y in c.logprobs]  # log pi_ref is not used
         else:
-            # the engine's log-probabilities of greedy answers have temperature 1
+            # engines report greedy answers' log-probabilities at temperature 1 (theirs is 0)
             temperature = self.config.temperature if first.temperature else 1.0
             sequences = [(c.request.prompt, c.tokens) for c in completions]
             scores = token_logprobs(self.reference, sequences, self.config, temperature)
