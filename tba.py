@@ -358,8 +358,10 @@ class Config:
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
-    beta: str = schedule("0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", ABOVE_0)
-    learning_rate: str = schedule("1e-5", "Learning rate of AdamW; value or schedule.")
+    beta: Schedule = schedule(
+        "0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", ABOVE_0
+    )
+    learning_rate: Schedule = schedule("1e-5", "Learning rate of AdamW; value or schedule.")
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
     output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-ID.")
     resume: str = flag("", "Run folder to resume; flags after --resume override its settings.")
@@ -370,8 +372,8 @@ class Config:
     sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
 
     objective: str = flag("tb", "tb, tb_learned_z, tba_prime, proximal_rloo, or from --plugin.")
-    tau: str = schedule("1", "Temperature of the target; value or schedule.", ABOVE_0)
-    reference_temperature: str = schedule("1", "Divisor of log pi_ref [gamma].", ABOVE_0)
+    tau: Schedule = schedule("1", "Temperature of the target; value or schedule.", ABOVE_0)
+    reference_temperature: Schedule = schedule("1", "Divisor of log pi_ref [gamma].", ABOVE_0)
     clip_range: float = flag(0.2, "proximal_rloo: PPO clip range.", ABOVE_0)
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
 
@@ -810,7 +812,6 @@ class Trainer(Stateful):
         self.ranks = ranks  # processes that share the policy
         self.checkpoint = checkpoint  # to resume, or empty; `register` removes what it loads
         self.registered: dict[str, Stateful] = {}  # name -> object whose state checkpoints save
-        # starts, monitors and restarts Searchers; passes on their messages
         self.searchers = self.register(SearcherProcesses(config, task, folder), "SearcherProcesses")
         self.sync: WeightSync | None = None  # sends them weights
         self.evaluations = Evaluations(config, task, folder)  # splits held-out prompts among them
@@ -1096,7 +1097,6 @@ class Learner(Stateful):
         self.sampling_sums: deque[Tensor] = deque(maxlen=10)  # `fresh_token_sums` of each step
         self.coupled = False  # whether the loss has coupled groups: see `backward`
         self.skipped = 0  # consecutive steps whose loss or gradient was not finite
-        # for weight syncs and checkpoints
         self.weights = checkpoint_state(self.model)
         adapters = [layer for layer in self.model.modules() if hasattr(layer, "get_delta_weight")]
         self.adapters = {id(layer.base_layer.weight): layer for layer in adapters}
@@ -3875,13 +3875,6 @@ class RunFolder:
             {**values, "step": step}, None if self.config.report_to == "wandb" else step
         )
 
-    def track_table(self, name: str, record: dict) -> None:
-        """Send a record to the tracker as a table of one row, if it has tables."""
-        if self.config.report_to in ("wandb", "trackio"):
-            library = importlib.import_module(self.config.report_to)
-            table = library.Table(columns=[*record], data=[[*record.values()]])
-            self.track({name: table}, record["step"])
-
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to files, tracker and terminal."""
         with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
@@ -4087,8 +4080,12 @@ class StepLog:
             "response": task.response_texts([t.tokens])[0],
             "reward": t.reward,
         }
-        self.trainer.folder.append("completions.jsonl", record)
-        self.trainer.folder.track_table("completion", record)
+        folder = self.trainer.folder
+        folder.append("completions.jsonl", record)
+        if folder.config.report_to in ("wandb", "trackio"):  # which have tables
+            library = importlib.import_module(folder.config.report_to)
+            table = library.Table(columns=[*record], data=[[*record.values()]])
+            folder.track({"completion": table}, record["step"])
 
     def check_learning(self) -> None:
         """Warn, after 20 steps, that nothing can be learnt; and once of a collapse."""
@@ -4932,7 +4929,7 @@ class WarmStartFlags:
     sft_prompts: str = flag("", "Prompts of the instructions; default: the task's.")
     sft_epochs: int = flag(1, "Warm-start epochs.", 1)
     sft_batch_size: int = flag(64, "Warm-start batch size.", 1)
-    sft_learning_rate: str = schedule("2e-5@0,0~end", "Warm-start learning-rate schedule.")
+    sft_learning_rate: Schedule = schedule("2e-5@0,0~end", "Warm-start learning-rate schedule.")
 
 
 def supervised_fine_tune(policy: TokenLogProbs, pairs: Sequences, config: Config) -> list[float]:
