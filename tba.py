@@ -358,9 +358,7 @@ class Config:
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
-    beta: Schedule = schedule(
-        "0.014", "KL coefficient, or schedule VALUE@0,VALUE@STEP,...", ABOVE_0
-    )
+    beta: Schedule = schedule("0.014", "KL coefficient, or VALUE@0,VALUE@STEP,...", ABOVE_0)
     learning_rate: Schedule = schedule("1e-5", "Learning rate of AdamW; value or schedule.")
     max_response_tokens: int = flag(512, "Maximum response length in tokens.", 1)
     output_dir: str = flag("", "Run folder; default: runs/TASK-DATE-TIME-ID.")
