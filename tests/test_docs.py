@@ -1,5 +1,6 @@
 """The docs: promises name their tests, links lead somewhere, commands and flags exist."""
 
+import dataclasses
 import argparse
 import re
 import shlex
@@ -91,7 +92,7 @@ def defined_in(*texts: str) -> set[str]:
 
 
 PROGRAMS = {path.name: path.read_text() for path in (ROOT / "bench").glob("*.py")}
-FLAGS = {f.name for f in tba.all_flags()} | {"help"}
+FLAGS = {f.name for kind in tba.FLAGS for f in dataclasses.fields(kind)} | {"help"}
 PLUGIN_FLAGS = defined_in(PROGRAMS["objectives.py"], TEXT[ROOT / "docs" / "hacking.md"])
 
 

@@ -108,7 +108,7 @@ def sample(learner: tba.Learner, temperature: float) -> list[list[tba.Trajectory
 
 
 def measured(learner: tba.Learner, groups: list, step: int = 0) -> tuple[float, float]:
-    learner.fresh.clear()
+    learner.sampling_sums.clear()
     metrics = learner.backward(groups, tba.at_step(learner.config, step), step)
     return metrics["sampler_gap"].item(), metrics["sampler_z"].item()
 
@@ -158,9 +158,9 @@ def test_only_what_the_present_weights_sampled_counts(learner, monkeypatch):
     tokens = lambda chosen: sum(len(t.tokens) for group in chosen for t in group)
 
     def counted(step: int = 5) -> float:
-        learner.fresh.clear()
+        learner.sampling_sums.clear()
         learner.backward(groups, tba.at_step(learner.config, step), step)
-        return learner.fresh[-1][0].item()
+        return learner.sampling_sums[-1][0].item()
 
     assert counted() == tokens(groups) and counted(step=6) == 0
     groups[0][3].version = 4  # sampled with earlier weights
