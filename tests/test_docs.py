@@ -1,7 +1,7 @@
 """The docs: promises name their tests, links lead somewhere, commands and flags exist."""
 
-import dataclasses
 import argparse
+import dataclasses
 import re
 import shlex
 
