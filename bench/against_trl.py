@@ -30,8 +30,8 @@ import tba
 
 CORES = len(os.sched_getaffinity(0))
 TRL_KL = {"TRL": 0.0, "TRL, KL 0.04": 0.04}
-SYNCHRONOUS = {"tb, lockstep": True, "tb, asynchronous": False}
-SETTINGS = [Setting("trl", name) for name in (*TRL_KL, *SYNCHRONOUS)]
+IN_LOCKSTEP = {"tb, lockstep": True, "tb, asynchronous": False}
+SETTINGS = [Setting("trl", name) for name in (*TRL_KL, *IN_LOCKSTEP)]
 
 
 class Rows(claims.Rows):
@@ -128,7 +128,7 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float) -> dic
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             trained = pool.submit(train_with_trl, kl, rate, seed).result()
         return asdict(setting) | row | trained
-    flags = {"engine": "transformers", "lockstep": SYNCHRONOUS[setting.objective]}
+    flags = {"engine": "transformers", "lockstep": IN_LOCKSTEP[setting.objective]}
     if not flags["lockstep"]:
         flags["recent_probability"] = 0.9
     as_tb = Setting("trl", "tb", flags=tuple(flags.items()))
@@ -147,7 +147,7 @@ def print_speed() -> None:
     ratios = defaultdict(list)
     for seed in range(1, 7):
         trl = run(SETTINGS[0], "speed", 3e-4, seed, 1.0)
-        for name in SYNCHRONOUS:
+        for name in IN_LOCKSTEP:
             own = run(Setting("trl", name), "speed", 1e-3, seed, 100.0)
             for measure in ("median_step", "seconds"):
                 ratios[name, measure].append(own[measure] / trl[measure])

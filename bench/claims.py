@@ -184,14 +184,20 @@ class SimulatedSearcher(tba.Searcher):
             self.probe_scores: dict[int, list] = {}  # by version
             return
         self.__dict__ |= others[0].__dict__ | {
-            "spec": spec, "index": spec.first, "in_flight": {}, "unrewarded": [], "calls": []
+            "spec": spec, "index": spec.first, "in_flight": {},
+            "scoring": tba.Scoring(config, task, spec.send, others[0].wake_up),
         }  # fmt: skip
 
-    def score_probes(self) -> list[np.ndarray]:
-        if self.version not in self.probe_scores:
-            self.probe_scores.clear()
-            self.probe_scores[self.version] = super().score_probes()
-        return self.probe_scores[self.version]
+
+engine_probes = tba.engine_probes
+
+
+def engine_probes_once(searcher: SimulatedSearcher) -> list[np.ndarray]:
+    """The engine's scores of the probes, computed once for all Searchers."""
+    if searcher.version not in searcher.probe_scores:
+        searcher.probe_scores.clear()
+        searcher.probe_scores[searcher.version] = engine_probes(searcher)
+    return searcher.probe_scores[searcher.version]
 
 
 class SimulatedSearchers(tba.SearcherProcesses):
@@ -251,7 +257,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
                     self.in_transit.add(i)
                     self.schedule(self.latency, i, partial(self.receive, i, message))
                 else:
-                    searcher.limit = message.limit
+                    searcher.search_end = message.position
         self.advance(self.now)
         for i, searcher in enumerate(self.loaded):
             searcher.between_steps()
@@ -284,6 +290,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         """Run a Searcher's engine until no request is unfinished."""
         while searcher.engine.unfinished:
             searcher.handle_completions(searcher.engine.step())
+            searcher.between_steps()
 
     def begin(self, i: int) -> None:
         """Start a Searcher's next batch if it is allowed to."""
@@ -319,17 +326,20 @@ class SimulatedTrainer(tba.Trainer):
 
     clock = "1"  # "DURATION" or "DURATION LATENCY"
 
-    def __init__(self, config, task, folder, ranks, saved) -> None:
-        super().__init__(config, task, folder, ranks, saved)
+    def __init__(self, config, task, folder, ranks, checkpoint) -> None:
+        super().__init__(config, task, folder, ranks, checkpoint)
         duration, latency = [*map(Fraction, self.clock.split()), Fraction(0)][:2]
         searchers = SimulatedSearchers(duration, latency, config, task, folder)
         self.searchers = self.register(searchers)
 
     def run(self) -> None:
-        def broadcast(_: object, weights: tba.FlatWeights) -> None:
+        def broadcast(channel: tba.WeightChannel, weights: tba.FlatWeights, meeting: str) -> None:
             weights.flat.copy_(self.sync.learner.snapshot.flat)  # a no-op on the Trainer's own call
 
-        with mock.patch.object(tba.WeightChannel, "broadcast", broadcast):
+        with (
+            mock.patch.object(tba.WeightChannel, "broadcast", broadcast),
+            mock.patch.object(tba, "engine_probes", engine_probes_once),
+        ):
             super().run()
 
     def poll(self) -> None:
@@ -346,8 +356,8 @@ class SimulatedTrainer(tba.Trainer):
             self.poll()
         return found
 
-    def train_step(self, groups: list) -> None:
-        super().train_step(groups)
+    def train_step(self, minibatch: tba.Minibatch) -> None:
+        super().train_step(minibatch)
         self.searchers.advance(self.searchers.now + 1)
 
 

@@ -113,7 +113,7 @@ def measure(owner, method: str, name: str) -> None:
     setattr(owner, method, measured)
 
 
-def sleeping_step(learner, groups, now, step):
+def sleeping_step(learner, minibatch, now, step):
     """Stands in for Learner.step: sleeps and perturbs the weights."""
     start = time.perf_counter()
     time.sleep(learner.config.step_seconds)
@@ -121,6 +121,7 @@ def sleeping_step(learner, groups, now, step):
         for weights in learner.model.parameters():
             weights += 1e-5 * torch.randn_like(weights)
     names = ("loss", "log_z", "entropy", "grad_norm", "optimizer_seconds")
+    names += ("sampler_gap", "sampler_z")
     seconds = time.perf_counter() - start
     return {**dict.fromkeys(names, 0.0), "forward_backward_seconds": seconds}
 

@@ -272,7 +272,7 @@ def install_checksums() -> None:
     end = time.monotonic() + 150
     syncs = []
     begin_if_due = tba.WeightSync.begin_if_due
-    load_weights = tba.Searcher.load_weights
+    load_weights = tba.load_weights
 
     def note(who: str, version: int, weights: tba.FlatWeights) -> None:
         bits = weights.flat.view(torch.int16 if weights.flat.itemsize == 2 else torch.int32)
@@ -294,7 +294,7 @@ def install_checksums() -> None:
         load_weights(searcher)
 
     tba.WeightSync.begin_if_due = begin
-    tba.Searcher.load_weights = load
+    tba.load_weights = load
 
 
 def main() -> int:

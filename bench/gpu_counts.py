@@ -120,10 +120,10 @@ def measure(layers: int, prompts: int, checkpointing: bool) -> Count:
         count.logits = memory("peak") - count.idle - count.graph
         count.phase = "sync"
         learner.snapshot = tba.FlatWeights(learner.weights, torch.bfloat16, nccl=False)
-        learner.copy_weights()
-        learner.score_probes()
+        tba.copy_weights(learner)
+        tba.policy_probes(learner)
         count.phase = "checkpoint"
-        learner.saved_weights()
+        tba.saved_weights(learner)
         learner.state()
     return count
 

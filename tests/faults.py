@@ -58,14 +58,14 @@ def replace(owner, name: str, function) -> None:
     setattr(owner, name, wrapped)
 
 
-def form(original, group):
+def form(original, channel):
     strike("joining")
-    return original(group)
+    return original(channel)
 
 
-def broadcast(original, group, weights):
+def broadcast(original, channel, weights, meeting):
     strike("receiving")
-    original(group, weights)
+    original(channel, weights, meeting)
     if IN_A_SEARCHER and claim("corrupt"):
         weights.flat[len(weights.flat) // 2] += 3.0  # of a layer in the middle
     if IN_A_SEARCHER and claim("miss"):
@@ -108,8 +108,8 @@ def on_group(original, rule, group):
     original(rule, group)
 
 
-def train_step(original, trainer, groups):
-    for group in groups:
+def train_step(original, trainer, minibatch):
+    for group in minibatch:
         versions = {t.version for t in group}
         rewards = [int(t.reward) for t in group]
         lengths = [len(t.tokens) for t in group]
@@ -121,7 +121,7 @@ def train_step(original, trainer, groups):
         time.sleep(float((FOLDER / "slow-trainer").read_text()))
     while pauses_at(trainer.step) and not trainer.signals:
         time.sleep(0.02)
-    original(trainer, groups)
+    original(trainer, minibatch)
 
 
 def pauses_at(step):
@@ -138,7 +138,7 @@ def judged_alone(task, t):
 
 replace(tba.WeightChannel, "form", form)
 replace(tba.WeightChannel, "broadcast", broadcast)
-replace(tba.Searcher, "load_weights", load_weights)
+replace(tba, "load_weights", load_weights)
 replace(tba.Searcher, "between_steps", between_steps)
 replace(tba.SearcherSpec, "send", send)
 replace(tba.RecentOrReward, "on_group", on_group)

@@ -77,7 +77,7 @@ def gradients(
     ]
 
 
-step_once = tba.Learner.step.__wrapped__
+step_once = tba.Learner.step
 
 
 def step(learner: tba.Learner, groups: list, *args: object) -> dict[str, float]:
@@ -91,4 +91,4 @@ def step(learner: tba.Learner, groups: list, *args: object) -> dict[str, float]:
 
 if __name__ != "gradients":  # as a plug-in
     tba.OBJECTIVES |= OTHERS
-    tba.Learner.step = tba.on_every_rank(step)
+    tba.Learner.step = step

@@ -431,15 +431,16 @@ def without_searchers(patch: pytest.MonkeyPatch) -> None:
 
     def train(trainer: tba.Trainer) -> None:
         while trainer.step < trainer.config.steps:
-            trainer.writing.exception()  # or saving would wait for it, and store the inbox
+            trainer.saving.exception()  # or saving would wait for it, and store the inbox
             trainer.poll()
             rows = random_groups(trainer.task, 5, 8, first_prompt=trainer.step)
             groups = []
             for trajectories in rows:
                 groups.append(tba.Group(trainer.searchers.first_missing, trajectories))
                 trainer.searchers.record_arrival(groups[-1].index)
-            trainer.log.new_groups = groups[:-1]
-            trainer.store(groups[:-1])
+            trainer.arrived = groups[:-1]
+            for group in groups[:-1]:
+                trainer.store(group)
             trainer.train_step(rows[:-1])
             trainer.inbox = groups[-1:]
             trainer.save_if_due()

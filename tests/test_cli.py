@@ -319,7 +319,7 @@ def look(environment):
     groups = random_groups(learner.task, 2, 4)
     metrics = learner.step(groups, tba.at_step(learner.config, 0), 0)
     assert tba.make_accelerator(learner.config, 0).num_processes == ranks.size
-    return [ranks.size, tba.local_ranks(), learner.config.threads, metrics["grad_norm"]]
+    return [ranks.size, tba.local_ranks(), tba.cpu_threads(learner.config), metrics["grad_norm"]]
 
 for environment in json.load(sys.stdin):
     if (child := os.fork()) == 0:

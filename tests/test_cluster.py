@@ -38,7 +38,7 @@ import tba
 sys.path.append({str(Path(__file__).parent)!r})
 import faults
 
-tba.Trainer.LOG_EVERY = 3
+tba.StepLog.LOG_EVERY = 3
 """
 
 
@@ -144,12 +144,12 @@ def test_the_trainer_has_the_cores_that_searchers_on_its_machine_leave(lasting, 
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32))
     config = tba.settings(cluster=lasting.address, num_searchers=31)
-    assert config.threads == 1  # a Searcher's, which does not know what else is there
+    assert tba.cpu_threads(config) == 1  # a Searcher's, which does not know what else is there
     try:
         assert tba.join_cluster(config) == 2
-        assert config.threads == 32
+        assert tba.cpu_threads(config) == 32
         config.cluster = ""
-        assert config.threads == 1
+        assert tba.cpu_threads(config) == 1
     finally:
         ray.shutdown()
 

@@ -73,7 +73,7 @@ def test_after_a_transfer_the_engine_computes_what_the_trainer_does(
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     sequences, expected = [], []
-    for prompt, responses in task.probes():
+    for prompt, responses in tba.probes(task):
         scores = tba.token_logprobs(
             tba.TokenLogProbs(model, 0.7), [(prompt, responses)], config, temperature=1.0
         )
@@ -240,7 +240,7 @@ def test_saved_weights_are_the_models_under_its_files_names(
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     (tmp_path / "saved").mkdir()
-    weights = learner.saved_weights()
+    weights = tba.saved_weights(learner)
     tba.save_model(learner.model, weights, learner.task, tmp_path / "saved")
     names = []
     for folder in (path, tmp_path / "saved"):

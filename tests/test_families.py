@@ -142,7 +142,7 @@ def test_dropout_is_off_and_saved_models_keep_it(gsm8k, tmp_path):
     (given / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.5}))
     config, task = config_and_task(gsm8k, tmp_path / "run", model=given)
     policy = tba.load_policy(config, config.model, tba.Ranks())
-    first, second = (tba.token_logprobs(policy, task.probes(), config) for _ in range(2))
+    first, second = (tba.token_logprobs(policy, tba.probes(task), config) for _ in range(2))
     np.testing.assert_array_equal(np.concatenate(first), np.concatenate(second))
     saved = tmp_path / "saved"
     saved.mkdir()

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -285,7 +284,7 @@ import os, time
 from pathlib import Path
 import tba
 
-tba.Trainer.LOG_EVERY = 0.5
+tba.StepLog.LOG_EVERY = 0.5
 write = tba.save_model
 
 def slow(*args):
@@ -407,7 +406,7 @@ def searcher_of(gsm8k, tmp_path, **flags):
         messages=queue.Queue(),
     )  # fmt: skip
     searcher = tba.Searcher(config, task, spec)
-    searcher.limit = math.inf
+    searcher.search_end = math.inf
     with torch.no_grad():
         for name, tensor in searcher.staging.views.items():
             tensor.copy_(searcher.engine.state[name])
@@ -419,7 +418,7 @@ def searcher_of(gsm8k, tmp_path, **flags):
 def test_a_searcher_skips_positions_whose_groups_have_arrived(gsm8k, tmp_path):
     searcher = searcher_of(gsm8k, tmp_path, sequences_in_flight=1000)
     searcher.spec.arrived_positions = frozenset({1, 2, 4})  # before the run was resumed
-    searcher.limit = 6
+    searcher.search_end = 6
     searcher.submit_prompts()
     assert [source.index for source in searcher.in_flight] == [0, 3, 5]
 
@@ -438,7 +437,7 @@ def sent(searcher, kind, count):
 def weights_of_step(step):
     """The message that such weights are in the staging buffer."""
     return tba.ReceiveWeights(
-        version=step, reference=False, held_out=range(0), channel=None
+        version=step, reference=False, held_out=range(0), channel=None, meeting=""
     )  # fmt: skip
 
 
@@ -475,7 +474,7 @@ def test_slow_rewards_do_not_change_what_lockstep_samples(gsm8k, tmp_path, monke
     )
     for slow in (False, True):
         searcher = searcher_of(gsm8k, tmp_path, lockstep=True)
-        searcher.limit = 12
+        searcher.search_end = 12
         searcher.engine.pads = False  # prompts of other lengths wait in the engine
         scored.set()
         if slow:
@@ -672,10 +671,9 @@ def test_every_token_of_every_probe_counts(wrong):
     config = SimpleNamespace(logprob_tolerance=1e-3)
     for value in (0.0, 0.01, -0.01, math.nan):
         s = tba.RunningSearcher(None, None, "ready")
-        s.transfer = tba.Transfer(None, [s], version=2, probes=np.concatenate(own))
+        s.transfer = tba.Transfer(None, [s], version=2, scores=np.concatenate(own))
         sync = SimpleNamespace(config=config)
-        probes = [row.copy() for row in np.split(np.zeros(10, np.float32), [4, 5])]
-        flat = np.concatenate(probes)
+        flat = np.zeros(10, np.float32)
         flat[wrong] = value
         if value == 0:
             tba.WeightSync.on_loaded(sync, s, np.split(flat, [4, 5]))
@@ -698,17 +696,25 @@ def trainer_of(**flags):
         searcher_in("ready", i) for i in range(trainer.config.num_searchers)
     ]
     trainer.searchers.reap = list
-    trainer.signals, trainer.stored, trainer.ranks = {}, 0, tba.Ranks()
-    trainer.writing = Future()
-    trainer.writing.set_result(0)
+    trainer.signals, trainer.groups_stored, trainer.waiting_because = {}, 0, ""
+    trainer.ranks = tba.Ranks()
+    trainer.saving = Future()
+    trainer.saving.set_result(0)
     trainer.sync = SimpleNamespace(due=False, version=0, reference_version=0, poll=lambda: None)
     trainer.sync.begin_if_due = lambda step: False
-    trainer.log = SimpleNamespace(new_groups=[], group_counts=[], write=lambda *_: None)
-    trainer.log.waited = Counter()
-    trainer.learner = SimpleNamespace(step=lambda *_: {}, skipped=0)
+    trainer.arrived, trainer.log = [], tba.StepLog(trainer)
+    trainer.log.write = lambda *_: None
+    trainer.learner = SimpleNamespace(ranks=trainer.ranks, skipped=0)
     return trainer
 
 
+@pytest.fixture
+def nothing_learned(monkeypatch):
+    """Optimizer steps do nothing."""
+    monkeypatch.setattr(tba.Learner, "step", lambda *_: {})
+
+
+@pytest.mark.usefixtures("nothing_learned")
 def test_what_is_due_after_a_step():
     """A sync every 3 steps, an evaluation every 4 and at the end."""
     trainer = trainer_of(steps=9, sync_every=3, eval_every=4)
@@ -721,6 +727,7 @@ def test_what_is_due_after_a_step():
     assert (syncs, evaluations) == ([3, 6, 9], [4, 8, 9])
 
 
+@pytest.mark.usefixtures("nothing_learned")
 def test_ten_skipped_steps_in_a_row_end_a_run():
     trainer = trainer_of()
     for trainer.learner.skipped in range(10):
@@ -763,10 +770,10 @@ def test_searchers_pause_in_every_wait_while_batches_of_groups_are_not_stored(lo
 
     trainer.buffer.add = add
     trainer.inbox = [one_group(i) for i in range(50)]
-    trainer.searchers.limit = 70
+    trainer.searchers.search_end = 70
 
     def written():
-        limits.append(trainer.searchers.limit)
+        limits.append(trainer.searchers.search_end)
         return len(limits) == 15
 
     with pytest.MonkeyPatch.context() as patch:
@@ -818,21 +825,25 @@ def test_a_group_counts_as_of_its_arrival_however_late_it_is_stored():
 
 def test_a_resumed_run_may_train_on_groups_that_were_not_stored_before_any_arrive():
     """Its first step has a reward to log: theirs."""
-    trainer = trainer_of(num_searchers=1, prompts_per_step=1, searched_per_prompt=1)
-    trainer.config.initial_trajectories = 0
-    trainer.config.trained_per_prompt = 1
-    trainer.config.recent_probability = 1.0
-    trainer.inbox = [one_group(0), one_group(1)]
-    saved = trainer.state()
-    trainer.inbox = []
-    trainer.load_state(saved)
-    trainer.log = tba.StepLog(trainer)
-    trainer.rule = tba.RecentOrReward(trainer.buffer, trainer.config)
+    config = tba.settings(
+        prompts_per_step=1, searched_per_prompt=1, trained_per_prompt=1, initial_trajectories=0,
+        recent_probability=1.0,
+    )  # fmt: skip
+    task = SimpleNamespace(
+        held_out_prompts=[None], train_prompts=[None], buffer_class=tba.ReplayBuffer, text=str,
+        response_texts=str,
+    )  # fmt: skip
+    ignore = lambda name, record: None
+    folder = SimpleNamespace(step=0, say=print, evaluations=[], append=ignore, track_table=ignore)
+    saved = {}
+    for inbox in ([one_group(0), one_group(1)], []):
+        trainer = tba.Trainer(config, task, folder, tba.Ranks(), saved)
+        trainer.inbox += inbox
+        saved = {name: owner.state() for name, owner in trainer.registered.items()}
+    trainer.sync = SimpleNamespace(reference_version=0)
     trainer.store_inbox()
     assert trainer.next_batch() and not trainer.inbox
-    trainer.folder.append = trainer.folder.track_table = lambda *_: None
-    trainer.task.text = trainer.task.response_texts = str
-    trainer.log.log_arrivals()
+    trainer.log.log_arrivals(trainer.arrived)
     assert trainer.log.means["reward"] == 0
 
 
@@ -849,7 +860,7 @@ def test_a_buffer_of_another_class_resumes_with_what_was_stored():
         folder = SimpleNamespace(step=0, say=print, code="", evaluations=[])
         trainer = tba.Trainer(tba.settings(), task, folder, tba.Ranks(), saved)
         trainer.buffer.add(one_group(len(buffers)))
-        saved = {name: owner.state() for name, owner in trainer.owners.items()}
+        saved = {name: owner.state() for name, owner in trainer.registered.items()}
         buffers.append(trainer.buffer)
     assert [len(buffer.trajectories[0]) for buffer in buffers] == [1, 2, 3]
 
@@ -874,7 +885,7 @@ def test_what_is_registered_keeps_its_name():
     trainer.register(Count(300))
     with pytest.raises(ValueError, match="Count is registered already"):
         trainer.register(Count(3000))
-    saved = {name: owner.state() for name, owner in trainer.owners.items()}
+    saved = {name: owner.state() for name, owner in trainer.registered.items()}
     resumed = make(saved)
     found = [resumed.register(Count(0), name).n for name in ("thirty", "three")]
     assert found == [30, 3]
@@ -888,7 +899,7 @@ def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
     trainer = trainer_of(num_searchers=1, prompts_per_step=2, searched_per_prompt=4, steps=1)
     trainer.config.initial_trajectories = 8
     trainer.task.train_prompts = [None] * 9
-    trainer.LOG_EVERY = 0
+    trainer.log.LOG_EVERY = 0
     (s,) = trainer.searchers.running
 
     class Late(tba.ReplayRule):
@@ -915,7 +926,7 @@ def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
 
     trainer.sync.poll = next_group  # at each poll
     trained = []
-    trainer.train_step = lambda groups: (trained.append(groups), setattr(trainer, "step", 1))
+    trainer.train_step = lambda batch: (trained.append(batch), setattr(trainer, "step", 1))
     trainer.run_asynchronous()
     assert [[g[0].prompt_id for g in groups] for groups in trained] == [[4, 4]]
     said = "\n".join(trainer.said)
@@ -928,7 +939,7 @@ def test_a_rule_that_deletes_all_has_the_run_wait(empties):
     trainer = trainer_of(num_searchers=1, prompts_per_step=1, searched_per_prompt=1, steps=1)
     trainer.config.recent_probability = 0.0
     trainer.config.initial_trajectories = 0
-    trainer.LOG_EVERY = 0
+    trainer.log.LOG_EVERY = 0
 
     class Deleting(tba.RecentOrReward):
         def on_group(self, group):
@@ -946,23 +957,32 @@ def test_a_rule_that_deletes_all_has_the_run_wait(empties):
     trainer.folder.say = stop
     with pytest.raises(KeyboardInterrupt):
         trainer.run_asynchronous()
-    assert "--replay_rule draws no batch" in trainer.said[0] and trainer.stored == 1
+    assert "--replay_rule draws no batch" in trainer.said[0] and trainer.groups_stored == 1
     with pytest.raises(tba.RunEnded, match="--replay_rule"):  # as in lockstep
         trainer.rule.replay(1, 1, set())
 
 
-def weight_sync(members, **flags):
-    """The Trainer's side of weight syncs, of a policy that is one number, and ready Searchers."""
+def weight_sync(patch, members, **flags):
+    """The Trainer's side of weight syncs, of a policy that is one number, and ready Searchers.
+
+    Nothing is broadcast, and a process group has no members.
+    """
+
+    def broadcast(channel, weights, meeting):
+        channel.formed = channel.formed or SimpleNamespace(abort=lambda: None)
+
+    patch.setattr(tba.WeightChannel, "broadcast", broadcast)
+    score = lambda learner: [np.full(2, learner.weights["w"].item(), np.float32)]
+    patch.setattr(tba, "policy_probes", score)
     flags |= {"dtype": "float32", "logprob_tolerance": 1e-3, "num_searchers": members}
     config = tba.settings(**flags)
-    learner = SimpleNamespace(config=config, weights={"w": torch.zeros(1)}, snapshot=None)
-    learner.copy_weights = lambda: learner.snapshot.views["w"].copy_(learner.weights["w"])
-    learner.saved_weights = lambda: {"w": learner.weights["w"].clone()}
-    learner.score_probes = lambda: [np.full(2, learner.weights["w"].item(), np.float32)]
+    learner = SimpleNamespace(
+        config=config, weights={"w": torch.zeros(1)}, adapters={}, ranks=tba.Ranks()
+    )
     processes = searcher_processes(config)
     processes.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
-    processes.ended = ""  # name of the group whose other members are told
-    processes.store = SimpleNamespace(set=lambda name, _: setattr(processes, "ended", name))
+    processes.keys = {}  # of the TCPStore
+    processes.store = SimpleNamespace(set=processes.keys.__setitem__)
     processes.running = [searcher_in("ready", i) for i in range(members)]
     task = SimpleNamespace(held_out_prompts=[None] * 7)
     evaluations = tba.Evaluations(config, task, SimpleNamespace(step=0, evaluations=[]))
@@ -971,120 +991,201 @@ def weight_sync(members, **flags):
 
 def searcher_in(state, searcher):
     spec = SimpleNamespace(searcher=searcher, start=searcher + 1, commands=queue.Queue())
-    return tba.RunningSearcher(spec, SimpleNamespace(kill=lambda: None), state)
+    process = SimpleNamespace(alive=True)
+    process.is_alive = lambda: process.alive
+    process.kill = lambda: setattr(process, "alive", False)
+    return tba.RunningSearcher(spec, process, state)
 
 
-EVENTS = st.sampled_from(["loads", "loads", "misses", "misses", "hangs", "dies", "loads late"])
+# what becomes of a member of a transfer, and whether rank 0 then fails for certain
+ENDS = {
+    "loads": False,
+    "loads late": False,  # after the others had to go on
+    "misses": False,
+    "misses late": False,
+    "dies": False,  # before it replies
+    "hangs": False,  # its heartbeats end
+    "is stuck": True,  # they go on, but it does not come to the broadcast
+}
+END = st.sampled_from([*ENDS, "loads", "misses"])
 
 
-@given(st.integers(1, 3), st.lists(st.tuples(EVENTS, EVENTS, EVENTS, st.booleans()), max_size=12))
-def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(members, rounds):
+@given(
+    st.integers(1, 3),
+    st.booleans(),
+    st.lists(st.tuples(END, END, END, st.booleans(), st.booleans()), max_size=12),
+)
+def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(
+    members, lockstep, rounds
+):
     """One transfer after the other; each gets the latest reference before it gets a policy.
 
-    Whoever misses three transfers in a row is killed, and nobody else. One that hangs, or loads
-    late, keeps the others for --transfer_timeout, and is left out until it has loaded or ended. A
-    group in which one failed is not used again. Evaluations are of weights that have arrived.
+    Whoever misses three transfers in a row is killed, and nobody else, but for those that do not
+    reply for --searcher_timeout. A lost or silent member gives nobody a strike. A silent one keeps
+    the others for --transfer_timeout (in lockstep, until it replies or ends, unless rank 0 failed),
+    and is left out until it replies or ends. A group in which one failed is not used again, others
+    are. Evaluations are of weights that have arrived.
     """
-    sync = weight_sync(members, reset_reference_every=1)
-    running, evaluations = sync.searchers.running, sync.evaluations
-    loaded = {s: {True: [], False: []} for s in running}  # versions of the policy, the reference
-    missed = dict.fromkeys(running, 0)  # transfers in a row
-    late = {}  # Searcher -> whether a policy's weights are still to be loaded, version, start
-    failed = set()  # names of groups
-    now, step, round_number = 1e6, 0, 0
-    healthy = ("loads", "loads", "loads", None)
-
-    def load(s, policy, value, at):
-        probes = [np.full(1, at, np.float32)] * 2  # those of the snapshot's step
-        sync.on_loaded(s, probes)
-        loaded[s][policy].append(value)
-        missed[s] = 0
-
-    def replace(s):
-        evaluations.drop(s)
-        new = running[s.spec.searcher] = searcher_in("ready", s.spec.searcher)
-        loaded[new], missed[new] = {True: [], False: []}, 0
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tba.time, "monotonic", lambda: now)
-        patch.setattr(tba.WeightChannel, "broadcast", lambda *_: None)
-        for *events, resets in [*rounds, *[healthy] * (3 * members + 4)]:
-            round_number += 1
-            for s, (policy, value, since, hangs) in list(late.items()):
-                if round_number > since + 1:
-                    del late[s]
-                    if hangs:  # its heartbeats have stopped for long enough
-                        s.state = "ended"
-                        replace(s)
-                    else:
-                        load(s, policy, value, value)
-            if resets is not None:
-                step += 1
-                sync.learner.weights["w"].fill_(step)
-                sync.due = True
-                if resets:
-                    sync.reset_reference(step)
+        play(patch, members, lockstep, rounds)
+
+
+def play(patch, members, lockstep, rounds):
+    """Check a whole sequence of transfers against a model of what should happen."""
+    sync = weight_sync(
+        patch, members, lockstep=lockstep, reset_reference_every=1, eval_every=3, steps=1000,
+        transfer_timeout=30, searcher_timeout=100,
+    )  # fmt: skip
+    processes, evaluations = sync.searchers, sync.evaluations
+    running = processes.running
+    loaded = {s: {True: [], False: []} for s in running}  # versions of the policy, the reference
+    strikes = dict.fromkeys(running, 0)
+    silent = {}  # member without a reply -> how it ends, whether it is a policy, version, round
+    timeouts = {}  # member without a reply -> when --searcher_timeout began
+    failed = set()  # names of groups in which one failed
+    latest = None  # name and members of the latest group
+    now, step, rank_0_fails = 1e6, 0, False
+    broadcast = tba.WeightChannel.broadcast
+
+    def broadcast_or_fail(channel, *args):
+        broadcast(channel, *args)
+        if rank_0_fails:
+            raise RuntimeError("rank 0 failed")
+
+    patch.setattr(tba.WeightChannel, "broadcast", broadcast_or_fail)
+    patch.setattr(tba.time, "monotonic", lambda: now)
+
+    def reply(s, loads, policy, version):
+        silent.pop(s, None)
+        timeouts.pop(s, None)
+        if loads:
+            sync.on_loaded(s, [np.full(1, version, np.float32)] * 2)  # of the snapshot's step
+            loaded[s][policy].append(version)
+            strikes[s] = 0
+        else:
+            failed.add(s.transfer.channel.name)
+            sync.on_missed(s, "a failure")
+
+    def reap():
+        """Find those that have ended, and kill those that are to be killed, as the Trainer does."""
+        processes.polled = 0.0
+        for s in running:
+            if s not in silent or silent[s][0] != "hangs":
+                s.seen = now
+        dead = {s for s in running if not s.process.alive}
+        assert set(processes.reap()) == dead
+        killed = {s for s in running if not s.process.alive} - dead
+        assert killed == {s for s, since in timeouts.items() if now > since + 100} - dead
+        for s in dead:
+            evaluations.drop(s)
+            s.state = "ended"
+            silent.pop(s, None)
+            timeouts.pop(s, None)
+            new = running[s.spec.searcher] = searcher_in("ready", s.spec.searcher)
+            new.seen = now
+            loaded[new], strikes[new] = {True: [], False: []}, 0
+
+    def wait(seconds):
+        nonlocal now
+        now += seconds
+        reap()
+        reap()  # finds those that the first one killed
+
+    healthy = ("loads", "loads", "loads", False, None)
+    for number, (*ends, error, resets) in enumerate([*rounds, *[healthy] * (2 * members + 8)]):
+        wait(40)
+        for s, (end, *weights, since) in list(silent.items()):
+            if end.endswith("late") and number > since + 1:
+                reply(s, end == "loads late", *weights)
+        if resets is not None:
+            step += 1
+            sync.learner.weights["w"].fill_(step)
+            sync.due = True
+            evaluations.due |= evaluations.last_due(step) == step
+            if resets:
+                sync.reset_reference(step)
+
+        free = [s for s in running if s not in silent]
+        end_of = {s: ends[s.spec.searcher] for s in free}
+        rank_0_fails = error or any(ENDS[end] for end in end_of.values())
+        sync.begin_if_due(step)
+        transfer = sync.transfer
+        if transfer.sending is None:
+            assert not (sync.due and free)
+            continue
+        transfer.sending.exception()  # waits for it
+        assert transfer.members == free
+        policy = not transfer.reference
+        references = [max(loaded[s][False], default=0) for s in free]
+        assert policy == all(version == sync.reference_version for version in references)
+        version = sync.learner.snapshot.flat.item()
+        assert version == (step if policy else sync.reference_version)
+        messages = [s.spec.commands.get_nowait() for s in free]
+        assert {(m.version, m.reference) for m in messages} == {(version, not policy)}
+        assert {m.meeting for m in messages} == {transfer.meeting}
+        assert [m.channel.rank for m in messages] == list(range(1, len(free) + 1))
+        assert {m.channel.size for m in messages} == {len(free) + 1}
+        rows = sorted(row for m in messages for row in m.held_out)
+        assert rows == list(range(7)) * (policy and bool(rows))
+        (name,) = {m.channel.name for m in messages}
+        reusable = latest is not None and latest[0] not in failed and latest[1] == free
+        assert (latest == (name, free)) == reusable and name not in failed
+        latest = name, free
+
+        for s, end in end_of.items():
+            if end == "dies":
+                s.process.alive = False
+            elif end in ("loads", "misses"):
+                reply(s, end == "loads", policy, version)
+            else:
+                silent[s] = (end, policy, version, number)
+                if end == "hangs":
+                    timeouts[s] = now
+        lost = [s for s in free if end_of[s] == "dies"]
+        reap()
+        sync.poll()
+        keys = {
+            f"{transfer.meeting}/{rank}": "ended" for rank, s in enumerate(free, 1) if s in lost
+        }
+        assert processes.keys == keys
+        assert sync.in_progress == any(s in silent for s in free)
+        if sync.in_progress:
             sync.begin_if_due(step)
-            transfer = sync.transfer
-            policy = not transfer.reference
-            if transfer.sending is None:
-                assert late or not sync.due
-                continue
-            transfer.sending.result()
-            event = {s: events[s.spec.searcher] for s in transfer.members}
-            assert event.keys().isdisjoint(late)
-            value = sync.learner.snapshot.flat.item()
-            assert value == (step if policy else sync.reference_version)
-            messages = [s.spec.commands.get_nowait() for s in event]
-            assert {(m.version, m.reference) for m in messages} == {(value, not policy)}
-            assert [m.channel.rank for m in messages] == list(range(1, len(event) + 1))
-            assert {m.channel.size for m in messages} == {len(event) + 1}
-            assert {m.channel.name for m in messages}.isdisjoint(failed)
-            # one may hang if it is with others, and is the only one to suspect if it is alone
-            free = [s for s in running if s not in late]
-            doubtful = [missed[s] for s in free if missed[s]]
-            expected = [min(doubtful)] if doubtful else [0] * len(free)
-            assert [missed[s] for s in event] == expected
-            rows = sorted(row for m in messages for row in m.held_out)
-            assert rows == list(range(7)) * (policy and bool(rows))
-            for s in event:
-                assert not policy or max(loaded[s][False], default=0) == sync.reference_version
-                if event[s] == "dies":
-                    s.state = "ended"
-                elif event[s] == "misses":
-                    sync.on_missed(s, "a failure")
-                elif event[s] == "loads":
-                    load(s, policy, value, value)
-                else:
-                    late[s] = (policy, value, round_number, event[s] == "hangs")
+            assert sync.transfer is transfer
+            wait(31)
             sync.poll()
-            waits = any(s in late for s in event)
-            assert sync.in_progress == waits
-            if waits:
-                sync.begin_if_due(step)
-                assert sync.transfer is transfer
-            now += 40  # --transfer_timeout, and a little
+            assert sync.in_progress
+            wait(3)  # --transfer_timeout, and a little
+            sync.poll()
+            assert sync.in_progress == (lockstep and not rank_0_fails)
+        if sync.in_progress:  # lockstep waits for what becomes of them
+            hanging = [s for s in free if s in silent and end_of[s] == "hangs"]
+            if hanging:
+                wait(70)
+                lost += hanging
+            for s in free:
+                if s in silent:
+                    end, *weights, _ = silent[s]
+                    reply(s, end == "loads late", *weights)
+                    end_of[s] = end.removesuffix(" late")
             sync.poll()
             assert not sync.in_progress
-            assert all(s.transfer is None for s in event if event[s] == "dies")
-            assert sync.searchers.ended == (
-                transfer.channel.name if "dies" in event.values() else ""
-            )
-            sync.searchers.ended = ""
-            if "misses" in event.values():
-                failed |= {m.channel.name for m in messages}
-            died = [s for s in event if event[s] == "dies"]
-            for s in event:
-                missed[s] += event[s] == "misses" and not died
-                ends = event[s] == "dies" or missed[s] == 3
-                assert (s.state == "ended") == ends
-                if ends:
-                    replace(s)
-        assert not (late or sync.due or sync.in_progress or evaluations.due)
-        for s in running:
-            assert s.version == loaded[s][True][-1] == sync.version == step
-        for version, (evaluating, _) in evaluations.pending.items():
-            assert all(version in loaded[s][True] for s in evaluating)
+        processes.keys.clear()
+        quiet = [s for s in free if s in silent]
+        if rank_0_fails or lost or "misses" in end_of.values():
+            failed.add(name)
+            for s in quiet:
+                timeouts.setdefault(s, now)
+        for s in free:
+            strikes[s] += end_of[s] == "misses" and not (lost or (rank_0_fails and quiet))
+            assert s in lost or s.process.alive == (strikes[s] < 3)
+        reap()
+
+    assert not (silent or sync.due or sync.in_progress or evaluations.due)
+    for s in running:
+        assert s.version == loaded[s][True][-1] == sync.version == step
+    for version, (evaluating, _) in evaluations.pending.items():
+        assert all(version in loaded[s][True] for s in evaluating)
 
 
 def begins(sync, step):
@@ -1095,10 +1196,9 @@ def begins(sync, step):
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_models(lockstep):
-    sync = weight_sync(2, lockstep=lockstep)
-    first, second = sync.searchers.running
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tba.WeightChannel, "broadcast", lambda *_: None)
+        sync = weight_sync(patch, 2, lockstep=lockstep)
+        first, second = sync.searchers.running
         second.state = "loading"
         assert not begins(sync, 0)
         second.state = "ready"
@@ -1118,6 +1218,110 @@ def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_
         sync.due = lockstep
         restarted.state = "ready"
         assert begins(sync, 2)  # though nothing else is due, it has no weights
+
+
+@pytest.fixture
+def group_of(monkeypatch):
+    """Function: the TCPStore and the channels of a group's members, which are threads here."""
+    # each has a connection of its own, as a process has
+    monkeypatch.setattr(tba, "connect_store", tba.dist.TCPStore)
+    made = []
+    stores = []  # which have to live as long
+
+    def make(size, seconds):
+        store = tba.dist.TCPStore("127.0.0.1", 0, is_master=True)
+        stores.append(store)
+        timeout = tba.timedelta(seconds=seconds)
+        channels = [
+            tba.WeightChannel("127.0.0.1", store.port, False, timeout, "a group", rank, size)
+            for rank in range(size)
+        ]
+        made.extend(channels)
+        return store, channels
+
+    yield make
+    for channel in made:
+        channel.abandon()
+
+
+def broadcast_in_threads(channels, meeting, delays=None):
+    """Broadcast in each channel: the numbers that it has then, the exception, when it ended.
+
+    Before that, rank r has the numbers r; `delays` are the seconds that the channels wait first.
+    """
+    start = time.monotonic()
+
+    def come(channel, delay):
+        time.sleep(delay)
+        weights = tba.FlatWeights({"w": torch.zeros(1000)}, torch.float32, nccl=False)
+        weights.flat.fill_(channel.rank)
+        error = None
+        try:
+            channel.broadcast(weights, meeting)
+        except (RuntimeError, TimeoutError) as raised:
+            error = raised
+        return set(weights.flat.tolist()), error, time.monotonic() - start
+
+    with ThreadPoolExecutor(len(channels)) as pool:
+        results = pool.map(come, channels, delays or [0] * len(channels))
+        return [*zip(*results, strict=True)]
+
+
+def test_all_members_that_meet_get_the_weights_and_keep_their_group(group_of):
+    _, channels = group_of(4, seconds=PATIENCE)
+    groups = []
+    for meeting in ("one", "another"):
+        numbers, errors, _ = broadcast_in_threads(channels, meeting)
+        assert errors == (None,) * 4 and numbers == ({0},) * 4
+        groups.append([channel.formed for channel in channels])
+    assert all(first is second is not None for first, second in zip(*groups, strict=True))
+
+
+def test_members_that_wait_in_vain_for_one_give_up_together(group_of):
+    """When rank 0's timeout ends, whenever they came; one that comes later waits for nobody."""
+    _, channels = group_of(4, seconds=6)
+    _, errors, ended = broadcast_in_threads(channels[:3], "a meeting", delays=[0, 0, 4])
+    assert all(errors) and "did not come" in str(errors[2])
+    assert min(ended) > 5 and max(ended) < 9.5  # the third one's own timeout ends after 10 s
+    channels[3].timeout = tba.timedelta(seconds=PATIENCE)
+    _, (error,), (ended,) = broadcast_in_threads(channels[3:], "a meeting")
+    assert "did not come" in str(error) and ended < PATIENCE / 10
+    assert not any(channel.formed for channel in channels)
+
+
+def test_nobody_waits_for_a_member_that_is_known_to_have_ended(group_of):
+    """Though it had come: others would wait for it while the group forms."""
+    store, channels = group_of(4, seconds=PATIENCE)
+    for meeting in ("before", "while they wait"):
+        marking = threading.Timer(0 if meeting == "before" else 2, store.set, ("m/3", "ended"))
+        marking.start()
+        _, errors, ended = broadcast_in_threads(channels[:3], "m")
+        assert all("did not come" in str(error) for error in errors)
+        assert max(ended) < PATIENCE / 10
+        marking.join()
+        for key in ("m/1", "m/2", "m/3", "m/outcome"):
+            store.delete_key(key)
+
+
+def test_members_whose_group_does_not_form_give_up(group_of, monkeypatch):
+    """One comes to the meeting, and then neither connects nor ends."""
+    _, channels = group_of(3, seconds=5)
+    form = tba.WeightChannel.form
+    done = threading.Semaphore(0)
+
+    def form_or_hang(channel):
+        try:
+            if channel.rank == 2:
+                raise RuntimeError("as if it hung")
+            return form(channel)
+        finally:
+            done.release()
+
+    monkeypatch.setattr(tba.WeightChannel, "form", form_or_hang)
+    numbers, errors, ended = broadcast_in_threads(channels, "a meeting")
+    assert all(errors) and max(ended) < 4 * 5
+    assert numbers == ({0}, {1}, {2}) and not any(channel.formed for channel in channels)
+    assert all(done.acquire(timeout=PATIENCE) for _ in channels)  # their threads end later
 
 
 def searcher_processes(config):

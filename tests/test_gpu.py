@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from harness import (
@@ -178,10 +179,10 @@ def searcher_step(searcher):
         failed.touch()
         exhaust_memory()
 
-def learner_step(learner, groups, now, step):
+def learner_step(learner, minibatch, now, step):
     if restarted.exists():
         exhaust_memory()
-    return backward(learner, groups, now, step)
+    return backward(learner, minibatch, now, step)
 
 tba.Searcher.between_steps = searcher_step
 tba.Learner.backward = learner_step
@@ -325,7 +326,7 @@ def test_the_fused_norm_has_the_gradients_of_the_plain_one(tmp_path):
 
 # ------------------------------------------------------------------------- faults of transfers
 
-HANGING = '''"""The second Searcher hangs while it joins a group, or while it receives weights."""
+HANGING = '''"""The second Searcher hangs before a meeting, or while a group forms, but is alive."""
 import os, time
 from pathlib import Path
 import tba
@@ -348,18 +349,18 @@ def send_and_note(spec, *messages):
         own.replace(FOLDER / f"pid-{spec.searcher}")
 
 def hanging(method):
-    def wrapped(group, *args):
+    def wrapped(channel, *args):
         fault = FOLDER / f"hang-{method.__name__}"
-        while group.rank and number == 1 and fault.exists():
+        while channel.rank and number == 1 and fault.exists():
             (FOLDER / "hangs").touch()
             time.sleep(0.01)
-        return method(group, *args)
+        return method(channel, *args)
     return wrapped
 
 tba.receive_weights = receive_weights
 tba.SearcherSpec.send = send_and_note
+tba.WeightChannel.meet = hanging(tba.WeightChannel.meet)
 tba.WeightChannel.form = hanging(tba.WeightChannel.form)
-tba.WeightChannel.run = hanging(tba.WeightChannel.run)
 '''
 
 
@@ -369,13 +370,18 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
     plugin.write_text(HANGING)
     environment = virtual_gpus(4) if library == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
     out = tmp_path / "run"
-    flags = {"num_searchers": 3, "sync_every": 1, "transfer_timeout": 15, "steps": 10**6}
-    flags |= {"plugin": plugin, "save_every": 0}
+    flags = {"num_searchers": 3, "sync_every": 1, "transfer_timeout": 40, "steps": 10**6}
+    flags |= {"plugin": plugin, "save_every": 0, "searcher_timeout": 30}
     args = learning(gsm8k, out, **flags)
     run = Run(out, args, hooks=False, environment=environment)
+    hangs = run.faults / "hangs"
 
     def kill(searcher):
         os.kill(int((run.faults / f"pid-{searcher}").read_text()), signal.SIGKILL)
+
+    def versions():
+        """Of the weights that have been sent: one transfer begins when the one before is over."""
+        return {m["version"] for m in read_lines(out / "metrics.jsonl")}
 
     def next_versions():
         """Wait until every Searcher has newer weights."""
@@ -389,20 +395,38 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
     sent = lambda: all((run.faults / f"pid-{i}").exists() for i in range(3))
     run.until(sent, "groups of all")
     run.reaches(steps_of(out) + 2)
-    # the first Searcher waits for the second while a group forms, and is told of its death
-    (run.faults / "hang-form").touch()
-    kill(2)
-    run.until((run.faults / "hangs").exists, "a group that waits for a member")
+    # the others, which wait for one, go on as soon as it has ended
+    (run.faults / "hang-meet").touch()
+    run.until(hangs.exists, "a member that does not come")
+    before = versions()
     kill(1)
+    (run.faults / "hang-meet").unlink()
+    ended = time.monotonic()
+    run.until(lambda: len(versions() - before) >= 3, "newer weights of the others")
+    assert time.monotonic() - ended < 20
+    next_versions()
+    assert run.failed() == [1]
+    # after --transfer_timeout they go on without one that does not come; later it is killed
+    hangs.unlink()
+    (run.faults / "hang-meet").touch()
+    run.until(hangs.exists, "a member that does not come")
+    before = versions()
+    run.until(lambda: len(versions() - before) >= 3, "newer weights of the others")
+    assert run.failed() == [1] and "suspected: Searcher 1\n" in run.text()
+    run.says("warning: Searcher 1 sent no reply about weights for 30 s")
+    (run.faults / "hang-meet").unlink()
+    next_versions()
+    assert run.failed() == [1, 1], run.text()
+    # if a group does not form, nobody knows whose fault it is: all try again
+    hangs.unlink()
+    (run.faults / "hang-form").touch()
+    kill(2)  # the next group has other members
+    run.until(hangs.exists, "a group that does not form")
+    failure = r"suspected: Searcher (0, Searcher 1|1, Searcher 0)\b"
+    run.until(lambda: re.search(failure, run.text()), "the end of the transfer")
     (run.faults / "hang-form").unlink()
     next_versions()
-    assert run.failed() == [2, 1]
-    # all miss the weights; then each gets them alone
-    (run.faults / "hang-run").touch()
-    run.says("warning: Searcher 1 missed")
-    (run.faults / "hang-run").unlink()
-    next_versions()
-    assert run.failed() == [2, 1, 1], run.text()
+    assert run.failed() == [1, 1, 2], run.text()
     run.process.send_signal(signal.SIGINT)
     run.ends(130)
 

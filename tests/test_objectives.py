@@ -466,9 +466,9 @@ def test_a_learned_log_z_replaces_the_estimate():
     ):
         torch.testing.assert_close(actual, of_sum)
     estimated = tba.tb(batch, config)
-    _, batch.parameters["log_z"] = tba.trajectory_balance_loss(
-        batch.sum_tokens(batch.logprobs), batch.sum_tokens(batch.ref_logprobs), batch.rewards, 0.4, 1.3
-    )
+    sums = batch.sum_tokens(batch.logprobs), batch.sum_tokens(batch.ref_logprobs)
+    _, log_z = tba.trajectory_balance_loss(*sums, batch.rewards, 0.4, 1.3)
+    batch.parameters["log_z"] = log_z
     torch.testing.assert_close(tba.tb_learned_z(batch, config).loss, estimated.loss)
 
 

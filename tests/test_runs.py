@@ -303,9 +303,9 @@ def test_nothing_that_an_earlier_reference_scored_is_replayed(gsm8k, tmp_path):
 import torch, tba
 step = tba.Learner.step
 
-def logged(learner, groups, now, number):
-    metrics = step(learner, groups, now, number)
-    return metrics | {"oldest": min(t.reference_version for group in groups for t in group)}
+def logged(learner, minibatch, now, number):
+    metrics = step(learner, minibatch, now, number)
+    return metrics | {"oldest": min(t.reference_version for group in minibatch for t in group)}
 
 tba.Learner.step = logged
 '''
@@ -456,22 +456,22 @@ def test_trackio_gets_steps_and_evaluations_and_resumes_its_run(gsm8k, tmp_path,
 
 
 def test_a_run_that_learns_nothing_says_so_once(gsm8k, tmp_path):
-    """No response ends, no prompt has two rewards, and then the learning rate is 0."""
+    """No response ends, and no prompt has two rewards."""
     out = tmp_path / "run"
-    flags = {"max_response_tokens": 1, "learning_rate": "1e-12@0,0@24", "steps": 26}
+    flags = {"max_response_tokens": 1, "learning_rate": 1e-12, "steps": 26}
     flags |= {"eval_every": 0, "eval_samples": 1, "prompts_per_step": 1, "lockstep": True}
     _, err = run_tba(arguments(gsm8k, out, **flags))
     warnings = [line for line in err.splitlines() if "warning" in line]
-    for name in ("--max_response_tokens", "--dataset", "--learning_rate"):
+    for name in ("--max_response_tokens", "--dataset"):
         assert sum(name in line for line in warnings) == 1, err
-    assert len(warnings) == 3
+    assert len(warnings) == 2
 
 
 def test_what_is_logged_as_waiting_is_waiting():
     """Not the work of the condition that is waited for, such as storing groups."""
-    log = SimpleNamespace(waited=collections.Counter())
-    searchers = SimpleNamespace(wake_up=threading.Event(), running=[])
-    trainer = SimpleNamespace(log=log, searchers=searchers, LOG_EVERY=30, poll=lambda: None)
+    log = tba.StepLog(None)
+    searchers = SimpleNamespace(wake_up=threading.Event())
+    trainer = SimpleNamespace(log=log, searchers=searchers, poll=lambda: None)
     answers = iter([False, False, True])
 
     def condition():
@@ -545,7 +545,7 @@ def test_a_final_model_is_read_as_the_initial_one_was(gsm8k, older_model, tmp_pa
     try:
         for name, final in (("checkpoint", False), ("final", True)):
             with tba.atomic_folder(tmp_path / name) as new:
-                tba.save_model(learner.model, learner.saved_weights(), learner.task, new, final)
+                tba.save_model(learner.model, tba.saved_weights(learner), learner.task, new, final)
     finally:
         os.umask(before)
     final = tmp_path / "final"
@@ -567,7 +567,7 @@ def test_a_final_model_of_a_changed_configuration_has_its_own(gsm8k, older_model
     learner = learner_of(gsm8k, tmp_path / "run", model=older_model)
     learner.model.config.max_position_embeddings = 99
     (tmp_path / "final").mkdir()
-    weights = learner.saved_weights()
+    weights = tba.saved_weights(learner)
     tba.save_model(learner.model, weights, learner.task, tmp_path / "final", True)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert loaded.config.max_position_embeddings == 99 and loaded.dtype == torch.bfloat16
@@ -825,10 +825,10 @@ def logged_arrivals(steps):
     task = SimpleNamespace(
         train_prompts=[None] * 1000, text=str, response_texts=lambda responses: responses
     )
-    log = tba.StepLog(SimpleNamespace(folder=folder, task=task, step=0, inbox=[]))
+    log = tba.StepLog(SimpleNamespace(folder=folder, task=task, step=0))
     found = []
     for groups in steps:
-        log.new_groups = []
+        arrived = []
         for index, responses in enumerate(groups):
             rows = []
             for tokens in responses:
@@ -837,8 +837,8 @@ def logged_arrivals(steps):
                     np.array(tokens, np.int32), zeros, zeros, True, 0.0, 1.0, 0.0, index, 0, 0, 0
                 )
                 rows.append(row)
-            log.new_groups.append(tba.Group(index, rows))
-        log.log_arrivals()
+            arrived.append(tba.Group(index, rows))
+        log.log_arrivals(arrived)
         found.append(log.means["distinct"])
     return found, said
 
@@ -899,11 +899,12 @@ def test_only_the_first_steps_of_a_run_can_learn_nothing(resumed_at):
     """Later there may be nothing left to learn."""
     said = []
     folder = SimpleNamespace(say=said.append, step=resumed_at)
-    log = tba.StepLog(SimpleNamespace(folder=folder, inbox=[]))
+    log = tba.StepLog(SimpleNamespace(folder=folder))
     log.means["distinct"] = 1.0
+    trajectories = [SimpleNamespace(ended=False, reward=0.5)] * 4
     for _ in range(30):
         log.group_counts.append((1, 1))
-        log.check_learning([SimpleNamespace(ended=False)])
+        log.check_learning([SimpleNamespace(trajectories=trajectories)])
     assert len(said) == (0 if resumed_at else 2)
 
 

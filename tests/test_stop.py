@@ -69,7 +69,7 @@ def test_a_repeated_signal_ends_the_first_process_of_a_container(monkeypatch):
         monkeypatch.setattr(os, name, function)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit, match="143"):
-        trainer.on_signal(signal.SIGTERM, None)
+        tba.on_signal(trainer, signal.SIGTERM, None)
 
 
 def take_terminal():
