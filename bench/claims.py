@@ -25,6 +25,7 @@ from fractions import Fraction
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import common  # beside this file; it finds tba.py
@@ -185,7 +186,7 @@ class SimulatedSearcher(tba.Searcher):
             return
         self.__dict__ |= others[0].__dict__ | {
             "spec": spec, "index": spec.first, "in_flight": {},
-            "scoring": tba.Scoring(config, task, spec.send, others[0].wake_up),
+            "scoring": tba.Scoring(config, task, others[0].wake_up),
         }  # fmt: skip
 
 
@@ -224,6 +225,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
     def start(self) -> None:
         """Load the Searchers."""
         self.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
+        self.manager = SimpleNamespace(Barrier=lambda members: None)
         self.task.reward_threads = 0  # compute rewards synchronously
         self.loaded: list[tba.Searcher] = []
         M = self.config.num_searchers
@@ -333,7 +335,7 @@ class SimulatedTrainer(tba.Trainer):
         self.searchers = self.register(searchers)
 
     def run(self) -> None:
-        def broadcast(channel: tba.WeightChannel, weights: tba.FlatWeights, meeting: str) -> None:
+        def broadcast(channel: tba.WeightChannel, weights: tba.FlatWeights, _: None) -> None:
             weights.flat.copy_(self.sync.learner.snapshot.flat)  # a no-op on the Trainer's own call
 
         with (

@@ -38,7 +38,7 @@ import tba
 sys.path.append({str(Path(__file__).parent)!r})
 import faults
 
-tba.StepLog.LOG_EVERY = 3
+tba.Trainer.LOG_EVERY = 3
 """
 
 

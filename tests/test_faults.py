@@ -284,7 +284,7 @@ import os, time
 from pathlib import Path
 import tba
 
-tba.StepLog.LOG_EVERY = 0.5
+tba.Trainer.LOG_EVERY = 0.5
 write = tba.save_model
 
 def slow(*args):
@@ -437,7 +437,7 @@ def sent(searcher, kind, count):
 def weights_of_step(step):
     """The message that such weights are in the staging buffer."""
     return tba.ReceiveWeights(
-        version=step, reference=False, held_out=range(0), channel=None, meeting=""
+        version=step, reference=False, held_out=range(0), channel=None, meeting=None
     )  # fmt: skip
 
 
@@ -899,7 +899,7 @@ def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
     trainer = trainer_of(num_searchers=1, prompts_per_step=2, searched_per_prompt=4, steps=1)
     trainer.config.initial_trajectories = 8
     trainer.task.train_prompts = [None] * 9
-    trainer.log.LOG_EVERY = 0
+    trainer.LOG_EVERY = 0
     (s,) = trainer.searchers.running
 
     class Late(tba.ReplayRule):
@@ -939,7 +939,7 @@ def test_a_rule_that_deletes_all_has_the_run_wait(empties):
     trainer = trainer_of(num_searchers=1, prompts_per_step=1, searched_per_prompt=1, steps=1)
     trainer.config.recent_probability = 0.0
     trainer.config.initial_trajectories = 0
-    trainer.log.LOG_EVERY = 0
+    trainer.LOG_EVERY = 0
 
     class Deleting(tba.RecentOrReward):
         def on_group(self, group):
@@ -981,12 +981,23 @@ def weight_sync(patch, members, **flags):
     )
     processes = searcher_processes(config)
     processes.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
-    processes.keys = {}  # of the TCPStore
-    processes.store = SimpleNamespace(set=processes.keys.__setitem__)
+    processes.manager.Barrier = Meeting
     processes.running = [searcher_in("ready", i) for i in range(members)]
     task = SimpleNamespace(held_out_prompts=[None] * 7)
     evaluations = tba.Evaluations(config, task, SimpleNamespace(step=0, evaluations=[]))
     return tba.WeightSync(learner, processes, evaluations)
+
+
+class Meeting:
+    """Where the members of a transfer meet: nobody comes, and nobody waits."""
+
+    aborted = False
+
+    def __init__(self, parties):
+        self.parties = parties
+
+    def abort(self):
+        self.aborted = True
 
 
 def searcher_in(state, searcher):
@@ -997,16 +1008,9 @@ def searcher_in(state, searcher):
     return tba.RunningSearcher(spec, process, state)
 
 
-# what becomes of a member of a transfer, and whether rank 0 then fails for certain
-ENDS = {
-    "loads": False,
-    "loads late": False,  # after the others had to go on
-    "misses": False,
-    "misses late": False,
-    "dies": False,  # before it replies
-    "hangs": False,  # its heartbeats end
-    "is stuck": True,  # they go on, but it does not come to the broadcast
-}
+# what becomes of a member of a transfer: it replies, perhaps only after the others had to go on;
+# or it dies before it replies, or hangs: its heartbeats end
+ENDS = ["loads", "loads late", "misses", "misses late", "dies", "hangs"]
 END = st.sampled_from([*ENDS, "loads", "misses"])
 
 
@@ -1020,11 +1024,11 @@ def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(
 ):
     """One transfer after the other; each gets the latest reference before it gets a policy.
 
-    Whoever misses three transfers in a row is killed, and nobody else, but for those that do not
-    reply for --searcher_timeout. A lost or silent member gives nobody a strike. A silent one keeps
-    the others for --transfer_timeout (in lockstep, until it replies or ends, unless rank 0 failed),
-    and is left out until it replies or ends. A group in which one failed is not used again, others
-    are. Evaluations are of weights that have arrived.
+    Whoever misses three transfers in a row is killed, and nobody else, but for those that hang. A
+    lost or silent member gives nobody a strike. A silent one keeps the others for
+    --transfer_timeout (in lockstep, until it replies or ends), and is left out until it replies or
+    ends. A group in which one failed is not used again, others are. Evaluations are of weights that
+    have arrived.
     """
     with pytest.MonkeyPatch.context() as patch:
         play(patch, members, lockstep, rounds)
@@ -1107,7 +1111,7 @@ def play(patch, members, lockstep, rounds):
 
         free = [s for s in running if s not in silent]
         end_of = {s: ends[s.spec.searcher] for s in free}
-        rank_0_fails = error or any(ENDS[end] for end in end_of.values())
+        rank_0_fails = error
         sync.begin_if_due(step)
         transfer = sync.transfer
         if transfer.sending is None:
@@ -1144,10 +1148,8 @@ def play(patch, members, lockstep, rounds):
         lost = [s for s in free if end_of[s] == "dies"]
         reap()
         sync.poll()
-        keys = {
-            f"{transfer.meeting}/{rank}": "ended" for rank, s in enumerate(free, 1) if s in lost
-        }
-        assert processes.keys == keys
+        assert transfer.meeting.parties == len(free) + 1
+        assert transfer.meeting.aborted == bool(lost)  # the others stop waiting for it
         assert sync.in_progress == any(s in silent for s in free)
         if sync.in_progress:
             sync.begin_if_due(step)
@@ -1157,7 +1159,7 @@ def play(patch, members, lockstep, rounds):
             assert sync.in_progress
             wait(3)  # --transfer_timeout, and a little
             sync.poll()
-            assert sync.in_progress == (lockstep and not rank_0_fails)
+            assert sync.in_progress == lockstep
         if sync.in_progress:  # lockstep waits for what becomes of them
             hanging = [s for s in free if s in silent and end_of[s] == "hangs"]
             if hanging:
@@ -1170,12 +1172,9 @@ def play(patch, members, lockstep, rounds):
                     end_of[s] = end.removesuffix(" late")
             sync.poll()
             assert not sync.in_progress
-        processes.keys.clear()
         quiet = [s for s in free if s in silent]
         if rank_0_fails or lost or "misses" in end_of.values():
             failed.add(name)
-            for s in quiet:
-                timeouts.setdefault(s, now)
         for s in free:
             strikes[s] += end_of[s] == "misses" and not (lost or (rank_0_fails and quiet))
             assert s in lost or s.process.alive == (strikes[s] < 3)
@@ -1221,10 +1220,8 @@ def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_
 
 
 @pytest.fixture
-def group_of(monkeypatch):
-    """Function: the TCPStore and the channels of a group's members, which are threads here."""
-    # each has a connection of its own, as a process has
-    monkeypatch.setattr(tba, "connect_store", tba.dist.TCPStore)
+def group_of():
+    """Function: channels of a group's members, which are threads here, and their next meetings."""
     made = []
     stores = []  # which have to live as long
 
@@ -1237,11 +1234,12 @@ def group_of(monkeypatch):
             for rank in range(size)
         ]
         made.extend(channels)
-        return store, channels
+        return channels, lambda: manager.Barrier(size)
 
-    yield make
-    for channel in made:
-        channel.abandon()
+    with tba.SyncManager(ctx=tba.mp.get_context("fork")) as manager:
+        yield make
+        for channel in made:
+            channel.abandon()
 
 
 def broadcast_in_threads(channels, meeting, delays=None):
@@ -1268,44 +1266,42 @@ def broadcast_in_threads(channels, meeting, delays=None):
 
 
 def test_all_members_that_meet_get_the_weights_and_keep_their_group(group_of):
-    _, channels = group_of(4, seconds=PATIENCE)
+    channels, meeting = group_of(4, seconds=PATIENCE)
     groups = []
-    for meeting in ("one", "another"):
-        numbers, errors, _ = broadcast_in_threads(channels, meeting)
+    for _ in range(2):
+        numbers, errors, _ = broadcast_in_threads(channels, meeting())
         assert errors == (None,) * 4 and numbers == ({0},) * 4
         groups.append([channel.formed for channel in channels])
     assert all(first is second is not None for first, second in zip(*groups, strict=True))
 
 
 def test_members_that_wait_in_vain_for_one_give_up_together(group_of):
-    """When rank 0's timeout ends, whenever they came; one that comes later waits for nobody."""
-    _, channels = group_of(4, seconds=6)
-    _, errors, ended = broadcast_in_threads(channels[:3], "a meeting", delays=[0, 0, 4])
-    assert all(errors) and "did not come" in str(errors[2])
+    """When the first one's timeout ends; one that comes later waits for nobody."""
+    channels, meeting = group_of(4, seconds=6)
+    vain = meeting()
+    _, errors, ended = broadcast_in_threads(channels[:3], vain, delays=[0, 0, 4])
+    assert all(errors)
     assert min(ended) > 5 and max(ended) < 9.5  # the third one's own timeout ends after 10 s
     channels[3].timeout = tba.timedelta(seconds=PATIENCE)
-    _, (error,), (ended,) = broadcast_in_threads(channels[3:], "a meeting")
-    assert "did not come" in str(error) and ended < PATIENCE / 10
+    _, (error,), (ended,) = broadcast_in_threads(channels[3:], vain)
+    assert error and ended < PATIENCE / 10
     assert not any(channel.formed for channel in channels)
 
 
 def test_nobody_waits_for_a_member_that_is_known_to_have_ended(group_of):
-    """Though it had come: others would wait for it while the group forms."""
-    store, channels = group_of(4, seconds=PATIENCE)
-    for meeting in ("before", "while they wait"):
-        marking = threading.Timer(0 if meeting == "before" else 2, store.set, ("m/3", "ended"))
-        marking.start()
-        _, errors, ended = broadcast_in_threads(channels[:3], "m")
-        assert all("did not come" in str(error) for error in errors)
-        assert max(ended) < PATIENCE / 10
-        marking.join()
-        for key in ("m/1", "m/2", "m/3", "m/outcome"):
-            store.delete_key(key)
+    channels, meeting = group_of(4, seconds=PATIENCE)
+    for seconds in (0, 2):  # before they come, and while they wait
+        vain = meeting()
+        known = threading.Timer(seconds, vain.abort)
+        known.start()
+        _, errors, ended = broadcast_in_threads(channels[:3], vain)
+        assert all(errors) and max(ended) < PATIENCE / 10
+        known.join()
 
 
 def test_members_whose_group_does_not_form_give_up(group_of, monkeypatch):
     """One comes to the meeting, and then neither connects nor ends."""
-    _, channels = group_of(3, seconds=5)
+    channels, meeting = group_of(3, seconds=5)
     form = tba.WeightChannel.form
     done = threading.Semaphore(0)
 
@@ -1318,7 +1314,7 @@ def test_members_whose_group_does_not_form_give_up(group_of, monkeypatch):
             done.release()
 
     monkeypatch.setattr(tba.WeightChannel, "form", form_or_hang)
-    numbers, errors, ended = broadcast_in_threads(channels, "a meeting")
+    numbers, errors, ended = broadcast_in_threads(channels, meeting())
     assert all(errors) and max(ended) < 4 * 5
     assert numbers == ({0}, {1}, {2}) and not any(channel.formed for channel in channels)
     assert all(done.acquire(timeout=PATIENCE) for _ in channels)  # their threads end later

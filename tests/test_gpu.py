@@ -359,7 +359,7 @@ def hanging(method):
 
 tba.receive_weights = receive_weights
 tba.SearcherSpec.send = send_and_note
-tba.WeightChannel.meet = hanging(tba.WeightChannel.meet)
+tba.WeightChannel.broadcast = hanging(tba.WeightChannel.broadcast)
 tba.WeightChannel.form = hanging(tba.WeightChannel.form)
 '''
 
@@ -371,7 +371,7 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
     environment = virtual_gpus(4) if library == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
     out = tmp_path / "run"
     flags = {"num_searchers": 3, "sync_every": 1, "transfer_timeout": 40, "steps": 10**6}
-    flags |= {"plugin": plugin, "save_every": 0, "searcher_timeout": 30}
+    flags |= {"plugin": plugin, "save_every": 0}
     args = learning(gsm8k, out, **flags)
     run = Run(out, args, hooks=False, environment=environment)
     hangs = run.faults / "hangs"
@@ -396,27 +396,26 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
     run.until(sent, "groups of all")
     run.reaches(steps_of(out) + 2)
     # the others, which wait for one, go on as soon as it has ended
-    (run.faults / "hang-meet").touch()
+    (run.faults / "hang-broadcast").touch()
     run.until(hangs.exists, "a member that does not come")
     before = versions()
     kill(1)
-    (run.faults / "hang-meet").unlink()
+    (run.faults / "hang-broadcast").unlink()
     ended = time.monotonic()
     run.until(lambda: len(versions() - before) >= 3, "newer weights of the others")
     assert time.monotonic() - ended < 20
     next_versions()
     assert run.failed() == [1]
-    # after --transfer_timeout they go on without one that does not come; later it is killed
+    # after --transfer_timeout they go on without one that does not come, until it does
     hangs.unlink()
-    (run.faults / "hang-meet").touch()
+    (run.faults / "hang-broadcast").touch()
     run.until(hangs.exists, "a member that does not come")
     before = versions()
     run.until(lambda: len(versions() - before) >= 3, "newer weights of the others")
-    assert run.failed() == [1] and "suspected: Searcher 1\n" in run.text()
-    run.says("warning: Searcher 1 sent no reply about weights for 30 s")
-    (run.faults / "hang-meet").unlink()
+    assert "suspected: Searcher 1\n" in run.text()
+    (run.faults / "hang-broadcast").unlink()
     next_versions()
-    assert run.failed() == [1, 1], run.text()
+    assert run.failed() == [1], run.text()
     # if a group does not form, nobody knows whose fault it is: all try again
     hangs.unlink()
     (run.faults / "hang-form").touch()
