@@ -2482,7 +2482,7 @@ class WeightSync(Stateful):
             return
         start = time.perf_counter()
         channel = self.transfer.channel
-        if self.transfer.members != free or channel.formed is None:
+        if self.transfer.members != free or self.transfer.missed or channel.formed is None:
             channel.abandon()
             name = os.urandom(8).hex()
             channel = dataclasses.replace(self.searchers.channel, name=name, size=len(free) + 1)
