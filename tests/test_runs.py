@@ -821,7 +821,8 @@ def logged_arrivals(steps):
     """`distinct` after each step, and the warnings, if these groups of responses arrive."""
     said = []
     ignore = lambda name, record: None
-    folder = SimpleNamespace(say=said.append, append=ignore, track_table=ignore)
+    config = SimpleNamespace(report_to="none")
+    folder = SimpleNamespace(say=said.append, append=ignore, config=config)
     task = SimpleNamespace(
         train_prompts=[None] * 1000, text=str, response_texts=lambda responses: responses
     )
@@ -839,6 +840,7 @@ def logged_arrivals(steps):
                 rows.append(row)
             arrived.append(tba.Group(index, rows))
         log.log_arrivals(arrived)
+        log.check_learning()
         found.append(log.means["distinct"])
     return found, said
 
