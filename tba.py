@@ -3381,8 +3381,8 @@ def save_model(
 ) -> None:
     """Write a float32 model and its tokenizer so that `from_pretrained` can load them.
 
-    A `final` one has the dtype that --model's config.json names, and that very config.json: other
-    programs and older libraries may know only its form.
+    A `final` one has the dtype that --model's config.json names. It also has that very config.json,
+    if it means the same here: other programs and older libraries may know only its form.
     """
     given = task.model_config
     named = given.dtype or given.get_text_config().dtype or torch.float32
@@ -3398,8 +3398,10 @@ def save_model(
     model.config.save_pretrained(folder)
     model.generation_config.to_json_file(folder / "generation_config.json")
     task.tokenizer.save_pretrained(folder)
+    text = partial(re.sub, r'"(_name_or_path|dtype)": .*', "")
+    same = final and text(str(given)) == text(str(model.config))
     for name, content in task.model_files.items():
-        if final or name != "config.json":
+        if same or name != "config.json":
             (folder / name).write_bytes(content)
 
 

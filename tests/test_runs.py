@@ -471,7 +471,7 @@ def test_what_is_logged_as_waiting_is_waiting():
     """Not the work of the condition that is waited for, such as storing groups."""
     log = tba.StepLog(None)
     searchers = SimpleNamespace(wake_up=threading.Event())
-    trainer = SimpleNamespace(log=log, searchers=searchers, poll=lambda: None)
+    trainer = SimpleNamespace(log=log, searchers=searchers, poll=lambda: None, LOG_EVERY=30)
     answers = iter([False, False, True])
 
     def condition():
@@ -901,12 +901,11 @@ def test_only_the_first_steps_of_a_run_can_learn_nothing(resumed_at):
     """Later there may be nothing left to learn."""
     said = []
     folder = SimpleNamespace(say=said.append, step=resumed_at)
-    log = tba.StepLog(SimpleNamespace(folder=folder))
+    trainer = SimpleNamespace(folder=folder)
+    log = tba.StepLog(trainer)
     log.means["distinct"] = 1.0
-    trajectories = [SimpleNamespace(ended=False, reward=0.5)] * 4
-    for _ in range(30):
-        log.group_counts.append((1, 1))
-        log.check_learning([SimpleNamespace(trajectories=trajectories)])
+    for trainer.step in range(resumed_at + 1, resumed_at + 30):
+        log.check_learning()
     assert len(said) == (0 if resumed_at else 2)
 
 
