@@ -2204,7 +2204,15 @@ class VLLMEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if local_device().type == "cpu":
-            self.llm.apply_model(self._repack_heads)
+            from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+            def repack_heads(model: nn.Module) -> None:
+                """Repack heads for CPU kernels: vLLM 0.32 forgets tied ones after a reload."""
+                for layer in model.modules():
+                    if isinstance(layer, ParallelLMHead):
+                        layer.quant_method.process_weights_after_loading(layer)
+
+            self.llm.apply_model(repack_heads)
         self.label_weights(version)
 
     def label_weights(self, version: int) -> None:
@@ -2215,15 +2223,6 @@ class VLLMEngine:
             request.cache_salt = str(version)
             request.block_hashes.clear()
             request.update_block_hashes()
-
-    @staticmethod
-    def _repack_heads(model: nn.Module) -> None:
-        """Repack heads for CPU kernels: vLLM 0.32 forgets tied ones after a reload."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-        for layer in model.modules():
-            if isinstance(layer, ParallelLMHead):
-                layer.quant_method.process_weights_after_loading(layer)
 
     def prompt_logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         params = self.sampling(max_tokens=1, prompt_logprobs=0)
@@ -2598,15 +2597,20 @@ def load_weights(searcher: Searcher) -> None:
 # ======================================================================= 12. Messages and processes
 
 POLL_SECONDS = 0.1  # how often a process that waits checks for signals, deadlines and failures
+SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SEARCHERS_HERE: dict[str, int] = {}  # --cluster, in the Trainer -> how many its machine may get
+# set by torchrun and accelerate
+LAUNCHER = r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+# settings of `accelerate config`, and ranks of MPI, which Accelerate would take for its own
+FOREIGN = r"(ACCELERATE|PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_.*"
 
 
 class RunEnded(RuntimeError):
     """The run cannot continue; the message says why, and what to change."""
 
 
-# The Trainer sends SearchUpTo and ReceiveWeights; Searchers send the others, and Groups.
-
-
+# messages: the Trainer sends SearchUpTo and ReceiveWeights; Searchers send the others, and Groups
 class SearchUpTo(NamedTuple):
     position: float  # of the prompt order; submit all prompts before it
 
@@ -2899,10 +2903,6 @@ class SearcherProcesses(Stateful):
             self.manager.shutdown()
 
 
-SEARCHER_FLAG = "--searcher"  # Ray tasks run `tba.py --searcher`
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-
 @contextlib.contextmanager
 def stop_signal_handler(handler: Any) -> Iterator[None]:
     """Handle STOP_SIGNALS, in the main thread; under `nohup`, SIGHUP stays ignored."""
@@ -2971,9 +2971,6 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
         super().kill()
 
 
-SEARCHERS_HERE: dict[str, int] = {}  # --cluster, in the Trainer -> how many its machine may get
-
-
 def cpu_threads(config: Config) -> int:
     """CPU threads for each Trainer rank and each Searcher that may run on this machine."""
     searchers = min(config.num_searchers, SEARCHERS_HERE.get(config.cluster, math.inf))
@@ -3001,8 +2998,7 @@ def join_cluster(config: Config) -> int:
     reserved = ray.util.placement_group(
         [{kind: local_ranks()}], bundle_label_selector=[{"ray.io/node-id": node}]
     )
-    is_free = reserved.wait(5)
-    config.require(is_free, "cluster", f"has no free {kind} on this machine for the Trainer")
+    config.require(reserved.wait(5), "cluster", f"has no free {kind} here for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} left for a Searcher")
     (devices,) = [n["Resources"][kind] for n in ray.nodes() if n["NodeID"] == node]
@@ -3054,12 +3050,6 @@ class ClusterProcess:
     def kill(self) -> None:
         """Kill the task's process, and the Searcher's with it."""
         self.ray.cancel(self.result, force=True)
-
-
-# set by torchrun and accelerate
-LAUNCHER = r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-# settings of `accelerate config`, and ranks of MPI, which Accelerate would take for its own
-FOREIGN = r"(ACCELERATE|PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_.*"
 
 
 def prepare_process(is_searcher: bool = False) -> None:
@@ -3186,8 +3176,8 @@ class Scoring:
         # by held_out, whose answers do not delay rewards
         self.pools = (ThreadPoolExecutor(self.threads), ThreadPoolExecutor(1))
         # groups per call: the threads together score at most --sequences_in_flight responses
-        share = config.sequences_in_flight // self.threads
-        self.call_size = max(1, share // config.searched_per_prompt)
+        most = config.sequences_in_flight // self.threads // config.searched_per_prompt
+        self.call_size = max(1, most)
 
     @property
     def unscored(self) -> int:
@@ -3334,6 +3324,12 @@ FIXED = (
     "task", "sft_data", "temperature", "lockstep", "lora_rank", "reset_reference_every", "seed"
 )  # fmt: skip
 LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_probability")
+# other programs and older libraries read these as they read --model's; vLLM needs a processor's
+KEPT = (
+    r".*(tokenizer|processor_|tekken).*|.*\.model|"
+    r"(vocab|merges|added_|special_|chat_|config\.json).*"
+)
+PIECE = 1000  # trajectories written at a time: joining them holds the GIL for a millisecond
 
 
 def save(trainer: Trainer) -> None:
@@ -3367,13 +3363,6 @@ def save(trainer: Trainer) -> None:
         return saved["step"]
 
     trainer.saving = ThreadPoolExecutor(1).submit(write)
-
-
-# other programs and older libraries read these as they read --model's; vLLM needs a processor's
-KEPT = (
-    r".*(tokenizer|processor_|tekken).*|.*\.model|"
-    r"(vocab|merges|added_|special_|chat_|config\.json).*"
-)
 
 
 def save_model(
@@ -3430,9 +3419,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         sync_to_disk(path.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)  # a partial one would fill the disk
-
-
-PIECE = 1000  # trajectories written at a time: joining them holds the GIL for a millisecond
 
 
 def write_trajectories(trajectories: list[Trajectory], path: Path) -> None:
