@@ -157,9 +157,7 @@ class Trajectory:
     tokens: np.ndarray  # (T,) int32
     # log-probabilities are those of softmax(logits / temperature) at --temperature; the behaviour
     # policy's are at the temperature of the request, which differs only in red-teaming
-    logprobs: (
-        np.ndarray
-    )  # (T,) float32, each under the weights that sampled it: the behaviour policy
+    logprobs: np.ndarray  # (T,) float32, under the weights that sampled each: behaviour policy
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     # log pi(y|x) - log pi_ref(y|x), pi being the behaviour policy, for the metric kl; NaN if it was
