@@ -811,7 +811,7 @@ class Trainer(Stateful):
         self.searchers = self.register(SearcherProcesses(config, task, folder), "SearcherProcesses")
         self.sync: WeightSync | None = None  # sends them weights
         self.evaluations = Evaluations(config, task, folder)  # splits held-out prompts among them
-        self.buffer = self.register(task.buffer_class(config), "ReplayBuffer")  # of any class
+        self.buffer = self.register(task.buffer_class(config), "ReplayBuffer")
         self.rule_name = f"--replay_rule {config.replay_rule}"
         rule = REPLAY_RULES[config.replay_rule](self.buffer, config)
         self.rule = self.register(rule, self.rule_name)
@@ -3663,10 +3663,8 @@ def read_rows(
 
     `check` raises ValueError for a row that cannot be used. Raises InputError.
     """
-    problem = (
-        f"has no split {split or 'test'}, but {', '.join(splits)} (--train_split, --eval_split)"
-    )
-    config.require(split in splits, name, problem)
+    splits_are = f"it has {', '.join(splits)} (--train_split, --eval_split)"
+    config.require(split in splits, name, f"has no split {split or 'test'}: {splits_are}")
     has = splits[split].column_names
     names = [next((c for c in column.split("|") if c in has), "") for column in columns]
     problem = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
