@@ -3478,7 +3478,7 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
     config.require(config.steps >= saved["step"], "steps", f"the run is at step {saved['step']}")
     record = json.loads((Path(config.resume) / "config.json").read_text())
     for name in LOCKSTEP if config.lockstep else (*FIXED, "searched_per_prompt"):
-        value = record["resolved"][name]
+        value = record["resolved"].get(name)
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
     for name, checksum in (task.checksums | model_checksums(config)).items():
         source = name if getattr(config, name) else "dataset"

@@ -456,15 +456,15 @@ def test_trackio_gets_steps_and_evaluations_and_resumes_its_run(gsm8k, tmp_path,
 
 
 def test_a_run_that_learns_nothing_says_so_once(gsm8k, tmp_path):
-    """No response ends, and no prompt has two rewards."""
+    """No response ends, no prompt has two rewards, and then the learning rate is 0."""
     out = tmp_path / "run"
-    flags = {"max_response_tokens": 1, "learning_rate": 1e-12, "steps": 26}
+    flags = {"max_response_tokens": 1, "learning_rate": "1e-12@0,0@24", "steps": 26}
     flags |= {"eval_every": 0, "eval_samples": 1, "prompts_per_step": 1, "lockstep": True}
     _, err = run_tba(arguments(gsm8k, out, **flags))
     warnings = [line for line in err.splitlines() if "warning" in line]
-    for name in ("--max_response_tokens", "--dataset"):
+    for name in ("--max_response_tokens", "--dataset", "--learning_rate"):
         assert sum(name in line for line in warnings) == 1, err
-    assert len(warnings) == 2
+    assert len(warnings) == 3
 
 
 def test_what_is_logged_as_waiting_is_waiting():
