@@ -834,7 +834,7 @@ def test_a_resumed_run_may_train_on_groups_that_were_not_stored_before_any_arriv
         response_texts=str,
     )  # fmt: skip
     ignore = lambda name, record: None
-    folder = SimpleNamespace(step=0, say=print, evaluations=[], append=ignore, track_table=ignore)
+    folder = SimpleNamespace(step=0, say=print, evaluations=[], append=ignore, config=config)
     saved = {}
     for inbox in ([one_group(0), one_group(1)], []):
         trainer = tba.Trainer(config, task, folder, tba.Ranks(), saved)
