@@ -321,7 +321,7 @@ OBJECTIVES: dict[str, Callable[[Batch, Config], Loss]] = {
 # ====================================================================================== 3. Settings
 
 ABOVE_0 = sys.float_info.min  # minimum of a flag that must be greater than 0
-Schedule = str  # VALUE, or VALUE@0,VALUE@STEP,...: see `schedule_value`; objectives get its value
+Schedule = str  # see `schedule_value`; objectives get a Config with its value, from `at_step`
 
 
 def flag(
@@ -338,10 +338,7 @@ schedule = partial(flag, scheduled=True)  # a flag whose value may change with t
 
 @dataclass
 class Config:
-    """The settings of the method and the system. Symbols in brackets are the paper's.
-
-    Schedules are text here, and numbers in the copy that `at_step` makes for an objective.
-    """
+    """The settings of the method and the system. Symbols in brackets are the paper's."""
 
     # what most runs set
     task: str = flag("gsm8k", "Task: gsm8k, math, tldr, redteam, or one defined by --plugin.")
@@ -1301,8 +1298,7 @@ class Searcher:
         while not receiving.done():
             self.submit_prompts()
             if self.engine.unfinished:
-                completions = self.engine.step(self.between_steps)
-                self.handle_completions(completions)
+                self.handle_completions(self.engine.step(self.between_steps))
             else:
                 start = time.perf_counter()
                 self.wake_up.wait(POLL_SECONDS)
@@ -2257,8 +2253,8 @@ def vllm_can_run() -> bool:
 def probes(task: Task) -> Sequences:
     """Fixed sequences that show whether an engine has the Trainer's weights.
 
-    Both sides score the responses. Two to a prompt of 8 tokens: they share a packed row. The last
-    is as long as the run's longest sequence, with the prompt that follows it in the engine.
+    Prompts of 8 tokens have two responses, which share a packed row. The last one is as long as the
+    run's longest sequence, with the prompt that follows it in the engine.
     """
     tokens = np.concatenate(task.train_prompts[:16])
     rows = np.resize(tokens, (3, 24))  # repeated if too short
@@ -3336,8 +3332,7 @@ def save(trainer: Trainer) -> None:
     if not previous.exception() and previous.result() == trainer.step:  # waits for it
         trainer.folder.draw_curves()  # with evaluations that have ended since
         return
-    others = {n: owner for n, owner in trainer.registered.items() if n != "Learner"}
-    saved = {name: owner.state() for name, owner in others.items()}
+    saved = {n: owner.state() for n, owner in trainer.registered.items() if n != "Learner"}
     saved["Learner"] = on_every_rank(trainer.learner, Learner.state)
     lists = {name: s.pop("trajectories") for name, s in saved.items() if "trajectories" in s}
     saved |= {"step": trainer.step, "checksums": trainer.task.checksums}
@@ -3852,10 +3847,8 @@ class RunFolder:
 
     def track(self, values: dict, step: int) -> None:
         """Send metrics to the tracker; an evaluation's step may be an earlier one."""
-        # which W&B refuses: its axis is a metric
-        self.accelerator.log(
-            {**values, "step": step}, None if self.config.report_to == "wandb" else step
-        )
+        axis = None if self.config.report_to == "wandb" else step  # W&B's is the metric "step"
+        self.accelerator.log({**values, "step": step}, axis)
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to files, tracker and terminal."""
