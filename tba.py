@@ -2989,10 +2989,10 @@ def join_cluster(config: Config) -> int:
         raise InputError(f"--cluster {config.cluster}: {first_line(error)}") from None
     kind = "GPU" if torch.cuda.is_available() else "CPU"  # as in ClusterProcess
     node = ray.get_runtime_context().get_node_id()
-    reserved = ray.util.placement_group(
+    slot = ray.util.placement_group(
         [{kind: local_ranks()}], bundle_label_selector=[{"ray.io/node-id": node}]
     )
-    config.require(reserved.wait(5), "cluster", f"has no free {kind} here for the Trainer")
+    config.require(slot.wait(5), "cluster", f"has no free {kind} on this machine for the Trainer")
     others = int(ray.cluster_resources()[kind]) - local_ranks()
     config.require(others > 0, "cluster", f"has no {kind} left for a Searcher")
     (devices,) = [n["Resources"][kind] for n in ray.nodes() if n["NodeID"] == node]
