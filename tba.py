@@ -2454,8 +2454,8 @@ class WeightSync(Stateful):
         names = ", ".join(f"Searcher {s.spec.searcher}" for s in suspects) or "the Trainer"
         reason = "it ended or does not reply" if lost else [*transfer.missed.values(), error][0]
         self.searchers.say(
-            f"warning: sending the weights of step {transfer.version} failed: "
-            f"{first_line(reason)}; suspected: {names}"
+            f"warning: sending the weights of step {transfer.version} failed: {first_line(reason)} "
+            f"(--transfer_timeout {self.config.transfer_timeout:g}); suspected: {names}"
         )
 
     def begin_if_due(self, step: int) -> None:
