@@ -2193,6 +2193,7 @@ class VLLMEngine:
             versions = [(span[0], span[-1]) for span in spans]
             completions.append(Completion(request, tokens, logprobs, ended, versions))
         self.outputs.clear()
+        between_steps()
         return completions
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -3847,8 +3848,8 @@ class RunFolder:
 
     def track(self, values: dict, step: int) -> None:
         """Send metrics to the tracker; an evaluation's step may be an earlier one."""
-        axis = None if self.config.report_to == "wandb" else step  # W&B's is the metric "step"
-        self.accelerator.log({**values, "step": step}, axis)
+        is_metric = self.config.report_to == "wandb"  # W&B's axis, as it refuses earlier steps
+        self.accelerator.log({**values, "step": step}, None if is_metric else step)
 
     def write_evaluation(self, step: int, n: int, metrics: dict, answers: str) -> None:
         """Log an evaluation of n prompts: to files, tracker and terminal."""
