@@ -167,7 +167,7 @@ class Trajectory:
     reward: float
     prompt_id: int
     version: int  # optimizer step of the weights that sampled its first token
-    last_version: int  # likewise for its last token: weights can change in mid-response
+    last_version: int  # the same for its last token, as weights can change mid-response
     reference_version: int  # step of the reference
 
 
@@ -943,7 +943,7 @@ class Trainer(Stateful):
         return self.searchers.first_missing >= self.searchers.search_end
 
     def train_step(self, minibatch: Minibatch) -> None:
-        """Take one optimizer step, log it, and note what is due after it."""
+        """Take one optimizer step, log it, and mark the sync or evaluation that is now due."""
         config = self.config
         now = at_step(config, self.step)  # the settings, with the values of schedules
         metrics = on_every_rank(self.learner, Learner.step, minibatch, now, self.step)

@@ -380,7 +380,7 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
         os.kill(int((run.faults / f"pid-{searcher}").read_text()), signal.SIGKILL)
 
     def versions():
-        """Of the weights that have been sent: one transfer begins when the one before is over."""
+        """The versions that were sent; a transfer begins only once the previous one is over."""
         return {m["version"] for m in read_lines(out / "metrics.jsonl")}
 
     def next_versions():
