@@ -70,6 +70,8 @@ import time
 import traceback
 import types
 import typing
+import unicodedata
+import unittest.mock
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -77,7 +79,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from decimal import Decimal
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.managers import SyncManager
@@ -89,6 +91,8 @@ if sys.platform != "linux" or not (3, 11) <= sys.version_info[:2] <= (3, 13):
     print(f"tba.py needs Linux and Python 3.11 to 3.13, not {here}", file=sys.stderr)
     sys.exit(2)
 if __name__ == "__main__":  # run as a module of this name, by which all processes find its classes
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # Ctrl-C during imports: no traceback
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     spec = importlib.util.spec_from_file_location("tba", __file__)
     sys.modules["tba"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["tba"])
@@ -113,11 +117,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.hf_argparser import string_to_bool
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 ####################################### Part I: the method #########################################
@@ -146,10 +152,13 @@ def trajectory_balance_loss(
 class Trajectory:
     """One response to one prompt.
 
-    Its staleness is the optimizer step that trains on it, minus `version`. For a response that
-    lockstep has just sampled it is --lag (less in the first steps, or after a Searcher's restart).
-    In an asynchronous run it has no bound: steps are taken until the next sync, while weights are
-    sent, while the response is generated and scored, and while its group waits to be drawn.
+    Its staleness is the optimizer step that trains on it, minus `version`. The table in
+    `Trainer.run_lockstep` has lockstep's. In an asynchronous run it has no bound: steps are taken
+    until the next sync, while weights are sent, while the response is generated and scored, and
+    while its group waits to be drawn.
+
+    A demonstration (`Task.demonstrations`) has version -1 and no staleness. Its source counts as a
+    deterministic behaviour policy: its log-probabilities are 0.
     """
 
     TOKEN_FIELDS: ClassVar = ("tokens", "logprobs", "ref_logprobs")  # (T,) each
@@ -161,7 +170,7 @@ class Trajectory:
     ref_logprobs: np.ndarray  # (T,) float32, under the reference
     ended: bool  # finished with EOS (not truncated)
     # log pi(y|x) - log pi_ref(y|x), pi being the behaviour policy, for the metric kl; NaN if it was
-    # sampled at another temperature than --temperature, or if the task adjusted log pi_ref
+    # not sampled at --temperature, or if the task adjusted log pi_ref
     kl: float
     temperature: float  # requested sampling temperature
     reward: float
@@ -346,10 +355,9 @@ class Config:
     dataset: str = flag("", "Prompts: a folder, a file, or a hub name such as openai/gsm8k:main.")
     train_split: str = flag("train", "Split of --dataset to train on.")
     steps: int = flag(700, "Number of optimizer steps; 0: only evaluate --model.")
-    lockstep: bool = flag(
-        False, "Train on exactly the groups sampled for the step; both sides wait."
-    )
-    lag: int = flag(0, "With --lockstep: batch t is sampled with the weights of step t - LAG.")
+    lockstep: bool = flag(False, "Train on exactly the groups sampled for a step; both sides wait.")
+    lag: int = flag(0, "With --lockstep: batches sampled between a batch and its training.")
+    updates_per_batch: int = flag(1, "With --lockstep: optimizer steps on each batch [E].", 1)
     prompts_per_step: int = flag(7, "Prompts per training batch [B].", 1)
     trained_per_prompt: int = flag(20, "Trajectories per prompt in a training batch [K].", 2)
     searched_per_prompt: int = flag(24, "Responses sampled per prompt [S >= K]; lockstep: K.")
@@ -363,6 +371,7 @@ class Config:
     max_prompt_tokens: int = flag(0, "Maximum prompt tokens; skip longer ones; 0: unlimited.")
     max_total_tokens: int = flag(0, "Maximum tokens of prompt and response; 0: unlimited.")
     sequences_in_flight: int = flag(256, "Maximum concurrent sequences per Searcher.", 1)
+    chat_template_kwargs: str = flag("", 'For chat templates, as JSON: {"enable_thinking": false}')
 
     objective: str = flag("tb", "tb, tb_learned_z, tba_prime, proximal_rloo, or from --plugin.")
     tau: Schedule = schedule("1", "Temperature of the target; value or schedule.", ABOVE_0)
@@ -371,9 +380,7 @@ class Config:
     reset_reference_every: int = flag(0, "Steps between reference resets [rho]; 0: never.")
 
     recent_probability: float | None = flag(
-        None,
-        "Probability that a group of a batch is recent [m]; default: 0.95; lockstep: 1.",
-        maximum=1,
+        None, "Probability that a batch's group is recent [m]; default: 0.95; lockstep: 1.", 0, 1
     )
     replay_rule: str = flag("recent_or_reward", "recent_or_reward, or one defined by --plugin.")
     reward_inverse_temperature: float = flag(0.0, "Inverse temperature of replay by reward.")
@@ -393,7 +400,7 @@ class Config:
     cluster: str = flag("", "Ray cluster for Searchers: auto, or ADDRESS:PORT of its head node.")
     dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "Compute dtype; auto: by device.")
     gpu_memory_utilization: float = flag(0.5, "vLLM's fraction of GPU memory.", ABOVE_0, 1)
-    sync_every: int = flag(2, "Optimizer steps between weight syncs [k]; lockstep: always 1.", 1)
+    sync_every: int = flag(2, "Optimizer steps between weight syncs [k]; not in lockstep.", 1)
     logprob_tolerance: float = flag(0.0, "Maximum engine log-prob gap; 0: 1e-3, or 1 in bfloat16.")
     transfer_timeout: float = flag(30.0, "Timeout of a weight transfer in seconds.", ABOVE_0)
     searcher_timeout: float = flag(300.0, "Heartbeat timeout of a Searcher in seconds.", ABOVE_0)
@@ -521,6 +528,10 @@ class ReplayRule(Stateful):
         """Draw K trajectories of each of B prompts; None: wait for another group."""
         raise NotImplementedError
 
+    def choose(self, groups: list[Group]) -> list[Group]:
+        """Lockstep: those of a batch's groups to train on; if there are none, it trains on all."""
+        return groups
+
     def replay(self, count: int, K: int, used: set[int]) -> Minibatch:
         """K trajectories of each of `count` prompts, which are added to `used`.
 
@@ -539,11 +550,10 @@ class ReplayRule(Stateful):
         """Take the next stored prompt that is not in `used`, perhaps of a new epoch."""
         stored = self.buffer.trajectories
         while True:
-            left = (p for p in reversed(self.epoch) if stored.get(p) and p not in used)
-            prompt_id = next(left, None)
-            if prompt_id is not None:
-                self.epoch.remove(prompt_id)
-                return prompt_id
+            for prompt_id in reversed(self.epoch):
+                if stored.get(prompt_id) and prompt_id not in used:
+                    self.epoch.remove(prompt_id)
+                    return prompt_id
             prompts = [p for p in stored if stored[p]]
             if not prompts:
                 raise RunEnded("--replay_rule: no trajectory is stored that could be replayed")
@@ -622,7 +632,7 @@ class RecentOrReward(ReplayRule):
         return [*distinct.values(), *duplicates][:K]
 
 
-# name -> class; plug-ins add their own: docs/hacking.md has `anchored` and `varied`
+# name -> class; plug-ins add their own: docs/hacking.md has `anchored`, `varied` and `dynamic`
 REPLAY_RULES: dict[str, type[ReplayRule]] = {"recent_or_reward": RecentOrReward}
 
 
@@ -639,7 +649,6 @@ class Task:
     columns: tuple[str, ...] = ()  # "a|b" is column a or else b
     template = ""  # the prompt, formatted with the columns
     buffer_class: type[ReplayBuffer] = ReplayBuffer
-    special_tokens = True  # prompts get the tokenizer's special tokens, such as BOS
     keep_special_tokens = False  # in responses' texts, such as <answer> and EOS
     stop: tuple[str, ...] = ()  # tokens with one of these in their text end a response, as EOS does
     greedy_evaluation = True  # with one response per prompt
@@ -655,6 +664,7 @@ class Task:
     model_files: dict[str, bytes]  # its small files, for `save_model`: later they may be gone
     train_prompts: list[np.ndarray]  # (P,) int32 each
     held_out_prompts: list[np.ndarray]
+    demonstration_tokens: list[list[np.ndarray]]  # of each training prompt
     checksums: dict[str, int]  # of examples, and of models, by flag
     end_tokens: list[int]  # those that end a response
     packs: bool  # a row may hold several responses to a prompt, which is then computed once
@@ -665,6 +675,8 @@ class Task:
         """Read the data, and check what can be checked before a model loads."""
         self.config = config
         self.tokenizer = tokenizer
+        # for `response_texts`; once, as other threads may change the tokenizer meanwhile
+        self.letter = tokenizer("a", add_special_tokens=False)["input_ids"]
         if self.engines > 1:
             self.reward_threads = 0
         self.train, self.held_out = self.examples()
@@ -676,9 +688,21 @@ class Task:
     def check(self, example: dict) -> None:
         """Called on every example; raise ValueError with the reason if it cannot be used."""
 
-    def prompt(self, example: dict) -> str:
-        """The text that the policy continues."""
-        return self.template.format(**example)
+    def prompt(self, example: dict) -> Prompt:
+        """What the policy continues: a text, or messages for the model's chat template."""
+        try:
+            return self.template.format(**example)
+        except (IndexError, KeyError, ValueError) as error:
+            problem = f"{error!r}: its template needs {{column}}, and other braces doubled"
+            raise InputError(f"--task {self.config.task}: {problem}") from None
+
+    def demonstrations(self, example: dict) -> list[str]:
+        """Responses by others, such as gold solutions, that take the place of sampled ones.
+
+        They are among the S responses of each group of the prompt, and end with EOS. Those that
+        exceed the maximum response length are left out.
+        """
+        return []
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
         """In a Searcher: load the models that rewards and evaluation need.
@@ -700,11 +724,17 @@ class Task:
 
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
         """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
-        rewards = np.asarray(self.rewards(examples, responses, ended), np.float32)
+        rewards = self.rewards(examples, responses, ended)
+        if isinstance(rewards, Tensor):
+            rewards = rewards.detach().cpu().float()
         n = len(responses)
-        if rewards.shape != (n,) or not np.isfinite(rewards).all():
-            raise ValueError(f"{type(self).__name__}.rewards: {rewards}, not {n} finite numbers")
-        return rewards.tolist()
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            values = np.asarray(rewards, np.float32)
+            is_real = not (np.iscomplexobj(rewards) or np.ma.is_masked(rewards))
+            if is_real and values.shape == (n,) and np.isfinite(values).all():
+                return values.tolist()
+        name = type(self).__name__
+        raise ValueError(f"{name}.rewards returned {rewards!r:.200}, not {n} finite numbers")
 
     def adjust_ref_logprobs(self, tokens: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
         """log pi_ref (T,) of a response to train with; lower it to rule the response out."""
@@ -715,12 +745,9 @@ class Task:
         return [{"reward": reward} for reward in self.checked_rewards(examples, responses, ended)]
 
     def summarize(self, records: list[dict]) -> dict[str, float]:
-        """Metrics of a whole evaluation: the mean of each key."""
-        return {key: float(np.mean([record[key] for record in records])) for key in records[0]}
-
-    def text(self, tokens: np.ndarray | list[int]) -> str:
-        """Decode a prompt, or other tokens at the start of a text."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=not self.keep_special_tokens)
+        """Metrics of a whole evaluation: the mean of each key over the records that have it."""
+        keys = dict.fromkeys(key for record in records for key in record)
+        return {key: float(np.mean([r[key] for r in records if key in r])) for key in keys}
 
     def response_texts(self, responses: list[np.ndarray]) -> list[str]:
         """Decode responses as continuations of their prompts, with a leading space.
@@ -728,21 +755,21 @@ class Task:
         SentencePiece drops it at the start of a text, so each is decoded after a letter, which is
         then cut off. (After the prompt would not do: its last bytes can merge with the response.)
         """
-        letter = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        start = len(self.text(letter))
-        return [self.text([*letter, *tokens.tolist()])[start:] for tokens in responses]
+        decode = partial(self.tokenizer.decode, skip_special_tokens=not self.keep_special_tokens)
+        start = len(decode(self.letter))
+        return [decode([*self.letter, *tokens.tolist()])[start:] for tokens in responses]
 
 
 def extract_number(text: str) -> float | None:
-    """GSM8K's answer: the last number in the text, without commas; None without one.
+    """GSM8K's answer: the last number in the text, without separators; None without one.
 
     The minus of "5-3" is a subtraction: it gives 3 (the authors' parser: -3).
 
     >>> extract_number("so 3 * 400 = 1,200 dollars.")
     1200.0
     """
-    without_commas = re.sub(r"(?<=\d),(?=\d)", "", text)
-    numbers = re.findall(r"(?:(?<!\d)-)?\d*\.?\d+", without_commas)
+    text = re.sub(r"(?<=\d)(?:,(?=\d)|['_](?=\d{3}(?!\d)))", "", usual_characters(text))
+    numbers = re.findall(r"(?:(?<!\d)-)?\d*\.?\d+", text)
     return float(numbers[-1]) if numbers else None
 
 
@@ -787,9 +814,6 @@ class Trainer(Stateful):
 
     and pauses to store groups (at most STORE_SECONDS per poll), to score the probes at a sync, and
     to copy its weights and states.
-
-    Groups have positions in the prompt order. `searchers` knows which have arrived: all before
-    `first_missing`, and `arrived_positions`; prompts before `search_end` may be submitted.
     """
 
     LOG_EVERY = 30  # seconds between log lines about a wait
@@ -815,6 +839,7 @@ class Trainer(Stateful):
         self.step = folder.step  # optimizer steps taken, skipped ones included
         self.inbox: list[Group] = []  # arrived, but not stored yet; lockstep: not trained on yet
         self.groups_stored = 0  # since the start, the resume or the latest reference reset
+        self.groups_dropped = 0  # since the latest step: an earlier reference scored them
         self.waiting_because = ""  # why there is no next minibatch, for the log
         self.register(self, "Trainer")
         self.arrived = list(self.inbox)  # groups since the latest step, for metrics
@@ -854,7 +879,6 @@ class Trainer(Stateful):
         self.learner = Learner(self.config, self.task, self.ranks, folder)
         self.register(self.learner, "Learner")
         on_every_rank(self.learner, policy_probes)  # returns once all have loaded the policy
-        self.searchers.start_missing()  # on a shared GPU: once the policy has its memory
         self.sync = WeightSync(self.learner, self.searchers, self.evaluations)
         self.register(self.sync, "WeightSync")
         if self.config.lockstep:
@@ -901,40 +925,53 @@ class Trainer(Stateful):
             self.buffer.add(group)
             self.rule.on_group(group)
             self.groups_stored += 1
+        else:
+            self.groups_dropped += 1
 
     def run_lockstep(self) -> None:
-        """Train on batch t exactly as sampled, by the policy and reference of step t - lag.
+        """Take E steps on batch b exactly as sampled, by the policy and reference of batch b - lag.
 
-        The weights of step t are sent at once; Searchers load them when all groups that were
-        requested before are complete. Groups bypass the buffer, so duplicates count. With
-        --recent_probability m < 1, the rule's `replay` supplies a fraction 1 - m of each batch.
+        The weights of a batch's last step (E: --updates_per_batch) are sent at once; Searchers load
+        them when all groups that were requested before are complete. Groups bypass the buffer, so
+        duplicates count. The rule's `choose` may leave some out. With --recent_probability m < 1,
+        its `replay` supplies a fraction 1 - m of each step's minibatch.
 
         Example, --lag 2:    step  trains on  sampled with weights of step  requests
                              0     batch 0    0                             batches 0, 1 and 2
                              1     batch 1    0                             batch 3
                              2     batch 2    0                             batch 4
                              3     batch 3    1                             batch 5
+        E = 2, --lag 1:      0, 1  batch 0    0                             batches 0 and 1
+                             2, 3  batch 1    0 (staleness 2, 3)            batch 2
+                             4, 5  batch 2    2 (staleness 2, 3)            batch 3
         """
         config = self.config
+        E = config.updates_per_batch
         n = max(1, round(config.recent_probability * config.prompts_per_step))  # sampled per step
         while self.step < config.steps:
             self.wait_for("a weight sync", lambda: not (self.sync.due or self.sync.in_progress))
             self.wait_for("an evaluation", self.evaluations.idle)
-            self.searchers.search_up_to(n * (self.step + config.lag + 1))
-            self.wait_for("generation", lambda: self.searchers.first_missing >= n * (self.step + 1))
+            batch, update = divmod(self.step, E)
+            end = n * (batch + 1)  # of the batch, in the prompt order
+            self.searchers.search_up_to(end + n * config.lag)
+            self.wait_for("generation", lambda end=end: self.searchers.first_missing >= end)
             self.inbox.sort(key=lambda group: group.index)
             sampled = self.inbox[:n]
-            self.inbox = self.inbox[n:]
-            self.arrived = sampled  # not those of later batches
-            minibatch = [group.trajectories for group in sampled]
+            is_new = update == 0 or not self.log.means  # or it was begun before a resume
+            self.arrived = sampled if is_new else []  # not those of later batches
+            if update == E - 1:
+                self.inbox = self.inbox[n:]
+            chosen = self.rule.choose(sampled) or sampled
+            minibatch = [group.trajectories for group in chosen]
             if n < config.prompts_per_step:
-                for group in sampled:
+                for group in sampled if update == 0 else []:
                     self.store(group)
                 used = {group.prompt_id for group in sampled}
                 replayed = config.prompts_per_step - n
                 minibatch += self.rule.replay(replayed, config.trained_per_prompt, used)
-            self.train_step(minibatch)  # after which a sync is due
-            self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
+            self.train_step(minibatch)  # after a batch's last step a sync is due
+            if update == E - 1:
+                self.wait_for("generation", self.at_barrier)  # with --lag: groups of later batches
             self.poll()  # stops here after a signal
             self.save_if_due()
 
@@ -950,10 +987,11 @@ class Trainer(Stateful):
         if config.reset_reference_every and (self.step + 1) % config.reset_reference_every == 0:
             self.reset_reference()
         self.step += 1
-        self.sync.due |= config.lockstep or self.step % config.sync_every == 0
+        self.sync.due |= self.step % config.sync_every == 0
         self.evaluations.due |= self.evaluations.last_due(self.step) == self.step
         self.log.write(metrics, minibatch)
         self.arrived = []
+        self.groups_dropped = 0
         if self.learner.skipped:
             self.folder.say(f"step {self.step}: loss or gradient not finite; step skipped")
         if self.learner.skipped >= 10:
@@ -973,6 +1011,7 @@ class Trainer(Stateful):
     def save_if_due(self) -> None:
         """Save a checkpoint every --save_every steps, once the previous one is written."""
         if self.config.save_every and self.step % self.config.save_every == 0:
+            self.wait_for("generation", self.can_stop)
             self.wait_for("the previous checkpoint", self.saving.done)
             save(self)
 
@@ -998,19 +1037,16 @@ class Trainer(Stateful):
         return result
 
     def poll(self) -> None:
-        """Handle messages and signals, restart failed Searchers, advance the sync; store groups.
-
-        An evaluation that loses a Searcher is dropped. It begins anew with the next weights, which
-        are then due at once, and is logged under their step.
-        """
+        """Handle messages and signals, restart failed Searchers, advance the sync; store groups."""
         if self.signals and self.can_stop():
             raise KeyboardInterrupt(next(iter(self.signals)))
         if self.saving.done() and (error := self.saving.exception()):
             raise RunEnded(f"writing a checkpoint failed: {error!r}")
         self.handle_messages()
         for s in self.searchers.reap():
-            self.evaluations.drop(s)
+            self.evaluations.drop(s)  # they begin anew with the next weights
             self.searchers.restart(s)
+        self.searchers.start_missing()
         self.sync.poll()
         self.sync.begin_if_due(self.step)
         if not self.config.lockstep:
@@ -1073,19 +1109,14 @@ class Learner(Stateful):
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         matrices = [p for p in self.trained.values() if p.ndim > 1]
         vectors = [p for p in self.trained.values() if p.ndim <= 1]  # norms and biases
-        optimized = [
-            {"params": matrices, "lr_scale": 1.0, "weight_decay": config.weight_decay},
-            {"params": vectors, "lr_scale": 1.0},
-        ]
-        peak = max(ABOVE_0, *(value for _, value, _ in schedule_points(config.learning_rate)))
-        self.parameters: dict[str, nn.Parameter] = {}  # those in PARAMETERS
-        for name, (size, rate) in PARAMETERS.items():
-            zeros = torch.zeros(size or len(task.train_prompts), device=self.device)
-            self.parameters[name] = nn.Parameter(zeros)
-            optimized.append({"params": [self.parameters[name]], "lr_scale": rate / peak})
+        optimized = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors}]
         self.optimizer = torch.optim.AdamW(
             optimized, betas=(0.9, config.adam_beta2), weight_decay=0.0, fused=True
         )
+        self.parameters: dict[str, nn.Parameter] = {}  # those in PARAMETERS
+        for name, (size, _) in PARAMETERS.items():
+            zeros = torch.zeros(size or len(task.train_prompts), device=self.device)
+            self.parameters[name] = nn.Parameter(zeros)
         self.trained |= self.parameters
         self.sampling_sums: deque[Tensor] = deque(maxlen=10)  # `fresh_token_sums` of each step
         self.coupled = False  # whether the loss has coupled groups: see `backward`
@@ -1096,43 +1127,59 @@ class Learner(Stateful):
         self.snapshot: FlatWeights | None = None  # on rank 0: the weights that a sync sends
 
     def step(self, minibatch: Minibatch, now: Config, step: int) -> dict[str, float]:
-        """Take an AdamW step with the settings of this step, on every rank. Returns metrics.
-
-        The step is skipped if the loss or the gradient is not finite.
-        """
+        """Take an AdamW step, on every rank, if loss and gradient are finite. Returns metrics."""
         start = time.perf_counter()
         metrics = self.gradient(minibatch, now, step)
         computed = time.perf_counter()
         for param_group in self.optimizer.param_groups:
-            param_group["lr"] = param_group["lr_scale"] * now.learning_rate
+            param_group["lr"] = now.learning_rate
         norms = metrics["grad_norm"] + metrics.pop("parameters_grad_norm")
         is_finite = math.isfinite(metrics["loss"] + norms)
         self.skipped = 0 if is_finite else self.skipped + 1
         if is_finite:
-            before = {p: p.detach().clone() for p in self.parameters.values()}
             self.optimizer.step()
-            # AdamW's momentum would also move the log Z of prompts that are not in the batch
-            for p, old in before.items():
-                p.data = torch.where(p.grad == 0, old, p.data)
-        self.optimizer.zero_grad()
-        return metrics | {
+            for name, parameter in self.parameters.items():
+                self.update_parameter(name, parameter, now.learning_rate)
+        for parameter in self.trained.values():
+            parameter.grad = None
+        settings_and_times = {
             "beta": now.beta,
             "lr": now.learning_rate,
             "forward_backward_seconds": computed - start,
             "optimizer_seconds": time.perf_counter() - computed,
         }
+        return disjoint_union(metrics, settings_and_times)
+
+    @torch.no_grad()
+    def update_parameter(self, name: str, parameter: nn.Parameter, learning_rate: float) -> None:
+        """Take a step of Adam for one of PARAMETERS, each entry of which counts its own steps.
+
+        An entry without gradient, such as log Z of a prompt that is not in the batch, stays, with
+        its moments. AdamW would move it, and count these steps in its bias corrections.
+        """
+        peak = max(ABOVE_0, *(value for _, value, _ in schedule_points(self.config.learning_rate)))
+        rate = PARAMETERS[name][1] / peak * learning_rate
+        beta1, beta2 = self.optimizer.defaults["betas"]
+        gradient = parameter.grad
+        visited = gradient != 0
+        moments = self.optimizer.state[parameter]
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            moments.setdefault(key, torch.zeros_like(parameter))
+        steps = moments["step"].add_(visited)
+        mean = moments["exp_avg"].lerp_(gradient, (1 - beta1) * visited)
+        square = moments["exp_avg_sq"].lerp_(gradient.square(), (1 - beta2) * visited)
+        change = mean / (1 - beta1**steps) / ((square / (1 - beta2**steps)).sqrt() + 1e-8)
+        parameter -= torch.where(visited, rate * change, 0.0)
 
     def gradient(self, minibatch: Minibatch, now: Config, step: int) -> dict[str, float]:
         """Compute and clip the gradient; recompute it if the loss turns out to couple groups."""
         measured = self.backward(minibatch, now, step)
         weights = [p for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in weights])
+        norm = nn.utils.get_total_norm([p.grad for p in weights])  # before clipping
         if self.config.max_grad_norm:
             nn.utils.clip_grads_with_norm_(weights, self.config.max_grad_norm, norm)
-        measured["grad_norm"] = gather_full(norm).reshape(())  # before clipping
-        values = torch.stack(
-            list(measured.values())
-        ).tolist()  # the step's only device sync in one pass
+        measured = disjoint_union(measured, {"grad_norm": gather_full(norm).reshape(())})
+        values = torch.stack([*measured.values()]).tolist()  # one pass has no other device sync
         metrics = dict(zip(measured, values, strict=True))
         is_exact = metrics.pop("derivative_error") <= 1e-4  # False if it is NaN
         if not is_exact and math.isfinite(metrics["loss"]) and not self.coupled:
@@ -1188,23 +1235,30 @@ class Learner(Stateful):
         for parameter, gradient in zip(self.parameters.values(), parameter_grads, strict=True):
             parameter.grad = gradient
         self.sampling_sums.append(fresh_token_sums(batch, minibatch, moments, now))
-        measured = {
+        own = {
             "loss": result.loss,
             "entropy": moments[:, 0].mean(),
             "derivative_error": (used - exact).norm() / exact.norm().clamp(min=1e-30),
             "parameters_grad_norm": torch.cat(parameter_grads).norm(),
-            **batch_metrics(batch, now),
             **sampling_metrics(self.sampling_sums),
-            **result.metrics,
         }
-        return {name: value.detach().float() for name, value in measured.items()}
+        measured = disjoint_union(own, batch_metrics(batch, now) | result.metrics)
+        load = partial(torch.as_tensor, device=self.device)
+        return {name: load(value).detach().float() for name, value in measured.items()}
 
     def derivatives(self, batch: Batch, now: Config) -> tuple[Tensor, list[Tensor], Loss]:
-        """The loss's derivatives w.r.t. log-probabilities (N,) and each of PARAMETERS; the Loss."""
-        result = OBJECTIVES[now.objective](batch, now)
+        """The loss's derivatives w.r.t. log-probabilities (N,) and each of PARAMETERS; the Loss.
+
+        The objective gets copies, so it may change the batch. Its loss may be a constant, for
+        instance if it masks all groups: an empty sum makes it a function of log pi.
+        """
+        copies = {name: t.clone() for name, t in vars(batch).items() if isinstance(t, Tensor)}
+        batch_copy = dataclasses.replace(batch, **copies, parameters=dict(self.parameters))
+        result = OBJECTIVES[now.objective](batch_copy, now)
+        loss = result.loss + batch.logprobs[:0].sum()
         inputs = [batch.logprobs, *self.parameters.values()]
-        by_logprob, *by_parameter = torch.autograd.grad(result.loss, inputs, materialize_grads=True)
-        return by_logprob, by_parameter, result
+        by_logprob, *by_parameter = torch.autograd.grad(loss, inputs, materialize_grads=True)
+        return by_logprob, by_parameter, Loss(loss, result.metrics)
 
     def make_batch(self, minibatch: Minibatch, now: Config, step: int) -> Batch:
         """The tensors of a minibatch; its log pi_theta are still 0."""
@@ -1341,7 +1395,7 @@ class Searcher:
             self.submit(
                 id=RequestId(False, index, prompt_id),
                 prompt=prompts[prompt_id],
-                n=S,
+                n=S - len(self.task.demonstration_tokens[prompt_id]),
                 temperature=self.task.temperature(rng),
                 seed=int(rng.integers(2**31)),
             )
@@ -1373,8 +1427,19 @@ class Searcher:
         """Turn responses into groups; the task then computes rewards, or evaluates them."""
         for held_out, waiting in self.scoring.waiting.items():
             of_kind = [c for c in completions if c.request.id.held_out == held_out]
+            if not held_out:
+                self.add_demonstrations(of_kind)
             if of_kind:
                 waiting += self.make_groups(of_kind)
+
+    def add_demonstrations(self, completions: list[Completion]) -> None:
+        """Append their prompts' demonstrations to the sampled responses; see `Trajectory`."""
+        for c in completions:
+            for tokens in self.task.demonstration_tokens[c.request.id.prompt_id]:
+                c.tokens.append(tokens)
+                c.logprobs.append(np.zeros(len(tokens), np.float32))
+                c.ended.append(True)
+                c.versions.append((-1, -1))
 
     def make_groups(self, completions: list[Completion]) -> list[Group]:
         """Groups of completed responses with log pi_ref; rewards are still missing."""
@@ -1397,7 +1462,9 @@ class Searcher:
                 scored = next(remaining)
                 ref_logprobs = self.task.adjust_ref_logprobs(tokens, scored)
                 is_adjusted = not np.array_equal(ref_logprobs, scored)
-                has_kl = temperature == self.config.temperature and not is_adjusted
+                is_sampled = versions[0] >= 0
+                is_usual = is_sampled and temperature == self.config.temperature
+                has_kl = is_usual and not is_adjusted
                 trajectory = Trajectory(
                     tokens=tokens,
                     logprobs=logprobs,
@@ -1411,8 +1478,9 @@ class Searcher:
                     last_version=versions[1],
                     reference_version=self.reference_version,
                 )
+                if is_sampled:
+                    self.tokens += len(tokens)
                 group.trajectories.append(trajectory)
-                self.tokens += len(tokens)
             groups.append(group)
         return groups
 
@@ -1447,13 +1515,19 @@ def local_device() -> torch.device:
     return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
+# in the backward pass, in which nothing is random
+recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+# without a question whether to run a model's own code
+read_config = partial(transformers.AutoConfig.from_pretrained, trust_remote_code=False)
+
+
 def load_model(
     config: Config, path: str, dtype: torch.dtype, device: torch.device,
     kind: str = "AutoModelForCausalLM",
 ) -> nn.Module:  # fmt: skip
     """Load a model, of auto class `kind`, in evaluation mode. Raises ValueError if it is unfit."""
     adapter = transformers.utils.find_adapter_config_file(path)
-    model_config = None if adapter else transformers.AutoConfig.from_pretrained(path)
+    model_config = None if adapter else read_config(path)
     if adapter or hasattr(model_config, "quantization_config"):
         raise ValueError("has an adapter or quantized weights; merge them into a plain model")
     text_config = model_config.get_text_config()
@@ -1514,17 +1588,23 @@ def fuse_norms(layers: list[nn.Module]) -> None:
 
 def fused_norm(norm: nn.Module, plain: Callable, x: Tensor) -> Tensor:
     """The RMSNorm (..., H) of the residual stream, in bfloat16, to which matmuls would cast it."""
-    if x.dtype != torch.float32 or not torch.is_autocast_enabled(x.device.type):
-        return plain(x)  # a block's result is bfloat16 already (OLMo 2); FSDP has no autocast
+    in_stream = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    in_fsdp = norm.weight.dtype == torch.bfloat16  # which has no autocast
+    if not (in_stream or in_fsdp):
+        return plain(x)  # a block's result is bfloat16 already (OLMo 2)
     eps = norm.variance_epsilon
     return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, eps).to(torch.bfloat16)
 
 
-def float_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Float32 logits (..., V), as in vLLM: bfloat16 logits of 64-128 would be 0.5 apart."""
+def float_logits(head: nn.Linear, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Float32 logits (..., V), as in vLLM: bfloat16 logits of 64-128 would be 0.5 apart.
+
+    `weight` is the head's in float32, if it has been converted already.
+    """
+    weight = head.weight.float() if weight is None else weight
     bias = None if head.bias is None else head.bias.float()
     with torch.autocast(hidden.device.type, enabled=False):
-        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+        return nn.functional.linear(hidden.float(), weight, bias)
 
 
 def logits_of(model: nn.Module, output: Any, hidden: Tensor) -> Tensor:
@@ -1575,6 +1655,23 @@ class TokenLogProbs(nn.Module):
         self.row_tokens = min(self.ROW_TOKENS, 4 * width) if packs else 0  # 0: a response per row
         self.ranks = Ranks()  # over which the model is sharded
 
+    @cached_property
+    @torch.no_grad()
+    def gathers(self) -> bool:
+        """Whether `packed_attention` works here: a trial compares it with a dense mask."""
+        prompt, one, other = np.split(np.arange(72, dtype=np.int32), [32, 56])
+        rows = [Row(prompt, [one, other], [one - 32, other - 32])] * 2
+        try:
+            dense, gathered = (self(**pack(rows, self.model.device, g)) for g in (False, True))
+            gap = (dense - gathered)[:, 0].abs().mean().item()
+            if gap < 0.1:  # rounding in bfloat16 alone gives 0.03
+                return True
+            reason = f"a gap of {gap:.3g}"
+        except (RuntimeError, ValueError) as error:  # no kernel, or the model changes its mask
+            reason = first_line(error)
+        print(f"attention uses a dense mask: varlen_attn has {reason}", file=sys.stderr)
+        return False
+
     def forward(
         self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor,
         temperature: float | None = None,
@@ -1587,15 +1684,22 @@ class TokenLogProbs(nn.Module):
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # (N, H)
         output = dataclasses.replace(output, last_hidden_state=None)  # free the other positions
+        head = self.model.get_output_embeddings()
+        patch = contextlib.nullcontext()
+        if isinstance(head, nn.Linear):
+            # converted once, so that the chunks' gradients are summed in float32, also under FSDP
+            converted = partial(float_logits, head, weight=head.weight.float())
+            patch = unittest.mock.patch.object(head, "forward", converted)
 
         def project(hidden: Tensor, targets: Tensor) -> Tensor:
-            logits = logits_of(self.model, output, hidden)  # (CHUNK, V)
+            with patch:
+                logits = logits_of(self.model, output, hidden)  # (CHUNK, V)
             if T != 1:
                 logits = logits / T
             return likelihood(logits.log_softmax(-1), targets)
 
         if torch.is_grad_enabled():
-            project = partial(checkpoint, project, use_reentrant=False)
+            project = partial(recompute, project)
         chunks = map(project, hidden.split(self.CHUNK), targets.split(self.CHUNK))
         return torch.cat(list(chunks))
 
@@ -1649,8 +1753,10 @@ def plan_rows(groups: Sequences, row_tokens: int, budget: int) -> list[list[Row]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device; asynchronously on a GPU."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    """Copy an array to a device; asynchronously on a GPU, for which it is pinned."""
+    tensor = torch.from_numpy(array)
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def padded_tokens(rows: list[Row]) -> int:
@@ -1658,10 +1764,72 @@ def padded_tokens(rows: list[Row]) -> int:
     return len(rows) * max(row.length for row in rows)
 
 
-def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
+def gathering(rows: list[Row], width: int, device: torch.device) -> tuple:
+    """Where queries (N,) and keys (M,) are in rows of `width` tokens; the S sequences' lengths.
+
+    A prompt is a sequence, and attends to itself. So is each response, which attends to the prompt,
+    too: its keys are more than its queries, and end with them. Lengths are as `varlen_attn` takes
+    them: where queries and keys start, (S + 1,) each, and the longest sequence of each.
+
+    Example: a prompt of 2 tokens with responses of 3 and 2 in one row has the queries 0 1 | 2 3 4 |
+    5 6 and the keys 0 1 | 0 1 2 3 4 | 0 1 5 6.
+    """
+    queries = []
+    keys = []
+    for r, row in enumerate(rows):
+        lengths = [len(row.prompt), *map(len, row.responses)]
+        prompt, *responses = np.split(np.arange(row.length), np.cumsum(lengths)[:-1])
+        queries += [r * width + own for own in (prompt, *responses)]
+        keys += [r * width + own for own in (prompt, *(np.append(prompt, y) for y in responses))]
+    load = partial(to_device, device=device)
+    starts = lambda parts: load(np.cumsum([0, *map(len, parts)], dtype=np.int32))
+    longest = max(map(len, keys))
+    lengths = starts(queries), starts(keys), longest, longest
+    return load(np.concatenate(queries)), load(np.concatenate(keys)), lengths
+
+
+def packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' SDPA of query (R, H, L, D); rows with a `gathering` compute its scores alone.
+
+    A dense mask computes five times as many. Gradients of a prompt's keys, which all its responses
+    share, are summed in float32.
+    """
+    if not hasattr(attention_mask, "gathering"):
+        args = (module, query, key, value, attention_mask)
+        return sdpa_attention_forward(*args, scaling=scaling, **options)
+    queries, keys, lengths = attention_mask.gathering
+    R, _, L, _ = query.shape
+    precise = torch.promote_types(query.dtype, torch.float32)
+    computed = torch.bfloat16 if query.is_cuda else query.dtype
+
+    def take(x: Tensor, index: Tensor) -> Tensor:
+        flat = x.transpose(1, 2).flatten(0, 1).to(precise)  # (R L, heads, D)
+        return flat.index_select(0, index).to(computed)
+
+    output = varlen_attn(
+        take(query, queries),
+        take(key, keys),
+        take(value, keys),
+        *lengths,
+        scale=scaling,
+        window_size=(-1, 0),  # causal; the last query sees the last key
+        enable_gqa=True,
+    )
+    whole = output.new_zeros(R * L, *output.shape[1:]).index_copy(0, queries, output)
+    return whole.unflatten(0, (R, L)), None
+
+
+transformers.AttentionInterface.register("sdpa", packed_attention)
+
+
+def pack(rows: list[Row], device: torch.device, gathers: bool = False) -> dict[str, Any]:
     """Build the input of `TokenLogProbs` from R rows, padded on the right to L tokens.
 
-    A response's position ids continue the prompt's, and it attends to the prompt and itself.
+    A response's position ids continue the prompt's, and it attends to the prompt and itself: by a
+    mask or, with `gathers`, in `packed_attention`.
     `positions` (N,) are the flattened positions that predict `targets` (N,), the response tokens.
 
     Example: the prompt [5, 6] with the responses [7, 8, 2] and [9, 2] in one row gives input_ids
@@ -1689,10 +1857,16 @@ def pack(rows: list[Row], device: torch.device) -> dict[str, Any]:
     # accept no position ids, others start a new sequence at each 0
     if any(len(row.responses) > 1 for row in rows):
         inputs["position_ids"] = to_device(position_ids, device)
-        owners = to_device(owner, device)  # (R, L)
-        same_owner = owners[:, None, :] == owners[:, :, None]  # (R, L, L)
-        visible = same_owner | (owners[:, None, :] == 0)
-        inputs["attention_mask"] = visible.tril()[:, None]  # (R, 1, L, L)
+        if gathers:
+            # models pass a mask of four dimensions on as it is; no other attention could use this
+            mask = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
+            mask.gathering = gathering(rows, shape[1], device)
+        else:
+            owners = to_device(owner, device)  # (R, L)
+            same_owner = owners[:, None, :] == owners[:, :, None]  # (R, L, L)
+            visible = same_owner | (owners[:, None, :] == 0)
+            mask = visible.tril()[:, None]  # (R, 1, L, L)
+        inputs["attention_mask"] = mask
     return {
         "inputs": inputs,
         "positions": to_device(predictor[answered], device),
@@ -1739,16 +1913,17 @@ def run_microbatches(
     plans = plan_microbatches(units, config.tokens_per_microbatch, ranks.size)
     for microbatches in zip(*plans, strict=True):  # one of each rank
         rows = sorted(microbatches[ranks.rank], key=lambda row: row.length)
-        # forward passes over rows of similar length, which need less padding
-        passes = min(3, math.ceil(max(map(padded_tokens, microbatches)) / 4096))
+        # forward passes over rows of similar length need less padding, but each gathers the shards
+        # of all layers or, with checkpointing, keeps their whole gradients until the last is done
+        one_pass = ranks.size > 1 or config.gradient_checkpointing
+        passes = 1 if one_pass else min(3, math.ceil(padded_tokens(rows) / 4096))
         count = math.ceil(len(rows) / passes)
         parts = [rows[i : i + count] for i in range(0, len(rows), count)]
-        if ranks.size > 1:  # all make the same number of forward passes
-            parts += [[IDLE]] * (passes - len(parts))
         with torch.autocast(device.type, torch.bfloat16, autocast, cache_enabled=shares):
-            values = torch.cat(
-                [policy(**pack(part, device), temperature=temperature) for part in parts]
-            )
+            can_gather = device.type == "cuda" and config.dtype == "bfloat16" and policy.row_tokens
+            gathers = can_gather and policy.gathers
+            inputs = [pack(part, device, gathers) for part in parts]
+            values = torch.cat([policy(**x, temperature=temperature) for x in inputs])
         index = np.concatenate([index for row in rows for index in row.indices])
         yield to_device(index, device), values
 
@@ -1774,13 +1949,15 @@ def fresh_token_sums(batch: Batch, minibatch: Minibatch, moments: Tensor, config
     They are the number of tokens, |log pi - log behaviour|, log pi + entropy, whose mean is 0 over
     samples of the policy, and its variance. `moments` (N, 2) has each token's entropy and variance.
     A group counts only if each of its responses, and most of all S, are trained on once: drawing
-    distinct ones first would bias the third sum.
+    distinct ones first would bias the third sum. Demonstrations are left out.
     """
     K = len(minibatch[0])
-    sampled_now = lambda t: t.version == batch.step and t.temperature == config.temperature
+    fresh = (batch.step, -1)
+    sampled_now = lambda t: t.version in fresh and t.temperature == config.temperature
     whole = lambda ts: len(set(map(id, ts))) == K >= 0.8 * config.searched_per_prompt
     is_fresh = [all(map(sampled_now, ts)) and whole(ts) for ts in minibatch]  # (B,)
-    counts = to_device(np.repeat(is_fresh, K).reshape(-1, K), moments.device)  # (B, K)
+    in_fresh = to_device(np.repeat(is_fresh, K).reshape(-1, K), moments.device)
+    counts = in_fresh & (batch.versions >= 0)  # (B, K)
     logprobs = batch.logprobs.detach()
     gap = (logprobs - batch.behaviour).abs()
     columns = [torch.ones_like(gap), gap, logprobs + moments[:, 0], moments[:, 1]]
@@ -1810,7 +1987,6 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    JOIN_TIMEOUT: ClassVar = timedelta(minutes=10)
 
     @classmethod
     def connect(cls) -> Ranks:
@@ -1825,7 +2001,7 @@ class Ranks:
             if torch.cuda.is_available():
                 backend = "cpu:gloo,cuda:nccl"
                 torch.cuda.set_device(local_device())  # fails if there are more ranks than GPUs
-            store, rank, size = next(dist.rendezvous("env://", timeout=cls.JOIN_TIMEOUT))
+            store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
             # others wait for rank 0 indefinitely; the launcher ends them
             forever = timedelta(days=365)
             store.set_timeout(forever)
@@ -1899,8 +2075,10 @@ def load_policy(
 
     Then only host memory holds the whole model. FSDP gathers layers in --dtype, without autocast.
     """
-    # micro-batches of many shapes would fragment GPU memory
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # micro-batches of many shapes would fragment GPU memory; pinned host memory, for checkpoints,
+    # would be rounded up to powers of two
+    allocator = "expandable_segments:True,pinned_max_round_threshold_mb:1"
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
     device = local_device() if ranks.size == 1 else torch.device("cpu")
     model = load_model(config, path, torch.float32, device)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -1918,7 +2096,7 @@ def load_policy(
     if config.gradient_checkpointing:
         # transformers' own needs training mode, in which dropout is on
         for layer in layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = partial(recompute, layer.forward)
     policy = TokenLogProbs(model, config.temperature, packs)
     if ranks.size == 1:
         return policy
@@ -2092,6 +2270,7 @@ class TransformersEngine:
 VLLM_ENVIRONMENT = {  # defaults
     # model runner V2 and asynchronous scheduling are not tested: docs/operations.md
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",  # which it would send to its authors
     "VLLM_LOGGING_LEVEL": "ERROR",
     "FLASHINFER_LOGGING_LEVEL": "ERROR",
     "TRITON_F32_DEFAULT": "ieee",  # no TF32
@@ -2099,6 +2278,11 @@ VLLM_ENVIRONMENT = {  # defaults
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "GLOO_SOCKET_IFNAME": "lo",
 }
+
+
+# maximum prompt tokens per decode step. Log-probabilities of prompts, which the probes need, take 8
+# bytes for each of these and each token of the vocabulary; vLLM's memory profile leaves them out
+PREFILL_TOKENS = 2048
 
 
 class VLLMEngine:
@@ -2121,7 +2305,7 @@ class VLLMEngine:
         path = model_folder(name, config)
         # vLLM runs families without code of its own, such as GPT-NeoX, through transformers' class,
         # and alters it for good: it gets a copy, so that this process can make other models of it
-        family = type(transformers.AutoConfig.from_pretrained(path))
+        family = type(read_config(path))
         original = transformers.MODEL_MAPPING[family]
         copied = type(original.__name__, (original,), {"__module__": original.__module__})
         transformers.MODEL_MAPPING.register(family, copied, exist_ok=True)
@@ -2133,6 +2317,7 @@ class VLLMEngine:
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
             max_model_len=max(longest, 25) + 1,  # the probes have 25 tokens
             max_num_seqs=config.sequences_in_flight,
+            max_num_batched_tokens=max(PREFILL_TOKENS, config.sequences_in_flight),
             enable_prefix_caching=True,  # a prompt is computed once for its S responses
             logprobs_mode="processed_logprobs",  # of the tempered policy
             hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
@@ -2390,7 +2575,7 @@ class Transfer:
 
     channel: WeightChannel
     members: list[RunningSearcher]  # by rank, from 1
-    meeting: threading.Barrier | None = None  # in the Manager; members come to it, then broadcast
+    meeting: threading.Barrier | None = None  # members come to it, then broadcast; see `send`
     version: int = -1  # optimizer step of the weights
     reference: bool = False  # the reference's weights, not the policy's
     scores: np.ndarray | None = None  # of a policy: the Trainer's log-probabilities of the probes
@@ -2428,23 +2613,32 @@ class WeightSync(Stateful):
         return self.transfer.sending is not None
 
     def poll(self) -> None:
-        """End a transfer that all members have loaded or missed, or that is late."""
+        """End a transfer that all members have loaded or missed, or that is late.
+
+        Its thread has a timeout for every wait, but NCCL may hang when it gives up: then the thread
+        is left behind. Lockstep cannot go on with members that may never load the weights.
+        """
         transfer = self.transfer
         if transfer.sending is None:
             return
         for s in transfer.members:
-            if s.state == "ended" and s.transfer is transfer:
+            if s.state == "ended" and s.transfer is transfer and transfer.meeting:
                 transfer.meeting.abort()  # the others stop waiting for it
                 self.on_missed(s, "it ended")
         silent = [s for s in transfer.members if s.transfer is transfer]  # they load, or hang
-        late = time.monotonic() > transfer.deadline and not self.config.lockstep
-        if not transfer.sending.done() or (silent and not late):
+        late = time.monotonic() > transfer.deadline
+        hangs = late and not transfer.sending.done()
+        waits = silent and not (late and not self.config.lockstep)
+        if not hangs and (waits or not transfer.sending.done()):
             return
-        error = transfer.sending.exception()
+        error = TimeoutError("it hangs") if hangs else transfer.sending.exception()
         transfer.sending = None
         if not (error or transfer.missed):
             return
         transfer.channel.abandon()
+        if hangs and self.config.lockstep:
+            for s in silent:
+                s.end("did not reply about new weights, and was killed")
         lost = [s for s in transfer.missed if s.state == "ended"] + (silent if error else [])
         if not lost:
             for s, reason in transfer.missed.items():
@@ -2478,9 +2672,10 @@ class WeightSync(Stateful):
         channel = self.transfer.channel
         if self.transfer.members != free or self.transfer.missed or channel.formed is None:
             channel.abandon()
+            torch.cuda.empty_cache()  # NCCL needs memory outside of PyTorch's
             name = os.urandom(8).hex()
             channel = dataclasses.replace(self.searchers.channel, name=name, size=len(free) + 1)
-        transfer = Transfer(channel, free, self.searchers.manager.Barrier(len(free) + 1))
+        transfer = Transfer(channel, free)
         held_out = 0
         if any(s.reference_version < self.reference_version for s in free):
             for name, tensor in self.reference.items():
@@ -2504,7 +2699,8 @@ class WeightSync(Stateful):
         self.seconds += time.perf_counter() - start
 
     def send(self, transfer: Transfer, held_out: int) -> None:
-        """In a thread: send all members the snapshot and held-out prompts. See `broadcast`."""
+        """In a thread, as the Manager may hang: send the members snapshot and held-out prompts."""
+        transfer.meeting = self.searchers.manager.Barrier(len(transfer.members) + 1)
         for i, s in enumerate(transfer.members):
             message = ReceiveWeights(
                 version=transfer.version,
@@ -2513,7 +2709,7 @@ class WeightSync(Stateful):
                 channel=dataclasses.replace(transfer.channel, rank=i + 1, formed=None),
                 meeting=transfer.meeting,
             )
-            s.spec.commands.put(message)
+            self.searchers.send(s, message)
         transfer.channel.broadcast(self.learner.snapshot, transfer.meeting)
 
     def on_missed(self, s: RunningSearcher, reason: str) -> None:
@@ -2565,6 +2761,13 @@ def receive_weights(searcher: Searcher, message: ReceiveWeights) -> None:
         searcher.spec.send(Missed(first_line(error)))
 
 
+def named_as_saved(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Weights by their names in the checkpoint; a layer at a time, as experts are copied."""
+    for _, names in itertools.groupby(weights, lambda name: re.search(r"\.\d+\.|$", name)[0]):
+        layer = {name: weights[name] for name in names}
+        yield from revert_weight_conversion(model, layer).items()
+
+
 def load_weights(searcher: Searcher) -> None:
     """Load received weights, send the engine's scores of the probes, submit held-out prompts."""
     start = time.perf_counter()
@@ -2577,9 +2780,10 @@ def load_weights(searcher: Searcher) -> None:
             searcher.reference_weights[name].copy_(tensor)
         searcher.reference_version = message.version
     else:
+        named = weights.items()
         if not isinstance(searcher.engine, TransformersEngine):  # others use checkpoint names
-            weights = revert_weight_conversion(searcher.reference.model, weights)
-        searcher.engine.load_weights(weights.items(), message.version)
+            named = named_as_saved(searcher.reference.model, weights)
+        searcher.engine.load_weights(named, message.version)
         searcher.version = message.version
         scores = engine_probes(searcher)
     if searcher.staging.flat.is_cuda:
@@ -2643,7 +2847,7 @@ class Loaded(NamedTuple):  # the engine uses the weights
 
 class Evaluated(NamedTuple):  # scored answers of an evaluation
     version: int  # of the weights
-    records: dict[int, list[dict]]  # by row: one per response, with its `answer`
+    records: dict[int, list[tuple[dict, str]]]  # by row: one per response, with its text
 
 
 class Failed(NamedTuple):  # the process waits to be killed
@@ -2660,7 +2864,7 @@ class SearcherSpec:
     first: int  # position in the prompt order to start from
     arrived_positions: frozenset[int]  # later ones whose groups have arrived already
     channel: WeightChannel  # not formed: how to connect to the Trainer
-    shared: Any  # dict: CODE, path of the plug-in, and the pickled Config and Task
+    shared: Any  # dict: CODE, a folder of copies, the plug-in's path, the pickled Config and Task
     commands: Any  # queue of the Trainer's messages to this process
     messages: Any  # queue of all Searchers' messages
 
@@ -2722,6 +2926,7 @@ class SearcherProcesses(Stateful):
         self.config = config
         self.task = task
         self.say = folder.say
+        self.code_folder = f"{config.output_dir}/code/{folder.step}"  # copies of CODE
         self.environment = dict(os.environ)  # of local Searchers
         self.running: list[RunningSearcher] = []  # the latest start of each Searcher
         self.failures: Counter[int] = Counter()  # consecutive ones, by Searcher
@@ -2730,6 +2935,7 @@ class SearcherProcesses(Stateful):
         self.manager: SyncManager | None = None  # the process in which the queues live
         self.arrivals: queue.SimpleQueue = queue.SimpleQueue()  # (start, message), unpickled
         self.wake_up = threading.Event()  # a message has come
+        self.sending = ThreadPoolExecutor(1)
         self.starts = 0  # of all Searchers
         self.polled = 0.0  # when the processes were last checked, which takes 0.1 ms for each
         self.search_end = 0.0  # Searchers submit prompts before this position
@@ -2758,15 +2964,14 @@ class SearcherProcesses(Stateful):
             address = f"\0tba-{os.urandom(8).hex()}"  # an abstract socket leaves no file behind
             nccl = torch.cuda.device_count() >= config.num_searchers + local_ranks()
             multiprocessing.set_forkserver_preload([__name__])
-            with stop_signal_handler(signal.SIG_IGN):
-                forkserver.ensure_running()  # unless `fork_server` has
         self.manager = SyncManager(address, ctx=mp.get_context("fork"))
         self.manager.start(end_with_parent)
         self.messages = self.manager.Queue(4096)  # full only if this process is suspended
         task = copy.copy(self.task)
         task.model_files = {}  # some MB, which only checkpoints need
         run = pickle.dumps((config, task))
-        self.shared = self.manager.dict(code=CODE, plugin=config.plugin, run=run)
+        shared = {"code": CODE, "folder": self.code_folder, "plugin": config.plugin, "run": run}
+        self.shared = self.manager.dict(shared)
         # without a socket of its own, TCPStore would listen on all addresses
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
@@ -2775,12 +2980,16 @@ class SearcherProcesses(Stateful):
         self.receiving = ThreadPoolExecutor(1).submit(self.receive_messages)
         if nccl or not torch.cuda.is_available():
             self.start_missing()
-        # otherwise, vLLM on a shared GPU would take the policy being loaded for its own memory
 
     def start_missing(self) -> None:
-        """Start the Searchers that have not been started."""
+        """Start the Searchers that have not been started, on shared GPUs one after another.
+
+        vLLM would take what others load there, or the Trainer, for its own memory.
+        """
         for i in range(len(self.running), self.config.num_searchers):
-            self.running.append(self.start_searcher(i))
+            shared = torch.cuda.is_available() and not self.channel.nccl
+            if not (shared and any(s.state == "loading" for s in self.running)):
+                self.running.append(self.start_searcher(i))
 
     def receive_messages(self) -> None:
         """In a thread: receive and unpickle messages."""
@@ -2815,10 +3024,7 @@ class SearcherProcesses(Stateful):
         wrong weights end the run before these are used.
         """
         if self.receiving.done():
-            error = self.receiving.exception()
-            if isinstance(error, EOFError | OSError):
-                raise RunEnded("the Manager, the process that passes messages on, has ended")
-            raise error
+            self.receiving.result()  # raises what ended it
         while not self.arrivals.empty():
             start, message = self.arrivals.get()
             s = next((s for s in self.running if s.spec.start == start), None)
@@ -2838,6 +3044,12 @@ class SearcherProcesses(Stateful):
                 case _:
                     yield s, message
 
+    def manager_ended(self) -> bool:
+        """Whether the Manager's process has ended, perhaps just now."""
+        if self.manager:
+            self.manager._process.join(1)
+        return bool(self.manager) and not self.manager._process.is_alive()
+
     def reap(self) -> list[RunningSearcher]:
         """Kill Searchers that timed out; returns those that have ended."""
         now = time.monotonic()
@@ -2852,9 +3064,7 @@ class SearcherProcesses(Stateful):
             if not s.process.is_alive():
                 ended.append(s)
             elif now > s.seen + limit and s.state == "ended":
-                raise RunEnded(
-                    f"Searcher {s.spec.searcher} was killed, but remains after {limit:g} s"
-                )
+                raise RunEnded(f"killed Searcher {s.spec.searcher} remains after {limit:g} s")
             elif now > s.seen + limit:
                 s.end(f"sent no heartbeat for {limit:g} s (--searcher_timeout) and was killed")
         return ended
@@ -2886,7 +3096,11 @@ class SearcherProcesses(Stateful):
         if position != self.search_end:
             self.search_end = position
             for s in self.running:
-                s.spec.commands.put(SearchUpTo(position))
+                self.send(s, SearchUpTo(position))
+
+    def send(self, s: RunningSearcher, message: SearchUpTo | ReceiveWeights) -> None:
+        """Have a thread send a Searcher a message, as the Manager may hang; keeps their order."""
+        self.sending.submit(s.spec.commands.put, message)
 
     def stop(self) -> None:
         """Kill all Searchers, and end the Manager."""
@@ -2941,14 +3155,23 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
     def __init__(self, spec: SearcherSpec, environment: dict[str, str]) -> None:
         if gpus := torch.cuda.device_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-            # one of those after the Trainer's; a single one is shared
-            gpu = visible.split(",")[min(local_ranks() + spec.searcher, gpus - 1)]
+            # one of those after the Trainer's, which more Searchers share; a single one is for all
+            free = max(1, gpus - local_ranks())
+            gpu = visible.split(",")[gpus - free + spec.searcher % free]
             environment = environment | {"CUDA_VISIBLE_DEVICES": gpu}
         super().__init__(target=searcher_process, args=(spec, environment))
         try:
             os.getcwd()
         except FileNotFoundError:  # deleted; the new process would start there
             os.chdir("/")
+        server = forkserver._forkserver
+        if not os.path.exists(server._forkserver_address or ""):
+            # there is none, or a cleaner of /tmp has removed its socket: start another. The old one
+            # stays, as its Searchers end with it
+            server._forkserver_pid = server._forkserver_alive_fd = None
+            multiprocessing.current_process()._config.pop("tempdir", None)  # perhaps removed, too
+            with stop_signal_handler(signal.SIG_IGN):
+                forkserver.ensure_running()
         main = sys.modules["__main__"]
         # the new process would otherwise run the script that this one runs
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -2967,9 +3190,18 @@ class LocalProcess(multiprocessing.context.ForkServerProcess):
 
 
 def cpu_threads(config: Config) -> int:
-    """CPU threads for each Trainer rank and each Searcher that may run on this machine."""
+    """CPU threads for each Trainer rank and each Searcher that may run on this machine.
+
+    OMP_NUM_THREADS, if set; or else an equal part of the cores that its container may use.
+    """
+    if given := re.match(r"[1-9]\d*", os.environ.get("OMP_NUM_THREADS", "")):
+        return int(given[0])
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # "max 100000": no limit
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, int(quota) // int(period))
     searchers = min(config.num_searchers, SEARCHERS_HERE.get(config.cluster, math.inf))
-    return max(1, len(os.sched_getaffinity(0)) // (local_ranks() + searchers))
+    return max(1, cores // (local_ranks() + searchers))
 
 
 def join_cluster(config: Config) -> int:
@@ -3014,6 +3246,7 @@ class ClusterProcess:
                 program = Path(folder, "tba.py")
                 program.write_bytes(source)
                 command = [sys.executable, str(program), "--searcher"]
+                os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: 1, or the task's cores
                 return subprocess.run(command, input=package).returncode
 
         self.ray = ray
@@ -3050,6 +3283,9 @@ class ClusterProcess:
 def prepare_process(is_searcher: bool = False) -> None:
     """Remove variables that mislead libraries, set NCCL's, and hide progress bars and warnings."""
     os.environ.setdefault("USER", str(os.getuid()))  # a container's user may have no name
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # pdb of Python 3.11 leaves it out
+    if "ipykernel" not in sys.modules:
+        os.environ.pop("MPLBACKEND", None)  # a notebook's, which its !commands inherit
     complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     ranks = complete and os.environ["WORLD_SIZE"] != "1" and not is_searcher
     for name in list(os.environ):
@@ -3078,31 +3314,19 @@ def end_with_parent() -> None:
         server._forkserver_alive_fd = None
 
 
-@dataclass
-class LenientStream:
-    """A text stream that ignores errors: no closed terminal, pipe or full disk may end a run."""
-
-    stream: Any
-
-    def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
 @contextlib.contextmanager
 def lenient_output() -> Iterator[None]:
-    """Make standard output and standard error lenient streams."""
-    with (
-        contextlib.redirect_stdout(LenientStream(sys.stdout)),
-        contextlib.redirect_stderr(LenientStream(sys.stderr)),
-    ):
+    """Have standard output and error ignore a closed terminal or pipe, or a full disk."""
+
+    def attempt(function: Callable, *args: Any) -> None:
+        with contextlib.suppress(OSError):
+            function(*args)
+
+    with contextlib.ExitStack() as stack:
+        for stream in (sys.stdout, sys.stderr):
+            for name in ("write", "flush"):
+                lenient = partial(attempt, getattr(stream, name))
+                stack.enter_context(unittest.mock.patch.object(stream, name, lenient))
         yield
 
 
@@ -3126,6 +3350,7 @@ def searcher_process(spec: SearcherSpec, environment: dict[str, str]) -> NoRetur
             raise RunEnded("tba.py has changed since this process imported it; restart this one")
         if plugin := spec.shared["plugin"]:  # before the task is unpickled
             run_plugin(plugin, code)
+            sys.path.append(spec.shared["folder"])  # where a pool that spawns imports it
         config, task = pickle.loads(spec.shared["run"])
         for name in list(config.folders):  # on another machine, the hub's cache may be elsewhere
             load_flag(name, config, str)
@@ -3230,16 +3455,16 @@ class Scoring:
             if not call.held_out:
                 t.reward = result
                 continue
-            record = result | {"answer": text}
+            extra = {}
             if task.wants_logprobs:
                 ref_logprob = float(t.ref_logprobs.sum())
-                record |= {
+                extra = {
                     "ref_logprob": ref_logprob,
                     "kl": float(t.logprobs.sum()) - ref_logprob,
                     "tokens": len(t.tokens),
                     "prompt_tokens": len(task.held_out_prompts[t.prompt_id]),
                 }
-            by_prompt[t.prompt_id].append(record)
+            by_prompt[t.prompt_id].append((disjoint_union(extra, result), text))
         return [Evaluated(rows[0].version, by_prompt)] if call.held_out else call.groups
 
 
@@ -3256,7 +3481,7 @@ class Evaluations:
         self.task = task
         self.folder = folder
         # version of the weights -> Searchers, and the records so far: row -> one per response
-        self.pending: dict[int, tuple[list[RunningSearcher], dict[int, list[dict]]]] = {}
+        self.pending: dict[int, tuple[list[RunningSearcher], dict[int, list[tuple]]]] = {}
         due = self.last_due(folder.step)
         self.due = all((e["step"], e["n"]) < (due, self.size(due)) for e in folder.evaluations)
 
@@ -3298,11 +3523,11 @@ class Evaluations:
         if len(by_row) < self.size(message.version):
             return
         del self.pending[message.version]
-        records = [record for row in sorted(by_row) for record in by_row[row]]
-        answers = [record.pop("answer") for record in records]
+        scored = [pair for row in sorted(by_row) for pair in by_row[row]]
+        records, answers = map(list, zip(*scored, strict=True))
         first = answers[: 5 * self.config.eval_responses : self.config.eval_responses]
         text = "".join(  # of eval_answers.txt
-            f"======== step {message.version}\n{self.task.text(prompt)}\n"
+            f"======== step {message.version}\n{self.task.tokenizer.decode(prompt)}\n"
             f"-------- answer\n{answer}\n\n"
             for prompt, answer in zip(self.task.held_out_prompts, first, strict=False)
         )
@@ -3316,9 +3541,13 @@ class Evaluations:
 # settings that a resumed run cannot change: its stored groups were sampled and scored with them,
 # in the order of prompts that the seed gives
 FIXED = (
-    "task", "sft_data", "temperature", "lockstep", "lora_rank", "reset_reference_every", "seed"
+    "task", "sft_data", "temperature", "lockstep", "lora_rank", "reset_reference_every", "seed",
+    "chat_template_kwargs",
 )  # fmt: skip
-LOCKSTEP = (*FIXED, "lag", "prompts_per_step", "trained_per_prompt", "recent_probability")
+LOCKSTEP = (
+    *FIXED, "lag", "updates_per_batch", "prompts_per_step", "trained_per_prompt",
+    "recent_probability",
+)  # fmt: skip
 # other programs and older libraries read these as they read --model's; vLLM needs a processor's
 KEPT = (
     r".*(tokenizer|processor_|tekken).*|.*\.model|"
@@ -3429,22 +3658,18 @@ def write_trajectories(trajectories: list[Trajectory], path: Path) -> None:
 def read_trajectories(path: Path) -> list[Trajectory]:
     """The inverse of `write_trajectories`; arrays are copied, so that eviction frees memory."""
     trajectories = []
-    gc.disable()  # it would traverse all that have been read, again and again
-    try:
-        with open(path, "rb") as file:
-            while file.peek(1):
-                ends = np.load(file).cumsum().tolist()
-                parts = [*map(slice, [0, *ends[:-1]], ends)]
-                columns = []
-                for name in Trajectory.__slots__:
-                    column = np.load(file)
-                    if name in Trajectory.TOKEN_FIELDS:
-                        columns.append([column[part].copy() for part in parts])
-                    else:
-                        columns.append(column.tolist())
-                trajectories += [Trajectory(*row) for row in zip(*columns, strict=True)]
-    finally:
-        gc.enable()
+    with open(path, "rb") as file:
+        while file.peek(1):
+            ends = np.load(file).cumsum().tolist()
+            parts = [*map(slice, [0, *ends[:-1]], ends)]
+            columns = []
+            for name in Trajectory.__slots__:
+                column = np.load(file)
+                if name in Trajectory.TOKEN_FIELDS:
+                    columns.append([column[part].copy() for part in parts])
+                else:
+                    columns.append(column.tolist())
+            trajectories += [Trajectory(*row) for row in zip(*columns, strict=True)]
     return trajectories
 
 
@@ -3476,10 +3701,12 @@ def read_checkpoint(config: Config, task: Task) -> dict[str, Any]:
     for name in LOCKSTEP if config.lockstep else (*FIXED, "searched_per_prompt"):
         value = record["resolved"].get(name)
         config.require(getattr(config, name) == value, name, f"was {value} before the resume")
-    for name, checksum in (task.checksums | model_checksums(config)).items():
+    models = model_checksums(config)
+    for name, checksum in (task.checksums | models).items():
         source = name if getattr(config, name) else "dataset"
-        problem = "its files or the examples that fit --max_response_tokens changed since the start"
-        config.require(saved["checksums"].get(name) == checksum, source, problem)
+        what = "its files" if name in models else "the examples that fit --max_response_tokens"
+        same = saved["checksums"].get(name) == checksum
+        config.require(same, source, f"{what} changed since the start")
     had = {n: len(t) for n, t in saved["Learner"]["extra"].items() if ".lora_" not in n}
     sizes = {name: size or len(task.train_prompts) for name, (size, _) in PARAMETERS.items()}
     config.require(had == sizes, "resume", f"its PARAMETERS had the sizes {had}, now {sizes}")
@@ -3574,11 +3801,17 @@ def model_folder(name: str, config: Config) -> str:
     return folder
 
 
+def split_config(value: str) -> list[str]:
+    """PATH_OR_NAME:CONFIG as [path or name, config]; a path may have a colon itself."""
+    path, _, config = value.rpartition(":")
+    return [value] if os.path.exists(value) or not path else [path, config]
+
+
 def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str = "") -> Any:
     """Load the data, or the folder of the model, in flag `name`. Raises InputError, with a hint."""
     value = getattr(config, name)
     config.require(value, name, f"--task {config.task} needs a local path or a hub name")
-    exists = value[0] not in "/.~" or os.path.exists(value)
+    exists = value[0] not in "/.~" or os.path.exists(split_config(value)[0])
     config.require(exists, name, "does not exist")
     try:
         return load(model_folder(name, config) if re.search("(model|tokenizer)$", name) else value)
@@ -3588,6 +3821,8 @@ def load_flag(name: str, config: Config, load: Callable[[str], Any], hint: str =
         text = " ".join(str(cause).split()) or type(cause).__name__
         text = text.replace("StopIteration", "is empty").rstrip(".")  # of datasets
         text = text.replace("left on device", "left; HF_HOME or TMPDIR may name another disk")
+        if "custom code" in text:
+            text = "has code of its own, which is not run; choose another model"
         known = [said for kind, said in HUB_ERRORS.items() if isinstance(cause, kind)]
         text = known[0].format(text[:150]) if known else text[:300]
         raise InputError(f"--{name} {value}: {text}{hint}") from None
@@ -3601,8 +3836,12 @@ def check_model(name: str, config: Config, kind: str = "AutoModelForCausalLM") -
     source = separate if getattr(config, separate, "") else name
     if not multiprocessing.parent_process():  # warnings about this tokenizer, once
         transformers.logging.set_verbosity_warning()
-    tokenizer = load_flag(source, config, transformers.AutoTokenizer.from_pretrained)
+    load = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
+    tokenizer = load_flag(source, config, load)
     transformers.logging.set_verbosity_error()
+    template = Path(model_folder(source, config), "chat_template.json")  # of some processors
+    if not tokenizer.chat_template and template.is_file():
+        tokenizer.chat_template = json.loads(template.read_bytes())["chat_template"]
     return tokenizer, model
 
 
@@ -3624,8 +3863,8 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
     datasets.logging.set_verbosity(logging.CRITICAL)
 
     def load(value: str) -> Any:
-        if not os.path.exists(value):
-            path, *subset = value.split(":")  # NAME or NAME:CONFIG
+        path, *subset = split_config(value)
+        if not os.path.exists(path):
             try:
                 return datasets.load_dataset(path, *subset)
             except ConnectionError:
@@ -3634,53 +3873,108 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
                     path = snapshot_download(path, repo_type="dataset", local_files_only=True)
                     return datasets.load_dataset(path, *subset)
                 raise
-        if any(os.path.exists(f"{value}/{file}") for file in ("state.json", "dataset_dict.json")):
-            saved = datasets.load_from_disk(value)
+        if any(os.path.exists(f"{path}/{file}") for file in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(path)
             return saved if isinstance(saved, dict) else {"train": saved}
-        path = os.path.abspath(value)
+        path = os.path.abspath(path)
         # links, as a path may look like a pattern; the usual cache may have old rows
-        with tempfile.TemporaryDirectory() as links, tempfile.TemporaryDirectory() as cache:
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
+            links = f"{folder}/" + re.sub(r"[^-.\w]", "-", os.path.basename(path))
             if os.path.isdir(path):
-                shutil.copytree(path, links, copy_function=os.symlink, dirs_exist_ok=True)
+                shutil.copytree(path, links, copy_function=os.symlink)
             else:
+                os.mkdir(links)
                 suffix = re.search(r"(\.\w+(\.(gz|bz2|xz|zip))?)?$", path.lower())[0]
                 os.symlink(path, f"{links}/train{suffix}")  # its split
-            return datasets.load_dataset(links, cache_dir=cache, keep_in_memory=True)
+            build = partial(datasets.load_dataset_builder, links, *subset)
+            files = build(cache_dir=cache).config.data_files
+            return {str(s): read_split(build, f"{cache}/{s}", s, files[s]) for s in files}
 
     hint = "; use a folder, a file of JSON, JSONL, CSV, TSV or Parquet (also .gz), or NAME:CONFIG"
     return load_flag(name, config, load, hint)
+
+
+def read_split(build: Callable, cache: str, split: Any, files: list) -> Any:
+    """One split of a dataset folder, by itself: others may have other columns."""
+    import datasets
+    import pyarrow as pa
+
+    read_json = pa.json.read_json
+
+    def read_texts(source: Any, **options: Any) -> Any:
+        table = read_json(source, **options)
+        dates = [(f.name, pa.string()) for f in table.schema if pa.types.is_timestamp(f.type)]
+        if dates:  # pyarrow makes them of texts that all look like dates
+            source.seek(0)
+            as_texts = pa.json.ParseOptions(explicit_schema=pa.schema(dates))
+            table = read_json(source, parse_options=as_texts, **options)
+        return table
+
+    builder = build(cache_dir=cache)
+    builder.config.data_files = datasets.data_files.DataFilesDict({split: files})
+    with unittest.mock.patch.object(pa.json, "read_json", read_texts):
+        try:
+            builder.download_and_prepare()
+        except datasets.exceptions.DatasetGenerationError as error:
+            names = ", ".join(map(os.path.basename, files))
+            raise ValueError(f"split {split} ({names}): {error.__cause__ or error}") from None
+    return builder.as_dataset(split=split, in_memory=True)
 
 
 def read_rows(
     name: str, config: Config, splits: dict, split: str, columns: tuple[str, ...],
     check: Callable[[dict], None] = lambda row: None,
 ) -> list[dict[str, str]]:  # fmt: skip
-    """The rows of a split as dicts of text; "a|b" in `columns` is column a or else b.
+    """The rows of a split as dicts of text.
 
-    `check` raises ValueError for a row that cannot be used. Raises InputError.
+    "a|b" in `columns` is column a or else b; "a?" is "" where it is missing or empty. `check`
+    raises ValueError for a row that cannot be used. Such rows are left out, but if they are more
+    than a tenth, InputError is raised.
     """
     splits_are = f"it has {', '.join(splits)} (--train_split, --eval_split)"
     config.require(split in splits, name, f"has no split {split or 'test'}: {splits_are}")
     has = splits[split].column_names
-    names = [next((c for c in column.split("|") if c in has), "") for column in columns]
+    may_be_empty = {}  # by column
+    for column in columns:
+        options = column.rstrip("?").split("|")
+        present = [option for option in options if option in has]
+        may_be_empty[(present or options)[0]] = column.endswith("?")
     problem = f"needs columns {', '.join(columns)} (it has {', '.join(has)})"
-    config.require(all(names), name, problem)
-    table = splits[split].select_columns(list(dict.fromkeys(names)))
+    config.require(all(c in has or may_be_empty[c] for c in may_be_empty), name, problem)
+    table = splits[split].select_columns([column for column in may_be_empty if column in has])
     rows = load_flag(name, config, lambda _: table.to_list())  # a file may not be UTF-8
     config.require(rows, name, f"split {split} has no rows")
+    usable = []
+    unusable = []
     for i, row in enumerate(rows):
         try:
-            rows[i] = {column: cell_text(column, row[column]) for column in names}
-            check(rows[i])
+            cells = {
+                column: cell_text(column, row.get(column), optional, table.features)
+                for column, optional in may_be_empty.items()
+            }
+            check(cells)
+            usable.append(cells)
         except ValueError as error:
-            config.require(False, name, f"split {split}, row {i} (counted from 0): {error}")
-    used = f"rows of split {split}, columns {', '.join(rows[0])}"
-    print(f"--{name} {getattr(config, name)}: {len(rows)} {used}", file=sys.stderr)
-    return rows
+            unusable.append(f"such as row {i} (counted from 0): {error}")
+    source = f"rows of split {split}"
+    if unusable:
+        said = f"{len(unusable)} of {len(rows)} {source} cannot be used, {unusable[0]}"
+        config.require(10 * len(unusable) <= len(rows), name, said)
+        print(f"warning: --{name} {getattr(config, name)}: {said}", file=sys.stderr)
+    used = f"{len(usable)} {source}, columns {', '.join(may_be_empty)}"
+    print(f"--{name} {getattr(config, name)}: {used}", file=sys.stderr)
+    return usable
 
 
-def cell_text(column: str, cell: Any) -> str:
-    """A cell's text; numbers without exponent: 1e-05 is "0.00001". Raises ValueError."""
+def cell_text(column: str, cell: Any, optional: bool, features: dict[str, Any]) -> str:
+    """A cell's text: a label's name, a number without exponent (1e-05 is "0.00001").
+
+    An empty cell of an optional column is "". Raises ValueError for other cells without text.
+    """
+    if optional and cell in (None, ""):
+        return ""
+    if hasattr(features[column], "int2str") and isinstance(cell, int):
+        return features[column].int2str(cell)
     if type(cell) in (int, float) and math.isfinite(cell):
         return f"{Decimal(str(cell)):f}"
     if not isinstance(cell, str) or not cell.strip():
@@ -3694,6 +3988,8 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
     read = partial(read_rows, columns=task.columns, check=task.check)
     splits = read_dataset("dataset", config)
     train = read("dataset", config, splits, config.train_split)
+    same = not config.eval_dataset and config.eval_split == config.train_split
+    config.require(not same, "eval_split", "is trained on; choose another, or --eval_dataset")
     del splits[config.train_split]
     name = "dataset"
     usual = ["test", "validation"]
@@ -3712,25 +4008,86 @@ def load_examples(task: Task) -> tuple[list[dict], list[dict]]:
 
 
 def end_tokens(tokenizer: Any, model: nn.Module, stop: Iterable[str] = ()) -> list[int]:
-    """The tokens that end a response of a model: EOS, and those with a text of `stop` in theirs."""
+    """The tokens that end a response of a model: EOS, and `stop_tokens`."""
     sources = (model.config.get_text_config(), model.generation_config, tokenizer)
     ends = np.hstack([source.eos_token_id for source in sources])  # numbers, lists, None
-    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) if stop else []
-    stops = {i for i, text in enumerate(texts) if any(part in text for part in stop)}
-    return sorted(stops | set(ends.tolist()) - {None})
+    stops = stop_tokens(tokenizer, model, stop).values()
+    return sorted(set(ends.tolist()).union(*stops) - {None})
 
 
-def prompt_tokens(tokenizer: Any, texts: list[str], special: bool = True) -> list[list[int]]:
-    """Tokenize prompts: without an EOS that the tokenizer appends, and with one BOS.
+def stop_tokens(tokenizer: Any, model: nn.Module, stop: Iterable[str]) -> dict[str, set[int]]:
+    """The tokens that contain a text of `stop`, or of generation_config.json's stop strings."""
+    parts = [*stop, *np.ravel(model.generation_config.stop_strings or []).tolist()]
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) if parts else []
+    return {part: {i for i, text in enumerate(texts) if part in text} for part in parts}
 
-    A chat template's text begins with BOS itself, and may have EOS at the end of a turn.
+
+Prompt = str | list[dict[str, str]]  # a text, or chat messages with `role` and `content`
+
+
+def can_chat(tokenizer: Any) -> bool:
+    """Whether a model has a chat template; mistral-common's tokenizers have no attribute for it."""
+    return bool(tokenizer.chat_template) or "MistralCommon" in type(tokenizer).__name__
+
+
+def render_chat(name: str, config: Config, tokenizer: Any, chat: list, **options: Any) -> Any:
+    """Tokens of chat messages by the template of flag `name`; or their text, for tokenize=False."""
+    variables = json.loads(config.chat_template_kwargs or "{}")
+    try:
+        rendered = tokenizer.apply_chat_template(chat, **options, **variables)
+        return rendered if isinstance(rendered, str) else rendered["input_ids"]
+    except Exception as error:  # jinja's, transformers' or mistral-common's
+        config.require(False, name, f"its chat template fails: {first_line(error)}")
+
+
+def prompt_tokens(name: str, config: Config, tokenizer: Any, prompts: list) -> list[list[int]]:
+    """Tokenize prompts, texts or chats, for the model in flag `name`. Raises InputError.
+
+    A text gets one BOS, if the tokenizer adds one, and no EOS. A chat template writes its own.
     """
-    prompts = tokenizer(texts, add_special_tokens=special)["input_ids"]
-    appended = tokenizer("a", add_special_tokens=special)["input_ids"][-1:]
-    if appended == [tokenizer.eos_token_id]:
-        prompts = [ids[:-1] for ids in prompts]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    *rows, appended = tokenizer([*texts, "a"])["input_ids"]
+    if appended[-1:] == [tokenizer.eos_token_id]:
+        rows = [ids[:-1] for ids in rows]
     twice = [tokenizer.bos_token_id] * 2
-    return [ids[1:] if ids[:2] == twice else ids for ids in prompts]
+    of_texts = (ids[1:] if ids[:2] == twice else ids for ids in rows)
+    chat = partial(render_chat, name, config, tokenizer, add_generation_prompt=True)
+    return [next(of_texts) if isinstance(prompt, str) else chat(prompt) for prompt in prompts]
+
+
+def response_tokens(
+    config: Config, tokenizer: Any, prompt: Prompt, prompt_ids: list[int], response: str
+) -> np.ndarray:
+    """Tokens (T,) of a text that continues a prompt, with EOS."""
+    ids = tokenizer.encode(response, add_special_tokens=False)
+    if isinstance(prompt, str):
+        (whole,) = prompt_tokens("model", config, tokenizer, [prompt + response])
+        if whole[: len(prompt_ids)] == prompt_ids:  # no token has parts of both
+            ids = whole[len(prompt_ids) :]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    return np.array(ids, np.int32)
+
+
+def encode_demonstrations(task: Task) -> list[list[np.ndarray]]:
+    """The tokens of each training prompt's demonstrations that fit. Raises InputError."""
+    config = task.config
+    encoded = []
+    for example, prompt_ids in zip(task.train, task.train_prompts, strict=True):
+        before = prompt_ids.tolist()
+        rows = [
+            response_tokens(config, task.tokenizer, task.prompt(example), before, text)
+            for text in task.demonstrations(example)
+        ]
+        limit = config.response_limit(prompt_ids)
+        encoded.append([ids for ids in rows if len(ids) <= limit])
+    most = max(map(len, encoded))
+    problem = f"a prompt has {most} demonstrations"
+    config.require(most < config.searched_per_prompt, "searched_per_prompt", problem)
+    if most:
+        count = sum(map(len, encoded))
+        print(f"demonstrations: {count} fit, for {len(encoded)} prompts", file=sys.stderr)
+    return encoded
 
 
 def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
@@ -3738,8 +4095,8 @@ def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
     config = task.config
     encoded = []
     for i in range(0, len(examples), 1000):  # tokenizers' outputs are large
-        texts = [task.prompt(example) for example in examples[i : i + 1000]]
-        rows = prompt_tokens(task.tokenizer, texts, task.special_tokens)
+        prompts = [task.prompt(example) for example in examples[i : i + 1000]]
+        rows = prompt_tokens("model", config, task.tokenizer, prompts)
         encoded += [np.array(ids, np.int32) for ids in rows]
     config.require(all(map(len, encoded)), "dataset", "a prompt is empty; see --attacker_prompt")
     limits = {
@@ -3755,13 +4112,39 @@ def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
     return [examples[i] for i in fitting], [encoded[i] for i in fitting]
 
 
+def show_prompt(task: Task, model: nn.Module) -> None:
+    """Print a prompt with its special tokens; warn of turns and stop strings that end no response.
+
+    Raises InputError if one of `Task.stop` does not.
+    """
+    tokenizer = task.tokenizer
+    text = tokenizer.decode(task.train_prompts[0])
+    shown = text if len(text) < 500 else f"{text[:240]} [...] {text[-240:]}"
+    print(f"first prompt: {shown!r}", file=sys.stderr)
+    for part, tokens in stop_tokens(tokenizer, model, task.stop).items():
+        unknown = f"no token has {part!r} in its text"
+        task.config.require(tokens or part not in task.stop, "task", f"Task.stop: {unknown}")
+        if not tokens:
+            print(f"warning: --model: a stop string is not used: {unknown}", file=sys.stderr)
+    if isinstance(task.prompt(task.train[0]), str):
+        return
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with contextlib.suppress(InputError):  # some templates refuse a chat that ends with an answer
+        turn = render_chat("model", task.config, tokenizer, turns)
+        *_, last = (i for i in turn if tokenizer.decode([i]).strip())  # before line breaks
+        if last not in task.end_tokens and not tokenizer.decode(turn).rstrip().endswith("b"):
+            end = f"an assistant's turn ends with {tokenizer.decode([last])!r}"
+            mend = "add it to eos_token_id in its generation_config.json, or to Task.stop"
+            print(f"warning: --model: {end}, which ends no response: {mend}", file=sys.stderr)
+
+
 def load_task(config: Config) -> Task:
     """Load and check tokenizer, model config and prompts. Raises InputError."""
     tokenizer, model = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
     task = TASKS[config.task](config, tokenizer)
     path = model_folder("model", config)
-    task.model_config = transformers.AutoConfig.from_pretrained(path)
+    task.model_config = read_config(path)
     kept = [file for file in Path(path).iterdir() if re.fullmatch(KEPT, file.name)]
     task.model_files = {file.name: file.read_bytes() for file in kept if file.is_file()}
     task.max_context = context_of(model)
@@ -3769,6 +4152,8 @@ def load_task(config: Config) -> Task:
     np.random.default_rng(0).shuffle(task.held_out)  # --eval_samples takes the first ones
     task.train, task.train_prompts = encode_prompts(task, "training", task.train)
     task.held_out, task.held_out_prompts = encode_prompts(task, "evaluation", task.held_out)
+    task.demonstration_tokens = encode_demonstrations(task)
+    show_prompt(task, model)
     trained = set(map(bytes, task.train_prompts))
     known = sum(bytes(prompt) in trained for prompt in task.held_out_prompts)
     if known and len(trained) > 1:  # red-teaming may have a single prompt
@@ -3855,7 +4240,7 @@ class RunFolder:
         """Log an evaluation of n prompts: to files, tracker and terminal."""
         with open(self.path / "eval_answers.txt", "a", errors="replace") as file:
             file.write(answers)
-        record = {"step": step, "n": n} | metrics
+        record = disjoint_union({"step": step, "n": n}, metrics)
         self.append("eval.jsonl", record)
         # a slow judge's may be late
         self.evaluations = sorted([*self.evaluations, record], key=lambda record: record["step"])
@@ -3882,7 +4267,8 @@ class RunFolder:
             for place, (title, names, records, style) in enumerate(panels, 1):
                 axes = figure.add_subplot(2, width, place, xlabel="optimizer step")
                 axes.set_title(title, fontsize=10)
-                values = [[record.get(name, math.nan) for name in names] for record in records]
+                rows = [[record.get(name) for name in names] for record in records]
+                values = np.array(rows, float)  # NaN for None
                 axes.plot([record["step"] for record in records], values, style, lw=1)
                 axes.legend(names, fontsize=8)
                 axes.grid(alpha=0.3)
@@ -3936,6 +4322,16 @@ def to_json(record: dict, **options: Any) -> str:
     return json.dumps(record, **options)
 
 
+def disjoint_union(*parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts in one dict. Raises ValueError if two have the same key."""
+    merged = {}
+    for part in parts:
+        if same := merged.keys() & part.keys():
+            raise ValueError(f"these names are the run's own, choose others: {', '.join(same)}")
+        merged |= part
+    return merged
+
+
 def batch_metrics(batch: Batch, config: Config) -> dict[str, Tensor]:
     """Metrics that are logged for every objective.
 
@@ -3981,7 +4377,8 @@ class StepLog:
         now = time.perf_counter()
         wall = now - self.last_step_end
         tokens = sum(len(t.tokens) for ts in minibatch for t in ts)
-        staleness = [trainer.step - 1 - t.version for ts in minibatch for t in ts]
+        versions = [t.version for ts in minibatch for t in ts if t.version >= 0] or [math.nan]
+        staleness = trainer.step - 1 - np.array(versions)
         self.group_counts.append((len(minibatch), len(trainer.arrived)))
         groups_trained, groups_arrived = np.sum(self.group_counts, 0).tolist()
         running = [s for s in trainer.searchers.running if s.state != "pending"]
@@ -3989,10 +4386,10 @@ class StepLog:
         metrics = {
             "seconds": now - trainer.folder.start,
             **self.means,
-            **measured,
-            "staleness_mean": float(np.mean(staleness)),
-            "staleness_max": max(staleness),
+            "staleness_mean": staleness.mean().item(),
+            "staleness_max": staleness.max().item(),
             "replay_ratio": groups_trained / max(1, groups_arrived),
+            "dropped_groups": trainer.groups_dropped,
             "wait_seconds": self.waited["generation"],
             "trainer_busy": seconds / wall,
             "train_tokens_per_second": tokens / wall,
@@ -4007,7 +4404,8 @@ class StepLog:
             "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
         folder = trainer.folder
-        folder.append("metrics.jsonl", {"step": trainer.step} | metrics)
+        metrics = disjoint_union({"step": trainer.step}, metrics, measured)
+        folder.append("metrics.jsonl", metrics)
         folder.track(metrics, trainer.step)
         status = "reward {reward:.3f}, distinct {distinct:.0%}, staleness {staleness_mean:.1f}, "
         status += "busy {trainer_busy:.0%}/{searcher_busy:.0%}"
@@ -4033,7 +4431,8 @@ class StepLog:
 
     def log_arrivals(self, groups: list[Group]) -> None:
         """Average over arrived trajectories; append the last to completions.jsonl."""
-        rows = [t for group in groups for t in group.trajectories]
+        rows = [t for group in groups for t in group.trajectories if t.version >= 0]
+        kl = [t.kl for t in rows if not math.isnan(t.kl)]
         self.responses += [t.tokens.tobytes() for g in groups for t in g.trajectories[:2]]
         self.means = {
             "reward": float(np.mean([t.reward for t in rows])),
@@ -4042,9 +4441,8 @@ class StepLog:
             "version_span": float(np.mean([t.last_version - t.version for t in rows])),
             # for any S: 0.5 if the policy has one response to each prompt, 0.01 if one to all
             "distinct": len(set(self.responses)) / len(self.responses),
+            "kl": float(np.mean(kl or [math.nan])),
         }
-        if kl := [t.kl for t in rows if not math.isnan(t.kl)]:
-            self.means["kl"] = float(np.mean(kl))
         self.any_ended |= any(t.ended for t in rows)
         self.any_contrast |= any(len({t.reward for t in g.trajectories}) > 1 for g in groups)
         t = rows[-1]
@@ -4052,7 +4450,7 @@ class StepLog:
         record = {
             "step": self.trainer.step,
             "version": t.version,
-            "prompt": task.text(task.train_prompts[t.prompt_id]),
+            "prompt": task.tokenizer.decode(task.train_prompts[t.prompt_id]),
             "response": task.response_texts([t.tokens])[0],
             "reward": t.reward,
         }
@@ -4070,7 +4468,7 @@ class StepLog:
             if not self.any_ended:
                 say("warning: no response has ended: raise --max_response_tokens")
             if not self.any_contrast:
-                say("warning: no prompt has had two different rewards: check --dataset")
+                say("warning: no prompt has had two different rewards: check --dataset, the reward")
         distinct = self.means["distinct"]
         self.diverse |= distinct > 0.4 and len(self.responses) == self.responses.maxlen
         if self.diverse and distinct < 0.1:
@@ -4093,6 +4491,8 @@ def run_plugin(path: str, code: dict[str, bytes] | None = None) -> None:
     # does not shadow a module of the same name
     name = "plugin_" + re.sub(r"\W", "_", Path(path).stem)
     if name in sys.modules and os.path.samefile(sys.modules[name].__file__, path):
+        if Path(path).read_bytes() != CODE[name]:
+            exit_with_error(f"--plugin {path}: has changed since it was imported; restart Python")
         return
     CODE[name] = code[name] if code else Path(path).read_bytes()
     sys.modules["tba"] = sys.modules[__name__]  # if this file is renamed
@@ -4230,8 +4630,10 @@ def parse(argv: list[str]) -> Config:
     config.output_dir = os.path.abspath(config.resume or config.output_dir or default)
     paths = ("model", "tokenizer", "data", "prompts", "dataset", "plugin")
     for name, value in vars(config).items():
-        if name.endswith(paths) and isinstance(value, str) and os.path.exists(value):
-            setattr(config, name, os.path.abspath(value))
+        if name.endswith(paths) and isinstance(value, str):
+            path, *subset = split_config(value)
+            if os.path.exists(path):
+                setattr(config, name, ":".join([os.path.abspath(path), *subset]))
     return config
 
 
@@ -4247,9 +4649,11 @@ def resolve(given: Config) -> Config:
         config.dtype = "bfloat16" if gpus else "float32"
     free = join_cluster(config) if config.cluster else max(1, gpus - local_ranks())
     config.num_searchers = config.num_searchers or free
-    if gpus and not config.cluster:
-        problem = f"this machine has GPUs for {free}; --cluster uses those of other machines"
-        config.require(config.num_searchers <= free, "num_searchers", problem)
+    if gpus and not config.cluster and config.engine == "vllm":
+        per_gpu = math.ceil(config.num_searchers / free)
+        problem = f"{per_gpu} Searchers share a GPU: choose at most 1/{per_gpu}, or fewer Searchers"
+        fits = config.gpu_memory_utilization * per_gpu <= 1
+        config.require(fits, "gpu_memory_utilization", problem)
     if not config.logprob_tolerance:
         # in bfloat16, rounding alone causes gaps of 0.6 for unlikely tokens (SmolLM2)
         config.logprob_tolerance = 1e-3 if config.dtype == "float32" else 1.0
@@ -4257,16 +4661,29 @@ def resolve(given: Config) -> Config:
         config.recent_probability = 1.0 if config.lockstep else 0.95
     if config.lockstep:
         config.searched_per_prompt = config.trained_per_prompt
+        config.sync_every = config.updates_per_batch
     names = {"task": TASKS, "objective": OBJECTIVES, "engine": ENGINES, "replay_rule": REPLAY_RULES}
     for name, table in names.items():
         config.require(getattr(config, name) in table, name, f"choose one of {', '.join(table)}")
     K = config.trained_per_prompt
     for name in ("searched_per_prompt", "kept_per_prompt"):
         config.require(getattr(config, name) >= K, name, f"is below --trained_per_prompt {K}")
-    config.require(config.lockstep or not config.lag, "lag", "needs --lockstep")
-    if config.lag and config.recent_probability < 1:
-        problem = "--lag with --recent_probability < 1 would replay groups of earlier references"
-        config.require(not config.reset_reference_every, "reset_reference_every", problem)
+    for name, usual in (("lag", 0), ("updates_per_batch", 1)):
+        is_usual = getattr(config, name) == usual
+        config.require(config.lockstep or is_usual, name, "needs --lockstep")
+        if config.recent_probability < 1 and not is_usual:
+            problem = f"--{name} and --recent_probability < 1 would replay earlier references' data"
+            config.require(not config.reset_reference_every, "reset_reference_every", problem)
+    rule = REPLAY_RULES[config.replay_rule]
+    used = ["choose"] if config.recent_probability == 1 else ["choose", "replay", "next_prompt"]
+    has_effect = any(getattr(rule, m) is not getattr(RecentOrReward, m) for m in used)
+    problem = f"has no effect in lockstep, which calls only {', '.join(used)}"
+    is_usual = rule is RecentOrReward
+    config.require(not config.lockstep or has_effect or is_usual, "replay_rule", problem)
+    is_object = False
+    with contextlib.suppress(ValueError):
+        is_object = isinstance(json.loads(config.chat_template_kwargs or "{}"), dict)
+    config.require(is_object, "chat_template_kwargs", "must be a JSON object")
     tracked = config.report_to == "none" or importlib.util.find_spec(config.report_to)
     config.require(tracked, "report_to", f"is not installed; run pip install {config.report_to}")
     return config
@@ -4299,11 +4716,13 @@ def lock_folder(config: Config) -> Any:
 def claim_folder(given: Config, config: Config, step: int = 0) -> None:
     """Write config.json and, for this start at `step`, CODE to the run's folder."""
     folder = Path(config.output_dir)
-    here = shlex.quote(str(Path(__file__).parent))
+    # a container's files may have another owner
+    git = f"git -c safe.directory='*' -C {shlex.quote(str(Path(__file__).parent))}"
+    failed, commit = subprocess.getstatusoutput(f"{git} describe --always --dirty --abbrev=40")
     record = {
         "config": vars(given),  # a resumed run resolves them again
         "resolved": vars(config),
-        "git_commit": subprocess.getoutput(f"git -C {here} describe --always --dirty --abbrev=40"),
+        "git_commit": None if failed else commit,
         "command": sys.argv,
         "versions": {package.name: package.version for package in metadata.distributions()},
     }
@@ -4399,9 +4818,12 @@ def run(trainer: Trainer) -> int:
             code = 128 + interrupt.args[0]
         except RunEnded as error:
             folder.say(f"tba.py: error: {error}")
-        except Exception:
-            folder.say(traceback.format_exc())
-            whole = trainer.ranks.size == 1 and not trainer.config.lockstep
+        except Exception as error:
+            if isinstance(error, EOFError | OSError) and trainer.searchers.manager_ended():
+                folder.say("tba.py: error: the Manager, which passes messages on, has ended")
+            else:
+                folder.say(traceback.format_exc())
+                whole = trainer.ranks.size == 1 and not trainer.config.lockstep
         folder.bar.close()
         whole &= not trainer.config.lag or trainer.at_barrier()
         try:
@@ -4432,6 +4854,8 @@ def set_home(folder: str) -> None:
 
 def run_command_line() -> NoReturn:
     """`python tba.py ...`: run `main`, and end this process."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("stdin", "stdout", "stderr"):  # or open() reuses a closed one's number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
@@ -4459,6 +4883,10 @@ def run_command_line() -> NoReturn:
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    tools = [monitoring.get_tool(i) for i in range(6)] if monitoring else []
+    if sys.gettrace() or sys.getprofile() or any(tools):  # a debugger, or a profiler's last chance
+        sys.exit(exit_code)
     os._exit(exit_code)  # the interpreter's own exit would wait for a blocked Gloo or NCCL thread
 
 
@@ -4479,36 +4907,107 @@ def finish(trainer: Trainer) -> None:
 # ========================================================================================= 18. MATH
 
 
-def repeating_decimal(match: re.Match) -> str:
-    r"""A repeating decimal as a fraction: 0.1\overline{6} is \frac{15}{90}."""
-    whole, fixed, repeated = match.groups()
-    numerator = int(whole + fixed + repeated) - int(f"0{whole}{fixed}")
-    return rf"\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
+TEXT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
+# the letter and the rest of "(B) 5" and \textbf{(B)}\ 5; "A: 5, B: 6" has none
+CHOICE = re.compile(
+    r"(?:(?:\\(?:text\w*|mathbf)\{)?\(?([A-H])(?:[).:]\s*\}?|\}|$)(?!.*\b[A-H][).:]))?(.*)",
+    re.DOTALL,
+)
+SPELLINGS = (  # what authors and models write, and what math_verify reads
+    (r"(?<=\d)(\\[,;: ]|[~ ])(?=\d{3}(?!\d))", ""),  # 1\,200
+    (r"(\.\d*)\\overline\{(\d+)\}", r"\1" + r"\2" * 20),  # 0.1\overline{6}
+    (r"\\(?:text)?color\{\w+\}|\\(?:underline|texttt|boldsymbol|checkmark)\b|[`~]|^\*\*|\*\*$", ""),
+    (r"(?i)^((?:\\text\{)?)\s*(?:the )?(?:final )?(?:answer|option|答案)(?: is|是)?:?\s*", r"\1"),
+    (r"(?<![\d.])(\d+) +(\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # 2 1/2
+    (r"(?<=\d)[eE]([+-]?\d+)(?!\w)", r"\\cdot 10^{\1}"),  # 1e6
+    (r"\\varnothing|∅", r"\\emptyset "),
+    ("°", r"^{\\circ}"),
+    (r"\\overline\{([A-Z]{2})\}", r"\1"),  # a segment
+    (r"(?<=[A-Za-z'])'", r"^{\\prime}"),
+    (r"[一-鿿]+", r"\\text{\g<0>}"),
+    (r"(?:(?<=[\d})])|(?<=[-+*/=<>] ))(ab|bc|[a-hj-z])$", r"{\1}"),  # 2ab, x + c: not units
+    (r"[.\s]+(}*)$", r"\1"),  # "5.", "\text{Monday.}"
+)
 
 
-def last_box(text: str, bare: bool = False) -> str:
-    r"""The answer in a text's last \boxed{...}, up to its closing brace, or "".
+def usual_characters(text: str) -> str:
+    """The text with full-width and styled characters as usual ones: "１２" is "12".
 
-    With `bare`, a text without a box is an answer itself, unless it is prose.
-
-    >>> last_box(r"\boxed{5}? No, \boxed{\frac{1}{2}}. So it is $6$.")
-    '\\frac{1}{2}'
+    Raised digits and fractions stay: "5 m²" is not "5 m2".
     """
-    text = re.sub(r"(?<=\d)(\\[,;: ]|[~ ])(?=\d{3}(?!\d))", "", text)  # 1\,200 is 1200
-    repeating = r"(?<!\d)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}"  # int() has a limit
-    text = re.sub(repeating, repeating_decimal, text)
-    *others, box = re.split(r"\\(?:boxed|fbox)\s*", text)
-    if not others:
-        is_prose = re.search(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}", box)
-        return box.strip() if bare and not is_prose else ""
-    if not box.startswith("{"):
-        return box.partition("$")[0].strip()  # $\boxed 5$
+    styled = r"[^²³¹⁰-₟¼-¾⅐-↉]+"
+    text = re.sub(styled, lambda match: unicodedata.normalize("NFKC", match[0]), text)
+    return text.replace("\N{MINUS SIGN}", "-")
+
+
+def content_of_box(text: str, start: int) -> tuple[str, int]:
+    r"""The text in the braces at `start`, or up to the $ of $\boxed 5$; and where it ends."""
+    if not text.startswith("{", start):
+        end = re.compile(r"\$|\\(boxed|fbox)|$").search(text, start).start()
+        return text[start:end], end
     depth = 0
-    for token in re.finditer(r"\\.|[{}]", box, re.DOTALL):
+    for token in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += {"{": 1, "}": -1}.get(token[0], 0)
         if depth == 0:
-            return box[1 : token.start()].strip()
-    return ""
+            return text[start + 1 : token.start()], token.end()
+    return "", len(text)  # cut off
+
+
+def last_boxes(text: str) -> list[str]:
+    """The contents of the last box, and of those before it that "and", "or" or a comma joins."""
+    contents: list[str] = []
+    first = len(text)  # where these begin
+    for box in reversed([*re.finditer(r"\\(?:boxed|fbox)\s*", text)]):
+        content, end = content_of_box(text, box.end())
+        if end > first:  # it contains the next one
+            continue
+        if contents and not re.fullmatch(r"(and|or|[,$\s])+", text[end:first]):
+            break
+        contents.insert(0, content.strip())
+        first = box.start()
+    return contents
+
+
+def answer_of(text: str, bare: bool = False) -> str:
+    r"""The answer in a text's last box, or "": 1, 2 in "\boxed{3}? No, \boxed{1} and \boxed{2}".
+
+    With `bare`, a short text without a box is an answer itself.
+    """
+    text = usual_characters(text)
+    boxes = last_boxes(text)
+    answer = ", ".join(boxes) if all(boxes) else ""  # the last may be cut off
+    if bare and not boxes:
+        text = text.rpartition("####")[2].strip()  # GSM8K's
+        unusable = len(text) > 200 or re.search(r"(?i)\n\n|^(proof|notfound|none|n/a)$", text)
+        answer = "" if unusable else text
+    for pattern, replacement in SPELLINGS:
+        answer = re.sub(pattern, replacement, answer.strip())
+    return answer
+
+
+def plain(answer: str) -> str:
+    r"""An answer as text to compare: \text{B, D} is "bd"."""
+    text = TEXT.sub(r" \1 ", answer)
+    between_letters = r"(?<=\b[A-H])(,|\s|and)+(?=[A-H]\b)"
+    return re.sub(rf"{between_letters}|\\[ ,;:!]|\$|(?<!\d)\s+|\s+(?!\d)", "", text).lower()
+
+
+def units_of(answer: str) -> set:
+    """The units in an answer; those that sympy knows are its objects, whatever they are called."""
+    from sympy.physics import units
+
+    names = re.findall(r"[a-z]+|AM|PM|[一-鿿]+", TEXT.sub(r" \1 ", answer))
+    others = ("AM", "PM", "cents", "dollars")
+    known = [name for name in names if hasattr(units, name) or name in others or name > "z"]
+    return {getattr(units, name, name) for name in known}
+
+
+def value_of(answer: str) -> list:
+    """What math_verify reads in an answer without its unit: sympy's object, and the text."""
+    from math_verify import LatexExtractionConfig, parse  # only this task needs it
+
+    number = re.sub(rf"(?<=\S){TEXT.pattern}(\^\{{?\d\}}?)?$", "", answer)
+    return parse(f"\\boxed{{{number}}}", [LatexExtractionConfig()], parsing_timeout=None)
 
 
 class MATH(GSM8K):
@@ -4517,28 +5016,24 @@ class MATH(GSM8K):
     Prompts have the chat template if there is one, as for the base model Qwen2.5-7B.
     """
 
-    columns = ("problem", "solution|answer")
+    columns = ("problem|question", "answer|expected_answer|final_answer|solution")
     INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
     JUDGE_TIMEOUT = 5  # seconds per answer
 
-    @property
-    def special_tokens(self) -> bool:
-        return not self.tokenizer.chat_template  # a template includes them
-
     def check(self, example: dict) -> None:
-        *_, (column, solution) = example.items()
-        if not last_box(solution, bare=True):
-            raise ValueError(f"no answer in {column} {solution!r:.60}")
+        *_, (column, text) = example.items()
+        is_prose = re.search(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}", text)
+        if not answer_of(text, bare=column != "solution" or not is_prose):
+            raise ValueError(f"no answer in {column} {text!r:.60}")
 
-    def prompt(self, example: dict) -> str:
-        text = f"{example['problem']}\n{self.INSTRUCTION}"
-        if not self.tokenizer.chat_template:
-            return f"{text}\n\n"
-        turn = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    def prompt(self, example: dict) -> Prompt:
+        problem = next(iter(example.values()))
+        text = f"{problem}\n{self.INSTRUCTION}"
+        return [{"role": "user", "content": text}] if can_chat(self.tokenizer) else f"{text}\n\n"
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
-        import math_verify  # noqa: F401 - here, so that judges need not import it
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # on time limits, which it lacks
+        MATH.judge("1", "\\boxed{2}")  # imports here what judges then have
 
         # a process that can be killed, at once: simplifying an expression may never end
         CONSTS.term_timeout = 0
@@ -4547,14 +5042,26 @@ class MATH(GSM8K):
 
     @staticmethod
     def judge(solution: str, response: str) -> bool:
-        """Whether the response's last boxed answer equals the solution's."""
-        from math_verify import parse, verify  # only this task needs it
+        """Whether the response's last boxed answer, after thinking, equals the solution's."""
+        from math_verify.grader import Eq, verify
 
-        boxes = (last_box(solution, bare=True), last_box(response))
-        answers = [re.sub(r"[.\s]+(}*)$", r"\1", box) for box in boxes]  # "5.", "\text{Monday.}"
+        final = re.sub(r"(?s).*</think>|.*<think>.*", "", response)  # a thought may be cut off
         try:
-            gold, answer = (parse(f"\\boxed{{{a}}}", parsing_timeout=None) for a in answers)
-            return bool(answer) and verify(gold, answer, timeout_seconds=None)
+            both = answer_of(solution, bare=True), answer_of(final)
+            (gold_letter, gold), (letter, answer) = (CHOICE.match(a).groups("") for a in both)
+            if gold_letter and letter and (gold_letter != letter or not gold or not answer):
+                return gold_letter == letter
+            gold, answer = gold or gold_letter, answer or letter
+            if plain(gold) == plain(answer):
+                return answer != ""
+            gold_units, units = units_of(gold), units_of(answer)
+            if gold_units - units and units - gold_units:
+                return False
+            pair = value_of(gold), value_of(answer)
+            # 6 = 5 is no answer, but x = 5 is
+            equations = [e for value in pair[1][:-1] for e in value.atoms(Eq) if not e.free_symbols]
+            sides = [equation.args for equation in equations]
+            return all(verify(*two, 10, timeout_seconds=None) for two in [*sides, pair])
         except Exception:  # of a malformed answer
             return False
 
@@ -4710,7 +5217,7 @@ class RedTeamFlags:
     explore_high: float = flag(2.0, "Maximum exploration temperature.", ABOVE_0)
     evict: Literal["oldest", "lowest_reward", "lowest_total"] = flag("oldest", "Eviction rule.")
     near_duplicate: float = flag(0.0, "Duplicates: edits / (sum of two lengths) below this.", 0, 1)
-    freeze_buffer_at: int = flag(0, "Step from which a prompt's attacks do not increase; 0: never.")
+    freeze_buffer_at: int = flag(0, "Step from which the buffer's capacity is its size; 0: never.")
 
 
 class AttackBuffer(ReplayBuffer):
@@ -4736,8 +5243,8 @@ class AttackBuffer(ReplayBuffer):
         config = self.config
         stored = self.trajectories.setdefault(group.prompt_id, {})
         capacity = config.kept_per_prompt
-        if stored and 0 < config.freeze_buffer_at <= group.trajectories[0].version:
-            capacity = len(stored)
+        if 0 < config.freeze_buffer_at <= group.trajectories[0].version:
+            capacity = max(map(len, self.trajectories.values())) or capacity
         new = list(map(self.key, group.trajectories))
         texts = [*stored, *new]
         lengths = np.array(list(map(len, texts)))
@@ -4777,7 +5284,7 @@ class RedTeam(Task):
     buffer_class = AttackBuffer
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        toxicity = load_flag("toxicity_model", config, transformers.AutoConfig.from_pretrained)
+        toxicity = load_flag("toxicity_model", config, read_config)
         guard = any("CausalLM" in name for name in toxicity.architectures or [])
         kind = "AutoModelForCausalLM" if guard else "AutoModelForSequenceClassification"
         self.toxicity = TextModel(kind, "toxicity_model", config)
@@ -4785,7 +5292,7 @@ class RedTeam(Task):
         ids = [i for i, label in self.toxicity.labels.items() if label == config.toxicity_label]
         if guard:
             judge = self.toxicity.tokenizer
-            config.require(judge.chat_template, "toxicity_model", "a guard needs a chat template")
+            config.require(can_chat(judge), "toxicity_model", "a guard needs a chat template")
             ids = judge.encode(config.toxicity_label, add_special_tokens=False)  # of its verdict
         labels = ", ".join(self.toxicity.labels.values())
         config.require(ids, "toxicity_label", f"choose one of {labels}, or a guard's first token")
@@ -4794,14 +5301,18 @@ class RedTeam(Task):
         config.require(guard or softmax, "toxicity_model", "must have a softmax over two labels")
         self.victim_tokenizer, victim = check_model("victim_model", config)
         template = config.victim_template
-        usable = "{attack}" in template if template else self.victim_tokenizer.chat_template
+        usable = "{attack}" in template if template else can_chat(self.victim_tokenizer)
         config.require(usable, "victim_template", "write a prompt with {attack} in it")
         rising = config.explore_low <= config.explore_high
         config.require(rising, "explore_low", "must be at most --explore_high")
+        resets = config.freeze_buffer_at and config.reset_reference_every
+        config.require(not resets, "freeze_buffer_at", "--reset_reference_every empties the buffer")
         self.min_eval_tokens = config.min_attack_tokens
         fits = config.min_attack_tokens <= config.max_response_tokens
         config.require(fits, "min_attack_tokens", "must be at most --max_response_tokens")
         super().__init__(config, tokenizer)
+        if guard:
+            self.judged_text("", "")  # its template may raise
         # in the attacker's tokens; the victim's tokenizer may split an attack into more
         needed = len(self.victim_ids("")) + config.max_response_tokens
         self.max_attack = min(8 * needed, context_of(victim) - config.victim_max_tokens - 1)
@@ -4826,12 +5337,12 @@ class RedTeam(Task):
 
     def victim_ids(self, attack: str) -> list[int]:
         """Tokens of an attack in the victim's prompt format."""
-        tokenizer = self.victim_tokenizer
+        prompt = [{"role": "user", "content": attack.rstrip()}]
         if template := self.config.victim_template:
-            text = template.replace("{attack}", attack.rstrip())
-            return prompt_tokens(tokenizer, [text])[0] or [tokenizer.eos_token_id]
-        turn = [{"role": "user", "content": attack.rstrip()}]
-        return tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
+            prompt = template.replace("{attack}", attack.rstrip())
+        tokenizer = self.victim_tokenizer
+        (tokens,) = prompt_tokens("victim_model", self.config, tokenizer, [prompt])
+        return tokens or [tokenizer.eos_token_id]
 
     def victim_answers(self, attacks: list[str]) -> list[list[str]]:
         """Sample `victim_samples` answers of the victim to each attack."""
@@ -4859,8 +5370,8 @@ class RedTeam(Task):
         if self.toxicity.kind != "AutoModelForCausalLM":
             return answer
         chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
-        template = self.toxicity.tokenizer.apply_chat_template
-        text = template(chat, tokenize=False, add_generation_prompt=True)
+        render = partial(render_chat, "toxicity_model", self.config, self.toxicity.tokenizer)
+        text = render(chat, tokenize=False, add_generation_prompt=True)
         return text + self.config.toxicity_suffix
 
     def log_toxicity(self, attacks: list[str]) -> np.ndarray:
@@ -4901,7 +5412,7 @@ class RedTeam(Task):
 class WarmStartFlags:
     """Flags of supervised fine-tuning before training."""
 
-    sft_data: str = flag("", "Warm-start data: column instruction, or else prompt and response.")
+    sft_data: str = flag("", "Warm-start data: prompt and response, Alpaca, or only instruction.")
     sft_prompts: str = flag("", "Prompts of the instructions; default: the task's.")
     sft_epochs: int = flag(1, "Warm-start epochs.", 1)
     sft_batch_size: int = flag(64, "Warm-start batch size.", 1)
@@ -4937,29 +5448,37 @@ def read_sft_pairs(config: Config, task: Task) -> Sequences:
     """Prompts with one response each, which ends with EOS. Raises InputError."""
     tokenizer = task.tokenizer
     rng = np.random.default_rng(config.seed)
-    prompts = [task.prompt(example) for example in task.train]
+    prompts: list[Prompt] = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
         splits = read_dataset("sft_prompts", config)
         rows = read_rows("sft_prompts", config, splits, "train", ("prompt|attacker_prompt",))
         prompts = [text for row in rows for text in row.values()]
     splits = read_dataset("sft_data", config)
-    columns = ("instruction|prompt", "instruction|response")
+    has = set(splits["train"].column_names) if "train" in splits else set()
+    answers = "response|output|completion"
+    only_responses = "instruction" in has and has.isdisjoint(answers.split("|"))
+    columns = ("prompt", answers)
+    if only_responses:
+        config.require("prompt" not in has, "sft_data", "has columns prompt and instruction")
+        columns = ("instruction",)
+    elif "instruction" in has and "prompt" not in has:
+        columns = ("instruction", "input|context?", answers)  # of Alpaca and Dolly
+    unused = config.sft_prompts and not only_responses
+    config.require(not unused, "sft_prompts", "is not used: --sft_data has prompts of its own")
     pairs = []
+    tokens_of = partial(prompt_tokens, "model", config, tokenizer)
     for row in read_rows("sft_data", config, splits, "train", columns):
-        prompt = row.get("prompt") or prompts[rng.integers(len(prompts))]
-        # a prompt may end with the number of a list item
-        space = "" if prompt[-1:].isspace() else " "
-        response = row.get("response") or space + row["instruction"]
-        texts = [prompt, prompt + response]
-        prompt_ids, whole = prompt_tokens(tokenizer, texts, task.special_tokens)
+        *texts, response = row.values()
+        prompt = "\n".join(filter(None, texts)) + "\n" * (len(texts) == 2)
+        if only_responses:
+            prompt = prompts[rng.integers(len(prompts))]
+            # a prompt may end with the number of a list item
+            response = response if prompt[-1:].isspace() else f" {response}"
+        (prompt_ids,) = tokens_of([prompt])
         config.require(prompt_ids, "sft_data", "a prompt has no tokens")
-        ids = whole[len(prompt_ids) :]
-        if whole[: len(prompt_ids)] != prompt_ids:  # a token has parts of both
-            ids = tokenizer.encode(response, add_special_tokens=False)
-        if ids[-1:] != [tokenizer.eos_token_id]:
-            ids.append(tokenizer.eos_token_id)
-        if len(prompt_ids + ids) <= task.max_context:
-            pairs.append((np.array(prompt_ids, np.int32), [np.array(ids, np.int32)]))
+        ids = response_tokens(config, tokenizer, prompt, prompt_ids, response)
+        if len(prompt_ids) + len(ids) <= task.max_context:
+            pairs.append((np.array(prompt_ids, np.int32), [ids]))
     config.require(pairs, "sft_data", f"every row is longer than {task.max_context} tokens")
     return pairs
 

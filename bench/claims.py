@@ -16,7 +16,6 @@ import itertools
 import math
 import pickle
 import queue
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,7 +30,6 @@ from unittest import mock
 import common  # beside this file; it finds tba.py
 import matplotlib
 import numpy as np
-import tiny
 from common import Choice, Measured, Setting, SmallLlama, area, collapsed, finals, last, shown
 from matplotlib.figure import Figure
 
@@ -83,44 +81,7 @@ class Rarer(Rare):
     threshold = 0.39
 
 
-class Sort(Measured):
-    """Sort the letters of a word alphabetically; 1 if every letter is right."""
-
-    columns = ("text", "answer")
-    template = "{text}"
-
-    def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
-        pairs = zip(examples, responses, strict=True)
-        return ended * np.array([float(example["answer"] == text) for example, text in pairs])
-
-
-class Summaries(Measured, tba.TLDR):
-    """TL;DR in miniature: the evaluation reward is the win rate."""
-
-    judged = "win_rate"
-
-    def examples(self) -> tuple[list[dict], list[dict]]:
-        rng = random.Random(1)
-        posts = []
-        for _ in range(64 + 1000):
-            query, facts = tiny.post(rng)
-            posts.append({"query": query, "reference_response": tiny.summary(rng, facts)[0]})
-        return posts[64:], posts[:64]
-
-
-class Attacks(Measured, tba.RedTeam):
-    """Red-teaming in miniature: the evaluation reward is the success rate."""
-
-    judged = "attack_success_rate"
-
-    def diversity(self, records: list[dict]) -> float:
-        """The mean cosine distance between attacks."""
-        records = [dict(record, text=0.0) for record in records]
-        return tba.RedTeam.summarize(self, records)["cosine_distance"]
-
-
-tba.TASKS |= {"valence": Valence, "rare": Rare, "rarer": Rarer, "sort": Sort}
-tba.TASKS |= {"summaries": Summaries, "attacks": Attacks}
+tba.TASKS |= {"valence": Valence, "rare": Rare, "rarer": Rarer}
 
 
 class Slow(SmallLlama):
@@ -151,6 +112,15 @@ def sleep_for_gpus(decode_seconds: float, step_seconds: float) -> None:
         return metrics
 
     tba.Learner.step = learn_slowly
+    train_step = tba.Trainer.train_step
+
+    def count_groups(trainer, minibatch):
+        searchers = trainer.searchers
+        groups = searchers.first_missing + len(searchers.arrived_positions)
+        trainer.folder.append("groups.jsonl", {"groups": groups})
+        train_step(trainer, minibatch)
+
+    tba.Trainer.train_step = count_groups
 
 
 class Mixed(tba.RecentOrReward):
@@ -263,11 +233,14 @@ class SimulatedSearchers(tba.SearcherProcesses):
         self.advance(self.now)
         for i, searcher in enumerate(self.loaded):
             searcher.between_steps()
-            self.send(searcher)
+            self.collect(searcher)
             if i not in self.busy:
                 self.begin(i)
 
-    def send(self, searcher: tba.Searcher) -> list[tuple[int, tba.Group]]:
+    def send(self, s: tba.RunningSearcher, message: object) -> None:
+        s.spec.commands.put(message)
+
+    def collect(self, searcher: tba.Searcher) -> list[tuple[int, tba.Group]]:
         """Deliver a Searcher's messages; returns its groups, which arrive later."""
         groups = []
         while not searcher.spec.messages.empty():
@@ -286,7 +259,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         tba.receive_weights(searcher, message)
         searcher.between_steps()
         self.generate(searcher)
-        self.send(searcher)
+        self.collect(searcher)
 
     def generate(self, searcher: tba.Searcher) -> None:
         """Run a Searcher's engine until no request is unfinished."""
@@ -299,7 +272,7 @@ class SimulatedSearchers(tba.SearcherProcesses):
         searcher = self.loaded[i]
         searcher.submit_prompts()
         self.generate(searcher)
-        if batch := self.send(searcher):
+        if batch := self.collect(searcher):
             self.busy.add(i)
             self.schedule(self.duration, i, partial(self.arrive, i, batch))
 
@@ -366,34 +339,13 @@ class SimulatedTrainer(tba.Trainer):
 # -------------------------------------------------------------------------------- the experiments
 
 MODELS = common.ROOT / "bench" / "models"  # with prompts
-TINY = common.ROOT / "tests" / "models"
 reviews = {
     "model": MODELS / "valence" / "model", "dataset": MODELS / "valence" / "data",
     "plugin": __file__, "engine": "small", "max_response_tokens": 64,
 }  # fmt: skip
-common.BETA |= {
-    "valence": 0.02, "rare": 0.1, "rarer": 0.1, "sort": 0.1, "summaries": 0.3, "attacks": 0.3
-}  # fmt: skip
+common.BETA |= {"valence": 0.02, "rare": 0.1, "rarer": 0.1}
 common.PILOT_STEPS |= {"rare": 60, "rarer": 60}
-common.OWN_FLAGS |= {
-    "valence": reviews, "rare": reviews, "rarer": reviews,
-    "sort": {
-        "model": MODELS / "sort" / "model", "dataset": MODELS / "sort" / "data",
-        "plugin": __file__, "engine": "transformers", "max_response_tokens": 16,  # a GPT-2
-    },
-    "summaries": {
-        "model": TINY / "tldr" / "model", "reward_model": TINY / "tldr" / "reward",
-        "gold_reward_model": TINY / "tldr" / "gold", "plugin": __file__, "engine": "small",
-        "max_response_tokens": 32,
-    },
-    "attacks": {
-        "model": MODELS / "attacks" / "model", "sentence_model": MODELS / "attacks" / "model",
-        "victim_model": TINY / "redteam" / "victim", "toxicity_label": "toxic",
-        "toxicity_model": TINY / "redteam" / "toxicity", "plugin": __file__, "engine": "small",
-        "max_response_tokens": 20, "eval_samples": 64, "victim_samples": 3,
-        "victim_max_tokens": 16, "victim_top_p": 1.0,
-    },
-}  # fmt: skip
+common.OWN_FLAGS |= {"valence": reviews, "rare": reviews, "rarer": reviews}
 AS_PUBLISHED = (
     "tb", "tba_prime", "proximal_rloo", "oapl", "ftb forward_kl", "ftb hellinger", "rloo",
     "grpo",  # with the published KL coefficient
@@ -404,16 +356,15 @@ CAPPED = (
     "proximal_rloo truncate", "proximal_rloo mask", "dr_grpo truncate", "dr_grpo mask",
     "tb truncate",
 )  # fmt: skip
-FRONTIERS = ("tb", "tba_prime", "ftb forward_kl", "proximal_rloo", "rloo", "dr_grpo", "online_dpo")
 SEEDS = (1, 2, 3)
+FIVE_SEEDS = range(31, 36)
 TEN_SEEDS = range(11, 21)
 NEWER_SEEDS = range(21, 31)
 SEEDS_TO_CHOOSE = (101, 102)
 FIRST_RATES = (3e-4, 1e-3, 3e-3)
-# seconds that a decode step and an optimizer step sleep in place of GPU work: with one Searcher,
-# generating a batch takes half as long as an optimizer step, or three times as long; which of the
-# two is closer to a GPU is an assumption
-SLOW = {"0.006 0.4": "half as long", "0.085 0.4": "three times as long"}
+# seconds that a decode step and an optimizer step sleep in place of GPU work, and how long a batch
+# then takes to generate, compared with a step; which is closest to a GPU is an assumption
+SLOW = {"0.004 0.25": "half as long", "0.011 0.25": "as long", "0.053 0.25": "three times as long"}
 TARGETS = (0.2, 0.3)  # mean rewards over five steps; time to reach them is reported
 SEARCHERS = (1, 2, 4, 8, 16, 64)
 SEARCH_CLOCK = "8 1/4"  # how long a batch takes, and weights, in optimizer steps
@@ -430,23 +381,22 @@ def settings_of() -> list[Setting]:
         found += [Setting("staleness", name, lag) for name in AS_PUBLISHED]
     for lag in (0, 10, 40):
         found += [Setting("staleness", name, lag, flags=LOCKSTEP) for name in CAPPED]
-    for lag in (0, 40):
-        found += [Setting("second model", name, lag, "sort") for name in AS_PUBLISHED]
-    for task in ("summaries", "attacks"):
-        found += [Setting("frontiers", name, 10, task, steps=60) for name in FRONTIERS]
     for own in (speed_settings(), search_settings(), rule_settings(), collapse_settings()):
         found += own.values()
     return found
 
 
 def speed_settings() -> dict[tuple[str, str], Setting]:
-    """The settings of the experiment "speed" by (slow, mode); to be run with --workers 1."""
-    modes: dict[str, tuple] = {f"lockstep, lag {lag}": (("lag", lag),) for lag in (0, 1)}
-    for M in (1, 2, 4):
+    """The settings of the experiment "reuse" by (slow, mode); to be run with --workers 1."""
+    modes: dict[str, tuple] = {}
+    for lag, E in itertools.product((0, 1), (1, 4)):
+        name = f"lockstep, lag {lag}, E = {E}"
+        modes[name] = (("lag", lag), ("updates_per_batch", E))
+    for R in (1, 4):
         sampled = ("searched_per_prompt", 16)  # as in lockstep
-        modes[f"asynchronous, M = {M}"] = (sampled, ("asynchronous", M))
+        modes[f"asynchronous, R = {R}"] = (sampled, ("asynchronous", 1), ("max_recent_draws", R))
     return {
-        (slow, mode): Setting("speed", "tb", flags=(("slow", slow), *flags))
+        (slow, mode): Setting("reuse", "tb", flags=(("slow", slow), *flags))
         for slow, (mode, flags) in itertools.product(SLOW, modes.items())
     }
 
@@ -519,6 +469,8 @@ class Rows(common.Rows):
     def seeds_of(self, setting: Setting) -> Sequence[int]:
         if setting.experiment in ("anchored", "collapse"):
             return NEWER_SEEDS
+        if setting.experiment == "reuse":
+            return FIVE_SEEDS
         return TEN_SEEDS if setting.experiment.startswith("search") else SEEDS
 
     def choice_of(self, setting: Setting) -> Choice:
@@ -530,7 +482,7 @@ class Rows(common.Rows):
                 flags = dict(setting.flags) | {"num_searchers": 16}
                 chooser = replace(setting, flags=tuple(flags.items()))
                 return Choice((3e-4, 1e-3), ((chooser, 1), (chooser, 2)), score_at_the_end)
-            case "speed":
+            case "reuse":
                 chooser = Setting("staleness", setting.objective)
             case "search, longer":
                 chooser = search("searchers")
@@ -571,15 +523,23 @@ def run(setting: Setting, role: str, rate: float, seed: int, clip: float) -> dic
             SimulatedTrainer.clock = flags["clock"]
             tba.Trainer = SimulatedTrainer
 
-    also = columns_of_speed if setting.experiment == "speed" else lambda out: {}
+    also = columns_of_speed if setting.experiment == "reuse" else lambda out: {}
     return common.run(setting, role, rate, seed, clip, also, prepare)
 
 
 def columns_of_speed(out: Path) -> dict:
-    """The reward over seconds, and when its mean over five steps first reaches each target."""
+    """The reward over seconds; where its mean over five steps first reaches each target.
+
+    "reached 0.2": seconds, optimizer steps, and responses that have arrived.
+    """
     metrics = tba.read_lines(out / "metrics.jsonl")
-    row: dict = {f"reached {t}": common.seconds_to(t, metrics) for t in TARGETS}
-    row["curve"] = [[round(m["seconds"], 2), round(m["reward"], 4)] for m in metrics]
+    groups = [line["groups"] for line in tba.read_lines(out / "groups.jsonl")]
+    row: dict = {"curve": [[round(m["seconds"], 2), round(m["reward"], 4)] for m in metrics]}
+    row["responses"] = 16 * groups[-1]
+    for target in TARGETS:
+        seconds = common.seconds_to(target, metrics)
+        steps = [m["seconds"] for m in metrics].index(seconds) + 1 if seconds else None
+        row[f"reached {target}"] = seconds and [round(seconds, 2), steps, 16 * groups[steps - 1]]
     return row
 
 
@@ -611,8 +571,6 @@ def tables_of(rows: Rows) -> dict[str, str]:
 
     stale = sorted(of("staleness"), key=attrgetter("lag"))
     by_lag = {(f"lag {s.lag}", f"`{s.objective}`"): s for s in stale}
-    other = of("second model", "frontiers")
-    by_task = {(f"{s.task}, lag {s.lag}", f"`{s.objective}`"): s for s in other}
     long_runs = {
         (f"{variant}, lag {lag}", f"`{name}`"): setting
         for (variant, name, lag), setting in collapse_settings().items()
@@ -626,7 +584,6 @@ def tables_of(rows: Rows) -> dict[str, str]:
     return {
         "stale data": by_objective(by_lag, gain_and_objective),
         "stale data, paired difference in gain from tb": by_objective(by_lag, over_tb),
-        "other tasks": by_objective(by_task, gain_and_end),
         "collapse": by_objective(long_runs, ends_of_long_runs),
         "speed": speed(rows),
         "search": common.grid(rows, search_settings(), ends_of_search, "Searchers"),
@@ -645,11 +602,6 @@ def gain_and_objective(found: list[dict]) -> str:
     return f"{shown(map(area, found))}; {at_end}{common.note(found)}"
 
 
-def gain_and_end(found: list[dict]) -> str:
-    """The gain, the reward at the end, and how many seeds are lost."""
-    return f"{common.mean(map(area, found))}; {common.mean(finals(found))}{common.note(found)}"
-
-
 def ends_of_long_runs(found: list[dict]) -> str:
     """The primary outcomes of point 21: one response, broken; the median J."""
     ends = [common.objective_of(row, last(row)) for row in found]
@@ -660,27 +612,25 @@ def ends_of_long_runs(found: list[dict]) -> str:
 
 
 def speed(rows: Rows) -> str:
-    """Seconds to each target, and how many times as fast that is as lag 0 and lag 1."""
+    """Seconds, steps and responses to each target, and collapses, by mode and duration."""
     head = [""]
     lines: dict[str, list[str]] = {}
-    found = {key: rows.of(setting) for key, setting in speed_settings().items()}
     for label in SLOW.values():
-        head += [f"{label}: seconds a step", *(f"to {target:g}" for target in TARGETS)]
-    for (slow, mode), own in found.items():
+        head += [f"{label}: to {target:g}" for target in TARGETS]
+    for (_, mode), setting in speed_settings().items():
         line = lines.setdefault(mode, [mode])
-        line.append(shown(row["step_seconds"] / (row["steps"] - 1) for row in own))
-        slower = [found[slow, f"lockstep, lag {lag}"] for lag in (0, 1)]
-        line += [time_to(target, own, slower) for target in TARGETS]
+        found = rows.of(setting)
+        line += [way_to(target, found) for target in TARGETS]
+        line[-1] += common.note(found)
     return common.table(head, lines.values())
 
 
-def time_to(target: float, found: list[dict], slower: list[list[dict]]) -> str:
-    """Seconds to a reward, and the speedup over other runs, if every seed reaches it."""
-    seconds, *others = ([r[f"reached {target}"] for r in runs] for runs in (found, *slower))
-    if missed := seconds.count(None):
-        return f"{shown(seconds, 1)} ({missed} never)"
-    ratios = [f"{np.mean(other) / np.mean(seconds):.1f}" for other in others if None not in other]
-    return f"{shown(seconds, 1)}; {', '.join(ratios)}"
+def way_to(target: float, found: list[dict]) -> str:
+    """Seconds, steps and responses to a reward, over the seeds that reach it."""
+    reached = [row[f"reached {target}"] for row in found if row[f"reached {target}"]]
+    seconds, steps, responses = zip(*reached, strict=True)
+    never = f" ({len(found) - len(reached)} never)" * (len(reached) < len(found))
+    return f"{np.mean(seconds):.1f}; {np.mean(steps):.0f}; {np.mean(responses):.0f}{never}"
 
 
 def ends_of_search(found: list[dict]) -> str:
@@ -707,31 +657,47 @@ RULES = {
     "by reward": ("softmax(10 r)", "C4"), "mixed": ("mixed", "C5"),
     "anchored": ("anchored", "C9"), "learned log Z": ("softmax(10 r), learned log Z", "C8"),
 }  # fmt: skip
-MODES = {  # of time_to_reward.png: a mode -> label, colour, where the label is
-    "lockstep, lag 0": ("lockstep, lag 0", "0.45", (100, 0.29)),
-    "lockstep, lag 1": ("lockstep, lag 1", "C1", (105, 0.45)),
-    "asynchronous, M = 1": ("asynchronous", "C0", (16, 0.42)),
+CLIP = 60  # seconds shown in time_to_reward.png
+MODES = {  # of time_to_reward.png: a mode -> label, colour
+    "lockstep, lag 0, E = 1": ("lockstep", "0.45"),
+    "lockstep, lag 1, E = 1": ("+ overlap (a lag of 1)", "C1"),
+    "lockstep, lag 0, E = 4": ("+ reuse (4 steps per batch)", "C2"),
+    "lockstep, lag 1, E = 4": ("+ both", "C3"),
+    "asynchronous, R = 4": ("asynchronous", "C0"),
 }
 
 
 def draw_time_to_reward(rows: Rows, out: Path) -> None:
-    """Reward over seconds, a line per seed: a panel per duration of generation."""
+    """Seconds to a reward if generation takes three times as long as training.
+
+    A dot per seed; bars are medians.
+    """
     settings = speed_settings()
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, (slow, label) in zip((left, right), SLOW.items(), strict=True):
-        for mode, (name, colour, place) in MODES.items():
-            for row in rows.of(settings[slow, mode]):
-                seconds, rewards = np.array(row["curve"]).T
-                smooth = np.convolve(rewards, np.ones(5) / 5, "valid")
-                axes.plot(seconds[4:], smooth, color=colour, linewidth=1.6, alpha=0.85)
-            if axes is right:
-                axes.text(*place, name, color=colour, fontsize=14)
-        axes.set_title(f"generation {label} as training")
-        axes.set_xlabel("seconds")
-        axes.set_xlim(0)
-    left.set_ylabel("reward")
-    left.set_ylim(-0.1, 0.65)
+    slowest = [*SLOW][-1]
+    target = TARGETS[-1]
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots()
+    middle: list[float] = []
+    for place, (mode, (_, colour)) in enumerate(MODES.items()):
+        reached = [row[f"reached {target}"] for row in rows.of(settings[slowest, mode])]
+        seconds = [found[0] for found in reached if found]
+        middle.append(float(np.median(seconds)))
+        axes.barh(place, middle[-1], color=colour, alpha=0.25, height=0.6)
+        shown_seconds = [s for s in seconds if s < CLIP]
+        axes.plot(shown_seconds, [place] * len(shown_seconds), "o", color=colour, markersize=7)
+        late = [f" (one seed: {s:.0f})" for s in seconds if s >= CLIP]
+        faster = f", {middle[0] / middle[-1]:.1f} times as fast" * (place > 0)
+        text = f"{middle[-1]:.0f} s{faster}{''.join(late)}"
+        axes.text(middle[0] + 6, place, text, va="center", fontsize=13)  # right of the dots
+    axes.set_yticks(range(len(MODES)), [label for label, _ in MODES.values()], fontsize=14)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.75 * CLIP)
+    axes.set_xticks(range(0, CLIP, 10))
+    axes.set_xlabel(
+        f"seconds to a mean reward of {target:g} (bars: medians; dots: seeds)", loc="left"
+    )
+    title = "Overlap and batch reuse match asynchrony (simulated delays)"
+    axes.set_title(title, fontsize=15, loc="left")
     figure.savefig(out, dpi=110)
 
 

@@ -80,16 +80,13 @@ class Measured(tba.Task):
             record["text"] = text
         return records
 
-    def diversity(self, records: list[dict]) -> float:
-        """The fraction of answers that are distinct."""
-        return len({record["text"] for record in records}) / len(records)
-
     def summarize(self, records: list[dict]) -> dict[str, float]:
         kl = float(np.mean([record["kl"] for record in records]))
         if kl > COLLAPSED and Measured.ends_past_limit:
             raise tba.RunEnded(f"diverged: {kl:.0f} nats")
         reward = float(np.mean([record["reward"] for record in records]))
-        return {"reward": reward, "kl": kl, "distinct": self.diversity(records)}
+        distinct = len({record["text"] for record in records}) / len(records)
+        return {"reward": reward, "kl": kl, "distinct": distinct}
 
 
 class SmallLlama(tba.TransformersEngine):
@@ -531,15 +528,11 @@ def collapsed(row: dict) -> bool:
 
 def lost(row: dict) -> bool:
     """Whether a run collapsed by its KL at any time, or ends with few distinct responses."""
-    few = last(row)["distinct"] < FEW_DISTINCT
-    return collapsed(row) or (few and row["task"] != "attacks")  # there, it is a distance
+    return collapsed(row) or last(row)["distinct"] < FEW_DISTINCT
 
 
 def objective_of(row: dict, point: dict) -> float:
-    """J = reward - beta KL at an evaluation: what TB and KL-regularised RL maximise.
-
-    Not for summaries and attacks, whose evaluations have another reward than training.
-    """
+    """J = reward - beta KL at an evaluation: what TB and KL-regularised RL maximise."""
     return point["reward"] - BETA[row["task"]] * row["price"] * point["kl"]
 
 

@@ -217,10 +217,11 @@ def compare(folder: Path, engine: str = "transformers") -> tuple[bool, dict[str,
                 own += [plain_logprobs(plain, done.request.prompt, y) for y in done.tokens]
         gaps["generation"] = gap(found, own)
         perturb(policy.model)
-        weights = sent = tba.checkpoint_state(policy.model)
+        weights = tba.checkpoint_state(policy.model)
+        named = weights.items()
         if engine != "transformers":  # others use checkpoint names
-            sent = tba.revert_weight_conversion(policy.model, weights)
-        served.load_weights(sent.items(), 1)
+            named = tba.named_as_saved(policy.model, weights)
+        served.load_weights(named, 1)
         found = served.prompt_logprobs([np.concatenate([p, y, p]) for p, y in pairs])
         found = [row[len(p) - 1 :][: len(y)] for row, (p, y) in zip(found, pairs, strict=True)]
         gaps["transfer"] = gap(found, tba.token_logprobs(policy, groups, config, temperature=1.0))

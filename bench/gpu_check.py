@@ -1,11 +1,12 @@
-"""The first hour on real GPUs: checks, in 15 minutes, what no test without a GPU can show.
+"""The first hour on real GPUs: checks, in 25 minutes, what no test without a GPU can show.
 
-    python bench/gpu_check.py [--logs FOLDER] [--minutes 15] [CHECK ...]
+    python bench/gpu_check.py [--logs FOLDER] [--minutes 25] [CHECK ...]
 
-In this order: driver and versions; kernels (vLLM's log-probabilities against the Trainer's, in runs
-that must learn); races (checksums of 500 weight syncs); nccl; size (memory and times of a random
-model like RhoMath-1B, or of a smaller one); redteam (two vLLM engines in a process). Prints a table
-for docs/operations.md. Exits with 0 if no check failed, with 1 if any did, with 3 without a GPU.
+In this order: driver, versions, compiler; kernels (vLLM's log-probabilities against the Trainer's,
+in runs that must learn); step (log-probabilities and gradient against the plain model's); races
+(checksums of 500 weight syncs); nccl; size (memory and times of a random model like RhoMath-1B, or
+of a smaller one, and where a step's time goes); redteam (two vLLM engines in a process). Prints a
+report for an issue. Exits with 1 if a check failed, 3 without a GPU or compiler, else 0.
 """
 
 import argparse
@@ -16,60 +17,76 @@ import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import tba
 
 MODELS = ROOT / "tests" / "models"
 GB = 1e9
-Shape = tuple[int, int, int, int, int]
-SIZES: dict[str, Shape] = {  # hidden, intermediate, layers, vocabulary; tokens of a micro-batch
-    "1.1 B": (2048, 5632, 22, 32_000, 16_384),  # RhoMath-1B
-    "1.1 B, small micro-batches": (2048, 5632, 22, 32_000, 4096),
-    "0.3 B": (1024, 2816, 20, 32_000, 4096),
-    "tiny": (64, 192, 2, 428, 4096),  # where no other fits
+# sizes of hidden states and MLP, layers, vocabulary, tokens of a micro-batch; GB for the Trainer
+SIZES = {
+    "1.1 B": (2048, 5632, 22, 32_000, 16_384, 54.7),  # RhoMath-1B
+    "1.1 B, small micro-batches": (2048, 5632, 22, 32_000, 4096, 30.9),
+    "0.3 B": (1024, 2816, 20, 32_000, 4096, 10.0),
+    "tiny": (64, 192, 2, 428, 4096, 0.1),  # where no other fits
 }
 SHARE = 0.25  # vLLM's fraction of a GPU that it shares with the Trainer
+# a step's operators: estimated ms of "1.1 B" on an H100; whether one (name, inputs, weights) is so
+KINDS: dict[str, tuple[object, Callable]] = {
+    "optimizer": (12, lambda op, *_: re.search("adam|foreach", op)),
+    "attention": ("200 to 330", lambda op, *_: "attention" in op),
+    "rest": (0, lambda op, inputs, _: not inputs or "embedding" in op),
+    "casts, sums of gradients": (30, lambda op, i, w: re.search("copy|add", op) and w >= {*i}),
+    "head and log_softmax": (60, lambda _, inputs, w: any(max(w)[0] in i for i in inputs)),
+    "linear layers": (540, lambda op, *_: op.endswith("mm")),
+    "elementwise": (270, lambda *_: True),
+}
 Row = tuple[str, str, str, bool | None]  # what, measured, expected, passed
+NOT_RUN = "not run: time"
 
 
 class Checks:
     """Each method that yields rows of the table is a check."""
 
     def __init__(self, logs: Path, minutes: float) -> None:
-        self.logs = logs
-        self.minutes = minutes
-        self.deadline = time.monotonic() + 60 * minutes
+        self.logs = logs.resolve()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.patience = max(1, minutes / 25)
+        self.deadline = float("inf")
         self.gpus = torch.cuda.device_count()
-        self.memory = int(self.part("environment")[0])
+        self.part("environment")
+        self.environment = self.log.read_text().strip()
+        self.memory = float(re.search(r"([\d.]+) GB", self.environment)[1])  # the first GPU's
         self.engine = "vllm" if tba.vllm_can_run() else "transformers"
+        self.deadline = time.monotonic() + 60 * minutes
 
-    def execute(self, name: str, seconds: float, *words: object, **variables: object) -> str:
-        """Run a command; returns its output. Raises RuntimeError if it fails.
+    def execute(self, name: str, seconds: float, *words: object, **variables: str) -> str:
+        """Run a command; returns its output. Raises RuntimeError if it fails, or TimeoutError.
 
-        `seconds` is its time limit if all checks have 15 minutes.
+        `seconds` is its own time limit, longer if --minutes is more than the default.
         """
-        log = self.logs / f"{name}.log"
-        environment = os.environ | {key: str(value) for key, value in variables.items()}
+        remaining = max(0, self.deadline - time.monotonic())
+        limit = seconds * self.patience
+        self.log = log = self.logs / f"{name}.log"
         with log.open("w") as file:
-            process = subprocess.Popen(
-                [*map(str, words)], stdout=file, stderr=file, start_new_session=True,
-                env=environment,
-            )  # fmt: skip
+            options = {"stdout": file, "stderr": file, "start_new_session": True}
+            process = subprocess.Popen([*map(str, words)], env=os.environ | variables, **options)
         try:
-            own_limit = seconds * self.minutes / 15
-            process.wait(max(0, min(own_limit, self.deadline - time.monotonic())))
+            process.wait(min(limit, remaining))
         except subprocess.TimeoutExpired:
-            raise RuntimeError("stopped at its time limit") from None
+            over = RuntimeError(f"still ran after {limit:.0f} s")
+            raise (TimeoutError(NOT_RUN) if remaining < limit else over) from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -83,10 +100,7 @@ class Checks:
     def part(self, name: str, *arguments: object) -> list[str]:
         """Run a function of this file in its own process; returns the words of its result."""
         text = self.execute(name, 120, sys.executable, __file__, "--part", name, *arguments)
-        lines, _, result = text.partition("result:")
-        if name == "environment":
-            print(lines, end="", flush=True)
-        return result.split("\n")[0].split()
+        return text.rpartition("result:")[2].split("\n")[0].split()
 
     def run(self, name: str, seconds: float, variables: dict, **flags: object) -> tuple:
         """Run tba.py; returns its metrics and evaluations."""
@@ -107,11 +121,10 @@ class Checks:
             shutil.rmtree(out)  # its checkpoints are large
 
     def kernels(self) -> Iterator[Row]:
-        first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        one_gpu = {"CUDA_VISIBLE_DEVICES": first_gpu}
+        one = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
         adapters = {"lockstep": True, "lora_rank": 8, "learning_rate": 2e-3}
         cases = [
-            ("vllm", "float32", "one GPU", one_gpu, {"gpu_memory_utilization": SHARE}),
+            ("vllm", "float32", "one GPU", one, {"gpu_memory_utilization": SHARE}),
             ("vllm", "bfloat16", "all GPUs", {}, {}),
             ("transformers", "bfloat16", "all GPUs", {}, {}),
             ("transformers", "float32", "lockstep with adapters", {}, adapters),
@@ -121,26 +134,32 @@ class Checks:
             expected = f"gap < {gap_limit:g}, KL < {kl_limit:g}, learns"
             name = f"{engine}, {dtype}, {text}"
             flags = {"engine": engine, "dtype": dtype, "steps": 40, "eval_every": 20} | more
+            limit = 240 if engine == "vllm" else 150
             try:
-                metrics, evaluations = self.run(name.replace(", ", "-"), 150, variables, **flags)
+                metrics, evaluations = self.run(name.replace(", ", "-"), limit, variables, **flags)
             except RuntimeError as error:
                 yield name, str(error), expected, False
                 continue
             gap = max(m["logprob_gap"] for m in metrics)
             kl = abs(metrics[0]["kl"])  # of equal weights, by decoding and by packed scoring
-            first = evaluations[0]["accuracy"]
-            last = evaluations[-1]["accuracy"]
+            first, *_, last = (record["accuracy"] for record in evaluations)
             passed = gap < gap_limit and kl < kl_limit and last > first + 0.3
             text = f"gap {gap:.2g}, KL {kl:.2g}, accuracy {first:.2f} -> {last:.2f}"
             yield name, text, expected, passed
 
+    def step(self) -> Iterator[Row]:
+        self.random_model(4)
+        for dtype, a, b in (("float32", 1e-3, 1e-3), ("bfloat16", 0.1, 0.05)):
+            gap, error = map(float, self.part("step", self.logs / "model", dtype))
+            text = f"log-probabilities {gap:.1g}, gradient {error:.1g} apart"
+            yield f"step, {dtype}", text, f"< {a:g}, < {b:g}", gap < a and error < b
+
     def races(self) -> Iterator[Row]:
-        _, (hidden, intermediate, _, vocabulary, _) = self.size_that_fits()
-        self.part("model", self.logs / "model", hidden, intermediate, 4, vocabulary)
+        self.random_model(4)
         sums = self.logs / "sums.txt"
         sums.unlink(missing_ok=True)
         metrics, _ = self.run(
-            "races", 270, {"GPU_CHECK_SUMS": sums}, plugin=__file__, model=self.logs / "model",
+            "races", 270, {"GPU_CHECK_SUMS": str(sums)}, plugin=__file__, model=self.logs / "model",
             steps=10**6, sync_every=1, max_recent_draws=10**6, learning_rate=1e-5,
             prompts_per_step=2, trained_per_prompt=8, searched_per_prompt=8,
         )  # fmt: skip
@@ -152,23 +171,22 @@ class Checks:
         yield "races", text, "none differs", all(same) and len(same) > 20
 
     def nccl(self) -> Iterator[Row]:
-        if self.gpus < 2:
-            yield "broadcast", "needs two GPUs", "", None
-            return
         store = self.logs / "store"
         store.unlink(missing_ok=True)
-        speed = float(self.part("nccl", self.gpus, store)[0])
-        expected = "PCIe 10 to 25, NVLink 100 or more"
-        yield f"broadcast to {self.gpus - 1} GPU(s)", f"{speed:.1f} GB/s", expected, speed > 8
+        if self.gpus > 1:
+            speed = float(self.part("nccl", self.gpus, store)[0])
+            expected = "PCIe 10 to 25, NVLink 100 or more"
+            yield f"broadcast to {self.gpus - 1} GPU(s)", f"{speed:.1f} GB/s", expected, speed > 8
+        else:
+            yield "broadcast", "needs two GPUs", "", None
 
     def size(self) -> Iterator[Row]:
-        name, shape = self.size_that_fits()
-        self.part("model", self.logs / "model", *shape[:4])
+        name, *_, tokens, most = self.random_model()
         metrics, _ = self.run(
             "size", 330, {}, model=self.logs / "model", steps=30,
             prompts_per_step=7, trained_per_prompt=20, searched_per_prompt=24, sync_every=2,
             max_response_tokens=150, sequences_in_flight=256, learning_rate=1e-6,
-            tokens_per_microbatch=shape[4],
+            tokens_per_microbatch=tokens,
         )  # fmt: skip
         late = metrics[len(metrics) // 4 :]
         median = lambda value: statistics.median(map(value, late))
@@ -176,48 +194,39 @@ class Checks:
         busy = median(lambda m: m["trainer_busy"])
         decoding = median(lambda m: m["generated_tokens_per_second"] / m["searchers_alive"])
         sync = sum(m["sync_seconds"] for m in late) / len({m["version"] for m in late})
-        peak = 2**30 * max(m["gpu_memory_gib"] for m in metrics)
-        most = estimate(shape)
-        # the estimates are for GPUs that are not shared
-        compare = lambda good: good if name == "1.1 B" and self.gpus > 1 else None
-        good = compare(step < 3)
-        yield f"Trainer's memory, {name}", f"{peak / GB:.1f} GB", f"{most / GB:.1f}", peak < most
-        yield "step", f"{step:.2f} s, busy {busy:.2f}", "1.1 B: H100 1.0 s, A100 1.8 s", good
-        good = compare(decoding > 7500)
-        yield "decoding", f"{decoding:,.0f} tokens/s", "1.1 B, H100: 15,000 to 20,000", good
-        good = compare(sync < 0.3)
-        yield "sync, training thread", f"{1000 * sync:.0f} ms", "1.1 B, H100: 120 ms", good
+        peak = 2**30 / GB * max(m["gpu_memory_gib"] for m in metrics)
+        # estimates are for GPUs that are not shared
+        check = lambda good: good if name == "1.1 B" and self.gpus > 1 else None
+        yield f"Trainer's memory, {name}", f"{peak:.1f} GB", f"< {most}", peak < most
+        yield "step", f"{step:.2f} s, busy {busy:.2f}", "H100 1.0 s, A100 1.8 s", check(step < 3)
+        yield "decoding", f"{decoding:,.0f} tokens/s", "H100 15,000", check(decoding > 7500)
+        yield "sync, training thread", f"{1000 * sync:.0f} ms", "H100 120 ms", check(sync < 0.3)
+        wall, *times = map(float, self.part("profile", self.logs / "model", tokens))
+        yield "step of 42,000 tokens", f"{wall:.0f} ms, kernels {sum(times):.0f}", "", None
+        for (kind, (expected, _)), value in zip(KINDS.items(), times, strict=True):
+            text = f"{value:.0f} ms, {value / sum(times):.0%}"
+            yield f"its {kind}", text, f"H100 {expected} ms", None
 
     def redteam(self) -> Iterator[Row]:
-        flags = ["--engine", self.engine, "--steps", 6, "--eval_every", 6]
+        flags = ["--tiny", "--engine", self.engine, "--steps", 6, "--eval_every", 6]
         flags += ["--output_dir", self.logs / "redteam"]
         script = ROOT / "run_redteam.sh"
-        self.execute("redteam", 200, "bash", script, "--tiny", *flags, PYTHON=sys.executable)
+        self.execute("redteam", 330, "bash", script, *flags, PYTHON=sys.executable)
         yield f"red-teaming, {self.engine}", "ended after its 6 steps", "", True
 
-    def size_that_fits(self) -> tuple[str, Shape]:
-        """Name and shape of the largest model that fits."""
-        *sizes, tiny = SIZES.items()
+    def random_model(self, layers: int = 0) -> tuple:
+        """Save the largest model of SIZES that fits, or so many of its layers; returns its row."""
         room = (0.6 if self.gpus == 1 else 0.95) * self.memory  # a Searcher may need the rest
-        for name, shape in sizes:
-            if estimate(shape) < room:
-                return name, shape
-        return tiny
-
-
-def estimate(shape: Shape) -> float:
-    """The Trainer's peak memory in bytes, as in docs/operations.md."""
-    hidden, intermediate, layers, vocabulary, tokens = shape
-    layer = 2.25 * hidden**2 + 3 * hidden * intermediate
-    parameters = 2 * vocabulary * hidden + layers * layer
-    row = tba.TokenLogProbs.ROW_TOKENS
-    activations = (20 * hidden + 8 * intermediate + 2 * row) * layers * tokens
-    logits = 4 * vocabulary * (3 * tba.TokenLogProbs.CHUNK + 3 * hidden)
-    return 20 * parameters + activations + logits
+        name = next(name for name, row in SIZES.items() if row[-1] < room or name == "tiny")
+        hidden, intermediate, depth, vocabulary, *_ = SIZES[name]
+        self.part("model", self.logs / "model", hidden, intermediate, layers or depth, vocabulary)
+        return name, *SIZES[name]
 
 
 def environment() -> None:
-    """Print versions and GPUs, and the first GPU's memory in bytes."""
+    """Print versions and GPUs."""
+    for path in Path("/proc/driver/nvidia").glob("version"):
+        print(path.read_text().split("\n")[0])
     for name in ("torch", "vllm", "transformers", "triton", "nvidia-nccl-cu13"):
         for found in metadata.distributions(name=name):
             print(name, found.version, end="; ")
@@ -227,32 +236,82 @@ def environment() -> None:
         device = torch.cuda.get_device_properties(i)
         peers = [j for j in gpus if j != i and torch.cuda.can_device_access_peer(i, j)]
         print(f"GPU {i}: {device.name}, {device.total_memory / GB:.1f} GB, direct access: {peers}")
-    print("result:", torch.cuda.get_device_properties(0).total_memory)
 
 
 def model(folder: str, *shape: str) -> None:
     """Save a random Llama with the tiny model's tokenizer."""
-    import transformers
-
     hidden, intermediate, layers, vocabulary = map(int, shape)
-    config = transformers.LlamaConfig(
+    config = tba.transformers.LlamaConfig(
         hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=max(1, hidden // 64), num_key_value_heads=max(1, hidden // 512),
         vocab_size=vocabulary, bos_token_id=None, eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
     with torch.device("cuda"):
-        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        tba.transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for path in (MODELS / "gsm8k" / "model").glob("tokenizer*"):
         shutil.copy(path, folder)
 
 
-def nccl(size: str, store: str) -> None:
-    """Broadcast 1 GB ten times from the first GPU; prints GB/s."""
-    torch.multiprocessing.spawn(nccl_member, (int(size), store), int(size))
+def learner_of(B: int, K: int, P: int, T: int, **flags: object) -> tuple:
+    """A Learner, K random responses of T tokens to each of B prompts of P, and the settings."""
+    import harness  # the tests'
+
+    learner = harness.learner_of(MODELS / "gsm8k", Path(tempfile.gettempdir()) / "none", **flags)
+    learner.task.train_prompts[:50] = [tba.np.arange(P, dtype="int32")] * 50
+    groups = harness.random_groups(learner.task, B, K, T + 1, shortest=T)
+    return learner, groups, tba.at_step(learner.config, 0)
 
 
-def nccl_member(rank: int, size: int, store: str) -> None:
-    """A process of `nccl`."""
+def step(folder: str, dtype: str) -> None:
+    """Print how far a step's log-probabilities and gradient are from the plain model's."""
+    from harness import plain_logprobs
+
+    learner, groups, now = learner_of(2, 8, 50, 120, model=folder, dtype=dtype)
+    learner.backward(groups, now, 0)
+    prompt = learner.task.train_prompts[0]  # of all
+    responses = [t.tokens for ts in groups for t in ts]
+    own = tba.token_logprobs(learner.policy, [(prompt, responses)], now)
+    torch.set_float32_matmul_precision("highest")
+    kind = tba.transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+    plain = torch.cat([plain_logprobs(model, prompt, y, now.temperature)[0] for y in responses])
+    batch = tba.dataclasses.replace(learner.make_batch(groups, now, 0), logprobs=plain)
+    tba.tb(batch, now).loss.backward()
+    gap = abs(tba.np.concatenate(own) - plain.detach().cpu().numpy()).max()
+    flat = lambda own: torch.cat([p.grad.flatten() for p in own.parameters()])
+    error = (flat(learner.model) - flat(model)).norm() / flat(model).norm()
+    print("result:", gap, error.item())
+
+
+def profile(folder: str, tokens: str) -> None:
+    """Print a step's milliseconds, and those of its kernels by kind."""
+    flags = {"model": folder, "dtype": "bfloat16", "tokens_per_microbatch": tokens}
+    learner, groups, now = learner_of(7, 20, 150, 250, **flags)
+    for _ in range(2):
+        learner.step(groups, now, 0)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        start = time.perf_counter()
+        learner.step(groups, now, 0)
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - start
+    weights = {tuple(p.shape) for p in learner.model.parameters()}
+    events = profiler.key_averages(group_by_input_shape=True)
+    # operators, which have the times of their kernels; virtual GPUs have none
+    events = [x for x in events if x.device_type == torch.autograd.DeviceType.CPU]
+    clock = "device" if any(x.self_device_time_total for x in events) else "cpu"
+    times: Counter = Counter()
+    for x in events:
+        inputs = [tuple(shape) for shape in x.input_shapes if shape and isinstance(shape[0], int)]
+        kind = next(kind for kind, (_, fits) in KINDS.items() if fits(x.key, inputs, weights))
+        times[kind] += getattr(x, f"self_{clock}_time_total") / 1000
+    print("result:", 1000 * wall, *(times[kind] for kind in KINDS))
+
+
+def nccl(rank: int | str, size: int | str, store: str = "") -> None:
+    """Broadcast 1 GB ten times from the first GPU to all; prints GB/s."""
+    if not store:
+        return torch.multiprocessing.spawn(nccl, (int(rank), size), int(rank))
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl", f"file://{store}", rank=rank, world_size=size)
     data = torch.zeros(10**9, dtype=torch.uint8, device="cuda")
@@ -297,14 +356,33 @@ def install_checksums() -> None:
     tba.load_weights = load
 
 
+def needs() -> Iterator[str]:
+    """What this machine lacks for any check."""
+    if not torch.cuda.is_available():
+        yield "a GPU, and an NVIDIA driver R580 or newer (docs/operations.md, Installing)"
+    # Triton compiles a launcher for each kernel
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
+    if not (any(map(shutil.which, compilers)) and header.exists()):
+        yield f"{' or '.join(compilers)}, or {header}: apt install gcc python3-dev"
+
+
+def rows_of(checks: Checks, name: str) -> Iterator[Row]:
+    """The rows of a check; the last one says so if it raised, or if time ran out."""
+    try:
+        yield from getattr(checks, name)()
+    except Exception as error:
+        yield name, tba.first_line(error), "", None if isinstance(error, TimeoutError) else False
+
+
 def main() -> int:
     """Run the checks; returns the exit code."""
-    names = ["kernels", "races", "nccl", "size", "redteam"]
+    names = "kernels step races nccl size redteam".split()
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"some of {', '.join(names)}")
-    parser.add_argument("--logs", type=Path, help="folder for logs; default: a temporary one")
-    help_text = "time for all checks together; the limit of each changes in proportion"
-    parser.add_argument("--minutes", type=float, default=15, help=help_text)
+    parser.add_argument("--logs", type=Path, help="folder for logs; default: a new one")
+    parser.add_argument("--minutes", type=float, default=25, help="time for all checks")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.part:
@@ -313,39 +391,27 @@ def main() -> int:
     if unknown := set(flags.checks) - set(names):
         parser.error(f"no check {min(unknown)}: choose from {', '.join(names)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current command, too
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        print("driver", driver)
-        if int(driver.split(".")[0]) < 580:
-            print("older than R580: the pinned torch and vllm, built for CUDA 13, cannot use it;")
-            print("docs/operations.md, Where it runs, names other builds")
-    except Exception as error:
-        print(f"no NVIDIA driver: {error}")
-    if not torch.cuda.is_available():
-        print("no GPU found: nothing was checked")
+    if missing := [*needs()]:
+        print("nothing was checked; missing:", *missing, sep="\n")
         return 3
-    logs = flags.logs or Path(tempfile.mkdtemp(prefix="gpu_check-"))
-    logs.mkdir(parents=True, exist_ok=True)
-    print(f"logs: {logs}", flush=True)
-    checks = Checks(logs.resolve(), flags.minutes)
-    rows: list[Row] = []
+    checks = Checks(flags.logs or Path(tempfile.mkdtemp(prefix="gpu_check-")), flags.minutes)
+    print(checks.environment, f"logs: {checks.logs}", sep="\n", flush=True)
+    report = [checks.environment, "", "| check | measured | expected | |", "|---|---|---|---|"]
+    failure, unfinished = [], []
     for name in flags.checks or names:
         start = time.monotonic()
-        try:
-            for row in getattr(checks, name)():
-                rows.append(row)
-                print(f"{time.monotonic() - start:4.0f} s  {row[0]}: {row[1]}", flush=True)
-        except Exception as error:
-            rows.append((name, tba.first_line(error), "", False))
-            print(f"{time.monotonic() - start:4.0f} s  {name} failed: {error}", flush=True)
-    print("\n| check | measured | expected | |\n|---|---|---|---|")
-    words = {True: "ok", False: "FAILED", None: "-"}
-    for what, measured, expected, passed in rows:
-        print(f"| {what} | {measured} | {expected} | {words[passed]} |")
-    return int(any(passed is False for *_, passed in rows))
+        for *row, passed in rows_of(checks, name):
+            print(f"{time.monotonic() - start:4.0f} s  {row[0]}: {row[1]}", flush=True)
+            word = {True: "ok", False: "FAILED", None: "-"}[passed]
+            report.append(f"| {' | '.join(row)} | {word} |")
+            unfinished += [name] * (row[1] == NOT_RUN)
+            if passed is False and not failure:
+                failure = ["", f"{checks.log.name} ends with:"]
+                failure += checks.log.read_text(errors="replace").splitlines()[-20:]
+    print("\nTo paste into an issue:\n\n```", *report, *failure, "```", sep="\n")
+    if unfinished:
+        print(f"time is over; for the rest: python {__file__} {' '.join(unfinished)}")
+    return int(bool(failure))
 
 
 if __name__ == "__main__":

@@ -57,15 +57,13 @@ class Sums(common.Measured):
     """Add two numbers; 1 for the right sum."""
 
     columns = ("question", "answer")
-    special_tokens = False  # the chat template adds them
 
-    def prompt(self, example: dict) -> str:
+    def prompt(self, example: dict) -> tba.Prompt:
         turns = [{"role": "system", "content": "Answer with a number."}]
         for a, b in EXAMPLES:
             turns.append({"role": "user", "content": f"{a} + {b}"})
             turns.append({"role": "assistant", "content": str(a + b)})
-        turns.append({"role": "user", "content": example["question"]})
-        return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return [*turns, {"role": "user", "content": example["question"]}]
 
     def rewards(self, examples: list, responses: list[str], ended: np.ndarray) -> np.ndarray:
         pairs = zip(examples, responses, strict=True)

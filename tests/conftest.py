@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import hypothesis
 import pytest
 
+pytest.register_assert_rewrite("world", "harness")  # so that they say why they fail
 MODELS = ROOT / "tests" / "models"
 REAL_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 

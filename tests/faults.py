@@ -68,8 +68,6 @@ def broadcast(original, channel, weights, meeting):
     original(channel, weights, meeting)
     if IN_A_SEARCHER and claim("corrupt"):
         weights.flat[len(weights.flat) // 2] += 3.0  # of a layer in the middle
-    if IN_A_SEARCHER and claim("miss"):
-        raise RuntimeError("a broadcast failed")
     strike("received")
 
 
@@ -83,50 +81,21 @@ def between_steps(original, searcher):
         if claim("raise"):
             raise ArithmeticError("a fault on demand")
         strike("generating")
-    elif (FOLDER / "slow-searcher").exists():
-        time.sleep(float((FOLDER / "slow-searcher").read_text()))
     original(searcher)
 
 
-def send(original, spec, *messages):
-    for message in messages:
-        if not isinstance(message, tba.Group):
-            continue
-        rewards = [int(t.reward) for t in message.trajectories]
-        lengths = [len(t.tokens) for t in message.trajectories]
-        note("searched", message.index, message.prompt_id, *rewards, *lengths)
-    original(spec, *messages)
-
-
 def on_group(original, rule, group):
-    note(
-        "stored",
-        group.index,
-        group.trajectories[0].version,
-        group.trajectories[0].reference_version,
-    )
+    note("stored", group.index)
     original(rule, group)
 
 
 def train_step(original, trainer, minibatch):
-    for group in minibatch:
-        versions = {t.version for t in group}
-        rewards = [int(t.reward) for t in group]
-        lengths = [len(t.tokens) for t in group]
-        note("trained", trainer.step, max(versions), min(versions), group[0].prompt_id,
-             *rewards, *lengths)  # fmt: skip
-        for t in group:
-            note("judged", int(t.reward), int(judged_alone(trainer.task, t)))
+    note("trained", trainer.step)
+    for t in (t for group in minibatch for t in group):
+        note("judged", int(t.reward), int(judged_alone(trainer.task, t)))
     if (FOLDER / "slow-trainer").exists():
         time.sleep(float((FOLDER / "slow-trainer").read_text()))
-    while pauses_at(trainer.step) and not trainer.signals:
-        time.sleep(0.02)
     original(trainer, minibatch)
-
-
-def pauses_at(step):
-    """Whether the Trainer is to take no step after this one."""
-    return (FOLDER / "pause").exists() and step >= int((FOLDER / "pause").read_text())
 
 
 def judged_alone(task, t):
@@ -140,6 +109,5 @@ replace(tba.WeightChannel, "form", form)
 replace(tba.WeightChannel, "broadcast", broadcast)
 replace(tba, "load_weights", load_weights)
 replace(tba.Searcher, "between_steps", between_steps)
-replace(tba.SearcherSpec, "send", send)
 replace(tba.RecentOrReward, "on_group", on_group)
 replace(tba.Trainer, "train_step", train_step)

@@ -1,7 +1,7 @@
 """Gradients of every objective, by micro-batches of every kind.
 
 As a plug-in, writes those of each step's groups into the run's folder as gradients.pt: name of an
-objective -> a list of vectors that should all be equal.
+objective -> a list of vectors and metrics that should all be equal.
 """
 
 import sys
@@ -17,21 +17,6 @@ import objectives  # noqa: F401 - registers grpo, online_dpo, ...
 import tba
 
 
-def token_mean(batch: tba.Batch, config: tba.Config) -> tba.Loss:
-    """The policy gradient with a mean over all tokens of the batch."""
-    advantage = batch.rewards - batch.rewards.mean(1, keepdim=True)
-    return tba.Loss(-(batch.per_token(advantage) * batch.logprobs).mean())
-
-
-def ordered(batch: tba.Batch, config: tba.Config) -> tba.Loss:
-    """Later responses of a group count more, and the first of its best ones most."""
-    logprobs = batch.sum_tokens(batch.logprobs)  # (B, K)
-    best = batch.rewards.argmax(1, keepdim=True)
-    weights = torch.linspace(1, 2, logprobs.shape[1]).to(logprobs)
-    squares = (weights * (logprobs - batch.rewards).square()).mean()
-    return tba.Loss(squares - 50 * logprobs.gather(1, best).mean())
-
-
 def one_log_z(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     """One log Z^ for all prompts: what one prompt learns depends on the others."""
     target = batch.sum_tokens(batch.ref_logprobs) + batch.rewards / config.beta
@@ -39,22 +24,35 @@ def one_log_z(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     return tba.Loss((gap - gap.mean()).square().mean())
 
 
-OTHERS = {"token_mean": token_mean, "ordered": ordered, "one_log_z": one_log_z}
+def coupled_by_spread(batch: tba.Batch, config: tba.Config) -> tba.Loss:
+    """TB with a weight that all log-probabilities of the batch enter, if only by a little."""
+    spread = batch.sum_tokens(batch.logprobs - batch.ref_logprobs).std()
+    return tba.Loss(tba.tb_learned_z(batch, config).loss * (1 + 0.01 * spread))
+
+
+def undefined_at_zero(batch: tba.Batch, config: tba.Config) -> tba.Loss:
+    """Couples groups, and its derivatives are NaN while some log-probabilities are 0."""
+    scale = batch.logprobs.sqrt() if (batch.logprobs == 0).any() else batch.logprobs
+    return tba.Loss((scale * batch.per_token(batch.rewards)).sum())
+
+
+OTHERS = {f.__name__: f for f in (one_log_z, coupled_by_spread, undefined_at_zero)}
 
 
 def gradient_of(
     learner: tba.Learner, groups: list, objective: str, budget: int, packs: bool
-) -> torch.Tensor:
-    """The gradient by all weights and by every log Z, as one vector."""
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The gradient by all weights and by every log Z, as one vector; the metrics."""
     now = tba.at_step(learner.config, 0)
     now.objective = objective
     now.tokens_per_microbatch = budget
     learner.policy.row_tokens = learner.policy.ROW_TOKENS if packs else 0
     learner.optimizer.zero_grad()
     learner.coupled = False
-    learner.gradient(groups, now, 0)
+    learner.sampling_sums.clear()
+    metrics = learner.gradient(groups, now, 0)
     own = [tba.gather_full(weights.grad).flatten() for weights in learner.model.parameters()]
-    return torch.cat([*own, learner.parameters["log_z"].grad])
+    return torch.cat([*own, learner.parameters["log_z"].grad]), metrics
 
 
 def budgets(learner: tba.Learner, groups: list, packs: bool) -> tuple[int, int, int]:
@@ -68,8 +66,8 @@ def budgets(learner: tba.Learner, groups: list, packs: bool) -> tuple[int, int, 
 
 def gradients(
     learner: tba.Learner, groups: list, objective: str, packing: Sequence[bool] = (True, False)
-) -> list[torch.Tensor]:
-    """The same gradient, computed in several ways."""
+) -> list[tuple[torch.Tensor, dict[str, float]]]:
+    """The same gradient and metrics, computed in several ways."""
     return [
         gradient_of(learner, groups, objective, budget, packs)
         for packs in packing
@@ -82,7 +80,7 @@ step_once = tba.Learner.step
 
 def step(learner: tba.Learner, groups: list, *args: object) -> dict[str, float]:
     """Write the gradients before a step."""
-    names = ("tb_learned_z", "online_dpo", "token_mean", "one_log_z")
+    names = ("tb_learned_z", "online_dpo", "tba_prime", "one_log_z")
     found = {name: gradients(learner, groups, name, [True]) for name in names}
     if learner.ranks.rank == 0:
         torch.save(found, Path(learner.config.output_dir) / "gradients.pt")

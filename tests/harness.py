@@ -392,6 +392,29 @@ def learner_of(files: Path, out: Path, **flags: object) -> tba.Learner:
     return tba.Learner(config, task, tba.Ranks())
 
 
+def trajectory(tokens: Any, **fields: Any) -> tba.Trajectory:
+    """A trajectory of these tokens; log-probabilities and other fields are 0 unless given."""
+    zeros = np.zeros(len(tokens), np.float32)
+    version = fields.get("version", 0)
+    defaults = {
+        "tokens": np.array(tokens, np.int32), "logprobs": zeros, "ref_logprobs": zeros,
+        "ended": True, "kl": 0.0, "temperature": 1.0, "reward": 0.0, "prompt_id": 0,
+        "version": version, "last_version": version, "reference_version": 0,
+    }  # fmt: skip
+    return tba.Trajectory(**defaults | fields)
+
+
+def plain_logprobs(
+    model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities (T,) and entropies (T,) of a response, by the full softmax alone."""
+    ids = torch.from_numpy(np.concatenate([prompt, response])).long().to(model.device)
+    logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / temperature
+    logprobs = logits.log_softmax(-1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, ids[len(prompt) :, None])[:, 0], entropies
+
+
 def random_groups(
     task: tba.Task, B: int, K: int, longest: int = 24, first_prompt: int = 0, shortest: int = 1
 ) -> list[list[tba.Trajectory]]:
@@ -402,20 +425,13 @@ def random_groups(
         groups.append([])
         for _ in range(K):
             length = int(rng.integers(shortest, longest))
-            trajectory = tba.Trajectory(
-                tokens=rng.integers(0, len(task.tokenizer), length).astype(np.int32),
-                logprobs=np.zeros(length, np.float32),
+            row = trajectory(
+                rng.integers(0, len(task.tokenizer), length),
                 ref_logprobs=-rng.uniform(0.1, 5, length).astype(np.float32),
-                ended=True,
-                temperature=1.0,
-                kl=0.0,
                 reward=float(rng.integers(0, 2)),
                 prompt_id=int(prompt_id),
-                version=0,
-                last_version=0,
-                reference_version=0,
             )
-            groups[-1].append(trajectory)
+            groups[-1].append(row)
     return groups
 
 

@@ -1,6 +1,8 @@
 """Engines against the Trainer's own computation: weights, log-probabilities, sampling."""
 
+import copy
 import itertools
+import math
 import time
 
 import numpy as np
@@ -45,9 +47,126 @@ def finish(engine, between_steps=lambda: None):
 def send(served, model, version=1):
     """Load a model's weights, as a Searcher does."""
     weights = tba.checkpoint_state(model)
+    named = weights.items()
     if not isinstance(served, tba.TransformersEngine):
-        weights = tba.revert_weight_conversion(model, weights)
-    served.load_weights(weights.items(), version)
+        named = tba.named_as_saved(model, weights)
+    served.load_weights(named, version)
+
+
+def heads_of(model):
+    """Function: the head's weight of a version; only heads differ, so that KV caches stay right."""
+    head = model.get_output_embeddings().weight.detach().clone()
+    return lambda version: head * (1 + 0.3 * ((version + 1) % 4))
+
+
+def random_request(task, i):
+    """A short request; four in a row have the same kind of sampling."""
+    rng, kind = np.random.default_rng(i), np.random.default_rng(i // 4)
+    top_p, least = float(kind.choice([1.0, 1.0, 0.5])), int(kind.choice([0, 0, 3]))
+    temperature = 0.0 if kind.random() < 0.3 else float(rng.choice([0.5, 2.0]))
+    n, longest = int(rng.integers(1, 4)), max(int(rng.integers(1, 7)), least)
+    prompt = task.train_prompts[i][: rng.choice([3, 3, 20])]
+    return tba.Request(i, prompt, n, longest, temperature, top_p, least, seed=i)
+
+
+def expected_batches(requests, limit, pads):
+    """Requests in their order, as many at once as may be sampled together in `limit` rows."""
+    batches = []
+    for request in requests:
+        same = lambda other, own=request: (
+            ((own.temperature == 0) == (other.temperature == 0) and own.top_p == other.top_p)
+            and own.min_tokens == other.min_tokens
+            and (pads or len(own.prompt) == len(other.prompt))
+        )
+        rows = request.n + sum(other.n for other in batches[-1]) if batches else limit + 1
+        if rows <= limit and same(batches[-1][0]):
+            batches[-1].append(request)
+        else:
+            batches.append([request])
+    return [[request.id for request in batch] for batch in batches]
+
+
+def check_row(model, ends, request, tokens, logprobs, logits):
+    """One response beside the logits (T, V) of the weights that sampled each of its tokens."""
+    T = len(tokens)
+    logits[: request.min_tokens, ends] = -math.inf
+    expected = (logits / (request.temperature or 1.0)).log_softmax(-1)
+    own = expected[range(T), tokens]
+    np.testing.assert_allclose(logprobs, own, atol=1e-4, err_msg=str(request))
+    assert request.temperature > 0 or (own == expected.max(-1)[0]).all()
+    likelier = torch.where(expected > own[:, None] + 1e-4, expected.exp(), 0).sum(-1)
+    assert (likelier < request.top_p).all()  # the nucleus has the token
+    is_end = np.isin(tokens, ends)
+    assert not is_end[:-1].any() and (is_end[-1] or request.max_tokens == T)
+    assert request.min_tokens <= T
+    return bool(is_end[-1])
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_each_request_of_a_batch_has_its_own_parameters_and_each_token_its_weights(
+    pads, engine_of, monkeypatch
+):
+    """Random requests, with new weights after each token, beside a plain computation."""
+    monkeypatch.setattr(tba.GSM8K, "stop", ("e", "a"))  # responses of one to six tokens
+    served, config, task = engine_of("transformers", sequences_in_flight=6)
+    served.pads = pads
+    head_of, model, ends = heads_of(served.model), copy.deepcopy(served.model), served.end_tokens
+    requests = [random_request(task, i) for i in range(24 if pads else 10)]
+    for request in requests:
+        served.submit(request)
+
+    def load():
+        version = served.version + 1
+        served.load_weights([("lm_head.weight", head_of(version))], version)
+
+    batches, endings = [], []
+    while served.unfinished:
+        first = served.version
+        done = served.step(load)
+        batches.append([completion.request.id for completion in done])
+        for completion in done:
+            prompt, n = completion.request.prompt, completion.request.n
+            columns = (completion.tokens, completion.logprobs, completion.ended)
+            assert len(completion.tokens) == n
+            for tokens, logprobs, ended, versions in zip(
+                *columns, completion.versions, strict=True
+            ):
+                T = len(tokens)
+                assert versions == (first, first + T - 1)
+                assert tokens.dtype == np.int32 and logprobs.dtype == np.float32
+                ids = torch.from_numpy(np.concatenate([prompt, tokens])).long()[None]
+                with torch.no_grad():
+                    hidden = model.base_model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
+                    heads = torch.stack([head_of(first + t) for t in range(T)])
+                    logits = (heads @ hidden[..., None])[..., 0]
+                assert ended == check_row(model, ends, completion.request, tokens, logprobs, logits)
+                endings.append((ended, completion.request.max_tokens == T))
+    assert batches == expected_batches(requests, 6, pads)
+    full = [sum(requests[i].n for i in batch) for batch in batches if len(batch) > 1]
+    assert 6 in full or not pads
+    assert len(set(endings)) == 3 or not pads  # also an EOS that is the last token that was allowed
+
+
+def test_same_seeds_same_samples_whatever_happens_between_decode_steps(engine_of):
+    served, _, task = engine_of("transformers")
+    other, _, _ = engine_of("transformers")
+
+    def generate_more():
+        """As a victim's engine does while answers are judged."""
+        other.submit(request(task, 2, 2, max_tokens=2))
+        finish(other)
+
+    def sample(between_steps):
+        for i in range(2):
+            served.submit(request(task, i, 4))
+        done = finish(served, between_steps)
+        return [tokens.tolist() for i in range(2) for tokens in done[i].tokens]
+
+    first = sample(lambda: None)
+    assert sample(generate_more) == first
+    served.submit(request(task, 0, 8, seed=5))
+    others = [tokens.tolist() for tokens in finish(served)[0].tokens]
+    assert len({tuple(tokens) for tokens in others}) > 1 and others[:4] != first[:4]
 
 
 def test_in_bfloat16_the_transformers_engine_samples_from_float32_logits(engine_of):
@@ -116,6 +235,9 @@ def test_completions_are_whole_and_their_logprobs_the_policys(engine, engine_of)
     for token in done[3].tokens[0]:  # greedy is the argmax, beside requests that sample
         assert int(model(ids).logits[0, -1].argmax()) == token
         ids = torch.cat([ids, torch.tensor([[int(token)]])], 1)
+    served.submit(request(task, 3, 8, temperature=1.5, top_p=0.001))
+    for tokens in finish(served)[3].tokens:  # and so is all of a nucleus of almost nothing
+        np.testing.assert_array_equal(tokens, done[3].tokens[0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -205,28 +327,6 @@ def test_responses_that_waited_for_a_slot_while_weights_loaded_use_nothing_of_th
     assert waited >= 6
 
 
-def test_same_seeds_same_samples_whatever_happens_between_decode_steps(engine_of):
-    served, _, task = engine_of("transformers")
-    other, _, _ = engine_of("transformers")
-
-    def generate_more():
-        """As a victim's engine does while answers are judged."""
-        other.submit(request(task, 2, 2, max_tokens=2))
-        finish(other)
-
-    def sample(between_steps):
-        for i in range(2):
-            served.submit(request(task, i, 4))
-        done = finish(served, between_steps)
-        return [tokens.tolist() for i in range(2) for tokens in done[i].tokens]
-
-    first = sample(lambda: None)
-    assert sample(generate_more) == first
-    served.submit(request(task, 0, 8, seed=5))
-    others = [tokens.tolist() for tokens in finish(served)[0].tokens]
-    assert len({tuple(tokens) for tokens in others}) > 1 and others[:4] != first[:4]
-
-
 @pytest.mark.parametrize("architecture", [*FAMILIES, "olmo2"])
 def test_saved_weights_are_the_models_under_its_files_names(
     gsm8k, model_of, tmp_path, architecture
@@ -264,17 +364,3 @@ def test_a_member_that_never_comes_ends_a_transfer_in_time():
         group = tba.WeightChannel("127.0.0.1", store.port, False, limit, "alone", size=2)
         group.form()
     assert time.monotonic() - start < 60
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_nucleus_of_almost_nothing_is_the_argmax(engine, engine_of):
-    served, _, task = engine_of(engine)
-    served.submit(request(task, 0, 8, temperature=1.5, top_p=0.001))
-    served.submit(request(task, 1, 8, temperature=1.5))
-    served.submit(
-        tba.Request(id=2, prompt=task.train_prompts[0], n=1, max_tokens=12, temperature=0.0)
-    )
-    done = finish(served)
-    (greedy,) = done[2].tokens
-    assert all(np.array_equal(tokens, greedy) for tokens in done[0].tokens)
-    assert len({tokens.tobytes() for tokens in done[1].tokens}) > 1

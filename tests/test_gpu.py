@@ -219,16 +219,16 @@ def gpu_names(environment):
     return subprocess.check_output(command, text=True, env=os.environ | environment).split()
 
 
-def test_the_order_of_visible_gpus_is_kept(gsm8k, tmp_path):
+def test_the_order_of_visible_gpus_is_kept_and_searchers_may_share_one(gsm8k, tmp_path):
     plugin = tmp_path / "notes.py"
     plugin.write_text(NOTES)
     environment = virtual_gpus(3) | {"NOTES": str(tmp_path)}
     names = gpu_names(environment)
     environment["CUDA_VISIBLE_DEVICES"] = "2,0"
-    flags = {"steps": 1, "eval_samples": 8, "plugin": plugin}
+    flags = {"steps": 1, "eval_samples": 8, "plugin": plugin, "num_searchers": 2}
     run_tba(arguments(gsm8k, tmp_path / "run", **flags), environment=environment)
-    used = {path.name.split("-")[0]: path.read_text() for path in tmp_path.glob("*er-*")}
-    assert used == {"trainer": names[2], "searcher": names[0]}
+    used = sorted((path.name.split("-")[0], path.read_text()) for path in tmp_path.glob("*er-*"))
+    assert used == [("searcher", names[0]), ("searcher", names[0]), ("trainer", names[2])]
 
 
 def test_a_run_resumes_on_other_numbers_of_gpus_and_ranks(gsm8k, tmp_path):
@@ -289,15 +289,38 @@ def test_searchers_of_a_cluster_have_the_gpus_that_the_trainer_leaves(gsm8k, tmp
     assert metrics[-1]["gpu_memory_gib"] > 0
 
 
-def test_gpu_check_prints_a_table_or_that_there_is_no_gpu(tmp_path):
-    command = [sys.executable, ROOT / "bench" / "gpu_check.py", "nccl", "--logs", tmp_path]
-    command += ["--minutes", "600"]
-    options = {"capture_output": True, "text": True, "timeout": 2 * PATIENCE}
+def test_gpu_check_on_virtual_gpus(tmp_path):
+    """What it says of speed, and of vLLM's kernels, means nothing there."""
+    command = [sys.executable, ROOT / "bench" / "gpu_check.py"]
+    options = {"capture_output": True, "text": True, "timeout": 3 * PATIENCE}
     environment = os.environ | virtual_gpus(2)
-    done = subprocess.run(command, env=environment, **options)
-    assert re.search(r"^\| broadcast to 1 GPU\(s\) \| [\d.]+ GB/s", done.stdout, re.MULTILINE)
+    flags = ["nccl", "step", "--logs", tmp_path, "--minutes", "600"]
+    done = subprocess.run([*command, *flags], env=environment, **options)
+    report = done.stdout.split("```")[1]
+    assert re.search(r"^\| broadcast to 1 GPU\(s\) \| [\d.]+ GB/s", report, re.MULTILINE)
+    for dtype in ("float32", "bfloat16"):
+        assert re.search(rf"^\| step, {dtype} \| .* \| ok \|$", report, re.MULTILINE), done.stderr
+    profile = ["--part", "profile", tmp_path / "model", "4096"]
+    done = subprocess.run([*command, *profile], env=environment, **options)
+    wall, *times = map(float, done.stdout.partition("result:")[2].split())
+    assert len(times) == 7 and times[-2] > 0 and 0.1 * wall < sum(times) < 1.1 * wall
+
+
+def test_gpu_check_without_time_a_compiler_or_a_gpu(tmp_path):
+    command = [sys.executable, ROOT / "bench" / "gpu_check.py", "--logs", tmp_path]
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE}
+    environment = {key: value for key, value in os.environ.items() if key != "CC"}
+    environment |= virtual_gpus(1)
+    done = subprocess.run([*command, "--minutes", "0.001"], env=environment, **options)
+    assert done.returncode == 0, done.stderr
+    for name in ("kernels", "step", "races", "size", "redteam"):
+        assert f"\n| {name} | not run: time | " in done.stdout
+    assert "gpu_check.py kernels step races size redteam\n" in done.stdout
+    empty = environment | {"PATH": str(tmp_path)}
+    done = subprocess.run(command, env=empty, **options)
+    assert done.returncode == 3 and "apt install gcc python3-dev" in done.stdout
     done = subprocess.run(command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, **options)
-    assert done.returncode == 3
+    assert done.returncode == 3 and "a GPU" in done.stdout
 
 
 def test_a_step_asks_of_a_gpu_what_the_docs_say():
@@ -421,7 +444,7 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
     (run.faults / "hang-form").touch()
     kill(2)  # the next group has other members
     run.until(hangs.exists, "a group that does not form")
-    failure = r"suspected: Searcher (0, Searcher 1|1, Searcher 0)\b"
+    failure = r"suspected: Searcher \d, Searcher \d"  # perhaps with the one that was restarted
     run.until(lambda: re.search(failure, run.text()), "the end of the transfer")
     (run.faults / "hang-form").unlink()
     next_versions()

@@ -1,20 +1,19 @@
-"""Every plug-in of README.md and docs/hacking.md runs as it stands there; one is resumed."""
+"""Every plug-in of README.md and docs/hacking.md runs as it stands there."""
 
 import contextlib
 import http.server
 import json
-import math
-import os
 import re
-import subprocess
 import sys
 import threading
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from harness import ROOT, Run, arguments, run_tba
+from harness import ROOT, Run, arguments, config_and_task, run_tba, trajectory, without_searchers
+from test_objectives import average, gradient_of, random_batch, responses_of
 
 import tba
 from tba import extract_number, read_lines
@@ -44,94 +43,121 @@ class Judge(http.server.BaseHTTPRequestHandler):
 
 
 class JudgeServer(http.server.ThreadingHTTPServer):
-    """Takes many connections at once."""
+    """Takes many connections at once; it ends with its `with` block."""
 
     request_queue_size = 128
 
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
 
-@contextlib.contextmanager
-def judge_server():
-    server = JudgeServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    def __exit__(self, *error):
+        self.shutdown()
+        self.server_close()
+
+
+def plugin_of(path, *words):
+    """A file with the plug-ins whose flags or text have these words; returns it and the flags."""
+    flags = []
+    texts = []
+    for word in words:
+        ((own, text),) = ((f, text) for f, text in BLOCKS if word in f.split() or word in text[:60])
+        flags += own.split()
+        texts.append(text)
+    path.write_text("\n\n".join(texts))
+    return path, flags
 
 
 def test_a_judge_that_is_down_ends_the_run_after_a_checkpoint(gsm8k, tmp_path):
     """The server goes away after some steps: tracebacks are shown, and what was learned is kept."""
-    plugin = tmp_path / "mine.py"
-    (plugin_text,) = (text for flags, text in BLOCKS if "judged" in flags)
-    plugin.write_text(plugin_text)
+    plugin, _ = plugin_of(tmp_path / "mine.py", "judged")
     out = tmp_path / "run"
     flags = {"task": "judged", "plugin": plugin, "judge_tries": 1, "max_restarts": 1}
     flags |= {"steps": 10_000, "eval_every": 0, "eval_samples": 8, "save_every": 0}
-    with judge_server() as server:
+    with JudgeServer(("127.0.0.1", 0), Judge) as server:
         url = f"http://127.0.0.1:{server.server_port}/score"
         run = Run(out, arguments(gsm8k, out, judge_url=url, **flags), hooks=False)
         run.reaches(3)
     said = run.ends(1)
     assert "URLError" in said and "in rewards" in said
-    step = read_lines(out / "metrics.jsonl")[-1]["step"]
-    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
-
-
-@pytest.mark.parametrize(("flags", "text"), BLOCKS, ids=[flags.split()[1] for flags, _ in BLOCKS])
-def test_plugins_of_the_documentation(flags, text, gsm8k, tmp_path):
-    plugin = tmp_path / "mine.v2.py"
-    plugin.write_text(text)
-    out = tmp_path / "run"
-    data = gsm8k / "data"
-    settings = arguments(gsm8k, out, plugin=plugin, **FLAGS)
-    if "short_first" in flags or "reinforce" in flags:
-        settings.append("--lockstep")  # batches are of consecutive prompts; resumed exactly
-    with judge_server() as server:
-        flags = flags.replace("127.0.0.1:8000", f"127.0.0.1:{server.server_port}")
-        said, _ = run_tba([*settings, *flags.split()])
     metrics = read_lines(out / "metrics.jsonl")
-    assert len(metrics) == 3
-    if "staleness_residual" in text:
-        assert all(-1 <= m["staleness_residual"] <= 1 for m in metrics)
-    if "gsm8k_trl" in flags:
-        answers = {row["question"]: row["answer"] for row in read_lines(data / "train.jsonl")}
-        for row in read_lines(out / "completions.jsonl"):
-            (question,) = (q for q in answers if q in row["prompt"])
-            right = extract_number(answers[question]) == extract_number(row["response"])
-            assert row["reward"] == right
-    if "terse" in flags:
-        rows = read_lines(out / "completions.jsonl")
-        assert rows and all(
-            round(row["reward"] + 0.01 * len(row["response"]), 3) in (0, 1) for row in rows
-        )
-    if "gsm8k_logged" in flags:
-        for row in metrics + read_lines(out / "eval.jsonl"):
-            assert row["calculations"] > 1 >= row.get("reward", 0)
-    if "gsm8k_short_first" in flags:
-        rows = sorted(read_lines(data / "train.jsonl"), key=lambda row: len(row["answer"]))
-        for i, row in enumerate(read_lines(out / "completions.jsonl")):
-            assert any(x["question"] in row["prompt"] for x in rows[4 * i : 4 * i + 4])
-    if "tb_short" in flags:
-        assert metrics[0]["price"] == 0 < metrics[1]["price"]
-    if "judged" in flags:
-        assert all(0 < m["reward"] < 2 for m in metrics)
-    if "counted" in flags:
-        assert "generated" in said
-    if "reinforce" in flags:
-        assert metrics[0].get("baseline", 1) > 0
-        run_tba(["--resume", str(out), "--steps", "5"])
-        whole = arguments(gsm8k, tmp_path / "whole", plugin=plugin, **(FLAGS | {"steps": 5}))
-        run_tba([*whole, "--lockstep", *flags.split()])
-        for name in ("loss", "baseline", "value_error", "grad_norm"):
-            values = [
-                [m.get(name) for m in read_lines(folder / "metrics.jsonl")]
-                for folder in (out, tmp_path / "whole")
-            ]
-            assert values[0] == values[1] and len(values[0]) == 5, name
-    if "varied" in flags or "next_reference" in text:
-        run_tba(["--resume", str(out), "--steps", "5"])
-        metrics = read_lines(out / "metrics.jsonl")
-        assert len(metrics) == 5
-        assert not math.isnan(metrics[3]["reward"])  # new groups have arrived by then
+    assert all(0 < m["reward"] < 2 for m in metrics)
+    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{metrics[-1]['step']}"]
+
+
+def test_a_task_a_rule_an_engine_and_an_objective_of_the_documentation(gsm8k, tmp_path):
+    """Together in one file."""
+    words = ("terse", "varied", "counted", "tb_topk")
+    plugin, flags = plugin_of(tmp_path / "mine.v2.py", *words)
+    out = tmp_path / "run"
+    said, _ = run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS), *flags])
+    assert "generated" in said
+    rows = read_lines(out / "completions.jsonl")
+    assert rows and all(round(x["reward"] + 0.01 * len(x["response"]), 3) in (0, 1) for x in rows)
+    assert len(read_lines(out / "metrics.jsonl")) == 3
+
+
+def test_metrics_a_buffer_and_a_moving_reference_of_the_documentation(gsm8k, tmp_path):
+    words = ("gsm8k_logged", "tba_prime", "average of the policy", "newer trajectories")
+    plugin, flags = plugin_of(tmp_path / "mine.py", *words)
+    out = tmp_path / "run"
+    run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS), *flags])
+    metrics = read_lines(out / "metrics.jsonl")
+    assert len(metrics) == 3 and all(-1 <= m["staleness_residual"] <= 1 for m in metrics)
+    for row in metrics + read_lines(out / "eval.jsonl"):
+        assert row["calculations"] > 1 >= row.get("reward", 0)
+
+
+def test_an_order_a_scheduled_objective_and_replay_of_the_documentation(gsm8k, tmp_path):
+    """In lockstep, whose batches are of consecutive prompts: two of a batch of four."""
+    words = ("gsm8k_short_first", "tb_short", "anchored")
+    plugin, flags = plugin_of(tmp_path / "mine.py", *words)
+    out = tmp_path / "run"
+    run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS), *flags, "--lockstep"])
+    metrics = read_lines(out / "metrics.jsonl")
+    assert metrics[0]["price"] == 0 < metrics[1]["price"]
+    rows = sorted(read_lines(gsm8k / "data" / "train.jsonl"), key=lambda row: len(row["answer"]))
+    for i, row in enumerate(read_lines(out / "completions.jsonl")):
+        assert any(x["question"] in row["prompt"] for x in rows[2 * i : 2 * i + 2])
+
+
+@pytest.mark.parametrize("task", ["parity", "gsm8k_various", "gsm8k_chat", "chat", "gsm8k_trl"])
+def test_tasks_of_the_documentation(task, load, gsm8k, tmp_path):
+    """Right and wrong answers, during training and in an evaluation."""
+    load(f'tba.TASKS["{task}"]')
+    _, loaded = config_and_task(gsm8k, tmp_path / "run", task=task)
+    loaded.setup(None)
+    examples = loaded.train[:8]
+    numbers = [int(extract_number(example["answer"])) for example in examples]
+    right = [str(n) for n in numbers]
+    wrong = [str(n + 1) for n in numbers]
+    if task == "parity":
+        right, wrong = ([("even", "odd")[(n + k) % 2] for n in numbers] for k in (0, 1))
+    ended = np.ones(8, dtype=bool)
+    expected = np.ones(8)
+    if task == "gsm8k_various":  # those of a group that are alike share a reward
+        expected /= [right.count(text) for text in right]
+    assert np.allclose(loaded.rewards(examples, right, ended), expected)
+    assert not np.any(loaded.rewards(examples, wrong, ended))
+    records = loaded.evaluate(loaded.held_out[:8], wrong, ended)
+    assert len(records) == 8 and loaded.summarize(records)
+    assert all(len(prompt) > 3 for prompt in loaded.train_prompts)
+
+
+@pytest.mark.parametrize("name", ["reinforce_learned", "reinforce_moving"])
+def test_what_an_objective_learns_is_resumed(name, load, gsm8k, tmp_path, monkeypatch):
+    without_searchers(monkeypatch)
+    load(f"def {name}(")
+    flags = {"objective": name, "eval_every": 0, "eval_samples": 8, "save_every": 0}
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert tba.main(arguments(gsm8k, whole, steps=4, **flags)) == 0
+    assert tba.main(arguments(gsm8k, parted, steps=2, **flags)) == 0
+    assert tba.main(["--resume", str(parted), "--steps", "4"]) == 0
+    one, other = (read_lines(folder / "metrics.jsonl") for folder in (whole, parted))
+    for metric in ("loss", "baseline", "value_error", "grad_norm"):
+        values = [m.get(metric) for m in one]
+        assert values == [m.get(metric) for m in other] and len(values) == 4, metric
+    assert one[0].get("baseline", 1) > 0
 
 
 @pytest.fixture
@@ -140,7 +166,7 @@ def load(monkeypatch):
 
     def run(words: str) -> dict[str, Any]:
         monkeypatch.setattr(tba.Task, "buffer_class", tba.Task.buffer_class)
-        for table in ("OBJECTIVES", "TASKS", "PARAMETERS"):
+        for table in ("OBJECTIVES", "REPLAY_RULES", "TASKS", "PARAMETERS", "FLAGS"):
             monkeypatch.setattr(tba, table, getattr(tba, table).copy())
         (text,) = (text for _, text in BLOCKS if words in text)
         names = {}
@@ -150,55 +176,21 @@ def load(monkeypatch):
     return run
 
 
-def test_weighted_tb_equals_its_formula_and_on_policy_it_is_tb(load):
-    plugin = load("TB with truncated importance weights")
-    config = tba.settings(beta=0.4, tau=1.3)
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-    B, K = 3, 4  # responses of one token
-    logprobs, reference, rewards = draw(B * K).requires_grad_(), draw(B * K), draw(B, K)
-    for behaviour in (logprobs.detach(), logprobs.detach() + 2 * draw(B * K)):
-        batch = tba.Batch(
-            logprobs, behaviour, reference, tokens=torch.zeros(B * K, dtype=torch.int64),
-            lengths=torch.ones(B, K, dtype=torch.int64), ended=torch.ones(B, K) > 0,
-            rewards=rewards, versions=torch.zeros(B, K), prompt_ids=torch.arange(B), step=0,
-            parameters={},
-        )  # fmt: skip
-        expected = 0.0
-        for j in range(0, B * K, K):
-            own = slice(j, j + K)
-            w = [min(math.exp(x), plugin["CAP"]) for x in (logprobs - behaviour)[own].tolist()]
-            gap = (reference[own] + rewards[j // K] / 0.4) / 1.3 - logprobs[own]
-            log_z = sum(a * g.item() for a, g in zip(w, gap, strict=True)) / sum(w)
-            expected += sum(a * (log_z - g) ** 2 for a, g in zip(w, gap, strict=True)) / (B * K)
-        (wanted,) = torch.autograd.grad(expected, logprobs)
-        (gradient,) = torch.autograd.grad(plugin["tb_weighted"](batch, config).loss, logprobs)
-        torch.testing.assert_close(gradient, wanted)
-        (of_tb,) = torch.autograd.grad(tba.tb(batch, config).loss, logprobs)
-        assert torch.allclose(gradient, of_tb) == torch.equal(behaviour, logprobs)
-
-
 @pytest.mark.parametrize("right", [True, False])
-def test_the_check_of_an_objective_finds_an_error(tmp_path, right):
+def test_the_check_of_an_objective_finds_an_error(right, load, monkeypatch):
     """The documentation's check of its first plug-in, and of one with twice the reward."""
-    (plugin,) = (text for flags, text in BLOCKS if "tb_topk" in flags)
-    (check,) = (
-        text
-        for text in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-        if "import topk" in text
-    )
-    assert plugin.count("batch.rewards.gather(1, best)") == 1
+    plugin = types.ModuleType("topk")
+    (text,) = (text for flags, text in BLOCKS if "tb_topk" in flags)
+    checks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (check,) = (text for text in checks if "import topk" in text)
+    assert text.count("batch.rewards.gather(1, best)") == 1
+    vars(plugin).update(load("def tb_topk"))
     if not right:
-        plugin = plugin.replace(
-            "batch.rewards.gather(1, best)", "2 * batch.rewards.gather(1, best)"
-        )
-    (tmp_path / "topk.py").write_text(plugin)
-    (tmp_path / "check_topk.py").write_text(check)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "check_topk.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode == 0) == right, done.stderr
-    assert right or "AssertionError" in done.stderr
+        text = text.replace("batch.rewards.gather(1, best)", "2 * batch.rewards.gather(1, best)")
+        exec(text, vars(plugin))
+    monkeypatch.setitem(sys.modules, "topk", plugin)
+    with contextlib.nullcontext() if right else pytest.raises(AssertionError):
+        exec(check, {})
 
 
 def test_a_reward_function_of_trl_is_used_as_it_is(load):
@@ -221,33 +213,209 @@ def test_newer_trajectories_of_a_prompt_are_drawn_more_often(load):
     assert len(buffer.draw(0, 30)) == 30
 
 
+def group_of(prompt_id, rewards):
+    """A group of different responses with these rewards."""
+    rows = [trajectory([i], reward=r, prompt_id=prompt_id) for i, r in enumerate(rewards)]
+    return tba.Group(0, rows)
+
+
+def arrive(rule, *groups):
+    """Store groups as the Trainer does."""
+    for group in groups:
+        rule.buffer.add(group)
+        rule.on_group(group)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_dynamic_sampling_trains_on_groups_with_two_rewards_alone(lockstep, gsm8k, tmp_path):
+    """A third of the groups that are sampled have equal ones."""
+    plugin, flags = plugin_of(tmp_path / "mine.py", "dynamic")
+    out = tmp_path / "run"
+    own = FLAGS | {"steps": 5, "prompts_per_step": 6, "trained_per_prompt": 4}
+    mode = ["--lockstep"] if lockstep else ["--recent_probability", "0.7"]
+    run_tba([*arguments(gsm8k, out, plugin=plugin, **own), *flags, *mode])
+    metrics = read_lines(out / "metrics.jsonl")
+    assert [m["equal_rewards"] for m in metrics] == [0] * 5
+    assert not lockstep or metrics[-1]["replay_ratio"] < 0.95  # smaller batches
+
+
+def dynamic_rule(**flags):
+    config = tba.settings(**flags)
+    return tba.REPLAY_RULES["dynamic"](tba.ReplayBuffer(config), config)
+
+
+def test_dynamic_sampling_waits_while_too_few_groups_differ(load, monkeypatch):
+    """Recent ones, of which a batch has each once; or stored ones, after some draws."""
+    load("as DAPO does")
+    rule = dynamic_rule(recent_probability=1.0)
+    for p in range(10):
+        assert rule.sample(4, 3) is None
+        arrive(rule, group_of(p, [float(p % 3 == 0), 0.0, 0.0]))
+    assert sorted(g[0].prompt_id for g in rule.sample(4, 3)) == [0, 3, 6, 9]
+
+    draws = []
+    draw = tba.ReplayBuffer.draw
+    monkeypatch.setattr(tba.ReplayBuffer, "draw", lambda *a: draws.append(a) or draw(*a))
+    rule = dynamic_rule(recent_probability=0.0)
+    arrive(rule, *(group_of(p, [1.0] * 3) for p in range(6)))
+    assert rule.sample(2, 3) is None and 2 <= len(draws) <= 100
+    for p in (6, 7):
+        arrive(rule, group_of(p, [0.0, 1.0, 1.0]))
+    batch = next(filter(None, (rule.sample(2, 3) for _ in range(100))))
+    assert len(batch) == 2 and {g[0].prompt_id for g in batch} <= {6, 7}
+
+
+def test_dynamic_sampling_looks_at_what_is_drawn(load):
+    """Two of three rewards can be equal."""
+    load("as DAPO does")
+    rule = dynamic_rule(recent_probability=0.5, max_recent_draws=0)
+    arrive(rule, *(group_of(p, [0.0, 1.0, 1.0]) for p in range(4)))
+    batches = [rule.sample(3, 2) for _ in range(30)]
+    assert all(len(batch) == 3 for batch in batches)
+    assert all({t.reward for t in g} == {0, 1} for batch in batches for g in batch)
+
+
+def test_rewards_are_whitened_over_the_batch(load):
+    plugin = load("def tb_whitened")
+    batch = random_batch(3, 4, seed=0, off_policy=0.5)
+    batch.rewards[1] = 3.0
+    batch.rewards[2] *= 9
+    config = tba.settings(beta=0.3, tau=1.5)
+    found = plugin["tb_whitened"](batch, config)
+    groups = responses_of(batch)
+    centred = [[r - average(x[3] for x in group) for *_, r in group] for group in groups]
+    spread = (sum(c * c for cs in centred for c in cs) / 11) ** 0.5
+    expected = 0.0
+    for group, own in zip(groups, centred, strict=True):
+        gaps = [
+            (f.sum() + c / (spread + 1e-4) / 0.3) / 1.5 - p.sum()
+            for (p, _, f, _), c in zip(group, own, strict=True)
+        ]
+        log_z = average(gap.item() for gap in gaps)
+        expected += sum((log_z - gap) ** 2 for gap in gaps) / 12
+    torch.testing.assert_close(found.loss, expected)
+    (wanted,) = torch.autograd.grad(expected, batch.logprobs)
+    torch.testing.assert_close(gradient_of(plugin["tb_whitened"], batch, config), wanted)
+    assert float(found.metrics["reward_spread"]) == pytest.approx(spread)
+    batch.rewards[:] = 0.1
+    equal = plugin["tb_whitened"](batch, config).loss
+    batch.rewards[:] = 0
+    torch.testing.assert_close(equal, tba.tb(batch, config).loss)
+
+
+def test_ratios_of_tokens_are_truncated_beside_tb(load):
+    """One token at a time; and at the optimum nothing moves, however far the ratios are."""
+    objective = load("def tba_truncated")["tba_truncated"]
+    batch = random_batch(3, 4, seed=0, off_policy=1.0)
+    config = tba.settings(beta=0.3, tau=1.5)
+    result = objective(batch, config)
+    expected, limited = [], []
+    for group in responses_of(batch):
+        gains = [r - 0.3 * (1.5 * p.sum() - f.sum()).item() for p, _, f, r in group]
+        for (p, b, *_), gain in zip(group, gains, strict=True):
+            ratios = [(x - y).exp().item() for x, y in zip(p, b, strict=True)]
+            limited += [ratio > 2 for ratio in ratios]
+            weights = [min(ratio, 2) * (gain - average(gains)) for ratio in ratios]
+            expected += [-w * x for w, x in zip(weights, p, strict=True)]
+    assert 0 < average(limited) < 1
+    assert float(result.metrics["clip_fraction"]) == pytest.approx(average(limited))
+    torch.testing.assert_close(result.loss, average(expected))
+    (wanted,) = torch.autograd.grad(average(expected), batch.logprobs)
+    torch.testing.assert_close(gradient_of(objective, batch, config), wanted)
+    gap = 1.5 * batch.logprobs.detach() - batch.ref_logprobs
+    batch.rewards = 0.3 * batch.sum_tokens(gap) + torch.tensor([[1.0], [2], [3]])
+    assert gradient_of(objective, batch, config).norm() < 1e-12 < 1e-3 * wanted.norm()
+
+
+def test_a_form_is_rewarded_beside_the_right_answer_to_a_chat(load, gsm8k, tmp_path):
+    load("SYSTEM = ")
+    _, task = config_and_task(gsm8k, tmp_path / "run", task="gsm8k_tags")
+    texts = ["<answer>7</answer>\n", "7", "8, <answer>8</answer>", "<answer>7</answer>, or 8"]
+    texts.append("<answer></answer>")
+    examples = [{"question": "?", "answer": "#### 7"}] * 5
+    rewards = task.rewards(examples, texts, np.ones(5, bool))
+    assert rewards.tolist() == [1.2, 1, 0.2, 0, 0]
+    records = task.evaluate(examples, texts, np.ones(5, bool))
+    assert records == [{"accuracy": float(i < 2)} for i in range(5)]
+    tokens = task.tokenizer.convert_ids_to_tokens(task.train_prompts[0])
+    assert [t for t in tokens if t in ("<user>", "<assistant>")] == ["<user>", "<assistant>"]
+    shown = task.tokenizer.decode(task.train_prompts[0])
+    question = task.train[0]["question"]
+    assert re.fullmatch(rf"<system>Reason .*<user>{re.escape(question)}<assistant>", shown)
+
+
+def test_a_curriculum_replays_what_is_solved_now_and_then(load, tmp_path):
+    load("now and then")
+    config = tba.settings(recent_probability=0.0)
+    rules = [tba.REPLAY_RULES["varied"](tba.ReplayBuffer(config), config) for _ in range(2)]
+    first, second = rules
+    for p in range(8):  # never, always and now and then solved
+        arrive(first, group_of(p, [0.0, 0, 0, 0] if p % 4 == 0 else [1.0, 1, 1, 1]))
+        arrive(first, group_of(p, [1.0, 1, 1, 0] if p % 4 == 2 else [float(p % 4 > 0)] * 4))
+    assert first.solved[2] == (1 + 0.75) / 2
+    groups = [g for _ in range(1000) for g in first.sample(1, 2)]
+    counts = np.bincount([g[0].prompt_id for g in groups], minlength=8)
+    share = (0.875 * 0.125 + 0.01) / (2 * (0.875 * 0.125 + 0.01) + 6 * 0.01)
+    assert counts[[2, 6]] == pytest.approx(1000 * share, rel=0.15) and counts.min() > 0
+    first.recent.clear()  # they are not saved
+    second.buffer.load_state(first.buffer.state())
+    torch.save(first.state(), tmp_path / "state.pt")
+    second.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    ids = [[[g[0].prompt_id for g in rule.sample(5, 2)] for _ in range(9)] for rule in rules]
+    assert ids[0] == ids[1] and all(len(set(batch)) == 5 for batch in ids[0])
+    assert len(first.sample(9, 2)) == 9  # all, and one of them once more
+
+
+COUNT_DEMONSTRATIONS = """
+import tba
+
+def counting(batch, config):
+    result = tba.tb(batch, config)
+    shown = batch.versions < 0
+    written = batch.sum_tokens(batch.behaviour.abs()) == 0
+    result.metrics["shown"] = shown.float().sum(1).mean()
+    result.metrics["as_written"] = (shown == written).float().mean()
+    result.metrics["right"] = batch.rewards[shown].mean()
+    return result
+
+tba.OBJECTIVES["counting"] = counting
+"""
+
+
+def test_demonstrations_are_among_the_responses_and_leave_metrics_alone(load, gsm8k, tmp_path):
+    load("gsm8k_shown")
+    config, task = config_and_task(gsm8k, tmp_path / "none", task="gsm8k_shown")
+    decode = task.tokenizer.decode
+    for example, rows in zip(task.train[:20], task.demonstration_tokens, strict=False):
+        assert [decode(row) for row in rows] == [example["answer"] + task.tokenizer.eos_token]
+    lines = [{"question": task.train[i]["question"], "response": r}
+             for i, r in ((0, "so 5."), (0, "so 6."), (1, "very " * 300))]  # fmt: skip
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    several = {"task": "gsm8k_shown", "shown": path, "trained_per_prompt": 2}
+    _, task = config_and_task(gsm8k, tmp_path / "none", **several, searched_per_prompt=3)
+    assert [len(rows) for rows in task.demonstration_tokens[:3]] == [2, 0, 0]  # one is too long
+    assert task.response_texts(task.demonstration_tokens[0]) == ["so 5.", "so 6."]
+    longest = len(task.demonstration_tokens[0][0])
+    for limit, fit in ((longest, 2), (longest - 1, 0)):
+        flags = several | {"searched_per_prompt": 3, "max_response_tokens": limit}
+        _, task = config_and_task(gsm8k, tmp_path / "none", **flags)
+        assert len(task.demonstration_tokens[0]) == fit
+    with pytest.raises(tba.InputError, match=r"--searched_per_prompt 2: .* 2 demonstrations"):
+        config_and_task(gsm8k, tmp_path / "none", **several, searched_per_prompt=2)
+
+    plugin, flags = plugin_of(tmp_path / "mine.py", "gsm8k_shown")
+    plugin.write_text(plugin.read_text() + COUNT_DEMONSTRATIONS)
+    out = tmp_path / "run"
+    own = FLAGS | {"prompts_per_step": 3, "trained_per_prompt": 4, "lockstep": True}
+    run_tba([*arguments(gsm8k, out, plugin=plugin, **own), *flags, "--objective", "counting"])
+    for m in read_lines(out / "metrics.jsonl"):
+        assert (m["shown"], m["as_written"], m["right"], m["staleness_max"]) == (1, 1, 1, 0)
+        assert m["reward"] < 0.6 and abs(m["kl"]) < 1 and m["sampler_gap"] < 1e-4
+
+
 def test_there_are_plugins_of_every_kind():
     text = "".join(text for _, text in BLOCKS)
     for name in ("FLAGS", "OBJECTIVES", "REPLAY_RULES", "TASKS", "ENGINES", "next_reference"):
         assert f"tba.{name}" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "metric"),
-    [
-        ("kimi", "mean_log_ratio"),
-        ("dro", "penalty"),
-        ("flowrl", "log_z"),
-        ("cispo", "clip_fraction"),
-        ("rloo", "loss"),
-    ],
-)
-def test_objectives_of_bench_run(gsm8k, tmp_path, name, metric):
-    """With data that are one step old."""
-    flags = FLAGS | {"plugin": ROOT / "bench" / "objectives.py", "objective": name, "lag": 1}
-    run_tba([*arguments(gsm8k, tmp_path, **flags), "--lockstep"])
-    metrics = read_lines(tmp_path / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == [1, 2, 3]
-    assert all(math.isfinite(m["loss"]) and m["grad_norm"] > 0 for m in metrics)
-    assert all(math.isfinite(m[metric]) for m in metrics)
-
-
-@pytest.mark.parametrize("name", ["cluster.py", "objectives.py"])
-def test_programs_of_bench_load_as_plugins(name):
-    said, _ = run_tba(["--plugin", str(ROOT / "bench" / name), "--help"])
-    assert "--replay_rule" in said and ("--group_seconds" in said) == (name == "cluster.py")
+    assert len(BLOCKS) == 25  # a new one needs a test here

@@ -1,37 +1,34 @@
 """Whether responses are samples of the policy: the sums of a step, and the warning."""
 
+import itertools
 import math
 import types
 
 import numpy as np
 import pytest
 import torch
-from harness import arguments, learner_of, random_groups, run_tba
+from harness import learner_of, random_groups
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_objectives import random_batch
 
 import tba
-
-ENDS = [0, 3]
-
-
-def random_logprobs(n: int, V: int, seed: int, impossible: float = 0.3) -> torch.Tensor:
-    """Float64 log-probabilities (n, V), of which many are -inf, but never all of a row."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 4 * torch.randn(n, V, generator=generator, dtype=torch.float64)
-    logits[:, 1:][torch.rand(n, V - 1, generator=generator) < impossible] = -torch.inf
-    return logits.log_softmax(-1).requires_grad_()
 
 
 @pytest.mark.parametrize("V", [4, 50])
 def test_likelihood_equals_brute_force(V):
-    logprobs = random_logprobs(100, V, V)
+    """Where many tokens are impossible, but never all."""
+    generator = torch.Generator().manual_seed(V)
+    logits = 4 * torch.randn(100, V, generator=generator, dtype=torch.float64)
+    logits[:, 1:][torch.rand(100, V - 1, generator=generator) < 0.3] = -torch.inf
+    logprobs = logits.log_softmax(-1).requires_grad_()
     targets = torch.arange(100) % V
-    for row, y, found in zip(
-        logprobs.tolist(), targets.tolist(), tba.likelihood(logprobs, targets).tolist(), strict=True
-    ):
+    found = tba.likelihood(logprobs, targets).tolist()
+    for row, y, own in zip(logprobs.tolist(), targets.tolist(), found, strict=True):
         finite = [x for x in row if x > -math.inf]
         entropy = -sum(math.exp(x) * x for x in finite)
         variance = sum(math.exp(x) * (x + entropy) ** 2 for x in finite)
-        assert found == pytest.approx([row[y], entropy, variance], abs=1e-12)
+        assert own == pytest.approx([row[y], entropy, variance], abs=1e-12)
 
 
 def test_a_large_vocabulary_loses_no_precision_that_matters():
@@ -41,43 +38,6 @@ def test_a_large_vocabulary_loses_no_precision_that_matters():
     exact = tba.likelihood(logits.double().log_softmax(-1), targets)
     found = tba.likelihood(logits.log_softmax(-1), targets)
     torch.testing.assert_close(found.double(), exact, rtol=5e-3, atol=1e-5)
-
-
-STOPS = {  # whether a response, given its tokens, is stopped by something other than EOS
-    "maximum length": lambda y: len(y) == 4,
-    "the second token 2": lambda y: y.count(2) == 2 or len(y) == 5,
-}
-
-
-@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
-def test_a_responses_sum_has_mean_0_and_the_summed_variance(stop):
-    """By enumeration of a world whose distributions depend on all earlier tokens."""
-    table = random_logprobs(5**5, 5, seed=1, impossible=0.1).detach().requires_grad_()
-    probability = mean = second = variance = 0.0
-    open_prefixes = [()]
-    while open_prefixes:
-        prefix = open_prefixes.pop()
-        for y in range(5):
-            response = (*prefix, y)
-            index = [sum((z + 1) * 6**i for i, z in enumerate(response[:t])) % 5**5
-                     for t in range(len(response))]  # fmt: skip
-            log_p = table[index][range(len(response)), response].sum().item()
-            if log_p == -math.inf:
-                continue
-            if y not in ENDS and not stop(response):
-                open_prefixes.append(response)
-                continue
-            logprobs, entropies, variances = tba.likelihood(
-                table[index], torch.tensor(response)
-            ).unbind(1)
-            total = (logprobs + entropies).sum().item()
-            probability += math.exp(log_p)
-            mean += math.exp(log_p) * total
-            second += math.exp(log_p) * total**2
-            variance += math.exp(log_p) * variances.sum().item()
-    assert probability == pytest.approx(1)
-    assert mean == pytest.approx(0, abs=1e-12)
-    assert second == pytest.approx(variance)
 
 
 # ------------------------------------------------------------------ with a real Learner and engine
@@ -90,29 +50,6 @@ def learner(gsm8k, tmp_path_factory) -> tba.Learner:
     return learner_of(gsm8k, out, **flags, searched_per_prompt=16, sequences_in_flight=256)
 
 
-def sample(learner: tba.Learner, temperature: float) -> list[list[tba.Trajectory]]:
-    """16 responses to each of 8 prompts from the engine at this temperature."""
-    config = learner.config
-    engine = tba.TransformersEngine(config, 0, "model", 256)
-    prompts = learner.task.train_prompts
-    for i in range(8):
-        engine.submit(tba.Request(i, prompts[i], 16, 32, temperature, seed=i))
-    done = engine.step() + (engine.step() if engine.unfinished else [])
-    groups = random_groups(learner.task, 8, 16)
-    for group, completion in zip(groups, done, strict=True):
-        for j, t in enumerate(group):
-            t.tokens, t.logprobs = completion.tokens[j], completion.logprobs[j]
-            t.ref_logprobs = t.logprobs
-            t.prompt_id, t.temperature = completion.request.id, config.temperature
-    return groups
-
-
-def measured(learner: tba.Learner, groups: list, step: int = 0) -> tuple[float, float]:
-    learner.sampling_sums.clear()
-    metrics = learner.backward(groups, tba.at_step(learner.config, step), step)
-    return metrics["sampler_gap"].item(), metrics["sampler_z"].item()
-
-
 def warnings_of(learner: tba.Learner, *values: tuple[float, float]) -> list[str]:
     """What a run says after steps with these values of the two metrics."""
     said = []
@@ -123,57 +60,82 @@ def warnings_of(learner: tba.Learner, *values: tuple[float, float]) -> list[str]
     return said
 
 
-def test_samples_of_the_policy_are_not_warned_of(learner):
-    gap, z = measured(learner, sample(learner, 0.7))
-    assert gap < 1e-5 and abs(z) < 4
-    assert warnings_of(learner, (gap, z), (gap, -z)) == []
+VLLM = pytest.param("vllm", 0.7, False, marks=pytest.mark.vllm)
+CASES = [("transformers", 0.7, False), ("transformers", 1.0, False), ("transformers", 1.0, True)]
 
 
-@pytest.mark.parametrize("lies", [False, True])
-def test_an_engine_that_samples_too_hot_is_warned_of_in_the_first_batch(learner, lies):
-    groups = sample(learner, 1.0)
-    if lies:  # it reports the log-probabilities at --temperature
-        prompts = learner.task.train_prompts
-        sequences = [(prompts[g[0].prompt_id], [t.tokens for t in g]) for g in groups]
-        true = tba.token_logprobs(learner.policy, sequences, learner.config)
-        for t, logprobs in zip((t for g in groups for t in g), true, strict=True):
-            t.logprobs = logprobs
-    gap, z = measured(learner, groups)
-    assert z < -5 and (gap < 1e-5) == lies
+@pytest.mark.parametrize(("name", "temperature", "lies"), [*CASES, VLLM])
+def test_an_engine_that_samples_too_hot_is_warned_of(learner, name, temperature, lies):
+    """In the first batch, also if it reports the log-probabilities at --temperature."""
+    config, prompts = learner.config, learner.task.train_prompts
+    engine = tba.ENGINES[name](config, 0, "model", 200)
+    for i in range(8):
+        engine.submit(tba.Request(i, prompts[i], 16, 32, temperature, seed=i))
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+    groups = random_groups(learner.task, 8, 16)
+    for group, completion in zip(groups, done, strict=True):
+        own, i = completion.logprobs, completion.request.id
+        if lies:
+            own = tba.token_logprobs(learner.policy, [(prompts[i], completion.tokens)], config)
+        for t, tokens, logprobs in zip(group, completion.tokens, own, strict=True):
+            t.tokens, t.logprobs, t.ref_logprobs, t.prompt_id = tokens, logprobs, logprobs, i
+            t.temperature = config.temperature
+    learner.sampling_sums.clear()
+    metrics = learner.backward(groups, tba.at_step(config, 0), 0)
+    gap, z = metrics["sampler_gap"].item(), metrics["sampler_z"].item()
     said = warnings_of(learner, (gap, z), (gap, z))
-    assert len(said) == 1 and f"sampler_z {z:.3g}" in said[0]
+    assert learner.sampling_sums.maxlen == 10  # steps that the metrics are of
+    if temperature == 0.7:
+        assert gap < 1e-5 and abs(z) < 4 and said == []
+    else:
+        assert z < -5 and (gap < 1e-5) == lies
+        assert len(said) == 1 and f"sampler_z {z:.3g}" in said[0]
 
 
-@pytest.mark.parametrize("values", [(math.nan, 0.0), (1e-2, 0.0), (0.0, 6.0), (0.0, math.nan)])
-def test_each_metric_is_warned_of_and_so_is_nan(learner, values):
-    assert len(warnings_of(learner, (0.0, 0.0), values, values)) == 1
+def test_each_metric_is_warned_of_and_so_is_nan(learner):
+    for values in ((math.nan, 0.0), (1e-2, 0.0), (0.0, 6.0), (0.0, -6.0), (0.0, math.nan)):
+        assert len(warnings_of(learner, (0.0, 0.0), values, values)) == 1, values
 
 
-def test_only_what_the_present_weights_sampled_counts(learner, monkeypatch):
-    groups = random_groups(learner.task, 3, 16)
-    for i, group in enumerate(groups):
-        for t in group:
-            t.version, t.temperature = 5, 0.7
-            t.logprobs = np.full(len(t.tokens), -0.1 * i, np.float32)
-    tokens = lambda chosen: sum(len(t.tokens) for group in chosen for t in group)
-
-    def counted(step: int = 5) -> float:
-        learner.sampling_sums.clear()
-        learner.backward(groups, tba.at_step(learner.config, step), step)
-        return learner.sampling_sums[-1][0].item()
-
-    assert counted() == tokens(groups) and counted(step=6) == 0
-    groups[0][3].version = 4  # sampled with earlier weights
-    groups[1][15] = groups[1][14]  # drawn twice by replay
-    assert counted() == tokens(groups[2:])
-    groups[2][0].temperature = 1.3
-    assert counted() == 0
-    groups[2][0].temperature = 0.7
-    monkeypatch.setattr(learner.config, "searched_per_prompt", 24)  # distinct ones first
-    assert counted() == 0
-
-
-def test_a_run_logs_both_metrics(gsm8k, tmp_path):
-    run_tba(arguments(gsm8k, tmp_path / "run", lockstep=True, steps=2, eval_samples=4))
-    for row in tba.read_lines(tmp_path / "run" / "metrics.jsonl"):
-        assert row["sampler_gap"] < 1e-5 and abs(row["sampler_z"]) < 5
+@settings(max_examples=40)
+@given(st.integers(0, 999), st.sampled_from([4, 5, 6]))
+def test_sums_and_metrics_of_fresh_tokens_equal_brute_force(seed, searched):
+    """Only groups that the current weights sampled at --temperature count, and only if at least
+    80 % of their responses are drawn, each once; demonstrations (version -1) do not. Metrics cover
+    the latest steps together.
+    """
+    rng = np.random.default_rng(seed)
+    config = tba.settings(temperature=0.7, searched_per_prompt=searched)
+    found, expected = [], np.zeros(4)
+    for step in range(1, 4):
+        batch = random_batch(4, 4, seed + step, off_policy=0.5)
+        batch.step = step
+        moments = torch.rand(len(batch.logprobs), 2, dtype=torch.float64)
+        rare = lambda usual, other: rng.choice([usual] * 15 + [other])
+        minibatch = [
+            [types.SimpleNamespace(
+                version=rare(rare(step, step - 1), -1), temperature=rare(0.7, 1.0)
+            ) for _ in range(4)] for _ in range(4)
+        ]  # fmt: skip
+        minibatch[0][rare(2, 3)] = minibatch[0][3]  # mostly a repeat
+        batch.versions = torch.tensor([[t.version for t in ts] for ts in minibatch])
+        parts = [batch.logprobs.detach(), batch.behaviour, *moments.unbind(1)]
+        parts = [x.split(batch.lengths.flatten().tolist()) for x in parts]
+        responses = zip(itertools.chain(*minibatch), *parts, strict=True)
+        for ts in minibatch:
+            repeats = any(x is y for x, y in itertools.combinations(ts, 2))
+            fresh = all(t.version in (step, -1) and t.temperature == 0.7 for t in ts)
+            for t, p, b, entropy, variance in itertools.islice(responses, 4):
+                if fresh and not repeats and searched <= 5 and t.version == step:
+                    sums = (p - b).abs().sum(), (p + entropy).sum(), variance.sum()
+                    expected += [len(p), *(float(x) for x in sums)]
+        found.append(tba.fresh_token_sums(batch, minibatch, moments, config))
+    np.testing.assert_allclose(torch.stack(found).sum(0), expected)
+    metrics = tba.sampling_metrics(found)
+    tokens, gap, surprise, variance = expected
+    assert metrics["sampler_gap"].item() == pytest.approx(gap / max(tokens, 1))
+    assert metrics["sampler_z"].item() == pytest.approx(surprise / max(variance, 100) ** 0.5)
+    many = tba.sampling_metrics([torch.tensor([1000.0, 5, 60, 400])] * 2)
+    assert [x.item() for x in many.values()] == pytest.approx([0.005, 120 / 800**0.5])

@@ -7,16 +7,32 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import REAL_GSM8K
-from harness import arguments, config_and_task, judges_of, random_groups
+from harness import config_and_task, judges_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tba
+
+
+def without_data(kind, tokenizer=lambda *_, **__: {"input_ids": []}, **settings):
+    """A task of a class, without examples."""
+
+    class Empty(kind):
+        def examples(self):
+            return [], []
+
+    Empty.__name__ = kind.__name__
+    return Empty(tba.settings(**settings), tokenizer)
 
 
 def task_of(path, out, **flags):
@@ -27,50 +43,40 @@ def task_of(path, out, **flags):
     return task, config
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("so 3 * 400 = 1,200 dollars.", 1200), ("5-3", 3), ("it is -3", -3), ("#### 7", 7),
-        ("1.5 and .5", 0.5), ("none", None), ("2,500,000", 2500000), ("3.", 3),
-    ],
-)  # fmt: skip
-def test_the_last_number_of_a_text(text, number):
-    assert tba.extract_number(text) == number
+NUMBERS = {  # the last one of a text
+    "so 3 * 400 = 1,200 dollars.": 1200, "5-3": 3, "it is -3": -3, "1.5 and .5": 0.5,
+    "none": None, "2,500,000": 2500000, "3.": 3, "(2,-3)": -3, "5,.5": 0.5, "-1,000.25": -1000.25,
+    "x=-.25": -0.25, "1, 2": 2, "1'234": 1234, "1_234": 1234, "5'10": 10, "5 m²": 5, "is 3½": 3,
+    "１，２００": 1200, "－3": -3, "０．５": 0.5, "−4": -4,  # noqa: RUF001
+}  # fmt: skip
+RIGHT = {("3+4=7 #### 7", "is 7.0"), ("1200", "$1,200.00"), ("0.00001", "is .00001")}
+WRONG = {("7", "is 8"), ("7", "no number"), ("0.00001", "0.00002"), ("7", "7.0001"), ("0", "")}
 
 
-def test_rewards_of_gsm8k_are_exact_matches_with_the_gold_answer(gsm8k, tmp_path):
-    _, task = config_and_task(gsm8k, tmp_path)
-    examples = [{"answer": answer} for answer in ("3+4=7 #### 7", "7", "7", "1200", "0.00001")]
-    responses = ["is 7.0", "is 8", "not a number", "$1,200.00", "is .00001"]
-    rewards = task.checked_rewards(examples, responses, np.ones(5))
-    assert rewards == [1.0, 0.0, 0.0, 1.0, 1.0]
+def test_rewards_of_gsm8k_are_exact_matches_of_last_numbers():
+    for text, number in NUMBERS.items():
+        assert tba.extract_number(text) == number
+    answers, responses = zip(*RIGHT, *WRONG, strict=True)
+    examples = [{"answer": answer} for answer in answers]
+    rewards = without_data(tba.GSM8K).checked_rewards(examples, responses, np.ones(8))
+    assert rewards == [1.0] * len(RIGHT) + [0.0] * len(WRONG)
 
 
-def test_accuracy_is_accuracy_whatever_the_rewards_are(gsm8k, tmp_path, monkeypatch):
+def test_accuracy_is_accuracy_whatever_the_rewards_are():
     """An evaluation of a subclass whose rewards are a judge's scores."""
 
     class Generous(tba.GSM8K):
         def rewards(self, examples, responses, ended):
             return np.ones(len(responses))
 
-    monkeypatch.setitem(tba.TASKS, "generous", Generous)
-    _, task = config_and_task(gsm8k, tmp_path, task="generous")
+    task = without_data(Generous, temperature=0.35)
     examples = [{"answer": "7"}, {"answer": "8"}]
     records = task.evaluate(examples, ["it is 7", "it is 7"], np.ones(2))
     assert task.summarize(records) == {"accuracy": 0.5}
     assert task.checked_rewards(examples, ["it is 7", "it is 7"], np.ones(2)) == [1, 1]
-
-
-def test_all_of_real_gsm8k_is_read(gsm8k, tmp_path):
-    if not REAL_GSM8K.exists():
-        pytest.skip("the real GSM8K is not here")
-    _, task = config_and_task(
-        gsm8k, tmp_path, dataset=REAL_GSM8K, max_response_tokens=8, max_prompt_tokens=200
-    )
-    assert len(task.train_prompts) == len(task.train) > 1000 and len(task.held_out) > 100
-    assert all(len(prompt) <= 200 for prompt in task.train_prompts)
-    answers = [example["answer"] for example in task.train]
-    assert min(task.checked_rewards(task.train, answers, np.ones(len(answers)))) == 1.0
+    assert task.temperature(np.random.default_rng(0)) == 0.35 and task.reward_threads == 1
+    Generous.engines = 2  # rewards need the Searcher's device: they are not judged in threads
+    assert without_data(Generous).reward_threads == 0
 
 
 def test_a_file_that_is_replaced_by_one_of_its_size_and_time_is_read_again(gsm8k, tmp_path):
@@ -84,128 +90,191 @@ def test_a_file_that_is_replaced_by_one_of_its_size_and_time_is_read_again(gsm8k
     assert "How many" not in task.train[0]["question"]
 
 
-def test_prompts_that_are_too_long_are_left_out(gsm8k, tmp_path, capsys):
-    config, task = config_and_task(gsm8k, tmp_path)
-    lengths = sorted(map(len, task.train_prompts))
-    limit = lengths[len(lengths) // 2]
-    _, fewer = config_and_task(gsm8k, tmp_path, max_prompt_tokens=limit)
-    assert len(fewer.train_prompts) == sum(n <= limit for n in lengths) == len(fewer.train)
-    said = f"training: {len(fewer.train_prompts)} of {len(lengths)} prompts fit {limit} tokens"
-    assert said in capsys.readouterr().err
-    _, total = config_and_task(gsm8k, tmp_path, max_total_tokens=limit + 1)
-    assert max(map(len, total.train_prompts)) <= limit
-    assert all(1 <= total.config.response_limit(p) <= 32 for p in total.train_prompts)
-    _, context = config_and_task(gsm8k, tmp_path, max_response_tokens=256 - limit - 1)
-    assert max(map(len, context.train_prompts)) == limit
+@pytest.mark.skipif(not REAL_GSM8K.exists(), reason="the real GSM8K is not here")
+def test_all_of_real_gsm8k_is_read(gsm8k, tmp_path):
+    flags = {"dataset": REAL_GSM8K, "max_response_tokens": 8, "max_prompt_tokens": 200}
+    _, task = config_and_task(gsm8k, tmp_path, **flags)
+    assert len(task.train_prompts) == len(task.train) > 1000 and len(task.held_out) > 100
+    assert all(len(prompt) <= 200 for prompt in task.train_prompts)
+    answers = [example["answer"] for example in task.train]
+    assert min(task.checked_rewards(task.train, answers, np.ones(len(answers)))) == 1.0
 
 
 def test_a_task_may_stop_responses_at_texts(gsm8k, tmp_path, monkeypatch):
     """Every token with such a text ends a response of the policy, and of no other model."""
-
-    class Few(tba.GSM8K):
-        stop = ("th",)
-
-    monkeypatch.setitem(tba.TASKS, "few", Few)
-    config, task = config_and_task(gsm8k, tmp_path, task="few", temperature=5.0)
-    eos = task.tokenizer.eos_token_id
-    stops = set(task.end_tokens) - {eos}
-    assert stops == {i for t, i in task.tokenizer.get_vocab().items() if "th" in t}
-    assert len(stops) > 1 and eos in task.end_tokens
-    engine = tba.ENGINES["transformers"](config, 0, "model", task.longest)
-    engine.submit(tba.Request(0, task.train_prompts[0], 64, max_tokens=32, temperature=5.0))
-    (done,) = engine.step()
-    for tokens, ended in zip(done.tokens, done.ended, strict=True):
-        assert not {*stops, eos} & set(tokens[:-1].tolist())
-        assert ended == (tokens[-1] in {*stops, eos})
-    assert any(tokens[-1] in stops for tokens in done.tokens)
-    assert engine.end_tokens == task.end_tokens  # as the sampling check has them
+    few = type("Few", (tba.GSM8K,), {"stop": ("th",)})
+    monkeypatch.setitem(tba.TASKS, "few", few)
+    folder = shutil.copytree(gsm8k / "model", tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<th>"])  # after the vocabulary of the file
+    tokenizer.save_pretrained(folder)
+    config, task = config_and_task(gsm8k, tmp_path, task="few", model=folder)
+    stops = {i for text, i in task.tokenizer.get_vocab().items() if "th" in text}
+    assert len(stops) > 2 and len(tokenizer) - 1 in stops
     config.victim_model = config.model
-    other = tba.ENGINES["transformers"](config, 0, "victim_model", task.longest)
-    assert not stops & set(other.end_tokens)
-
-
-def test_a_response_keeps_its_leading_space(gsm8k, tmp_path):
-    _, task = config_and_task(gsm8k, tmp_path)
-    ids = task.tokenizer(" a b\nc", add_special_tokens=False)["input_ids"]
-    response = np.array([*ids, task.tokenizer.eos_token_id])
-    assert task.response_texts([response]) == [" a b\nc"]
-
-
-@pytest.mark.parametrize(
-    "given", [np.array([1.0, math.nan]), np.ones(3), np.ones((2, 1)), [math.inf, 0]]
-)
-def test_rewards_must_be_one_finite_number_each(gsm8k, tmp_path, given):
-    class Wrong(tba.GSM8K):
-        """A task whose rewards are wrong."""
-
-        def rewards(self, examples, responses, ended):
-            return given
-
-    _, task = config_and_task(gsm8k, tmp_path)
-    with pytest.raises(ValueError, match=r"Wrong\.rewards"):
-        Wrong.__new__(Wrong).checked_rewards(task.train[:2], ["a", "b"], np.ones(2))
+    own, other = (
+        tba.ENGINES["transformers"](config, 0, name, task.longest).end_tokens
+        for name in ("model", "victim_model")
+    )
+    assert own == task.end_tokens == sorted(stops | set(other))  # as the sampling check has them
+    assert other == [task.tokenizer.eos_token_id]
+    few.stop = ("th", "it th")  # most tokenizers have no token with a blank line
+    with pytest.raises(tba.InputError, match=r"^--task few: Task\.stop: no token has 'it th' "):
+        config_and_task(gsm8k, tmp_path, task="few", model=folder)
 
 
 @pytest.mark.parametrize(
-    ("gold", "answer", "same"),
-    [
-        ("\\boxed{\\frac{1}{2}}", "so \\boxed{0.5}", True),
-        ("\\boxed{x^2+1}", "\\boxed{1+x^2}", True),
-        ("\\boxed{3}", "\\boxed{2} no, \\boxed{3}", True),
-        ("\\boxed{3}", "\\boxed{4}", False),
-        ("\\boxed{3}", "the answer is 3", False),
-        ("\\boxed{3}", "\\boxed{", False),
-        # what follows the box does not count, whatever is in it
-        ("\\boxed{6}", "\\boxed{5}. The final answer is $6$.", False),
-        ("\\boxed{6}", "\\boxed{?}. 6", False),
-        ("\\boxed{6}", "\\boxed{} 6", False),
-        ("\\boxed{6}", "\\boxed{6}. So it is $6$ apples and $7$ pears", True),
-        ("\\boxed{6}. It was 5.", "\\boxed{5}", False),
-        ("\\boxed{1200}", "\\boxed{1\\,200}", True),
-        ("$\\boxed 5$, as 5 < 7", "\\boxed{\\text{5}}", True),
-        ("\\boxed{\\{1,2\\}}", "\\boxed{\\left\\{2,1\\right\\}}", True),
-        ("\\boxed{\\sqrt{\\frac{1}{2}}}.", "\\boxed{\\frac{1}{\\sqrt{2}}} is about $0.7$", True),
-        ("\\boxed{5}", "\\boxed{5}, or better \\boxed{", False),
-        ("\\boxed{1,\\!200}", "\\boxed{1~200}", True),
-        # a gold answer needs no box, a response does
-        ("3", "\\boxed{3}", True),
-        ("1\\,200", "\\boxed{1200}", True),
-        ("$\\frac{1}{2}$", "\\boxed{0.5}", True),
-        ("x + y", "\\boxed{y+x}", True),
-        ("3", "\\boxed{4}", False),
-        ("3", "3", False),
-        ("3", "", False),
-        # a final period is not part of an answer
-        ("\\boxed{7}", "\\boxed{7.}", True),
-        ("\\boxed{7.}", "\\boxed{7}", True),
-        ("\\boxed{7.5}", "\\boxed{7.}", False),
-        ("\\boxed{\\frac12}", "\\boxed{\\frac12.}", True),
-        ("\\boxed{\\frac{1}{2}}", "\\boxed{1/2.}", True),
-        ("\\boxed{Monday}", "\\boxed{Monday.}", True),
-        ("\\boxed{\\text{Monday.}}", "\\boxed{Monday}", True),
-        ("\\boxed{\\text{Monday.}}", "\\boxed{Tuesday.}", False),
-        ("\\boxed{\\text{(A)}}", "\\boxed{A.}", True),
-        ("\\boxed{(1,2)}", "\\boxed{(1,2).}", True),
-        ("\\boxed{\\{1,2\\}}", "\\boxed{\\{2,1\\}.}", True),
-        ("\\boxed{1}", "\\boxed{...}", False),
-        # spaces between groups of three digits
-        ("\\boxed{1234}", "\\boxed{1 234}", True),
-        ("\\boxed{1 234}", "\\boxed{1,234}", True),
-        ("\\boxed{12345678}", "\\boxed{12 345 678}", True),
-        ("\\boxed{12}", "\\boxed{1 2}", False),
-        ("\\boxed{1 234}", "\\boxed{234}", False),
-        ("\\boxed{12}", "\\boxed{12 000}", False),
-        ("\\boxed{(10, 200)}", "\\boxed{10 200}", False),
-        # repeating decimals are compared as they are written
-        ("\\boxed{0.\\overline{3}}", "\\boxed{0.\\overline{3}}", True),
-        ("\\boxed{0.\\overline{3}}", "\\boxed{0.3}", False),
-        ("\\boxed{\\frac13}", "\\boxed{0.\\overline{3}}", True),
-        ("\\boxed{0.1\\overline{6}}", "\\boxed{\\frac{1}{6}}", True),
-        ("\\boxed{2.\\overline{45}}", "\\boxed{\\frac{27}{11}}", True),
-    ],
+    "template", ["\\boxed{} {question}", "{problem}", "{question", "{question!x}"]
 )
-def test_verdicts_of_math(gold, answer, same):
-    assert tba.MATH.judge(gold, answer) == same
+def test_braces_that_a_template_does_not_double_are_told_in_one_line(
+    template, gsm8k, tmp_path, monkeypatch
+):
+    wrong = type("Wrong", (tba.GSM8K,), {"template": template})
+    monkeypatch.setitem(tba.TASKS, "wrong", wrong)
+    with pytest.raises(tba.InputError, match=r"^--task wrong: .*braces doubled$"):
+        config_and_task(gsm8k, tmp_path, task="wrong")
+
+
+def marking_starts():
+    """A tokenizer that, as SentencePiece's do, drops the space at the start of a text."""
+    letters = ["<eos>", *"▁ab.3é\n", "▁a", "b."]
+    merges = [("▁", "a"), ("b", ".")]
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(letters)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def test_a_responses_text_is_its_text(gsm8k):
+    """With its spaces, also in front, and with special tokens only if the task keeps them."""
+    tiny, marking = transformers.AutoTokenizer.from_pretrained(gsm8k / "model"), marking_starts()
+    letters = lambda text: marking.convert_tokens_to_ids(list(text.replace(" ", "▁")))
+    words = lambda text: tiny(text, add_special_tokens=False)["input_ids"]
+
+    @hypothesis.given(st.lists(st.text(" ab.3é\n", max_size=8), max_size=3), st.booleans())
+    def check(texts, kept):
+        for tokenizer, ids_of in ((tiny, words), (marking, letters)):
+            ends = tokenizer.convert_tokens_to_ids(["<eos>"] * 2)
+            tokens = [np.array([*ids_of(text), *ends], np.int32) for text in texts]
+            task = without_data(tba.Task, tokenizer)
+            task.keep_special_tokens = kept
+            assert task.response_texts(tokens) == [text + "<eos><eos>" * kept for text in texts]
+
+    check()
+
+
+def test_rewards_must_be_one_finite_number_each():
+    task = without_data(tba.Task)
+    rewards = lambda given: (
+        setattr(task, "rewards", lambda *_: given)
+        or task.checked_rewards([{}] * 2, ["a", "b"], np.ones(2))
+    )
+    assert rewards([0.1, 1e5]) == [np.float32(0.1), 1e5]
+    half = torch.tensor([0.5, 1.0], dtype=torch.bfloat16, requires_grad=True)
+    for given in (half, half.detach(), [*half.detach().float()], np.array([0.5, 1]), (0.5, True)):
+        assert rewards(given) == [0.5, 1.0]
+    for given in (
+        np.array([1.0, math.nan]), np.ones(3), np.ones((2, 1)), [math.inf, 0], [], None, [None, 1],
+        (x for x in (1, 2)), [(1, "right"), (0, "wrong")], np.array([1j, 2]), ["a", "b"],
+        np.ma.masked_array([1.0, 2.0], [True, False]), {"a": 1, "b": 2}, torch.ones(3), [1e39, 0],
+    ):  # fmt: skip
+        with pytest.raises(
+            ValueError, match=r"(?s)Task\.rewards returned .*, not 2 finite numbers"
+        ):
+            rewards(given)
+
+
+def test_a_metric_of_an_evaluation_is_the_mean_over_the_records_that_have_it():
+    task = without_data(tba.Task)
+    records = [{"reward": 0.1}, {"reward": 1e5, "length": 3}, {"answer": 1, "length": 4}]
+    expected = {"reward": np.mean([0.1, 1e5]), "length": 3.5, "answer": 1}
+    assert task.summarize(records) == task.summarize(records[::-1]) == expected
+
+
+VERDICTS = {  # solution: right and wrong responses
+    "\\boxed{\\frac{1}{2}}": (["so \\boxed{0.5}", "\\boxed{1/2.}"], []),
+    "\\boxed{x^2+1}": (["\\boxed{1+x^2}"], []),
+    "\\boxed{3}": (
+        ["\\boxed{2} no, \\boxed{3}"],
+        ["\\boxed{4}", "the answer is 3", "\\boxed{", "\\boxed{3} or \\boxed{2}"],
+    ),
+    # what follows the box does not count, whatever is in it
+    "\\boxed{6}": (
+        ["\\boxed{6}. So it is $6$ apples and $7$ pears"],
+        ["\\boxed{5}. The final answer is $6$.", "\\boxed{?}. 6", "\\boxed{} 6"],
+    ),
+    "\\boxed{6}. It was 5.": ([], ["\\boxed{5}"]),
+    "\\boxed{1200}": (["\\boxed{1\\,200}"], []),
+    "$\\boxed 5$, as 5 < 7": (["\\boxed{\\text{5}}"], []),
+    "\\boxed{\\{1,2\\}}": (["\\boxed{\\left\\{2,1\\right\\}}", "\\boxed{\\{2,1\\}.}"], []),
+    "\\boxed{\\sqrt{\\frac{1}{2}}}.": (["\\boxed{\\frac{1}{\\sqrt{2}}} is about $0.7$"], []),
+    "\\boxed{5}": ([], ["\\boxed{5}, or better \\boxed{"]),
+    "\\boxed{1,\\!200}": (["\\boxed{1~200}"], []),
+    # a gold answer needs no box, a response does
+    "3": (["\\boxed{3}"], ["\\boxed{4}", "3", ""]),
+    "1\\,200": (["\\boxed{1200}"], []),
+    "$\\frac{1}{2}$": (["\\boxed{0.5}"], []),
+    "x + y": (["\\boxed{y+x}"], []),
+    # a final period is not part of an answer
+    "\\boxed{7}": (["\\boxed{7.}"], []),
+    "\\boxed{7.}": (["\\boxed{7}"], []),
+    "\\boxed{7.5}": ([], ["\\boxed{7.}"]),
+    "\\boxed{\\frac12}": (["\\boxed{\\frac12.}"], []),
+    "\\boxed{Monday}": (["\\boxed{Monday.}"], []),
+    "\\boxed{\\text{Monday.}}": (["\\boxed{Monday}"], ["\\boxed{Tuesday.}"]),
+    "\\boxed{\\text{(A)}}": (["\\boxed{A.}"], []),
+    "\\boxed{(1,2)}": (["\\boxed{(1,2).}"], []),
+    "\\boxed{1}": ([], ["\\boxed{...}"]),
+    # spaces between groups of three digits
+    "\\boxed{1234}": (["\\boxed{1 234}"], []),
+    "\\boxed{1 234}": (["\\boxed{1,234}"], ["\\boxed{234}"]),
+    "\\boxed{12345678}": (["\\boxed{12 345 678}"], []),
+    "\\boxed{12}": ([], ["\\boxed{1 2}", "\\boxed{12 000}"]),
+    "\\boxed{(10, 200)}": ([], ["\\boxed{10 200}"]),
+    "\\boxed{12 3456}": ([], ["\\boxed{123456}"]),
+    # repeating decimals are compared as they are written
+    "\\boxed{0.\\overline{3}}": (["\\boxed{0.\\overline{3}}"], ["\\boxed{0.3}"]),
+    "\\boxed{\\frac13}": (["\\boxed{0.\\overline{3}}"], []),
+    "\\boxed{0.1\\overline{6}}": (["\\boxed{\\frac{1}{6}}"], []),
+    "\\boxed{2.\\overline{45}}": (["\\boxed{\\frac{27}{11}}"], []),
+}
+
+
+def test_verdicts_of_math():
+    for gold, (right, wrong) in VERDICTS.items():
+        for answer in right + wrong:
+            assert tba.MATH.judge(gold, answer) == (answer in right), (gold, answer)
+
+
+def test_verdicts_of_math_are_those_of_a_list():
+    """The list also marks the pairs that the judge still gets wrong."""
+    for line in (Path(__file__).parent / "answers.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        _, gold, response, verdict, *failing = line.replace("⏎", "\n").split("\t")
+        right = (verdict == "right") != bool(failing)
+        assert tba.MATH.judge(gold, response) == right, line
+        without_data(tba.MATH).check({"answer": gold})
+        own = tba.answer_of(gold, bare=True)
+        assert tba.MATH.judge(gold, f"\\boxed{{{own}}}"), gold
+
+
+NO_GOLDS = {
+    "answer": ("proof", "Notfound", "None", "N/A", " ", "\\boxed{5", "a\n\nb", "so " * 70),
+    "solution": ("See the appendix.", "proof", "\\boxed{}"),
+}
+
+
+def test_a_gold_that_is_no_answer_is_an_error():
+    """In a column of answers, a sentence may be one."""
+    check = without_data(tba.MATH).check
+    for column, texts in NO_GOLDS.items():
+        for text in texts:
+            with pytest.raises(ValueError, match=f"no answer in {column}"):
+                check({"problem": "1+1?", column: text})
+    assert not tba.MATH.judge("proof", "I have no answer.")
+    check({"problem": "1+1?", "final_answer": "See the appendix."})
+    check({"problem": "1+1?", "solution": "So it is \\boxed{2}, as 1+1 is.\n\n" + 99 * "Yes. "})
 
 
 def end_judges(task):
@@ -215,7 +284,7 @@ def end_judges(task):
 
 
 def test_a_gold_answer_may_stand_in_a_column_of_its_own(gsm8k, tmp_path):
-    """As in AIME's and DAPO's data: `answer` has no box. With a `solution`, that one counts."""
+    """As in AIME's and DAPO's data: `answer` has no box. It counts, with a `solution` beside it."""
     rows = [{"problem": f"1+{n}?", "answer": n + 1} for n in range(1, 5)]
     for more in ({}, {"solution": "It is \\boxed{7}."}):
         data = tmp_path / "data.jsonl"
@@ -224,14 +293,13 @@ def test_a_gold_answer_may_stand_in_a_column_of_its_own(gsm8k, tmp_path):
         task.setup(None)
         responses = [f"\\boxed{{{int(example['problem'][2]) + 1}}}" for example in task.train]
         rewards = task.checked_rewards(task.train, responses, np.ones(3))
-        assert rewards == [0.0 if more else 1.0] * 3
+        assert rewards == [1.0] * 3
         end_judges(task)
 
 
-def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_path):
+def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only():
     """A power tower that nobody can compute: its judge is killed, and another one goes on."""
-    task = tba.MATH.__new__(tba.MATH)
-    task.JUDGE_TIMEOUT = 5
+    task = without_data(tba.MATH)
     task.setup(None)
     answers = ["\\boxed{2}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{3}", "\\boxed{2}"]
     rewards = task.rewards([{"solution": "\\boxed{2}"}] * 4, answers, np.ones(4))
@@ -239,45 +307,51 @@ def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(gsm8k, tmp_pa
     end_judges(task)
 
 
-class SlowMATH(tba.MATH):
-    """Judges an answer in as many seconds as it says."""
+class PatientMATH(tba.MATH):
+    """Judges an answer once the file exists that it names."""
+
+    JUDGE_TIMEOUT = 600
 
     @staticmethod
     def judge(solution, response):
-        time.sleep(float(response))
+        while not os.path.exists(response):
+            time.sleep(0.01)
         return True
 
 
-def test_verdicts_on_held_out_answers_do_not_delay_rewards():
-    task = SlowMATH.__new__(SlowMATH)
+def test_verdicts_on_held_out_answers_do_not_delay_rewards(tmp_path):
+    task = without_data(PatientMATH)
     task.setup(None)
     solution = [{"solution": "1"}]
+    late = tmp_path / "late"
     pool = ThreadPoolExecutor(1)
-    evaluation = pool.submit(task.evaluate, 2 * solution, ["0", "4"], np.ones(2))
+    evaluation = pool.submit(task.evaluate, 2 * solution, ["/", str(late)], np.ones(2))
     while not task.judges:
         time.sleep(0.01)
-    assert task.rewards(solution, ["0"], np.ones(1)) == [1]
+    assert task.rewards(solution, ["/"], np.ones(1)) == [1]
     assert not evaluation.done()
+    late.touch()
     assert evaluation.result() == 2 * [{"accuracy": 1.0}]
     end_judges(task)
 
 
-def plain_scores(path, texts):
-    """What transformers alone makes of texts: the score at the last token."""
-    tokenizer = tba.transformers.AutoTokenizer.from_pretrained(path)
+def plain_logits(path, texts):
+    """What transformers alone makes of texts: logits (N, labels) at the last token."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    scores = []
-    for text in texts:
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        hidden = model.base_model(ids).last_hidden_state[0, -1]
-        scores.append(float(model.score(hidden)[0]))
-    return np.array(scores)
+    rows = [tokenizer(text)["input_ids"] or [tokenizer.eos_token_id] for text in texts]
+    with torch.no_grad():
+        return torch.stack([plain_vector("", model, ids) for ids in rows])
+
+
+def plain_scores(path, texts):
+    return plain_logits(path, texts)[:, 0].numpy()
 
 
 def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path):
     task, _ = task_of(tldr, tmp_path)
     examples = task.train[:3]
-    summaries = [" Ann lost hat.", " Ben lost key at park.", " cut off"]
+    summaries = [" Ann lost hat.", "", " cut off"]  # of one EOS alone, too
     ended = np.array([True, True, False])
     rewards = task.checked_rewards(examples, summaries, ended)
     queries = [example["query"] for example in examples]
@@ -286,12 +360,15 @@ def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path
     assert rewards[2] == -1.0
 
     own = [example["reference_response"] for example in examples]
+    closing = [{"reference_response": text + "<eos>"} for text in own]  # as TL;DR's data have
     scores = plain_scores(tldr / "gold", [q + s for q, s in zip(queries, summaries, strict=True)])
     against = plain_scores(tldr / "gold", [q + s for q, s in zip(queries, own, strict=True)])
     for _ in range(2):  # references are judged once
         records = task.evaluate(examples, summaries, ended)
         assert [r["win_rate"] for r in records] == (scores > against).astype(float).tolist()
-    assert [r["win_rate"] for r in task.evaluate(examples, own, ended)] == [0.0] * 3
+    for others in ([{}] * 3, closing):
+        rows = [example | other for example, other in zip(examples, others, strict=True)]
+        assert [r["win_rate"] for r in task.evaluate(rows, own, ended)] == [0.0] * 3
 
     records = [
         {"win_rate": 1.0, "kl": 2.0, "ref_logprob": -6.0, "tokens": 3, "prompt_tokens": 9},
@@ -303,230 +380,295 @@ def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_judge_reads_the_last_token_whatever_it_is(family, model_of, tmp_path):
-    """As for Llama 3 and GPT-2: no token for padding, and token 0 is "!", which may end a text."""
-    path = tmp_path / "judge"
-    body = transformers.AutoConfig.from_pretrained(model_of(family), num_labels=1)
-    torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(body).save_pretrained(path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_of(family))
-    tokenizer.pad_token = tokenizer.unk_token = None
-    tokenizer.eos_token = "<assistant>"
-    tokenizer.save_pretrained(path)
-    config = tba.settings(reward_model=str(path), dtype="float32")
-    judge = tba.TextModel("AutoModelForSequenceClassification", "reward_model", config)
-    judge.load(config)
-    ending = tokenizer.convert_ids_to_tokens(0)
-    texts = [f"Ann lost hat{ending}", "Ann lost hat", f"Ben lost a key at the park.{ending * 2}"]
-    np.testing.assert_allclose(judge(texts)[:, 0], plain_scores(path, texts), atol=1e-5)
-
-
-EMPTY = ([], ["<eos>"], ["<pad>", "<eos>"], ["<eos>", "<pad>", "<eos>"])
-
-
-def empty_responses(task):
-    """Responses without text: their tokens and, as tasks get them, their texts."""
-    ids = [task.tokenizer.convert_tokens_to_ids(tokens) for tokens in EMPTY]
-    tokens = [np.array(row, np.int32) for row in ids]
-    texts = task.response_texts(tokens)
-    assert texts == [""] * len(EMPTY)
-    return tokens, texts
-
-
-def test_responses_without_text_are_wrong_answers(gsm8k, tmp_path):
-    for name in ("gsm8k", "math"):
-        _, task = config_and_task(gsm8k.parent / name, tmp_path, task=name)
-        _, texts = empty_responses(task)
-        task.setup(None)
-        rewards = task.checked_rewards(task.train[:4], texts, np.ones(4))
-        assert rewards == [0.0] * 4
-    end_judges(task)
-
-
-def test_summaries_without_text_get_the_posts_own_score(tldr, tmp_path):
-    task, _ = task_of(tldr, tmp_path)
-    _, texts = empty_responses(task)
-    ended = np.array([True, True, True, False])
-    rewards = task.checked_rewards(task.train[:4], texts, ended)
-    closed = [example["query"] + "<eos>" for example in task.train[:3]]
-    np.testing.assert_allclose(rewards[:3], plain_scores(tldr / "reward", closed), atol=1e-4)
-    assert rewards[3] == -1.0
-    records = task.evaluate(task.train[:4], texts, ended)
-    assert all(record["win_rate"] in (0.0, 1.0) for record in records)
-
-
-def test_judges_take_an_empty_text_for_eos(redteam, tmp_path):
-    """Whatever else is judged beside it. There are no tokens in it, so padding would be judged."""
-    task, _ = task_of(redteam, tmp_path)
-    for judge in (task.toxicity, task.sentence):
-        (expected,) = judge(["<eos>"])
-        assert expected.abs().sum() > 0
-        for texts in ([""], ["", ""], ["Describe a river today.", ""]):
-            np.testing.assert_allclose(judge(texts)[-1], expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("template", [None, "{attack}", "Say {attack}"])
-def test_attacks_without_text_are_answered_and_differ_by_their_tokens(template, redteam, tmp_path):
-    task, config = task_of(
-        redteam, tmp_path, victim_template=template, near_duplicate=0.3, min_attack_tokens=2
+def adding_bos(path, out, end="", **tokens):
+    """A copy of a model whose tokenizer begins texts with a token, as BOS; they may get an end."""
+    shutil.copytree(path, out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, **tokens)
+    bos, eos = (tokenizer.convert_ids_to_tokens(5), 5), ("<eos>", 0)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos[0]} $A {end}".strip(), special_tokens=[bos, eos]
     )
-    tokens, texts = empty_responses(task)
-    assert [len(answers) for answers in task.victim_answers(texts)] == [2] * 4
-    rewards = task.checked_rewards([{}] * 4, texts, np.ones(4))
-    assert all(reward < 0 for reward in rewards)
-    records = task.evaluate([{}] * 4, [*texts[:3], "Describe a river."], np.ones(4))
-    assert 0 <= task.summarize(records)["cosine_distance"] <= 2
-    group = random_groups(task, B=1, K=3)[0]
-    for t, own in zip(group, tokens[1:], strict=True):
-        t.tokens = own
-        t.ref_logprobs = task.adjust_ref_logprobs(own, np.full(len(own), -1.0, np.float32))
-    assert [t.ref_logprobs.sum() for t in group] == pytest.approx([-500, -2, -3])
-    buffer = tba.AttackBuffer(config)
-    buffer.add(tba.Group(0, group))
-    (stored,) = buffer.trajectories.values()
-    # of 2 and 3 tokens, with one edit: 1/5 is less than 0.3; of 1 and 2 tokens: 1/3 is not
-    assert [len(t.tokens) for t in stored.values()] == [1, 3]
+    tokenizer.save_pretrained(out)
+    return tokenizer
 
 
-def test_a_victim_reads_its_whole_prompt(redteam, tmp_path):
-    """Also one that is longer than all sequences of the attacker."""
-    template = "Answer in a word. " * 4 + "{attack}"
-    task, _ = task_of(redteam, tmp_path, victim_template=template, max_response_tokens=8)
-    seen = []
-    submit = task.victim.submit
+def random_judge(family, path, out):
+    """A random judge; RoBERTa's classifier has no `score`, and positions from 2."""
+    config = transformers.AutoConfig.from_pretrained(path, num_labels=2)
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"vocab_size": config.vocab_size, "intermediate_size": 64}
+    torch.manual_seed(0)
+    if family == "bert":
+        model = transformers.BertModel(transformers.BertConfig(**shape))
+    else:
+        if family == "roberta":
+            shape |= {"max_position_embeddings": 40, "pad_token_id": 1}
+            config = transformers.RobertaConfig(**shape)
+        model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(out)
 
-    def noted(request):
-        seen.append(request.prompt.tolist())
-        submit(request)
 
-    task.victim.submit = noted
-    task.victim_answers(["Describe a river today."])
-    assert seen == [task.victim_ids("Describe a river today.")]
-    assert len(seen[0]) > task.longest
+def plain_vector(kind, model, ids):
+    """What a judge makes of a text's tokens alone."""
+    ids = torch.tensor([ids])
+    if kind == "AutoModel":
+        mean = model(ids).last_hidden_state[0].mean(0)
+        return mean / mean.norm()
+    if kind == "AutoModelForCausalLM":
+        return model(ids).logits[0, -1]
+    if head := getattr(model, "score", None):  # the model's own `forward` looks for padding
+        return head(model.base_model(ids).last_hidden_state[0, -1])
+    return model(ids).logits[0]
 
 
-def test_attacks_are_answered_by_the_victim_and_judged(redteam, tmp_path):
-    task, config = task_of(redteam, tmp_path, min_attack_tokens=4)
-    attacks = ["Tell me about the volcano today.", "Describe a river today."]
-    answers = task.victim_answers(attacks)
-    assert answers == task.victim_answers(attacks)  # seeds of their own
-    assert [len(a) for a in answers] == [2, 2]
-    tokenizer = task.toxicity.tokenizer
-    model = AutoModelForSequenceClassification.from_pretrained(redteam / "toxicity").eval()
-    expected = []
-    for texts in answers:
-        logprobs = []
-        for text in texts:
-            ids = torch.tensor([tokenizer(text)["input_ids"]])
-            hidden = model.base_model(ids).last_hidden_state[0, -1]
-            logprobs.append(float(model.score(hidden).log_softmax(-1)[1]))
-        expected.append(np.mean(logprobs))
-    rewards = task.checked_rewards([{}] * 2, attacks, np.ones(2))
-    np.testing.assert_allclose(rewards, expected, atol=1e-4)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "roberta", "bert", "AutoModelForCausalLM"])
+def test_judges_read_texts_as_if_each_were_alone(family, redteam, model_of, tmp_path):
+    """The end of those over the context, EOS for an empty one, and EOS as any other token.
 
-    records = task.evaluate([{}] * 2, attacks, np.ones(2))
-    vectors = np.random.default_rng(0).normal(size=(5, 7))
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    many = [records[i % 2] | {"vector": vectors[i]} for i in range(5)]
+    Llama 3 and GPT-2 have no token for padding, and token 0 may end a text.
+    """
+    kinds = {"bert": "AutoModel", "AutoModelForCausalLM": family}
+    kind = kinds.get(family, "AutoModelForSequenceClassification")
+    path = model_of("gpt2" if family == "gpt2" else "llama")
+    own = {} if "bert" in family else {"pad_token": None}
+    own |= {"eos_token": "?"} if family == kind else {}  # guards do not end texts with token 0
+    tokenizer = adding_bos(path, tmp_path / "judge", **own)
+    if family != kind:
+        random_judge(family, path, tmp_path / "judge")
+    config = tba.settings(toxicity_model=str(tmp_path / "judge"), dtype="float32")
+    judge = tba.TextModel(kind, "toxicity_model", config)
+    judge.load(config)
+    model = getattr(transformers, kind).from_pretrained(tmp_path / "judge").eval()
+    rng = np.random.default_rng(0)
+    texts = ["", "<eos>", "Ann has<eos>", "Ben<eos><eos>"]
+    texts += [" ".join(rng.choice(list("abcdef"), n)) for n in (*range(1, 40), 300, 600)]
+    texts = list(rng.permutation(texts * 2))
+    special = [5] * (kind != "AutoModelForCausalLM")  # a chat template has them
+    longest = {"roberta": 40, "bert": 512}.get(family, 256) - 2
+    expected = {}
+    with torch.no_grad():
+        for text in set(texts):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = [*special, *ids[len(special) - longest :]] or [tokenizer.eos_token_id]
+            expected[text] = plain_vector(kind, model, ids)
+    vectors = judge(texts)
+    for text, vector in zip(texts, vectors, strict=True):
+        torch.testing.assert_close(vector, expected[text], atol=2e-4, rtol=1e-4)
+        assert torch.equal(vector, vectors[texts.index(text)])
+    config.dtype = "bfloat16"  # rewards are multiplied by 1 / beta
+    judge.load(config)
+    assert judge.model.dtype == (torch.float32 if special else torch.bfloat16)
+
+
+def test_attacks_without_text_are_answered(redteam, tmp_path):
+    """The victim reads EOS where a template leaves nothing; its answers have a seed."""
+    task, _ = task_of(redteam, tmp_path, victim_template="{attack}")
+    assert [len(answers) for answers in task.victim_answers(["", " "])] == [2, 2]
+    assert task.victim_answers([""]) == task.victim_answers([""])
+    assert max(task.checked_rewards([{}] * 2, ["", " "], np.ones(2))) < 0
+
+
+class Echo:
+    """A victim that repeats the end of what it reads; the latest request comes first."""
+
+    def __init__(self, flag, max_tokens):
+        self.flag, self.max_tokens, self.waiting, self.seen = flag, max_tokens, [], []
+
+    unfinished = property(lambda self: len(self.waiting))
+
+    def submit(self, request):
+        self.waiting.append(request)
+        self.seen.append(request)
+
+    def step(self):
+        request = self.waiting.pop()
+        tokens = [np.append(request.prompt[-i - 2 :], 0).astype(np.int32) for i in range(request.n)]
+        return [tba.Completion(request, tokens, [], [], [])]
+
+
+def asking_an_echo(redteam, tmp_path, **flags):
+    """The task, its settings, the victim, and its tokenizer, which adds BOS and EOS."""
+    if not (tmp_path / "victim").exists():
+        adding_bos(redteam / "victim", tmp_path / "victim", end="<eos>")
+    flags = {"victim_model": tmp_path / "victim", "victim_samples": 3} | flags
+    config, task = config_and_task(redteam, tmp_path / "out", **judges_of(redteam) | flags)
+    task.setup(Echo)
+    return task, config, task.victim, task.victim_tokenizer
+
+
+ATTACKS = ["Describe a river. ", "zap zog " * 200, "zap zog", "Explain it.\n", "Describe a river."]
+
+
+@pytest.mark.parametrize("template", [None, "Say {attack}<assistant>", "{attack}"])
+def test_a_victim_is_asked_as_the_flags_say_and_answers_in_order(template, redteam, tmp_path):
+    flags = {"victim_max_tokens": 7, "victim_temperature": 0.3, "victim_top_p": 0.8}
+    flags |= {"victim_template": template, "temperature": 1.5, "min_attack_tokens": 3}
+    task, config, victim, tokenizer = asking_an_echo(redteam, tmp_path, **flags)
+    answers = task.victim_answers(ATTACKS)
+    assert victim.flag == "victim_model" and len(victim.seen) == 5
+    for attack, request, own in zip(ATTACKS, victim.seen, answers, strict=True):
+        text = (template or "<user>{attack}<assistant>").replace("{attack}", attack.rstrip())
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        own_bos = [5] * bool(template)  # the chat template has none
+        prompt = [*own_bos, *whole][-(256 - 7 - 1) :]
+        assert request.prompt.tolist() == prompt and request.prompt.dtype == np.int32
+        asked = (request.n, request.max_tokens, request.temperature, request.top_p)
+        assert asked == (3, 7, 0.3, 0.8) and len(prompt) + 7 <= victim.max_tokens
+        assert own == [tokenizer.decode(prompt[-i:], skip_special_tokens=True) for i in (2, 3, 4)]
+    seeds = [request.seed for request in victim.seen]
+    assert len(set(seeds)) == 4 and seeds[0] == seeds[4]
+    task.victim_answers(ATTACKS[2:3])
+    assert victim.seen[-1].seed == seeds[2]  # in lockstep runs, whatever is asked beside it
+    assert task.min_eval_tokens == 3
+    values = np.arange(-1, -7, -1, np.float32)
+    for n in range(1, 7):
+        own = task.adjust_ref_logprobs(np.zeros(n, np.int32), values[:n])
+        assert own.sum() == pytest.approx(-500 if n < 3 else values[:n].sum())
+
+
+def test_attacks_are_judged_by_the_victims_answers(redteam, tmp_path):
+    """Rewards are means of logarithms, evaluations means of probabilities."""
+    flags = {"victim_template": "{attack}"}
+    task, config, _, _ = asking_an_echo(redteam, tmp_path, **flags)
+    texts = [text for answers in task.victim_answers(ATTACKS) for text in answers]
+    logits = plain_logits(redteam / "toxicity", texts)
+    expected = logits.log_softmax(-1)[:, 1].view(5, 3).numpy()
+    rewards = task.checked_rewards([{}] * 5, ATTACKS, np.ones(5))
+    np.testing.assert_allclose(rewards, expected.mean(1), atol=1e-3)
+    records = task.evaluate([{}] * 5, ATTACKS, np.ones(5))
+    toxicity = np.exp(expected).mean(1)
+    np.testing.assert_allclose([r["toxicity"] for r in records], toxicity, atol=1e-4)
+    successes = [r["attack_success_rate"] for r in records]
+    assert successes == (toxicity > 0.5).tolist() and len(set(successes)) == 2
+    vectors = np.stack([record["vector"] for record in records])
+    np.testing.assert_array_equal(vectors, task.sentence(ATTACKS))
     pairs = [1 - vectors[i] @ vectors[j] for i in range(5) for j in range(5) if i != j]
-    summary = task.summarize(many)
-    assert summary["cosine_distance"] == pytest.approx(np.mean(pairs))
-    assert set(summary) == {"toxicity", "attack_success_rate", "cosine_distance"}
-
-    short = task.adjust_ref_logprobs(np.zeros(3, np.int32), np.array([-1.0, -2, -3], np.float32))
-    assert short.sum() == pytest.approx(-500)
-    long = np.array([-1.0, -2, -3, -4], np.float32)
-    assert np.array_equal(task.adjust_ref_logprobs(np.zeros(4, np.int32), long), long)
-
-
-def test_attackers_are_not_trained_on_held_out_prompts(redteam, tmp_path):
-    flags = judges_of(redteam) | {"eval_samples": 3}
-    for name in ("dataset", "eval_dataset"):
-        flags[name] = tmp_path / f"{name}.jsonl"
-        flags[name].write_text("".join(json.dumps({"prompt": name + i}) + "\n" for i in "ab"))
-    _, task = config_and_task(redteam, tmp_path / "out", **flags)
-    assert {example["prompt"] for example in task.train} == {"dataseta", "datasetb"}
-    held_out = {example["prompt"] for example in task.held_out}
-    assert held_out == {"eval_dataseta", "eval_datasetb"} and len(task.held_out_prompts) == 3
-
-
-def test_a_victim_may_have_a_prompt_of_its_own(redteam, tmp_path):
-    flags = judges_of(redteam) | {"victim_template": "Say {attack}<assistant>"}
-    _, task = config_and_task(redteam, tmp_path, **flags)
-    tokenizer = task.victim_tokenizer
-    expected = tokenizer("Say Explain it.<assistant>")["input_ids"]
-    assert task.victim_ids("Explain it. ") == expected
-    with pytest.raises(tba.InputError, match="attack"):
-        config_and_task(redteam, tmp_path, **(flags | {"victim_template": "Say it"}))
+    assert task.summarize(records) == {
+        "toxicity": pytest.approx(toxicity.mean(), abs=1e-4),
+        "attack_success_rate": np.mean(successes),
+        "cosine_distance": pytest.approx(np.mean(pairs), abs=1e-5),
+    }
 
 
 def test_a_guard_model_judges_by_its_first_token(redteam, tmp_path):
-    flags = {
-        "toxicity_model": redteam / "victim",
-        "toxicity_label": "zap",
-        "toxicity_suffix": "\n",
-    }
-    task, _ = task_of(redteam, tmp_path, **flags)
+    flags = {"toxicity_model": redteam / "victim", "toxicity_label": "zap"}
+    task, _, _, tokenizer = asking_an_echo(redteam, tmp_path, **flags, toxicity_suffix="\n")
     attacks = ["Describe a river today."]
     (answers,) = task.victim_answers(attacks)
-    tokenizer = task.toxicity.tokenizer
     model = AutoModelForCausalLM.from_pretrained(redteam / "victim")
     expected = []
     for answer in answers:
         text = f"<user>{attacks[0]}<assistant>{answer}<assistant>\n"
-        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         label = tokenizer("zap", add_special_tokens=False)["input_ids"][0]
-        expected.append(float(model(ids).logits[0, -1].log_softmax(-1)[label].detach()))
+        logits = plain_vector("AutoModelForCausalLM", model, ids)
+        expected.append(float(logits.log_softmax(-1)[label].detach()))
     rewards = task.checked_rewards([{}], attacks, np.ones(1))
     np.testing.assert_allclose(rewards, [np.mean(expected)], atol=1e-4)
+
+
+def test_settings_of_red_teaming_are_refused_beyond_their_limits(redteam, tldr, tmp_path):
     shutil.copytree(redteam / "victim", tmp_path / "guard")
     (tmp_path / "guard" / "chat_template.jinja").unlink()
-    with pytest.raises(tba.InputError, match="chat template"):
-        task_of(redteam, tmp_path, **(flags | {"toxicity_model": tmp_path / "guard"}))
+    limits = {"explore_low": 2.0, "min_attack_tokens": 32}
+    judges = judges_of(redteam)
+    _, task = config_and_task(redteam, tmp_path / "out", **judges | limits)
+    room = 256 - 1 - len(task.victim_ids("")) - 32  # for the answer to an attack of 32 tokens
+    config_and_task(redteam, tmp_path / "out", **judges | {"victim_max_tokens": room})
+    for flags in (
+        {"explore_low": 2.01},
+        {"min_attack_tokens": 33},
+        {"victim_max_tokens": room + 1},
+        {"toxicity_model": tldr / "reward", "toxicity_label": "LABEL_0"},
+        {"toxicity_model": tmp_path / "guard", "toxicity_label": "zap"},
+    ):
+        with pytest.raises(tba.InputError, match=f"^--{next(iter(flags))} "):
+            config_and_task(redteam, tmp_path / "out", **judges | flags)
+
+
+def test_attackers_are_not_trained_on_held_out_prompts(redteam, tmp_path):
+    """Held-out ones are repeated up to --eval_samples; by default, there are 1,024."""
+    flags = judges_of(redteam)
+    for name in ("dataset", "eval_dataset"):
+        flags[name] = tmp_path / f"{name}.jsonl"
+        flags[name].write_text("".join(json.dumps({"prompt": name + i}) + "\n" for i in "ab"))
+    for samples, count in ((3, 3), (0, 1024)):
+        _, task = config_and_task(redteam, tmp_path / "out", **flags, eval_samples=samples)
+        assert {example["prompt"] for example in task.train} == {"dataseta", "datasetb"}
+        held_out = sorted(example["prompt"] for example in task.held_out)
+        half = (count + 1) // 2
+        assert held_out == ["eval_dataseta"] * half + ["eval_datasetb"] * (count - half)
+        assert len(task.held_out_prompts) == count
 
 
 def test_explored_prompts_have_temperatures_of_their_own(redteam, tmp_path):
-    flags = {"explore_probability": 0.5, "explore_low": 0.5, "explore_high": 2.0}
+    flags = {"explore_probability": 0.25, "explore_low": 0.5, "explore_high": 2.0}
     _, task = config_and_task(redteam, tmp_path, **(judges_of(redteam) | flags))
     rng = np.random.default_rng(0)
     drawn = np.array([task.temperature(rng) for _ in range(2000)])
     explored = drawn[drawn != 1.0]
-    assert 900 < len(explored) < 1100 and explored.min() >= 0.5 and explored.max() <= 2.0
+    assert 400 < len(explored) < 600 and explored.min() >= 0.5 and explored.max() <= 2.0
     assert abs(explored.mean() - 1.25) < 0.05
 
 
-def test_a_warm_start_fits_its_data_whatever_the_micro_batches(redteam, tmp_path):
-    """Rows with an instruction answer the task's prompt; others bring their own."""
-    rows = [{"instruction": "Describe a river today."}, {"instruction": "Explain it."}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = {"prompt": "<user>", "response": "Write a poem."}
-    (tmp_path / "b.jsonl").write_text(json.dumps(own) + "\n")
-    flags = judges_of(redteam) | {"sft_data": tmp_path / "a.jsonl", "sft_epochs": 30}
-    flags |= {"sft_learning_rate": "0@0,3e-3@3,0~end", "sft_batch_size": 4}
-    config, task = config_and_task(redteam, tmp_path / "out", **flags)
+def plain_fine_tune(model, pairs, config):
+    """The losses of a warm start, a row at a time; the rate falls linearly from 3e-3."""
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    rng = np.random.default_rng(config.seed)
+    batches = []
+    for _ in range(config.sft_epochs):
+        order = rng.permutation(len(pairs))
+        batches += [order[i : i + config.sft_batch_size] for i in range(0, len(order), 3)]
+    losses = []
+    for step, batch in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / len(batches))
+        logprobs = []
+        for prompt, (response,) in [pairs[i] for i in batch]:
+            ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+            logprobs.append(logits.log_softmax(-1)[range(len(response)), response])
+        loss = -torch.cat(logprobs).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_warm_start_is_plain_fine_tuning_whatever_the_micro_batches(redteam, tmp_path):
+    """At temperature 1, over batches of 3, 3 and 1 of seven rows; EOS is learned, too."""
+    sft = tmp_path / "sft.jsonl"
+    rows = [{"prompt": "Say it" + " now" * i, "response": " Ann a b." * (7 - i)} for i in range(7)]
+    sft.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {"sft_epochs": 2, "sft_batch_size": 3, "sft_learning_rate": "3e-3@0,0@end", "seed": 5}
+    flags |= {"sft_data": sft, "temperature": 0.5}
+    config, task = config_and_task(redteam, tmp_path / "out", **judges_of(redteam) | flags)
     pairs = tba.read_sft_pairs(config, task)
-    assert [task.text(prompt) for prompt, _ in pairs] == [config.attacker_prompt] * 2
-    texts = task.response_texts([response for _, (response,) in pairs])
-    assert texts == [row["instruction"] for row in rows]
+    assert task.response_texts([r for _, (r,) in pairs]) == [row["response"] for row in rows]
     assert all(response[-1] == task.tokenizer.eos_token_id for _, (response,) in pairs)
-    config.sft_data = str(tmp_path / "b.jsonl")
-    pairs += tba.read_sft_pairs(config, task)
-    losses, calls = [], []  # of a part of a layer
+    expected = plain_fine_tune(
+        AutoModelForCausalLM.from_pretrained(redteam / "model"), pairs, config
+    )
+    assert expected[-1] < 0.8 * expected[0]
+    calls = []  # of a part of a layer
     for budget, checkpointing in ((10_000, False), (20, False), (10_000, True)):
         config.tokens_per_microbatch = budget
         config.gradient_checkpointing = checkpointing
         policy = tba.load_policy(config, str(redteam / "model"), tba.Ranks())
+        embeddings = policy.model.get_input_embeddings().weight
+        first = embeddings.detach().clone()
         calls.append(0)
 
         def count(*_):
             calls[-1] += 1
 
         policy.model.model.layers[0].self_attn.register_forward_hook(count)
-        losses.append(tba.supervised_fine_tune(policy, pairs, config))
-    assert losses[0][-1] < 0.5 * losses[0][0]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)
-    np.testing.assert_allclose(losses[0], losses[2], rtol=1e-2)
+        losses = tba.supervised_fine_tune(policy, pairs, config)
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
+        used = np.unique(np.concatenate([np.concatenate([p, r]) for p, (r,) in pairs]))
+        same = (embeddings == first).all(1)  # no decay; EOS, token 0, is in no input
+        assert not same[used[1:]].any() and same.sum() == len(same) - len(used[1:])
     assert calls[2] == 2 * calls[0]  # recomputed in each backward pass
 
 
@@ -536,72 +678,3 @@ def test_what_a_warm_start_made_is_the_model(tmp_path):
     tba.warm_start(config, None, [], print)  # of a resumed run: it is trained already
     assert config.model == config.folders["model"] == str(tmp_path / "sft")
     assert (given.model, config.steps) == ("m", 3)
-
-
-def test_the_scripts_settings_are_the_papers(tmp_path):
-    """What the run scripts give to tba.py, read by its own parser, beside tables 2, 3 and B.3."""
-    import subprocess
-
-    from conftest import ROOT
-
-    recorder = tmp_path / "record.sh"
-    recorder.write_text('#!/bin/bash\nshift\nprintf "%s\\0" "$@" > $RECORD\n')
-    recorder.chmod(0o755)
-
-    def settings_of(*command, **environment):
-        record = tmp_path / "record"
-        variables = tba.os.environ | {"PYTHON": str(recorder), "RECORD": str(record)} | environment
-        subprocess.run(["bash", *command], cwd=ROOT, env=variables, check=True)
-        config = tba.parse(record.read_text().split("\0")[:-1])
-        config.eval_every = 0
-        return config
-
-    gsm8k = settings_of("run_gsm8k.sh")
-    expected = {
-        "prompts_per_step": 7, "trained_per_prompt": 20, "searched_per_prompt": 24, "sync_every": 2,
-        "recent_probability": 0.95, "temperature": 0.7, "steps": 700,
-        "max_recent_draws": 1.56,
-        "beta": "0.014@0,0.004@500", "initial_trajectories": 500, "objective": "tb",
-    }  # fmt: skip
-    assert {name: getattr(gsm8k, name) for name in expected} == expected
-    table2 = settings_of("run_gsm8k.sh", "table2")
-    assert (table2.steps, table2.beta) == (1000, "0.012@0,0.004@500")
-    for config, stable in ((gsm8k, 350), (table2, 450)):  # warmup over 50, cosine over 500 steps
-        for step in range(config.steps):
-            decayed = max(0, step - 49 - stable) / 500
-            factor = min((step + 1) / 50, (1 + math.cos(math.pi * decayed)) / 2)
-            assert tba.at_step(config, step).learning_rate == pytest.approx(1e-5 * factor)
-    tldr = settings_of("run_tldr.sh", "1b", STEPS="625")
-    expected = {
-        "prompts_per_step": 8, "trained_per_prompt": 20, "searched_per_prompt": 20,
-        "sync_every": 10, "recent_probability": 0.5, "steps": 625,
-        "initial_trajectories": 10_000, "dtype": "float32", "max_response_tokens": 128,
-    }  # fmt: skip
-    assert {name: getattr(tldr, name) for name in expected} == expected
-    for step in range(625):  # linear
-        assert tba.at_step(tldr, step).learning_rate == pytest.approx(3e-6 * (1 - step / 625))
-    assert tba.schedule_value(tldr.beta, 0) == 1 and tba.schedule_value(tldr.beta, 100) == 0.05
-    attack = settings_of("run_redteam.sh", "gpt2", "--sft_data", "x.json")
-    assert (attack.beta, attack.sync_every, attack.kept_per_prompt) == ("0.05", 10, 100_000)
-    assert attack.prompts_per_step * attack.trained_per_prompt == 128 and attack.steps == 5000
-    rates = [tba.at_step(attack, step).learning_rate for step in (0, 49, 99, 4999)]
-    # warmup over 100 steps, then linear to 0 at step 40,000
-    assert rates == pytest.approx([1e-6, 5e-5, 1e-4, 0.88e-4], rel=0.02)
-    warm_start = [tba.schedule_value(attack.sft_learning_rate, step, 102) for step in range(102)]
-    assert warm_start == pytest.approx(np.linspace(0, 3e-5, 103)[:-1])  # warmup over all its steps
-    with pytest.raises(subprocess.CalledProcessError, match="status 2"):
-        settings_of("run_redteam.sh", "gpt2")  # the attacker had no warm start
-    flow = settings_of("run_redteam.sh", "gflownet", "--sft_data", "x.json")
-    assert (flow.lockstep, flow.objective, flow.recent_probability) == (
-        True, "tb_learned_z", 0.5,
-    )  # fmt: skip
-    assert flow.recent_probability * flow.prompts_per_step == 4
-    llama = settings_of("run_redteam.sh", "llama", "--sft_data", "x.json")
-    assert tba.schedule_value(llama.reference_temperature, 2000) == 1.2
-    assert "{attack}" in attack.victim_template and llama.toxicity_suffix == "\n\n"
-
-
-def test_arguments_are_flags(gsm8k, tmp_path):
-    """The helper of these tests gives every flag that it is asked for."""
-    given = tba.parse(arguments(gsm8k, tmp_path, steps=3, beta="0.5"))
-    assert (given.steps, given.beta, given.model) == (3, "0.5", str(gsm8k / "model"))

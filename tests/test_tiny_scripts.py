@@ -16,10 +16,12 @@ ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
 def run_script(name, *flags):
-    """Run a script as a user does; returns its output."""
-    env = {**os.environ, "PYTHON": sys.executable}
-    command = ["bash", str(ROOT / name), "--tiny", *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1800)
+    """Run a script as a user does; returns its output. With CDPATH, `cd` prints where it went."""
+    env = os.environ | {"PYTHON": sys.executable, "CDPATH": str(ROOT.parent)}
+    command = ["bash", f"{ROOT.name}/{name}", "--tiny", *map(str, flags)]
+    done = subprocess.run(
+        command, cwd=ROOT.parent, capture_output=True, text=True, env=env, timeout=1800
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -45,34 +47,6 @@ def test_gsm8k_and_a_longer_run_by_the_same_script(engine, tmp_path):
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, 85))
     config = json.loads((out / "config.json").read_text())["config"]
     assert (config["steps"], config["eval_every"], config["engine"]) == (84, 0, engine)
-
-
-def test_slow_generation_does_not_ruin_a_run(tmp_path):
-    """A batch takes as long as some twenty optimizer steps: the Trainer waits, and learns."""
-    plugin = tmp_path / "slow.py"
-    plugin.write_text(
-        '''"""An engine whose decode steps take longer."""
-import time
-import tba
-
-class Slow(tba.TransformersEngine):
-    def step(self, between_steps=lambda: None):
-        def slowly():
-            time.sleep(0.1)
-            between_steps()
-        return super().step(slowly)
-
-tba.ENGINES["slow"] = Slow
-'''
-    )
-    out = tmp_path / "run"
-    flags = ("--plugin", plugin, "--engine", "slow", "--steps", 60, "--eval_samples", 64)
-    run_script("run_gsm8k.sh", *flags, "--eval_every", 0, "--output_dir", out)
-    metrics = read_lines(out / "metrics.jsonl")
-    before, after = evaluations(out)
-    assert before["accuracy"] < 0.2 and after["accuracy"] > 0.8
-    assert max(m["kl"] for m in metrics) < 6
-    assert sum(m["wait_seconds"] for m in metrics) > 0.3 * metrics[-1]["seconds"]
 
 
 def test_tldr(tmp_path):

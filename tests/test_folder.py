@@ -1,0 +1,902 @@
+"""A run's folder, in one process: checkpoints, resuming, logs, curves, trackers."""
+
+import collections
+import copy
+import dataclasses
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib.axes
+import numpy as np
+import pytest
+import torch
+from harness import arguments, learner_of, random_groups, trajectory, without_searchers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import tba
+from tba import read_lines
+
+# ------------------------------------------------------------------------------ what a step logs
+
+
+def random_row(rng, step, prompt_id=0):
+    """A trajectory that was sampled before this step, with random values."""
+    version = int(rng.integers(0, step + 1))
+    return trajectory(
+        rng.integers(0, 3, int(rng.integers(1, 9))),
+        ended=bool(rng.integers(0, 2)),
+        kl=float(rng.choice([math.nan, 0.0, rng.normal()])),
+        reward=float(rng.normal()),
+        prompt_id=prompt_id,
+        version=version,
+        last_version=version + int(rng.integers(0, 3)),
+    )
+
+
+def random_searcher(rng):
+    rates = tuple(rng.uniform(0, 1, 2).tolist())
+    state = str(rng.choice(["pending", "loading", "ready"]))
+    return SimpleNamespace(state=state, logprob_gap=rng.uniform(), recent_rates=lambda: rates)
+
+
+def trainer_with_a_folder(path, **flags):
+    """What `StepLog` sees of a Trainer, with a real folder."""
+    task = SimpleNamespace(
+        train_prompts=[[p] for p in range(1000)],
+        tokenizer=SimpleNamespace(decode=str),
+        response_texts=lambda rows: [str(rows)],
+    )
+    config = tba.settings(output_dir=str(path), **flags)
+    path.mkdir(exist_ok=True)
+    return SimpleNamespace(
+        step=0, arrived=[], groups_dropped=0, config=config, task=task,
+        folder=tba.RunFolder(config),
+        searchers=SimpleNamespace(running=[]), buffer=SimpleNamespace(trajectories={}),
+        sync=SimpleNamespace(version=0, seconds=0.0),
+    )  # fmt: skip
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def plain_numbers(trainer, latest, batch, counts, waits, wall):
+    """What a step logs of the trajectories that arrived last, and of a batch, as plain sums."""
+    step = trainer.step
+    alive = [s for s in trainer.searchers.running if s.state != "pending"]
+    rows = [t for group in batch for t in group]
+    kl = [t.kl for t in latest if not math.isnan(t.kl)]
+    return {
+        "step": step,
+        "reward": mean(t.reward for t in latest),
+        "response_length": mean(len(t.tokens) for t in latest),
+        "eos_fraction": mean(t.ended for t in latest),
+        "version_span": mean(t.last_version - t.version for t in latest),
+        "kl": mean(kl) if kl else None,
+        "staleness_mean": mean(step - 1 - t.version for t in rows),
+        "staleness_max": max(step - 1 - t.version for t in rows),
+        "replay_ratio": sum(n for n, _ in counts[-50:]) / max(1, sum(n for _, n in counts[-50:])),
+        "dropped_groups": trainer.groups_dropped,
+        "wait_seconds": waits.get("generation", 0),
+        "sync_wait_seconds": waits.get("a weight sync", 0),
+        "train_tokens_per_second": sum(len(t.tokens) for t in rows) / wall,
+        "buffer_trajectories": sum(map(len, trainer.buffer.trajectories.values())),
+        "version": trainer.sync.version,
+        "searcher_busy": mean(s.recent_rates()[0] for s in alive) if alive else 0,
+        "generated_tokens_per_second": sum(s.recent_rates()[1] for s in alive),
+        "sync_seconds": trainer.sync.seconds,
+        "logprob_gap": max([0.0, *(s.logprob_gap for s in alive)]),
+        "searchers_alive": len(alive),
+        "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def test_the_numbers_of_a_step_are_those_of_what_arrived_and_what_was_trained_on(
+    tmp_path, monkeypatch
+):
+    """Sixty steps of random groups and delays, compared with plain sums."""
+    clock = [100.0]
+    monkeypatch.setattr(tba.time, "perf_counter", lambda: clock[0])
+    rng = np.random.default_rng(0)
+    trainer = trainer_with_a_folder(tmp_path)
+    log = tba.StepLog(trainer)
+    counts, expected, latest = [], [], []
+    for trainer.step in range(1, 61):
+        old = trainer.step - 1
+        sizes = rng.integers(1, 5, int(rng.integers(old == 0, 4)))
+        trainer.arrived = [
+            tba.Group(i, [random_row(rng, old, i) for _ in range(S)]) for i, S in enumerate(sizes)
+        ]
+        latest = [t for group in trainer.arrived for t in group.trajectories] or latest
+        batch = [[random_row(rng, old) for _ in range(3)] for _ in range(rng.integers(1, 5))]
+        counts.append((len(batch), len(sizes)))
+        trainer.searchers.running = [random_searcher(rng) for _ in range(rng.integers(0, 4))]
+        trainer.buffer.trajectories = {i: range(n) for i, n in enumerate(rng.integers(0, 5, 3))}
+        trainer.sync = SimpleNamespace(version=old // 2, seconds=float(rng.uniform()))
+        trainer.groups_dropped = int(rng.integers(3))
+        causes = ("generation", "a weight sync", "an evaluation")
+        waits = {cause: rng.uniform() for cause in causes if rng.integers(0, 2)}
+        log.waited.update(waits)
+        parts = {f"{part}_seconds": rng.uniform() for part in ("forward_backward", "optimizer")}
+        wall = float(rng.uniform(1, 5))
+        clock[0] += wall
+        times = {"seconds": clock[0] - 100, "trainer_busy": sum(parts.values()) / wall}
+        numbers = plain_numbers(trainer, latest, batch, counts, waits, wall)
+        expected.append(numbers | parts | times)
+        log.write({**parts, "sampler_gap": 0.0, "sampler_z": 0.0}, batch)
+        assert trainer.sync.seconds == 0 and trainer.folder.bar.n == trainer.step
+        if trainer.arrived:
+            t = trainer.arrived[-1].trajectories[-1]
+            assert read_lines(tmp_path / "completions.jsonl")[-1] == {
+                "step": trainer.step, "version": t.version, "prompt": str([t.prompt_id]),
+                "response": str([t.tokens]), "reward": t.reward,
+            }  # fmt: skip
+    for name in numbers.keys() | {"step", "seconds", "trainer_busy", "wait_seconds"}:
+        clock[0] += 1
+        with pytest.raises(ValueError, match=f"choose others: {name}$"):  # an objective's
+            log.write({**parts, "sampler_gap": 0.0, "sampler_z": 0.0, name: 1.0}, batch)
+    for row, wanted in zip(read_lines(tmp_path / "metrics.jsonl"), expected, strict=True):
+        assert row.keys() - {"distinct", "sampler_gap", "sampler_z"} == wanted.keys()
+        assert {name: row[name] for name in wanted} == pytest.approx(wanted)
+
+
+# ---------------------------------------------------------------------------- files and trackers
+
+
+def write_rows(path, name, rows):
+    (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_resumed_folder_has_what_was_before_its_step_and_no_more(tmp_path, capsys):
+    """Rows, evaluations and checkpoints of later steps go; the clock starts where it was."""
+    files = {
+        "metrics": [{"step": step, "seconds": 10.0 * step, "loss": None} for step in range(1, 9)],
+        "completions": [{"step": step, "response": "Ä\u2028"} for step in (1, 3, 5, 5, 6, 8)],
+        "eval": [{"step": step, "n": n} for step, n in ((0, 8), (5, 8), (5, 99), (8, 8))],
+    }
+    for name, rows in files.items():
+        write_rows(tmp_path, f"{name}.jsonl", rows)
+    for name in ("4", "5", "6", "10", "6.broken"):
+        (tmp_path / f"checkpoint-{name}" / name).mkdir(parents=True)
+    folder = tba.RunFolder(tba.settings(output_dir=str(tmp_path)), 5)
+    elapsed = time.perf_counter() - folder.start
+    assert 50 <= elapsed < 650 and folder.bar.n == 5
+    assert read_lines(tmp_path / "metrics.jsonl") == files["metrics"]  # until it is accepted
+    folder.truncate()
+    for name, rows in files.items():
+        kept = [row for row in rows if row["step"] <= 5]
+        assert read_lines(tmp_path / f"{name}.jsonl") == kept
+    assert folder.evaluations == kept
+    left = {path.parent.name[11:]: path.name for path in tmp_path.glob("checkpoint-*/*")}
+    assert left == {"4": "4", "5": "5", "6.broken": "6", "10.broken": "10"}
+    assert capsys.readouterr().err.count("is renamed to") == 2
+    new = tba.RunFolder(tba.settings(output_dir=str(tmp_path / "new"), steps=7))
+    assert 0 <= time.perf_counter() - new.start < 600
+    assert (new.step, new.bar.n, new.bar.total, new.evaluations) == (0, 0, 7, [])
+
+
+def test_evaluations_are_kept_and_shown_in_the_order_of_their_steps(tmp_path, capsys):
+    """That of step 2 comes last, because its judge was slow."""
+    trainer = trainer_with_a_folder(tmp_path)
+    folder = trainer.folder
+    trainer.learner = None
+    for step, n in ((0, 8), (4, 8), (6, 99), (2, 8)):
+        folder.write_evaluation(step, n, {"accuracy": step / 10}, f"answers {step}\n")
+    assert [e["step"] for e in folder.evaluations] == [0, 2, 4, 6]
+    assert folder.evaluations[3] == {"step": 6, "n": 99, "accuracy": 0.6}
+    assert [e["step"] for e in read_lines(tmp_path / "eval.jsonl")] == [0, 4, 6, 2]
+    answers = (tmp_path / "eval_answers.txt").read_text()
+    assert re.findall(r"\d", answers) == ["0", "4", "6", "2"]
+    assert "step 4: accuracy 0.4 (8 held-out prompts)" in capsys.readouterr().err
+    tba.finish(trainer)  # before its first step: no model to write
+    said = "step 0: accuracy 0 (8 held-out prompts) -> step 6: accuracy 0.6 (99 held-out prompts)\n"
+    assert capsys.readouterr().out == said
+    del folder.evaluations[1:]
+    tba.finish(trainer)
+    assert capsys.readouterr().out == "step 0: accuracy 0 (8 held-out prompts)\n"
+
+
+@pytest.mark.parametrize("tracker", ["none", "tensorboard", "trackio", "wandb"])
+def test_trackers_get_steps_and_evaluations_and_resume_their_run(tracker, tmp_path, monkeypatch):
+    """W&B refuses steps that are not later than all, and gets them as a metric."""
+    log, started, axes = [], [], []
+    patch = partial(monkeypatch.setattr, tba.Accelerator)
+    patch("init_trackers", lambda _, name, init_kwargs: started.append(init_kwargs))
+    define = SimpleNamespace(
+        define_metric=lambda name, step_metric: axes.append(name + step_metric)
+    )
+    patch("get_tracker", lambda _, name, unwrap: define)
+    table = SimpleNamespace(Table=lambda columns, data: dict(zip(columns, *data, strict=True)))
+    monkeypatch.setitem(sys.modules, tracker, table)
+    trainer = trainer_with_a_folder(tmp_path / "mine", run_id="ab12")
+    folder = trainer.folder
+    folder.config.report_to = tracker
+    folder.accelerator = SimpleNamespace(log=lambda *args: log.append(args))
+    trainer.step = 3
+    folder.bar.update(3)
+    row = random_row(np.random.default_rng(0), 2)
+    tba.StepLog(trainer).log_arrivals([tba.Group(0, [row])])
+    folder.track({"loss": 0.5}, 3)
+    folder.write_evaluation(2, 8, {"accuracy": 0.25}, "")
+    at = lambda step: None if tracker == "wandb" else step
+    evaluated = {"held_out/n": 8, "held_out/accuracy": 0.25, "step": 2}
+    assert log[-2:] == [({"loss": 0.5, "step": 3}, at(3)), (evaluated, at(2))]
+    (row,) = read_lines(tmp_path / "mine" / "completions.jsonl")
+    shown = [({"completion": row, "step": 3}, at(3))] if tracker in ("wandb", "trackio") else []
+    assert log[:-2] == shown
+
+    trainer.config.report_to = "wandb"
+    tba.make_accelerator(trainer.config, 5)
+    assert axes == ["*step"]
+    shared = {"config": vars(trainer.config), "resume": "allow"}
+    for options, first in zip(started, (1, 6), strict=True):
+        assert options["wandb"] == {"name": "mine", "id": "ab12", **shared}
+        assert options["trackio"] == {"name": "mine-ab12", **shared}
+        assert options["tensorboard"]["purge_step"] == first
+
+
+@pytest.mark.parametrize("steps", [3, 1000, 20_000])
+def test_curves_show_every_metric_in_at_most_a_thousand_points(
+    steps, tmp_path, capsys, monkeypatch
+):
+    """However many steps there were: reading all would slow down the training thread."""
+    drawn = {}
+    plot = matplotlib.axes.Axes.plot
+
+    def record(axes, x, y, *style, **options):
+        drawn[axes.get_title()] = x, y
+        return plot(axes, x, y, *style, **options)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", record)
+    rows = [{"step": step, "seconds": 1.0, "reward": step / 7} for step in range(1, steps + 1)]
+    write_rows(tmp_path, "metrics.jsonl", rows)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 20')  # is being written
+    first = {"step": 0, "n": 8, "accuracy": 0.1}  # of a version that did not log `distinct`
+    write_rows(tmp_path, "eval.jsonl", [first, first | {"step": 2, "distinct": 0.9}])
+    folder = tba.RunFolder(tba.settings(output_dir=str(tmp_path)), steps)
+    folder.draw_curves()
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert [*drawn] == [*tba.RunFolder.PANELS, "held out: accuracy", "held out: distinct"]
+    x, y = drawn["reward"]
+    assert min(steps, 500) <= len(x) <= 1000 and x[0] == 1 and x[-1] > 0.99 * steps
+    assert y.tolist() == [[step / 7] for step in x]
+    assert np.isnan(drawn["loss"][1]).all() and len(drawn["loss"][1]) == len(x)
+    np.testing.assert_equal(drawn["held out: distinct"], ([0, 2], [[math.nan], [0.9]]))
+    (tmp_path / "curves.png").unlink()
+    (tmp_path / "curves.png").mkdir()  # it cannot be written
+    folder.draw_curves()
+    assert "warning: curves.png" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------- checkpoints, resuming
+
+
+def equal(one, other):
+    """Whether two states are the same, in values, types and dtypes."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, tba.Trajectory):
+        return all(
+            np.array_equal(getattr(one, name), getattr(other, name), equal_nan=True)
+            for name in tba.Trajectory.__slots__
+        )
+    return type(one) is type(other) and one == other
+
+
+def replay_without_searchers(trainer):
+    """Train on random groups that are stored; the fifth of each step stays in the inbox."""
+    rows = random_groups(trainer.task, 5, 8, first_prompt=trainer.step)
+    groups = [tba.Group(5 * trainer.step + i, group) for i, group in enumerate(rows)]
+    for group in groups[:-1]:
+        trainer.searchers.record_arrival(group.index)
+        group.trajectories[0].reference_version = trainer.sync.reference_version
+        trainer.store(group)
+    trainer.arrived = groups[:-1]
+    trainer.inbox = [*trainer.inbox, groups[-1]]
+    trainer.train_step(rows[:-1])
+
+
+def test_a_checkpoint_has_the_reference_of_its_step(gsm8k, tmp_path, monkeypatch):
+    """And all other states; the next reset comes while it is written. The newest two are kept."""
+    without_searchers(monkeypatch)
+    written = threading.Event()
+    write = tba.save_model
+    out = tmp_path / "run"
+    before = {}
+
+    def slow(*args):
+        assert written.wait(200)
+        write(*args)
+
+    def train(trainer):
+        while trainer.step < trainer.config.steps:
+            replay_without_searchers(trainer)
+            if trainer.step == 3:
+                owners = {name: owner.state() for name, owner in trainer.registered.items()}
+                policy = {name: p.detach() for name, p in trainer.learner.weights.items()}
+                before.update(copy.deepcopy(owners | {"step": 3, "policy": policy}))
+                (out / "checkpoint-0").mkdir()
+            if trainer.step == 4:
+                written.set()
+            trainer.save_if_due()
+        trainer.evaluations.due = False
+
+    monkeypatch.setattr(tba, "save_model", slow)
+    monkeypatch.setattr(tba.Trainer, "run_asynchronous", train)
+    flags = {"reset_reference_every": 2, "save_every": 3, "learning_rate": 1e-3, "steps": 4}
+    assert tba.main(arguments(gsm8k, out, eval_every=0, **flags)) == 0
+    saved = read_states(out / "checkpoint-3")
+    for name, state in before.items():
+        assert equal(state, saved[name]), name
+    assert before["WeightSync"]["reference_version"] == 2
+    assert before["policy"].keys() == before["WeightSync"]["reference"].keys()
+    assert [path.name for path in tba.checkpoints(out)] == ["checkpoint-4", "checkpoint-3"]
+    for step in (9, 10, 100):
+        (out / f"checkpoint-{step}").mkdir()
+    (out / "checkpoint-11.broken").mkdir()
+    assert [int(path.name[11:]) for path in tba.checkpoints(out)] == [100, 10, 9, 4, 3]
+
+
+def read_states(path):
+    """What a checkpoint has, by name."""
+    saved = tba.open_checkpoint(path)
+    for file in path.glob("*.trajectories"):
+        saved[file.stem]["trajectories"] = tba.read_trajectories(file)
+    return copy.deepcopy(saved) | {"policy": load_file(path / "model.safetensors")}
+
+
+def refused_flag(config, task):
+    """The flag that a resume with this configuration is refused for, or an empty string."""
+    try:
+        tba.read_checkpoint(config, task)
+    except tba.InputError as error:
+        return re.match(r"--(\w+)", str(error))[1]
+    return ""
+
+
+FIXED = {
+    "task", "sft_data", "temperature", "lockstep", "lora_rank", "reset_reference_every", "seed",
+    "chat_template_kwargs",
+    "model",  # its files are compared
+}  # fmt: skip
+OF_LOCKSTEP = {
+    "lag", "updates_per_batch", "prompts_per_step", "trained_per_prompt", "recent_probability"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_resume_may_change_what_its_stored_groups_do_not_depend_on(lockstep, saved_run, tmp_path):
+    """Every flag is changed in turn."""
+    out = saved_run(tmp_path / "run")
+    base = tba.resolve(tba.parse(["--resume", str(out), *["--lockstep"] * lockstep]))
+    task = tba.load_task(base)
+    record = json.loads((out / "config.json").read_text())
+    record["config"] |= {"temperature": 0.123, "lockstep": not lockstep}  # are not looked at
+    record["resolved"] |= {"lockstep": lockstep, "recent_probability": base.recent_probability}
+    (out / "config.json").write_text(json.dumps(record))
+    assert refused_flag(base, task) == ""
+    refused = {}
+    flags = [f.name for kind in (tba.Config, tba.WarmStartFlags) for f in dataclasses.fields(kind)]
+    for name in set(flags) - {"resume", "lockstep"}:
+        value = getattr(base, name)
+        changed = copy.copy(base)
+        changed.folders = {n: folder for n, folder in base.folders.items() if n != name}
+        if isinstance(value, bool):
+            setattr(changed, name, not value)
+        else:
+            setattr(changed, name, "x" if isinstance(value, str) else value + 1)
+        if blamed := refused_flag(changed, task):
+            refused[name] = blamed
+    expected = FIXED - {"lockstep"} | (OF_LOCKSTEP if lockstep else {"searched_per_prompt"})
+    assert refused == {name: name for name in expected}
+    other = copy.copy(base)
+    other.lockstep = not lockstep
+    assert refused_flag(other, task) == "lockstep"
+    for steps, blamed in ((1, "steps"), (2, ""), (3, "")):
+        base.steps = steps
+        assert refused_flag(base, task) == blamed
+    task.checksums = task.checksums | {"dataset": 1}
+    assert refused_flag(base, task) == "dataset"
+
+
+FILES = (  # that a model or its tokenizer is loaded from
+    "config.json generation_config.json model.safetensors model-00001-of-00002.safetensors "
+    "pytorch_model.bin tokenizer.json tokenizer_config.json vocab.txt merges.txt spiece.model "
+    "special_tokens_map.json added_tokens.json"
+).split()
+OTHERS = ["README.md", "trainer_state.json", "optimizer.pt", "chat_template.jinja"]
+
+
+def test_a_checksum_is_of_the_files_that_a_model_is_loaded_from(tmp_path):
+    """It depends on their names, sizes and contents, but not on the folder or their order."""
+    folder = tmp_path / "model"
+    checksum = lambda: tba.model_checksum(str(folder))
+    contents = {name: name.encode() * 3 for name in FILES + OTHERS}
+    contents["model.safetensors"] = bytes(5_000_000)
+    folder.mkdir()
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    first = checksum()
+    for name, content in contents.items():
+        others = [content + b"x", content[:-1] + b"x"]
+        if len(content) > 1000:  # any part that a fine-tuning would change
+            parts = [(i, content[:i], content[i + 50_000 :]) for i in range(0, 5_000_000, 500_000)]
+            others = [content + b"x", *(a + b"1" * 50_000 + b for _, a, b in parts)]
+        for other in others:
+            (folder / name).write_bytes(other)
+            assert (checksum() != first) == (name in FILES), name
+        (folder / name).write_bytes(content)
+    copied = tmp_path / "copy"
+    copied.mkdir()
+    for name in reversed(contents):
+        (copied / name).write_bytes(contents[name])
+    assert tba.model_checksum(str(copied)) == checksum() == first
+    (folder / "vocab.txt").rename(folder / "vocab.old")
+    assert checksum() != first
+    apis = {tba.model_checksum(name) for name in ("gpt-4o", "gpt-5", str(copied))}
+    assert len(apis) == 3
+
+
+def test_a_checksum_of_every_model_that_a_flag_names(gsm8k, tldr, tmp_path):
+    """A folder that a hub name was loaded from, and the result of a warm start, count instead."""
+    of = lambda path: tba.model_checksum(str(path))
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "config.json").write_text("{}")
+    flags = {"model": str(gsm8k / "model"), "reward_model": str(tldr / "reward")}
+    config = tba.settings(**flags, output_dir=str(tmp_path))
+    found = tba.model_checksums(config)
+    assert found == {n: of(v) for n, v in vars(config).items() if n.endswith("model") and v}
+    config.folders = {"reward_model": str(tldr / "gold")}
+    assert tba.model_checksums(config) == found | {"reward_model": of(tldr / "gold")}
+    config.sft_data = "pairs.jsonl"
+    assert tba.model_checksums(config)["model"] == of(tmp_path / "sft")
+
+
+def test_what_is_logged_as_waiting_is_waiting(monkeypatch):
+    """Not the work of the condition that is waited for, such as storing groups."""
+    now = 1e6
+
+    def passes(seconds):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(tba.time, "monotonic", lambda: now)
+    log = tba.StepLog(None)
+    nothing = lambda: None
+    wake_up = SimpleNamespace(wait=passes, set=nothing, clear=nothing)
+    searchers = SimpleNamespace(wake_up=wake_up)
+    trainer = SimpleNamespace(log=log, searchers=searchers, poll=lambda: None, LOG_EVERY=30)
+    answers = iter([False, False, True])
+
+    def condition():
+        passes(3)
+        return next(answers)
+
+    assert tba.Trainer.wait_for(trainer, "generation", condition)
+    assert log.waited["generation"] == pytest.approx(2 * tba.POLL_SECONDS)
+
+
+def test_rates_of_a_searcher_that_is_not_heard_of_fall():
+    s = tba.RunningSearcher(None, None, "ready")
+    for seconds in range(10):
+        s.heartbeats.append(tba.Heartbeat(100.0 + seconds, 0.1 * seconds, 50 * seconds))
+    assert s.recent_rates() == pytest.approx((0.9, 50), rel=0.01)
+    s.seen = time.monotonic() - 10  # a second of which is usual
+    assert s.recent_rates() == pytest.approx((0.45, 25), rel=0.01)
+
+
+def test_files_are_json_that_strict_parsers_read(tmp_path):
+    folder = SimpleNamespace(path=tmp_path)
+    record = {"step": 1, "loss": math.nan, "kl": -math.inf, "text": "NaN"}
+    tba.RunFolder.append(folder, "metrics.jsonl", record)
+
+    def refuse(name):
+        raise ValueError(name)
+
+    found = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert found == {"step": 1, "loss": None, "kl": None, "text": "NaN"}
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture
+def older_model(gsm8k, tmp_path):
+    """A bfloat16 model as transformers 4 wrote it, with a processor's file."""
+    folder = tmp_path / "older"
+    shutil.copytree(gsm8k / "model", folder)
+    old = {"rope_theta": 5000.0, "torch_dtype": "bfloat16", "transformers_version": "4.57.1"}
+    words = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, changes in (("config.json", old), ("tokenizer_config.json", words)):
+        config = json.loads((folder / name).read_text()) | changes
+        config = {key: x for key, x in config.items() if key not in ("rope_parameters", "dtype")}
+        (folder / name).write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text("{}")
+    weights = {name: tensor.bfloat16() for name, tensor in weights_of(folder).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_final_model_is_read_as_the_initial_one_was(gsm8k, older_model, tmp_path):
+    """Other programs and users can read it, too; checkpoints stay float32."""
+    learner = learner_of(gsm8k, tmp_path / "run", model=older_model)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(1e-3 * torch.randn_like(parameter))
+    before = os.umask(0o027)
+    try:
+        for name, final in (("checkpoint", False), ("final", True)):
+            with tba.atomic_folder(tmp_path / name) as new:
+                tba.save_model(learner.model, tba.saved_weights(learner), learner.task, new, final)
+    finally:
+        os.umask(before)
+    final = tmp_path / "final"
+    files = {file.name for file in older_model.iterdir()}
+    assert files <= {file.name for file in final.iterdir()}
+    for name in files - {"model.safetensors", "generation_config.json"}:
+        assert (final / name).read_bytes() == (older_model / name).read_bytes()
+    assert {file.stat().st_mode & 0o777 for file in final.iterdir()} == {0o640}
+    exact, rounded = weights_of(tmp_path / "checkpoint"), weights_of(final)
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+    assert all(exact[name].dtype == torch.float32 for name in exact)
+    for name, dtype in (("checkpoint", torch.float32), ("final", torch.bfloat16)):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert loaded.dtype == dtype and loaded.config.rope_parameters["rope_theta"] == 5000
+    assert (tmp_path / "checkpoint" / "preprocessor_config.json").exists()
+    learner.model.config.max_position_embeddings = 99  # one that means something else is its own
+    tba.save_model(learner.model, tba.saved_weights(learner), learner.task, final, True)
+    loaded = AutoModelForCausalLM.from_pretrained(final)
+    assert loaded.config.max_position_embeddings == 99 and loaded.dtype == torch.bfloat16
+
+
+def files_of(folder):
+    """Every file of a folder, by path, with its bytes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def change_state(path, change):
+    """Change what a checkpoint's trainer.pt holds."""
+    saved = torch.load(path / "trainer.pt", weights_only=True)
+    change(saved)
+    torch.save(saved, path / "trainer.pt")
+
+
+@pytest.fixture
+def resumed(monkeypatch):
+    """Function: resume a run, but do not train; returns the Trainer."""
+    trainers = []
+    monkeypatch.setattr(tba, "run", lambda trainer: trainers.append(trainer) or 0)
+
+    def resume(out, *flags):
+        assert tba.main(["--resume", str(out), *flags]) == 0
+        return trainers[-1]
+
+    return resume
+
+
+class Count(tba.Stateful):
+    """An object of a plug-in."""
+
+    SAVED = ("n",)
+
+    def __init__(self, n=0):
+        self.n = n
+
+
+class Counting(tba.Trainer):
+    """A plug-in's Trainer that registers it."""
+
+    count: object = Count()
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register(self.count, "my count")
+
+
+def unreadable(*args, **kwargs):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def empty_buffers(out, patch):
+    for path in out.glob("checkpoint-*"):
+        (path / "ReplayBuffer.trajectories").write_bytes(b"")
+
+
+def save_count(out, patch):
+    change_state(out / "checkpoint-2", lambda saved: saved.update({"my count": {"n": 1}}))
+
+
+REFUSALS = {  # what is said of a resume, and what is done before it
+    "--temperature 0.5": lambda out, patch: None,
+    "had the sizes {'log_z': 1000}, now {'log_z': 7}": lambda out, patch: patch.setitem(
+        tba.PARAMETERS, "log_z", (7, 0.1)
+    ),
+    "now {}": lambda out, patch: patch.delitem(tba.PARAMETERS, "log_z"),
+    "RecentOrReward.SAVED is": lambda out, patch: patch.setattr(
+        tba.RecentOrReward, "SAVED", (*tba.RecentOrReward.SAVED, "more")
+    ),
+    "no state of my count": lambda out, patch: patch.setattr(tba, "Trainer", Counting),
+    "has the state of my count": save_count,
+    "checkpoint-3 cannot be read": lambda out, patch: patch.setattr(tba.torch, "load", unreadable),
+    "no checkpoint that loads": empty_buffers,
+    "has not ended": lambda out, patch: patch.setattr(  # another run
+        tba, "held", tba.lock_folder(tba.settings(resume="x", output_dir=str(out))), False
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSALS)
+def test_a_resume_that_is_refused_changes_no_file(said, saved_run, tmp_path, capsys, monkeypatch):
+    """Not a log, which has later steps, nor a newer checkpoint, which is damaged."""
+    out = saved_run(tmp_path / "run")
+    shutil.copytree(out / "checkpoint-2", out / "checkpoint-3")
+    os.truncate(out / "checkpoint-3" / "ReplayBuffer.trajectories", 5000)
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "seconds": 1.0}\n')
+    REFUSALS[said](out, monkeypatch)
+    before = files_of(out)
+    monkeypatch.setattr(tba, "run", lambda trainer: 0)
+    flags = said.split() if said.startswith("--") else []
+    with pytest.raises(SystemExit) as ended:
+        tba.main(["--resume", str(out), *flags])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert ended.value.code == 2 and len(lines) == 1 and said in lines[0]
+    assert files_of(out) == before
+
+
+DAMAGE = {
+    "emptied": lambda path: (path / "ReplayBuffer.trajectories").write_bytes(b""),
+    "missing": lambda path: (path / "ReplayBuffer.trajectories").unlink(),
+    "cut": lambda path: os.truncate(path / "ReplayBuffer.trajectories", 5000),
+    "state": lambda path: os.truncate(path / "trainer.pt", 20_000),
+    "tokenizer": lambda path: os.truncate(path / "tokenizer.json", 100),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
+    damage, saved_run, resumed, tmp_path, capsys
+):
+    out = saved_run(tmp_path / "run")
+    DAMAGE[damage](out / "checkpoint-2")
+    trainer = resumed(out)
+    assert trainer.step == 1
+    assert sum(map(len, trainer.buffer.trajectories.values())) == 4 * 8
+    said = capsys.readouterr().err
+    assert "checkpoint-2 is damaged" in said and "renamed to checkpoint-2.broken" in said
+    left = {path.name for path in out.glob("checkpoint-*")}
+    assert left == {"checkpoint-1", "checkpoint-2.broken"}
+    assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == [1]
+
+
+def test_a_resume_restores_every_state_and_may_change_the_replay_rule(
+    saved_run, resumed, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(tba.REPLAY_RULES, "other", type("Other", (tba.RecentOrReward,), {}))
+    out = saved_run(tmp_path / "run")
+    saved = read_states(out / "checkpoint-2")
+    for flags in ([], ["--replay_rule", "other"]):
+        trainer = resumed(out, *flags)
+        names = {"SearcherProcesses", "ReplayBuffer", "Trainer"}
+        names |= set() if flags else {"--replay_rule recent_or_reward"}
+        assert trainer.step == trainer.saving.result() == 2
+        for name in names:
+            assert equal(trainer.registered[name].state(), saved[name]), name
+        assert trainer.arrived == trainer.inbox and len(trainer.inbox) == 1
+        assert isinstance(trainer.rule, tba.REPLAY_RULES["other" if flags else "recent_or_reward"])
+
+
+def test_a_run_resumes_whatever_its_classes_are_called(saved_run, tmp_path, capsys, monkeypatch):
+    """A plug-in may have a Learner and a Trainer of its own. A line of the log is damaged."""
+    out = saved_run(tmp_path / "run")
+    lines = (out / "metrics.jsonl").read_bytes()
+    (out / "metrics.jsonl").write_bytes(bytes(50) + b"\n" + lines)
+    trainers = []
+
+    class MyTrainer(tba.Trainer):
+        def run(self):
+            trainers.append((self, [group.index for group in self.inbox]))
+            super().run()
+
+    without_searchers(monkeypatch)
+    monkeypatch.setattr(tba, "Trainer", MyTrainer)
+    monkeypatch.setattr(tba, "Learner", type("MyLearner", (tba.Learner,), {}))
+    assert tba.main(["--resume", str(out)]) == 0
+    ((trainer, inbox),) = trainers
+    assert inbox == [9] and trainer.searchers.first_missing == 10
+    loaded = trainer.learner.state()["optimizer"]
+    saved = tba.open_checkpoint(out / "checkpoint-2")["Learner"]["optimizer"]
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[n]["exp_avg"], saved[n]["exp_avg"]) for n in saved)
+    assert any(saved[n]["exp_avg"].any() for n in saved)
+    assert "warning: skipping a damaged line" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").read_bytes() == lines
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), collections.deque([1])], ids=["numpy", "deque"])
+def test_a_state_that_no_resume_could_load_ends_the_run_at_its_first_checkpoint(
+    value, gsm8k, tmp_path, capsys, monkeypatch
+):
+    without_searchers(monkeypatch)
+    monkeypatch.setattr(Counting, "count", Count({"a prompt": value}))
+    monkeypatch.setattr(tba, "Trainer", Counting)
+    out = tmp_path / "run"
+    flags = {"steps": 9, "save_every": 1, "eval_every": 0, "eval_samples": 8}
+    assert tba.main(arguments(gsm8k, out, **flags)) == 1
+    said = capsys.readouterr().err
+    name = "numpy._core.multiarray.scalar" if value == 0.5 else "collections.deque"
+    assert f"a value of {name}: SAVED may have" in said and "Traceback" not in said
+    assert len(read_lines(out / "metrics.jsonl")) <= 2
+    assert not any(re.match(r"checkpoint|final|\.partial", path.name) for path in out.iterdir())
+
+
+def test_a_reset_that_fails_is_repeated_by_the_resumed_run(gsm8k, tmp_path, capsys, monkeypatch):
+    """The reference and its version are the old ones; the step is not counted."""
+    without_searchers(monkeypatch)
+    out = tmp_path / "run"
+    flags = {"steps": 2, "reset_reference_every": 2, "save_every": 0, "learning_rate": 1e-3}
+    calls = []
+
+    def fails(policy, reference, config):
+        calls.append(policy)
+        assert len(calls) < 5
+        return policy
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tba, "next_reference", fails)
+        assert tba.main(arguments(gsm8k, out, eval_every=0, eval_samples=8, **flags)) == 1
+    assert "AssertionError" in capsys.readouterr().err
+    saved = tba.open_checkpoint(out / "checkpoint-1")["WeightSync"]
+    model = weights_of(gsm8k / "model")
+    assert saved["reference_version"] == 0
+    assert all(torch.equal(saved["reference"][name], model[name]) for name in model)
+    assert tba.main(["--resume", str(out)]) == 0
+    saved = tba.open_checkpoint(out / "checkpoint-2")["WeightSync"]
+    policy = weights_of(out / "checkpoint-2")
+    assert saved["reference_version"] == 2
+    assert all(torch.equal(saved["reference"][name], policy[name]) for name in policy)
+
+
+# ---------------------------------------------------------------------------------- a run's folder
+
+
+def logged_arrivals(path, steps):
+    """`distinct` after each step, and the warnings, if these groups of responses arrive."""
+    trainer = trainer_with_a_folder(path)
+    said = []
+    trainer.folder.say = said.append
+    log = tba.StepLog(trainer)
+    rng = np.random.default_rng(0)
+    found = []
+    for groups in steps:
+        arrived = [tba.Group(i, [random_row(rng, 0) for _ in g]) for i, g in enumerate(groups)]
+        for group, responses in zip(arrived, groups, strict=True):
+            for t, tokens in zip(group.trajectories, responses, strict=True):
+                t.tokens = np.array(tokens, np.int32)
+        log.log_arrivals(arrived)
+        log.check_learning()
+        found.append(log.means["distinct"])
+    return found, said
+
+
+def test_distinct_responses_are_counted(tmp_path):
+    """Among two of each of the latest 64 groups, however these came."""
+    rng = np.random.default_rng(0)
+    steps = [
+        [rng.integers(0, 9, (S, 1)).tolist() for S in rng.integers(1, 5, rng.integers(1, 40))]
+        for _ in range(12)
+    ]
+    found, _ = logged_arrivals(tmp_path, steps)
+    pairs = []
+    for step, groups in enumerate(steps):
+        pairs += [tuple(response) for responses in groups for response in responses[:2]]
+        latest = pairs[-128:]
+        assert found[step] == len(set(latest)) / len(latest)
+
+
+KINDS = {  # of policies -> ten groups of S responses, or one
+    "diverse": lambda rng, S: rng.integers(0, 99, (10, S, 8)),
+    "one per prompt": lambda rng, S: rng.integers(0, 99, (10, 1, 8)).repeat(S, 1),
+    "one of two": lambda rng, S: rng.integers(0, 2, (10, S, 1)),
+    "one": lambda rng, S: np.full((10, S, 2), 5),
+    "a single group": lambda rng, S: np.arange(S).reshape(1, S, 1),
+}
+
+
+@pytest.mark.parametrize(
+    "kinds, warnings, last",
+    [
+        (["diverse", "one per prompt"], 0, 0.5),  # it may have learned the right answers
+        (["one of two", "one"], 0, 1 / 128),  # few from the start
+        (["a single group", "one of two"], 0, 2 / 128),  # also few
+        (["diverse", "one"], 1, 1 / 128),
+        (["diverse", "one per prompt", "one"], 1, 1 / 128),
+    ],
+)
+def test_a_collapse_is_reported_once(kinds, warnings, last, tmp_path):
+    for S in (2, 24):
+        rng = np.random.default_rng(0)
+        steps = [KINDS[kind](rng, S).tolist() for kind in kinds for _ in range(10)]
+        found, said = logged_arrivals(tmp_path / f"{S}", steps)
+        assert len(said) == warnings and all("distinct" in text for text in said)
+        assert found[-1] == last
+
+
+@pytest.mark.parametrize("resumed_at", [0, 40])
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("contrast", [False, True])
+def test_only_the_first_steps_of_a_run_can_learn_nothing(resumed_at, ended, contrast, tmp_path):
+    """Later there may be nothing left to learn. One response that ends, or one pair, is enough."""
+    trainer = trainer_with_a_folder(tmp_path)
+    said, trainer.folder.step, trainer.folder.say = [], resumed_at, lambda text: said.append(text)
+    log, rng = tba.StepLog(trainer), np.random.default_rng(0)
+    for trainer.step in range(resumed_at + 1, resumed_at + 30):
+        pair = [random_row(rng, 0), random_row(rng, 0)]
+        for t in pair:
+            t.ended, t.reward = ended and trainer.step == 7, 0.5
+        pair[0].reward += contrast and trainer.step == 7
+        log.log_arrivals([tba.Group(0, pair)])
+        log.check_learning()
+    names = ("--max_response_tokens", "--dataset")
+    found = {name for text in said for name in names if name in text}
+    expected = {name for name, had in zip(names, (ended, contrast), strict=True) if not had}
+    assert found == (set() if resumed_at else expected) and len(said) == len(found)
+
+
+def test_a_folder_that_could_not_be_written_is_removed(tmp_path):
+    with pytest.raises(OSError), tba.atomic_folder(tmp_path / "final") as new:
+        (new / "part").write_text("a large part of a full disk")
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_folder_is_never_without_its_old_or_its_new_contents(tmp_path, monkeypatch, fails):
+    """Whatever it is kept under, if a run ends between two renames."""
+    rename = Path.rename
+    renames = 0
+
+    def failing(path, target):
+        nonlocal renames
+        renames += 1
+        if renames == fails:
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    def write(text):
+        with tba.atomic_folder(tmp_path / "final") as new:
+            (new / "part").write_text(text)
+
+    write("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(OSError):
+            write("new")
+    assert [path.read_text() for path in tmp_path.rglob("part")] == ["old"]
+    synced = []
+    name_of = lambda file: os.readlink(f"/proc/self/fd/{file}")
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(name_of(file)))
+    write("new")
+    assert [path.read_text() for path in tmp_path.rglob("part")] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    new = tmp_path / ".partial"
+    # before the renames: the file; after them: the folder's list of files, with the new name
+    assert synced == [str(new / "part"), str(new), str(tmp_path)]
