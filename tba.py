@@ -2623,7 +2623,8 @@ class WeightSync(Stateful):
             return
         for s in transfer.members:
             if s.state == "ended" and s.transfer is transfer and transfer.meeting:
-                transfer.meeting.abort()  # the others stop waiting for it
+                # the others stop waiting for it
+                self.searchers.sending.submit(transfer.meeting.abort)
                 self.on_missed(s, "it ended")
         silent = [s for s in transfer.members if s.transfer is transfer]  # they load, or hang
         late = time.monotonic() > transfer.deadline
@@ -2694,6 +2695,8 @@ class WeightSync(Stateful):
         transfer.deadline = time.monotonic() + self.config.transfer_timeout + 2
         for s in free:
             s.transfer = transfer
+        # in the thread that may wait for the Manager: it is told when a proxy is deleted
+        self.searchers.sending.submit(setattr, self.transfer, "meeting", None)
         self.transfer = transfer
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
         self.seconds += time.perf_counter() - start
@@ -3001,8 +3004,8 @@ class SearcherProcesses(Stateful):
     def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process, which searches those of its positions whose groups have not arrived."""
         self.starts += 1
-        commands = self.manager.Queue()
-        commands.put(SearchUpTo(self.search_end))
+        commands = self.sending.submit(self.manager.Queue).result(self.config.searcher_timeout)
+        self.sending.submit(commands.put, SearchUpTo(self.search_end))
         spec = SearcherSpec(
             searcher=searcher,
             start=self.starts,
