@@ -1921,8 +1921,7 @@ def run_microbatches(
         parts = [rows[i : i + count] for i in range(0, len(rows), count)]
         with torch.autocast(device.type, torch.bfloat16, autocast, cache_enabled=shares):
             can_gather = device.type == "cuda" and config.dtype == "bfloat16" and policy.row_tokens
-            gathers = can_gather and policy.gathers
-            inputs = [pack(part, device, gathers) for part in parts]
+            inputs = [pack(part, device, can_gather and policy.gathers) for part in parts]
             values = torch.cat([policy(**x, temperature=temperature) for x in inputs])
         index = np.concatenate([index for row in rows for index in row.indices])
         yield to_device(index, device), values
@@ -2279,7 +2278,6 @@ VLLM_ENVIRONMENT = {  # defaults
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
-
 # maximum prompt tokens per decode step. Log-probabilities of prompts, which the probes need, take 8
 # bytes for each of these and each token of the vocabulary; vLLM's memory profile leaves them out
 PREFILL_TOKENS = 2048
@@ -2538,8 +2536,7 @@ class WeightChannel:
             self.formed = ThreadPoolExecutor(1).submit(self.form).result(remaining())
         # on its own stream: it does not wait for kernels that the training step has queued
         with torch.cuda.stream(torch.cuda.Stream() if self.nccl else None):
-            work = self.formed.broadcast(weights.flat, 0)
-            work.wait(timedelta(seconds=remaining()))
+            self.formed.broadcast(weights.flat, 0).wait(timedelta(seconds=remaining()))
 
     def form(self) -> Any:
         """Connect to all members; returns the process group. Raises RuntimeError."""
@@ -3660,13 +3657,12 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     trajectories = []
     with open(path, "rb") as file:
         while file.peek(1):
-            ends = np.load(file).cumsum().tolist()
-            parts = [*map(slice, [0, *ends[:-1]], ends)]
+            ends = np.load(file).cumsum()[:-1]
             columns = []
             for name in Trajectory.__slots__:
                 column = np.load(file)
                 if name in Trajectory.TOKEN_FIELDS:
-                    columns.append([column[part].copy() for part in parts])
+                    columns.append([part.copy() for part in np.split(column, ends)])
                 else:
                     columns.append(column.tolist())
             trajectories += [Trajectory(*row) for row in zip(*columns, strict=True)]
@@ -4055,13 +4051,12 @@ def prompt_tokens(name: str, config: Config, tokenizer: Any, prompts: list) -> l
     return [next(of_texts) if isinstance(prompt, str) else chat(prompt) for prompt in prompts]
 
 
-def response_tokens(
-    config: Config, tokenizer: Any, prompt: Prompt, prompt_ids: list[int], response: str
-) -> np.ndarray:
+def response_tokens(task: Task, prompt: Prompt, prompt_ids: list, response: str) -> np.ndarray:
     """Tokens (T,) of a text that continues a prompt, with EOS."""
+    tokenizer = task.tokenizer
     ids = tokenizer.encode(response, add_special_tokens=False)
     if isinstance(prompt, str):
-        (whole,) = prompt_tokens("model", config, tokenizer, [prompt + response])
+        (whole,) = prompt_tokens("model", task.config, tokenizer, [prompt + response])
         if whole[: len(prompt_ids)] == prompt_ids:  # no token has parts of both
             ids = whole[len(prompt_ids) :]
     if ids[-1:] != [tokenizer.eos_token_id]:
@@ -4074,9 +4069,8 @@ def encode_demonstrations(task: Task) -> list[list[np.ndarray]]:
     config = task.config
     encoded = []
     for example, prompt_ids in zip(task.train, task.train_prompts, strict=True):
-        before = prompt_ids.tolist()
         rows = [
-            response_tokens(config, task.tokenizer, task.prompt(example), before, text)
+            response_tokens(task, task.prompt(example), prompt_ids.tolist(), text)
             for text in task.demonstrations(example)
         ]
         limit = config.response_limit(prompt_ids)
@@ -4906,7 +4900,6 @@ def finish(trainer: Trainer) -> None:
 
 # ========================================================================================= 18. MATH
 
-
 TEXT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
 # the letter and the rest of "(B) 5" and \textbf{(B)}\ 5; "A: 5, B: 6" has none
 CHOICE = re.compile(
@@ -5027,8 +5020,7 @@ class MATH(GSM8K):
             raise ValueError(f"no answer in {column} {text!r:.60}")
 
     def prompt(self, example: dict) -> Prompt:
-        problem = next(iter(example.values()))
-        text = f"{problem}\n{self.INSTRUCTION}"
+        text = f"{next(iter(example.values()))}\n{self.INSTRUCTION}"
         return [{"role": "user", "content": text}] if can_chat(self.tokenizer) else f"{text}\n\n"
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
@@ -5446,7 +5438,6 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Sequences, config: Config
 
 def read_sft_pairs(config: Config, task: Task) -> Sequences:
     """Prompts with one response each, which ends with EOS. Raises InputError."""
-    tokenizer = task.tokenizer
     rng = np.random.default_rng(config.seed)
     prompts: list[Prompt] = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
@@ -5466,7 +5457,6 @@ def read_sft_pairs(config: Config, task: Task) -> Sequences:
     unused = config.sft_prompts and not only_responses
     config.require(not unused, "sft_prompts", "is not used: --sft_data has prompts of its own")
     pairs = []
-    tokens_of = partial(prompt_tokens, "model", config, tokenizer)
     for row in read_rows("sft_data", config, splits, "train", columns):
         *texts, response = row.values()
         prompt = "\n".join(filter(None, texts)) + "\n" * (len(texts) == 2)
@@ -5474,9 +5464,9 @@ def read_sft_pairs(config: Config, task: Task) -> Sequences:
             prompt = prompts[rng.integers(len(prompts))]
             # a prompt may end with the number of a list item
             response = response if prompt[-1:].isspace() else f" {response}"
-        (prompt_ids,) = tokens_of([prompt])
+        (prompt_ids,) = prompt_tokens("model", config, task.tokenizer, [prompt])
         config.require(prompt_ids, "sft_data", "a prompt has no tokens")
-        ids = response_tokens(config, tokenizer, prompt, prompt_ids, response)
+        ids = response_tokens(task, prompt, prompt_ids, response)
         if len(prompt_ids) + len(ids) <= task.max_context:
             pairs.append((np.array(prompt_ids, np.int32), [ids]))
     config.require(pairs, "sft_data", f"every row is longer than {task.max_context} tokens")
