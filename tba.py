@@ -3352,9 +3352,8 @@ def searcher_process(spec: SearcherSpec, environment: dict[str, str]) -> NoRetur
         for name in list(config.folders):  # on another machine, the hub's cache may be elsewhere
             load_flag(name, config, str)
         for name, checksum in model_checksums(config).items():
-            if checksum != task.checksums[name]:
-                path = getattr(config, name)
-                raise RunEnded(f"--{name} {path}: is missing, or has changed since the run started")
+            same = checksum == task.checksums[name]
+            config.require(same, name, "is missing, or has changed since the run started")
         torch.set_num_threads(cpu_threads(config))
         Searcher(config, task, spec).run()
     except BaseException as error:
