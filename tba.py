@@ -1911,8 +1911,8 @@ def run_microbatches(
     # the passes share a weight's bfloat16 copy if their graph needs it anyway
     shares = torch.is_grad_enabled() and not config.gradient_checkpointing
     plans = plan_microbatches(units, config.tokens_per_microbatch, ranks.size)
-    for microbatches in zip(*plans, strict=True):  # one of each rank
-        rows = sorted(microbatches[ranks.rank], key=lambda row: row.length)
+    for microbatch in plans[ranks.rank]:
+        rows = sorted(microbatch, key=lambda row: row.length)
         # forward passes over rows of similar length need less padding, but each gathers the shards
         # of all layers or, with checkpointing, keeps their whole gradients until the last is done
         one_pass = ranks.size > 1 or config.gradient_checkpointing
@@ -2933,7 +2933,7 @@ class SearcherProcesses(Stateful):
         self.arrivals: queue.SimpleQueue = queue.SimpleQueue()  # (start, message), unpickled
         self.wake_up = threading.Event()  # a message has come
         self.sending = ThreadPoolExecutor(1)
-        self.starts = 0  # of all Searchers
+        self.starts = itertools.count(1)  # numbers the starts of all Searchers
         self.polled = 0.0  # when the processes were last checked, which takes 0.1 ms for each
         self.search_end = 0.0  # Searchers submit prompts before this position
 
@@ -2997,12 +2997,11 @@ class SearcherProcesses(Stateful):
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process, which searches those of its positions whose groups have not arrived."""
-        self.starts += 1
         commands = self.manager.Queue()
         commands.put(SearchUpTo(self.search_end))
         spec = SearcherSpec(
             searcher=searcher,
-            start=self.starts,
+            start=next(self.starts),
             first=self.first_missing + (searcher - self.first_missing) % self.config.num_searchers,
             arrived_positions=frozenset(self.arrived_positions),
             channel=self.channel,
@@ -4072,8 +4071,7 @@ def encode_demonstrations(task: Task) -> list[list[np.ndarray]]:
             response_tokens(task, task.prompt(example), prompt_ids.tolist(), text)
             for text in task.demonstrations(example)
         ]
-        limit = config.response_limit(prompt_ids)
-        encoded.append([ids for ids in rows if len(ids) <= limit])
+        encoded.append([ids for ids in rows if len(ids) <= config.response_limit(prompt_ids)])
     most = max(map(len, encoded))
     problem = f"a prompt has {most} demonstrations"
     config.require(most < config.searched_per_prompt, "searched_per_prompt", problem)
