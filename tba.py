@@ -1676,10 +1676,7 @@ class TokenLogProbs(nn.Module):
         self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor,
         temperature: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """The `likelihood` (N, 3) of packed rows, given what `pack` returns.
-
-        `temperature` overrides the policy's.
-        """
+        """The `likelihood` (N, 3) of rows from `pack`; `temperature` overrides the policy's."""
         T = temperature or self.temperature
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # (N, H)
@@ -1902,8 +1899,7 @@ def run_microbatches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run this rank's micro-batches of these units, with autocast if --dtype is bfloat16.
 
-    Yields the response tokens' indices (n,) among those of all responses, and their `likelihood`
-    (n, 3).
+    Yields response tokens' indices (n,) among those of all responses; their `likelihood` (n, 3).
     """
     device = policy.model.device
     ranks = policy.ranks
@@ -2278,10 +2274,6 @@ VLLM_ENVIRONMENT = {  # defaults
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
-# maximum prompt tokens per decode step. Log-probabilities of prompts, which the probes need, take 8
-# bytes for each of these and each token of the vocabulary; vLLM's memory profile leaves them out
-PREFILL_TOKENS = 2048
-
 
 class VLLMEngine:
     """Generation with vLLM in this process; the same interface as `TransformersEngine`."""
@@ -2315,7 +2307,9 @@ class VLLMEngine:
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
             max_model_len=max(longest, 25) + 1,  # the probes have 25 tokens
             max_num_seqs=config.sequences_in_flight,
-            max_num_batched_tokens=max(PREFILL_TOKENS, config.sequences_in_flight),
+            # log-probabilities of prompts, which the probes need, take 8 bytes for each of these
+            # tokens and each of the vocabulary; vLLM's memory profile leaves them out
+            max_num_batched_tokens=max(2048, config.sequences_in_flight),
             enable_prefix_caching=True,  # a prompt is computed once for its S responses
             logprobs_mode="processed_logprobs",  # of the tempered policy
             hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
@@ -2717,10 +2711,7 @@ class WeightSync(Stateful):
         s.transfer = None
 
     def on_loaded(self, s: RunningSearcher, scores: list[np.ndarray]) -> None:
-        """A member loaded the weights: compare its log-probabilities with the Trainer's.
-
-        Raises RunEnded if any differs by more than --logprob_tolerance.
-        """
+        """A member loaded the weights: compare its log-probabilities with the Trainer's."""
         transfer = s.transfer
         s.transfer = None
         s.missed = 0
@@ -4681,10 +4672,7 @@ def resolve(given: Config) -> Config:
 
 
 def lock_folder(config: Config) -> Any:
-    """Lock the run's folder until the returned file is closed.
-
-    Raises InputError if it is used, has another run, or cannot be written.
-    """
+    """Lock the run's folder until the returned file is closed. Raises InputError if it is used."""
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
     problem = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"
