@@ -1676,10 +1676,7 @@ class TokenLogProbs(nn.Module):
         self, inputs: dict[str, Tensor], positions: Tensor, targets: Tensor,
         temperature: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """The `likelihood` (N, 3) of packed rows, given what `pack` returns.
-
-        `temperature` overrides the policy's.
-        """
+        """The `likelihood` (N, 3) of rows from `pack`; `temperature` overrides the policy's."""
         T = temperature or self.temperature
         output = self.model.base_model(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # (N, H)
@@ -1902,8 +1899,7 @@ def run_microbatches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run this rank's micro-batches of these units, with autocast if --dtype is bfloat16.
 
-    Yields the response tokens' indices (n,) among those of all responses, and their `likelihood`
-    (n, 3).
+    Yields response tokens' indices (n,) among those of all responses; their `likelihood` (n, 3).
     """
     device = policy.model.device
     ranks = policy.ranks
@@ -1911,8 +1907,8 @@ def run_microbatches(
     # the passes share a weight's bfloat16 copy if their graph needs it anyway
     shares = torch.is_grad_enabled() and not config.gradient_checkpointing
     plans = plan_microbatches(units, config.tokens_per_microbatch, ranks.size)
-    for microbatches in zip(*plans, strict=True):  # one of each rank
-        rows = sorted(microbatches[ranks.rank], key=lambda row: row.length)
+    for microbatch in plans[ranks.rank]:
+        rows = sorted(microbatch, key=lambda row: row.length)
         # forward passes over rows of similar length need less padding, but each gathers the shards
         # of all layers or, with checkpointing, keeps their whole gradients until the last is done
         one_pass = ranks.size > 1 or config.gradient_checkpointing
@@ -1921,8 +1917,7 @@ def run_microbatches(
         parts = [rows[i : i + count] for i in range(0, len(rows), count)]
         with torch.autocast(device.type, torch.bfloat16, autocast, cache_enabled=shares):
             can_gather = device.type == "cuda" and config.dtype == "bfloat16" and policy.row_tokens
-            gathers = can_gather and policy.gathers
-            inputs = [pack(part, device, gathers) for part in parts]
+            inputs = [pack(part, device, can_gather and policy.gathers) for part in parts]
             values = torch.cat([policy(**x, temperature=temperature) for x in inputs])
         index = np.concatenate([index for row in rows for index in row.indices])
         yield to_device(index, device), values
@@ -2280,11 +2275,6 @@ VLLM_ENVIRONMENT = {  # defaults
 }
 
 
-# maximum prompt tokens per decode step. Log-probabilities of prompts, which the probes need, take 8
-# bytes for each of these and each token of the vocabulary; vLLM's memory profile leaves them out
-PREFILL_TOKENS = 2048
-
-
 class VLLMEngine:
     """Generation with vLLM in this process; the same interface as `TransformersEngine`."""
 
@@ -2317,7 +2307,9 @@ class VLLMEngine:
             gpu_memory_utilization=config.gpu_memory_utilization / TASKS[config.task].engines,
             max_model_len=max(longest, 25) + 1,  # the probes have 25 tokens
             max_num_seqs=config.sequences_in_flight,
-            max_num_batched_tokens=max(PREFILL_TOKENS, config.sequences_in_flight),
+            # log-probabilities of prompts, which the probes need, take 8 bytes for each of these
+            # tokens and each of the vocabulary; vLLM's memory profile leaves them out
+            max_num_batched_tokens=max(2048, config.sequences_in_flight),
             enable_prefix_caching=True,  # a prompt is computed once for its S responses
             logprobs_mode="processed_logprobs",  # of the tempered policy
             hf_overrides={"head_dtype": "float32"},  # as in `float_logits`
@@ -2538,8 +2530,7 @@ class WeightChannel:
             self.formed = ThreadPoolExecutor(1).submit(self.form).result(remaining())
         # on its own stream: it does not wait for kernels that the training step has queued
         with torch.cuda.stream(torch.cuda.Stream() if self.nccl else None):
-            work = self.formed.broadcast(weights.flat, 0)
-            work.wait(timedelta(seconds=remaining()))
+            self.formed.broadcast(weights.flat, 0).wait(timedelta(seconds=remaining()))
 
     def form(self) -> Any:
         """Connect to all members; returns the process group. Raises RuntimeError."""
@@ -2723,10 +2714,7 @@ class WeightSync(Stateful):
         s.transfer = None
 
     def on_loaded(self, s: RunningSearcher, scores: list[np.ndarray]) -> None:
-        """A member loaded the weights: compare its log-probabilities with the Trainer's.
-
-        Raises RunEnded if any differs by more than --logprob_tolerance.
-        """
+        """A member loaded the weights: compare its log-probabilities with the Trainer's."""
         transfer = s.transfer
         s.transfer = None
         s.missed = 0
@@ -2939,7 +2927,7 @@ class SearcherProcesses(Stateful):
         self.arrivals: queue.SimpleQueue = queue.SimpleQueue()  # (start, message), unpickled
         self.wake_up = threading.Event()  # a message has come
         self.sending = ThreadPoolExecutor(1)
-        self.starts = 0  # of all Searchers
+        self.starts = itertools.count(1)  # numbers the starts of all Searchers
         self.polled = 0.0  # when the processes were last checked, which takes 0.1 ms for each
         self.search_end = 0.0  # Searchers submit prompts before this position
 
@@ -3003,12 +2991,11 @@ class SearcherProcesses(Stateful):
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
         """Start a process, which searches those of its positions whose groups have not arrived."""
-        self.starts += 1
         commands = self.sending.submit(self.manager.Queue).result(self.config.searcher_timeout)
         self.sending.submit(commands.put, SearchUpTo(self.search_end))
         spec = SearcherSpec(
             searcher=searcher,
-            start=self.starts,
+            start=next(self.starts),
             first=self.first_missing + (searcher - self.first_missing) % self.config.num_searchers,
             arrived_positions=frozenset(self.arrived_positions),
             channel=self.channel,
@@ -3358,9 +3345,8 @@ def searcher_process(spec: SearcherSpec, environment: dict[str, str]) -> NoRetur
         for name in list(config.folders):  # on another machine, the hub's cache may be elsewhere
             load_flag(name, config, str)
         for name, checksum in model_checksums(config).items():
-            if checksum != task.checksums[name]:
-                path = getattr(config, name)
-                raise RunEnded(f"--{name} {path}: is missing, or has changed since the run started")
+            same = checksum == task.checksums[name]
+            config.require(same, name, "is missing, or has changed since the run started")
         torch.set_num_threads(cpu_threads(config))
         Searcher(config, task, spec).run()
     except BaseException as error:
@@ -3663,13 +3649,12 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     trajectories = []
     with open(path, "rb") as file:
         while file.peek(1):
-            ends = np.load(file).cumsum().tolist()
-            parts = [*map(slice, [0, *ends[:-1]], ends)]
+            ends = np.load(file).cumsum()[:-1]
             columns = []
             for name in Trajectory.__slots__:
                 column = np.load(file)
                 if name in Trajectory.TOKEN_FIELDS:
-                    columns.append([column[part].copy() for part in parts])
+                    columns.append([part.copy() for part in np.split(column, ends)])
                 else:
                     columns.append(column.tolist())
             trajectories += [Trajectory(*row) for row in zip(*columns, strict=True)]
@@ -4058,13 +4043,12 @@ def prompt_tokens(name: str, config: Config, tokenizer: Any, prompts: list) -> l
     return [next(of_texts) if isinstance(prompt, str) else chat(prompt) for prompt in prompts]
 
 
-def response_tokens(
-    config: Config, tokenizer: Any, prompt: Prompt, prompt_ids: list[int], response: str
-) -> np.ndarray:
+def response_tokens(task: Task, prompt: Prompt, prompt_ids: list, response: str) -> np.ndarray:
     """Tokens (T,) of a text that continues a prompt, with EOS."""
+    tokenizer = task.tokenizer
     ids = tokenizer.encode(response, add_special_tokens=False)
     if isinstance(prompt, str):
-        (whole,) = prompt_tokens("model", config, tokenizer, [prompt + response])
+        (whole,) = prompt_tokens("model", task.config, tokenizer, [prompt + response])
         if whole[: len(prompt_ids)] == prompt_ids:  # no token has parts of both
             ids = whole[len(prompt_ids) :]
     if ids[-1:] != [tokenizer.eos_token_id]:
@@ -4077,13 +4061,11 @@ def encode_demonstrations(task: Task) -> list[list[np.ndarray]]:
     config = task.config
     encoded = []
     for example, prompt_ids in zip(task.train, task.train_prompts, strict=True):
-        before = prompt_ids.tolist()
         rows = [
-            response_tokens(config, task.tokenizer, task.prompt(example), before, text)
+            response_tokens(task, task.prompt(example), prompt_ids.tolist(), text)
             for text in task.demonstrations(example)
         ]
-        limit = config.response_limit(prompt_ids)
-        encoded.append([ids for ids in rows if len(ids) <= limit])
+        encoded.append([ids for ids in rows if len(ids) <= config.response_limit(prompt_ids)])
     most = max(map(len, encoded))
     problem = f"a prompt has {most} demonstrations"
     config.require(most < config.searched_per_prompt, "searched_per_prompt", problem)
@@ -4162,7 +4144,9 @@ def load_task(config: Config) -> Task:
     if known and len(trained) > 1:  # red-teaming may have a single prompt
         print(f"warning: {known} evaluation prompts are trained on", file=sys.stderr)
     held_out = sorted(set(map(repr, task.held_out)))  # some are repeated
-    examples = {"dataset": task.train, "eval_dataset": held_out}  # prompts may have the date
+    shown = [list(map(bytes, ids)) for ids in task.demonstration_tokens]
+    # not the prompts, which may have the date
+    examples = {"dataset": (task.train, shown), "eval_dataset": held_out}
     task.checksums = {name: zlib.crc32(repr(rows).encode()) for name, rows in examples.items()}
     prompts = task.train_prompts + task.held_out_prompts
     top = max(tokenizer.eos_token_id, np.concatenate(prompts).max())
@@ -4693,10 +4677,7 @@ def resolve(given: Config) -> Config:
 
 
 def lock_folder(config: Config) -> Any:
-    """Lock the run's folder until the returned file is closed.
-
-    Raises InputError if it is used, has another run, or cannot be written.
-    """
+    """Lock the run's folder until the returned file is closed. Raises InputError if it is used."""
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
     problem = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"
@@ -4909,7 +4890,6 @@ def finish(trainer: Trainer) -> None:
 
 # ========================================================================================= 18. MATH
 
-
 TEXT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
 # the letter and the rest of "(B) 5" and \textbf{(B)}\ 5; "A: 5, B: 6" has none
 CHOICE = re.compile(
@@ -5030,8 +5010,7 @@ class MATH(GSM8K):
             raise ValueError(f"no answer in {column} {text!r:.60}")
 
     def prompt(self, example: dict) -> Prompt:
-        problem = next(iter(example.values()))
-        text = f"{problem}\n{self.INSTRUCTION}"
+        text = f"{next(iter(example.values()))}\n{self.INSTRUCTION}"
         return [{"role": "user", "content": text}] if can_chat(self.tokenizer) else f"{text}\n\n"
 
     def setup(self, engine_of: Callable[..., Any]) -> None:
@@ -5449,7 +5428,6 @@ def supervised_fine_tune(policy: TokenLogProbs, pairs: Sequences, config: Config
 
 def read_sft_pairs(config: Config, task: Task) -> Sequences:
     """Prompts with one response each, which ends with EOS. Raises InputError."""
-    tokenizer = task.tokenizer
     rng = np.random.default_rng(config.seed)
     prompts: list[Prompt] = [task.prompt(example) for example in task.train]
     if config.sft_prompts:
@@ -5469,7 +5447,6 @@ def read_sft_pairs(config: Config, task: Task) -> Sequences:
     unused = config.sft_prompts and not only_responses
     config.require(not unused, "sft_prompts", "is not used: --sft_data has prompts of its own")
     pairs = []
-    tokens_of = partial(prompt_tokens, "model", config, tokenizer)
     for row in read_rows("sft_data", config, splits, "train", columns):
         *texts, response = row.values()
         prompt = "\n".join(filter(None, texts)) + "\n" * (len(texts) == 2)
@@ -5477,9 +5454,9 @@ def read_sft_pairs(config: Config, task: Task) -> Sequences:
             prompt = prompts[rng.integers(len(prompts))]
             # a prompt may end with the number of a list item
             response = response if prompt[-1:].isspace() else f" {response}"
-        (prompt_ids,) = tokens_of([prompt])
+        (prompt_ids,) = prompt_tokens("model", config, task.tokenizer, [prompt])
         config.require(prompt_ids, "sft_data", "a prompt has no tokens")
-        ids = response_tokens(config, tokenizer, prompt, prompt_ids, response)
+        ids = response_tokens(task, prompt, prompt_ids, response)
         if len(prompt_ids) + len(ids) <= task.max_context:
             pairs.append((np.array(prompt_ids, np.int32), [ids]))
     config.require(pairs, "sft_data", f"every row is longer than {task.max_context} tokens")

@@ -209,7 +209,7 @@ def test_a_responses_tokens_continue_its_prompt_wherever_a_text_is_cut(gsm8k, tm
     text = "Gina has eight shells. Gina loses four."
     for i in range(1, len(text)):
         (before,) = tba.prompt_tokens("model", config, task.tokenizer, [text[:i]])
-        *ids, last = tba.response_tokens(config, task.tokenizer, text[:i], before, text[i:])
+        *ids, last = tba.response_tokens(task, text[:i], before, text[i:])
         assert last == task.tokenizer.eos_token_id
         assert task.tokenizer.decode([*before, *ids]) == text
 
