@@ -25,6 +25,16 @@ def write(path, rows=ROWS):
     return path
 
 
+def with_special_tokens(folder, single, **tokens):
+    """The tokenizer of a folder, which adds BOS, token 5, and EOS as this template says."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, **tokens)
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(5)
+    ids = [("BOS", 5), ("EOS", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single, special_tokens=ids)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 @pytest.fixture(scope="module")
 def tokenizer(gsm8k):
     return AutoTokenizer.from_pretrained(gsm8k / "model")
@@ -122,9 +132,7 @@ def test_the_longest_sequence_counts_for_packing(fitting, gsm8k, tmp_path):
 def test_special_tokens_are_added_unless_the_text_has_them(gsm8k, tmp_path, tokenizer):
     """As a chat template's has: MATH's prompts have them from one place only."""
     folder = shutil.copytree(gsm8k / "model", tmp_path / "model")
-    with_special_tokens(tokenizer, f"{tokenizer.convert_ids_to_tokens(5)} $A").save_pretrained(
-        folder
-    )
+    with_special_tokens(folder, "BOS $A")
     data = write(tmp_path / "a.jsonl", [{"problem": "1+1?", "answer": str(i)} for i in range(3)])
     text = f"1+1?\n{tba.MATH.INSTRUCTION}"
     for expected in (f"<user>{text}<assistant>", f"{text}\n\n"):
@@ -168,26 +176,17 @@ def test_held_out_prompts_are_a_fixed_random_sample(gsm8k, tmp_path):
         assert set(answers(tasks[0].train)) == kept
 
 
-def with_special_tokens(tokenizer, single):
-    """A copy of a tokenizer that adds special tokens as this template says."""
-    twin = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    twin.bos_token = twin.convert_ids_to_tokens(5)
-    ends = [(twin.bos_token, 5), (twin.eos_token, twin.eos_token_id)]
-    twin.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ends)
-    return twin
-
-
-def test_a_prompt_has_one_bos_and_keeps_an_eos_of_its_own(tokenizer):
+def test_a_prompt_has_one_bos_and_keeps_an_eos_of_its_own(gsm8k, tmp_path, tokenizer):
     """Chat templates write BOS, and EOS after each turn; some tokenizers append EOS."""
     bos, eos = tokenizer.convert_ids_to_tokens(5), tokenizer.eos_token
+    texts = ["What is 7?", f"{bos}What is 7?", f"What is 7?{eos}"]
     tokens_of = partial(tba.prompt_tokens, "model", tba.settings())
-    inner = tokens_of(tokenizer, ["What is 7?"])[0]
-    for single in (f"{bos} $A", f"{bos} $A {eos}", f"$A {eos}", "$A"):
-        twin = with_special_tokens(tokenizer, single)
-        own = [5] if bos in single else []
-        plain, written, turn = tokens_of(
-            twin, ["What is 7?", f"{bos}What is 7?", f"What is 7?{eos}"]
-        )
+    inner = tokens_of(tokenizer, texts)[0]
+    folder = shutil.copytree(gsm8k / "model", tmp_path / "model")
+    for single in ("BOS $A", "BOS $A EOS", "$A EOS", "$A"):
+        twin = with_special_tokens(folder, single)
+        own = [5] if "BOS" in single else []
+        plain, written, turn = tokens_of(twin, texts)
         assert plain == own + inner
         assert written == [5, *inner]
         assert turn == [*own, *inner, twin.eos_token_id]
@@ -231,12 +230,10 @@ def test_a_warm_start_learns_the_tokens_of_the_whole_text(gsm8k, redteam, tmp_pa
         assert whole == [*twin("Tell me a story.")["input_ids"], twin.eos_token_id]
 
 
-def test_warm_start_data_are_read_as_others_are(redteam, tokenizer, tmp_path):
+def test_warm_start_data_are_read_as_others_are(redteam, tmp_path):
     """Instructions answer a random prompt, after a space; others bring their own prompt."""
     folder = shutil.copytree(redteam / "model", tmp_path / "model")
-    twin = AutoTokenizer.from_pretrained(folder)
-    bos, eos = twin.convert_ids_to_tokens(5), twin.eos_token
-    with_special_tokens(twin, f"{bos} $A {eos}").save_pretrained(folder)
+    twin = with_special_tokens(folder, "BOS $A EOS")
     prompts = [{"id": i, "prompt": f"Number {i}:" + "\n" * (i % 2)} for i in range(4)]
     whole = {"instruction": "Explain it.", "category": "no"}
     flags = judges_of(redteam) | {"model": folder}
