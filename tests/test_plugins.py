@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from harness import ROOT, Run, arguments, config_and_task, run_tba, trajectory, without_searchers
-from test_objectives import average, gradient_of, random_batch, responses_of
 
 import tba
 from tba import extract_number, read_lines
@@ -273,58 +272,6 @@ def test_dynamic_sampling_looks_at_what_is_drawn(load):
     batches = [rule.sample(3, 2) for _ in range(30)]
     assert all(len(batch) == 3 for batch in batches)
     assert all({t.reward for t in g} == {0, 1} for batch in batches for g in batch)
-
-
-def test_rewards_are_whitened_over_the_batch(load):
-    plugin = load("def tb_whitened")
-    batch = random_batch(3, 4, seed=0, off_policy=0.5)
-    batch.rewards[1] = 3.0
-    batch.rewards[2] *= 9
-    config = tba.settings(beta=0.3, tau=1.5)
-    found = plugin["tb_whitened"](batch, config)
-    groups = responses_of(batch)
-    centred = [[r - average(x[3] for x in group) for *_, r in group] for group in groups]
-    spread = (sum(c * c for cs in centred for c in cs) / 11) ** 0.5
-    expected = 0.0
-    for group, own in zip(groups, centred, strict=True):
-        gaps = [
-            (f.sum() + c / (spread + 1e-4) / 0.3) / 1.5 - p.sum()
-            for (p, _, f, _), c in zip(group, own, strict=True)
-        ]
-        log_z = average(gap.item() for gap in gaps)
-        expected += sum((log_z - gap) ** 2 for gap in gaps) / 12
-    torch.testing.assert_close(found.loss, expected)
-    (wanted,) = torch.autograd.grad(expected, batch.logprobs)
-    torch.testing.assert_close(gradient_of(plugin["tb_whitened"], batch, config), wanted)
-    assert float(found.metrics["reward_spread"]) == pytest.approx(spread)
-    batch.rewards[:] = 0.1
-    equal = plugin["tb_whitened"](batch, config).loss
-    batch.rewards[:] = 0
-    torch.testing.assert_close(equal, tba.tb(batch, config).loss)
-
-
-def test_ratios_of_tokens_are_truncated_beside_tb(load):
-    """One token at a time; and at the optimum nothing moves, however far the ratios are."""
-    objective = load("def tba_truncated")["tba_truncated"]
-    batch = random_batch(3, 4, seed=0, off_policy=1.0)
-    config = tba.settings(beta=0.3, tau=1.5)
-    result = objective(batch, config)
-    expected, limited = [], []
-    for group in responses_of(batch):
-        gains = [r - 0.3 * (1.5 * p.sum() - f.sum()).item() for p, _, f, r in group]
-        for (p, b, *_), gain in zip(group, gains, strict=True):
-            ratios = [(x - y).exp().item() for x, y in zip(p, b, strict=True)]
-            limited += [ratio > 2 for ratio in ratios]
-            weights = [min(ratio, 2) * (gain - average(gains)) for ratio in ratios]
-            expected += [-w * x for w, x in zip(weights, p, strict=True)]
-    assert 0 < average(limited) < 1
-    assert float(result.metrics["clip_fraction"]) == pytest.approx(average(limited))
-    torch.testing.assert_close(result.loss, average(expected))
-    (wanted,) = torch.autograd.grad(average(expected), batch.logprobs)
-    torch.testing.assert_close(gradient_of(objective, batch, config), wanted)
-    gap = 1.5 * batch.logprobs.detach() - batch.ref_logprobs
-    batch.rewards = 0.3 * batch.sum_tokens(gap) + torch.tensor([[1.0], [2], [3]])
-    assert gradient_of(objective, batch, config).norm() < 1e-12 < 1e-3 * wanted.norm()
 
 
 def test_a_form_is_rewarded_beside_the_right_answer_to_a_chat(load, gsm8k, tmp_path):
