@@ -224,10 +224,9 @@ def test_a_response_ends_where_generation_config_json_says(gsm8k, tmp_path):
     policy = tba.load_policy(config, config.model, tba.Ranks())
     first, second = (tba.token_logprobs(policy, tba.probes(task), config) for _ in range(2))
     np.testing.assert_array_equal(np.concatenate(first), np.concatenate(second))
-    model = policy.model
     saved = tmp_path / "saved"
     saved.mkdir()
-    tba.save_model(model, tba.checkpoint_state(model), task, saved)
+    tba.save_model(policy.model, tba.checkpoint_state(policy.model), task, saved)
     assert json.loads((saved / "config.json").read_text())["attention_dropout"] == 0.5
     kept = json.loads((saved / "generation_config.json").read_text())
     assert kept["eos_token_id"] == stops and kept["top_k"] == 7

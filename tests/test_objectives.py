@@ -685,27 +685,6 @@ def test_weight_decay_leaves_norms_biases_and_log_z_alone(gsm8k, model_of, tmp_p
         torch.testing.assert_close(p.detach(), decayed * before[name], msg=name)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_a_learner_goes_on_from_its_saved_state(gsm8k, tmp_path, lora_rank):
-    """Which does not change while training continues."""
-    flags = {"objective": "tb_learned_z", "lora_rank": lora_rank}
-    first, second = (learner_of(gsm8k, tmp_path / name, **flags) for name in "ab")
-    groups = random_groups(first.task, 2, 3, longest=12)
-    now = tba.at_step(first.config, 0)
-    first.step(groups, now, 0)
-    state, weights = first.state(), {n: p.detach().clone() for n, p in first.trained.items()}
-    first.step(groups, now, 1)
-    assert set(state["extra"]) == {n for n in weights if lora_rank or n == "log_z"}
-    for name in weights.keys() - state["extra"].keys():  # they come from the checkpoint's model
-        second.trained[name].data.copy_(weights[name])
-    second.load_state(state)
-    for name, p in second.trained.items():
-        assert torch.equal(p, weights[name]), name
-    second.step(groups, now, 1)
-    for name, p in second.trained.items():
-        assert torch.equal(p, first.trained[name]), name
-
-
 @pytest.mark.parametrize("name", ["llama", "phi"])
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 def test_logits_of_a_bfloat16_policy_are_in_float32(gsm8k, model_of, tmp_path, name, weights):

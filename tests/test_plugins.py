@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, Run, arguments, config_and_task, run_tba, trajectory, without_searchers
+from harness import ROOT, Run, arguments, config_and_task, run_tba, without_searchers
+from test_data import write
+from test_replay import arrive, group, rule_of
 
 import tba
 from tba import extract_number, read_lines
@@ -143,11 +145,13 @@ def test_tasks_of_the_documentation(task, load, gsm8k, tmp_path):
     assert all(len(prompt) > 3 for prompt in loaded.train_prompts)
 
 
-@pytest.mark.parametrize("name", ["reinforce_learned", "reinforce_moving"])
-def test_what_an_objective_learns_is_resumed(name, load, gsm8k, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "rank"), [("reinforce_learned", 0), ("reinforce_moving", 2)])
+def test_what_is_learned_is_resumed(name, rank, load, gsm8k, tmp_path, monkeypatch):
+    """By the policy, or its adapter, and by an objective."""
     without_searchers(monkeypatch)
     load(f"def {name}(")
-    flags = {"objective": name, "eval_every": 0, "eval_samples": 8, "save_every": 0}
+    flags = {"objective": name, "lora_rank": rank, "save_every": 0}
+    flags |= {"eval_every": 0, "eval_samples": 8}
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert tba.main(arguments(gsm8k, whole, steps=4, **flags)) == 0
     assert tba.main(arguments(gsm8k, parted, steps=2, **flags)) == 0
@@ -214,15 +218,7 @@ def test_newer_trajectories_of_a_prompt_are_drawn_more_often(load):
 
 def group_of(prompt_id, rewards):
     """A group of different responses with these rewards."""
-    rows = [trajectory([i], reward=r, prompt_id=prompt_id) for i, r in enumerate(rewards)]
-    return tba.Group(0, rows)
-
-
-def arrive(rule, *groups):
-    """Store groups as the Trainer does."""
-    for group in groups:
-        rule.buffer.add(group)
-        rule.on_group(group)
+    return group(prompt_id, [[i] for i in range(len(rewards))], rewards)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -238,15 +234,10 @@ def test_dynamic_sampling_trains_on_groups_with_two_rewards_alone(lockstep, gsm8
     assert not lockstep or metrics[-1]["replay_ratio"] < 0.95  # smaller batches
 
 
-def dynamic_rule(**flags):
-    config = tba.settings(**flags)
-    return tba.REPLAY_RULES["dynamic"](tba.ReplayBuffer(config), config)
-
-
 def test_dynamic_sampling_waits_while_too_few_groups_differ(load, monkeypatch):
     """Recent ones, of which a batch has each once; or stored ones, after some draws."""
     load("as DAPO does")
-    rule = dynamic_rule(recent_probability=1.0)
+    rule = rule_of("dynamic", recent_probability=1.0)
     for p in range(10):
         assert rule.sample(4, 3) is None
         arrive(rule, group_of(p, [float(p % 3 == 0), 0.0, 0.0]))
@@ -255,7 +246,7 @@ def test_dynamic_sampling_waits_while_too_few_groups_differ(load, monkeypatch):
     draws = []
     draw = tba.ReplayBuffer.draw
     monkeypatch.setattr(tba.ReplayBuffer, "draw", lambda *a: draws.append(a) or draw(*a))
-    rule = dynamic_rule(recent_probability=0.0)
+    rule = rule_of("dynamic", recent_probability=0.0)
     arrive(rule, *(group_of(p, [1.0] * 3) for p in range(6)))
     assert rule.sample(2, 3) is None and 2 <= len(draws) <= 100
     for p in (6, 7):
@@ -267,7 +258,7 @@ def test_dynamic_sampling_waits_while_too_few_groups_differ(load, monkeypatch):
 def test_dynamic_sampling_looks_at_what_is_drawn(load):
     """Two of three rewards can be equal."""
     load("as DAPO does")
-    rule = dynamic_rule(recent_probability=0.5, max_recent_draws=0)
+    rule = rule_of("dynamic", recent_probability=0.5, max_recent_draws=0)
     arrive(rule, *(group_of(p, [0.0, 1.0, 1.0]) for p in range(4)))
     batches = [rule.sample(3, 2) for _ in range(30)]
     assert all(len(batch) == 3 for batch in batches)
@@ -293,9 +284,7 @@ def test_a_form_is_rewarded_beside_the_right_answer_to_a_chat(load, gsm8k, tmp_p
 
 def test_a_curriculum_replays_what_is_solved_now_and_then(load, tmp_path):
     load("now and then")
-    config = tba.settings(recent_probability=0.0)
-    rules = [tba.REPLAY_RULES["varied"](tba.ReplayBuffer(config), config) for _ in range(2)]
-    first, second = rules
+    first, second = rules = [rule_of("varied", recent_probability=0.0) for _ in range(2)]
     for p in range(8):  # never, always and now and then solved
         arrive(first, group_of(p, [0.0, 0, 0, 0] if p % 4 == 0 else [1.0, 1, 1, 1]))
         arrive(first, group_of(p, [1.0, 1, 1, 0] if p % 4 == 2 else [float(p % 4 > 0)] * 4))
@@ -313,32 +302,16 @@ def test_a_curriculum_replays_what_is_solved_now_and_then(load, tmp_path):
     assert len(first.sample(9, 2)) == 9  # all, and one of them once more
 
 
-COUNT_DEMONSTRATIONS = """
-import tba
-
-def counting(batch, config):
-    result = tba.tb(batch, config)
-    shown = batch.versions < 0
-    written = batch.sum_tokens(batch.behaviour.abs()) == 0
-    result.metrics["shown"] = shown.float().sum(1).mean()
-    result.metrics["as_written"] = (shown == written).float().mean()
-    result.metrics["right"] = batch.rewards[shown].mean()
-    return result
-
-tba.OBJECTIVES["counting"] = counting
-"""
-
-
-def test_demonstrations_are_among_the_responses_and_leave_metrics_alone(load, gsm8k, tmp_path):
+def test_demonstrations_are_tokenized_and_leave_metrics_alone(load, gsm8k, tmp_path):
+    """`World.on_group` checks that they are among the responses."""
     load("gsm8k_shown")
     config, task = config_and_task(gsm8k, tmp_path / "none", task="gsm8k_shown")
     decode = task.tokenizer.decode
     for example, rows in zip(task.train[:20], task.demonstration_tokens, strict=False):
         assert [decode(row) for row in rows] == [example["answer"] + task.tokenizer.eos_token]
-    lines = [{"question": task.train[i]["question"], "response": r}
-             for i, r in ((0, "so 5."), (0, "so 6."), (1, "very " * 300))]  # fmt: skip
-    path = tmp_path / "answers.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = ((0, "so 5."), (0, "so 6."), (1, "very " * 300))
+    rows = [{"question": task.train[i]["question"], "response": text} for i, text in shown]
+    path = write(tmp_path / "answers.jsonl", rows)
     several = {"task": "gsm8k_shown", "shown": path, "trained_per_prompt": 2}
     _, task = config_and_task(gsm8k, tmp_path / "none", **several, searched_per_prompt=3)
     assert [len(rows) for rows in task.demonstration_tokens[:3]] == [2, 0, 0]  # one is too long
@@ -352,13 +325,12 @@ def test_demonstrations_are_among_the_responses_and_leave_metrics_alone(load, gs
         config_and_task(gsm8k, tmp_path / "none", **several, searched_per_prompt=2)
 
     plugin, flags = plugin_of(tmp_path / "mine.py", "gsm8k_shown")
-    plugin.write_text(plugin.read_text() + COUNT_DEMONSTRATIONS)
     out = tmp_path / "run"
     own = FLAGS | {"prompts_per_step": 3, "trained_per_prompt": 4, "lockstep": True}
-    run_tba([*arguments(gsm8k, out, plugin=plugin, **own), *flags, "--objective", "counting"])
+    run_tba([*arguments(gsm8k, out, plugin=plugin, **own), *flags])
     for m in read_lines(out / "metrics.jsonl"):
-        assert (m["shown"], m["as_written"], m["right"], m["staleness_max"]) == (1, 1, 1, 0)
-        assert m["reward"] < 0.6 and abs(m["kl"]) < 1 and m["sampler_gap"] < 1e-4
+        assert m["staleness_max"] == 0 and m["sampler_gap"] < 1e-4
+        assert m["reward"] < 0.6 and abs(m["kl"]) < 1
 
 
 def test_there_are_plugins_of_every_kind():
