@@ -59,21 +59,6 @@ def test_names_of_local_files_and_folders(gsm8k, tmp_path, monkeypatch):
     assert tba.model_folder("model", config) == str(gsm8k / "model")
 
 
-def test_many_prompts_are_tokenized_in_pieces(gsm8k, tmp_path, tokenizer, monkeypatch):
-    """Each as it is tokenized alone; the output for all of 100,000 would take over a GiB."""
-    sizes, whole = [], tba.prompt_tokens
-    noted = lambda *own: sizes.append(len(own[-1])) or whole(*own)
-    monkeypatch.setattr(tba, "prompt_tokens", noted)
-    rows = [{"question": f"What is {i}?", "answer": f"{i}"} for i in range(2002)]
-    data, other = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:7])
-    _, task = config_and_task(gsm8k, tmp_path / "out", dataset=data, eval_dataset=other)
-    assert sum(sizes) == 2009 and max(sizes) <= 1000
-    assert all(prompt.dtype == np.int32 for prompt in task.train_prompts)
-    for i in (0, 1, 999, 1000, 1001, 1999, 2000, 2001):
-        expected = tokenizer(task.prompt(task.train[i]))["input_ids"]
-        assert task.train_prompts[i].tolist() == expected
-
-
 @pytest.fixture
 def fitting(gsm8k, tmp_path):
     """Function: the settings and the task of twelve prompts of 22 to 44 tokens."""
@@ -158,8 +143,14 @@ def test_a_token_without_an_embedding_is_one_line(gsm8k, tmp_path):
     assert f"--model {folder}: " in line and str(len(twin) - 1) in line
 
 
-def test_held_out_prompts_are_a_fixed_random_sample(gsm8k, tmp_path):
-    """A tenth of the rows, in an order of their own, of which --eval_samples takes the first."""
+def test_held_out_prompts_are_a_fixed_random_sample(gsm8k, tmp_path, tokenizer, monkeypatch):
+    """A tenth of the rows, in an order of their own, of which --eval_samples takes the first.
+
+    Prompts are tokenized in pieces: the output for all of 100,000 would take over a GiB.
+    """
+    sizes, whole = [], tba.prompt_tokens
+    noted = lambda *own: sizes.append(len(own[-1])) or whole(*own)
+    monkeypatch.setattr(tba, "prompt_tokens", noted)
     rows = [{"question": f"{i}?", "answer": f"{i}"} for i in range(1009)]  # sorted
     data, other = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:200])
     answers = lambda examples: [int(row["answer"]) for row in examples]
@@ -174,6 +165,10 @@ def test_held_out_prompts_are_a_fixed_random_sample(gsm8k, tmp_path):
         assert tasks[0].held_out == tasks[1].held_out and tasks[0].train == tasks[1].train
         kept = set(range(1009)) - (set(numbers) if held_out == 100 else set())
         assert set(answers(tasks[0].train)) == kept
+        assert {ids.dtype for ids in tasks[0].train_prompts} == {np.dtype(np.int32)}
+        texts = [tasks[0].prompt(example) for example in tasks[0].train]
+        assert [ids.tolist() for ids in tasks[0].train_prompts] == tokenizer(texts)["input_ids"]
+    assert max(sizes) <= 1000
 
 
 def test_a_prompt_has_one_bos_and_keeps_an_eos_of_its_own(gsm8k, tmp_path, tokenizer):
@@ -296,11 +291,12 @@ def test_a_run_resumes_on_the_examples_that_it_had(tmp_path, capsys):
     write(data / "test.jsonl", rows[40:48])
     run_tba(arguments(math, out, task="math", dataset=data, steps=1, eval_every=0))
     resume = ["--resume", out, "--steps", 2]
-    write(data / "train.jsonl", [*rows[:39], rows[39] | {"solution": "\\boxed{-1}"}])
-    assert f"--dataset {data}: " in refused(resume, capsys)
+    for i, others in ((0, {"solution": "\\boxed{-1}"}), (47, rows[60])):
+        changed = [*rows[:i], rows[i] | others, *rows[i + 1 :]]
+        write(data / "train.jsonl", changed[:40])
+        write(data / "test.jsonl", changed[40:48])
+        assert f"--dataset {data}: " in refused(resume, capsys)
     write(data / "train.jsonl", rows[:40])
-    write(data / "test.jsonl", [*rows[40:47], rows[60]])
-    assert f"--dataset {data}: " in refused(resume, capsys)
     write(data / "test.jsonl", rows[40:48])
     write(other, rows[40:47])
     assert f"--eval_dataset {other}: " in refused([*resume, "--eval_dataset", other], capsys)

@@ -142,19 +142,19 @@ def test_weights_are_renamed_a_layer_at_a_time(family, tmp_path):
         assert sorted(names) == sorted(file.keys())
 
 
+def gradient_of(learner, groups):
+    learner.backward(groups, tba.at_step(learner.config, 0), 0)
+    return torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.requires_grad])
+
+
 def test_gradient_checkpointing_changes_no_gradient_of_a_model_with_dropout(gsm8k, tmp_path):
     families.make("opt", tmp_path / "model")
     gradients = []
     for flag in (False, True):
-        learner = learner_of(
-            gsm8k, tmp_path / "run", model=tmp_path / "model", gradient_checkpointing=flag
-        )
-        now = tba.at_step(learner.config, 0)
-        learner.backward(random_groups(learner.task, 2, 3), now, 0)
-        gradients.append({name: p.grad for name, p in learner.model.named_parameters()})
-    plain, checkpointed = gradients
-    for name, gradient in plain.items():
-        torch.testing.assert_close(checkpointed[name], gradient, atol=1e-5, rtol=1e-3)
+        flags = {"model": tmp_path / "model", "gradient_checkpointing": flag}
+        learner = learner_of(gsm8k, tmp_path / "run", **flags)
+        gradients.append(gradient_of(learner, random_groups(learner.task, 2, 3)))
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-3)
 
 
 def test_fused_norms_change_gradients_by_bfloat16_rounding_alone(gsm8k, tmp_path, monkeypatch):
@@ -170,9 +170,7 @@ def test_fused_norms_change_gradients_by_bfloat16_rounding_alone(gsm8k, tmp_path
             pairs = [(prompts[g[0].prompt_id], [t.tokens for t in g]) for g in groups]
             with torch.no_grad():
                 logprobs = tba.token_logprobs(learner.policy, pairs, learner.config)
-            learner.backward(groups, tba.at_step(learner.config, 0), 0)
-            gradients = [p.grad.flatten() for p in learner.model.parameters() if p.requires_grad]
-            results.append((np.concatenate(logprobs), torch.cat(gradients)))
+            results.append((np.concatenate(logprobs), gradient_of(learner, groups)))
         (fused_logprobs, fused_gradient), (logprobs, gradient) = results[-2:]
         np.testing.assert_allclose(fused_logprobs, logprobs, atol=1e-3)
         difference = (fused_gradient - gradient).norm() / gradient.norm()
@@ -214,13 +212,10 @@ def test_a_response_ends_where_generation_config_json_says(gsm8k, tmp_path):
     (completion,) = engine.step()
     uniform = -np.log(engine.model.config.vocab_size)  # what the file says of sampling is ignored
     np.testing.assert_allclose(np.concatenate(completion.logprobs), uniform, rtol=1e-5)
-    last = {
-        int(tokens[-1])
-        for tokens, ended in zip(completion.tokens, completion.ended, strict=True)
-        if ended
-    }
+    rows = [*zip(completion.tokens, completion.ended, strict=True)]
+    last = {int(tokens[-1]) for tokens, ended in rows if ended}
     assert last & set(stops) and last <= {eos, *stops}
-    assert not np.isin(np.concatenate([tokens[:-1] for tokens in completion.tokens]), stops).any()
+    assert not np.isin(np.concatenate([tokens[:-1] for tokens, _ in rows]), stops).any()
     policy = tba.load_policy(config, config.model, tba.Ranks())
     first, second = (tba.token_logprobs(policy, tba.probes(task), config) for _ in range(2))
     np.testing.assert_array_equal(np.concatenate(first), np.concatenate(second))

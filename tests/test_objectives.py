@@ -102,18 +102,12 @@ def gain(log_ratio, advantage, config):
     return result
 
 
-def tb_by_hand(group, config, log_z):
+def tb_by_hand(group, config, log_z, learned=False):
     """Equation by equation, one response at a time."""
     gaps = [p.sum() - (f.sum() + r / config.beta) / config.tau for p, _, f, r in group]
-    estimate = average(-gap.item() for gap in gaps)
-    config.notes["log_z"].append(estimate)
-    return average((estimate + gap) ** 2 for gap in gaps)
-
-
-def learned_z_by_hand(group, config, log_z):
-    config.notes["log_z"].append(log_z.item())
-    target = lambda f, r: (f.sum() + r / config.beta) / config.tau
-    return average((log_z + p.sum() - target(f, r)) ** 2 for p, _, f, r in group)
+    log_z = log_z if learned else average(-gap.item() for gap in gaps)
+    config.notes["log_z"].append(float(log_z))
+    return average((log_z + gap) ** 2 for gap in gaps)
 
 
 def rloo_by_hand(group, config, log_z, of_response=lambda p, b, a, config: a * p.sum()):
@@ -249,10 +243,10 @@ def tb_whitened_by_hand(groups, config):
 
 # name -> the loss of one prompt's responses, and of all groups
 OF_GROUP = {
-    "tb": tb_by_hand, "ftb": ftb_by_hand, "tb_learned_z": learned_z_by_hand, "rloo": rloo_by_hand,
+    "tb": tb_by_hand, "ftb": ftb_by_hand, "rloo": rloo_by_hand, "flowrl": flowrl_by_hand,
     "proximal_rloo": proximal_by_hand, "grpo": grpo_by_hand, "online_dpo": dpo_by_hand,
     "dr_grpo": partial(grpo_by_hand, divide=False), "oapl": oapl_by_hand, "kimi": kimi_by_hand,
-    "flowrl": flowrl_by_hand,
+    "tb_learned_z": partial(tb_by_hand, learned=True),
 }  # fmt: skip
 OF_BATCH = {
     "cispo": cispo_by_hand, "dro": dro_by_hand, "tba_prime": tba_prime_by_hand,

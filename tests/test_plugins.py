@@ -86,24 +86,28 @@ def test_a_judge_that_is_down_ends_the_run_after_a_checkpoint(gsm8k, tmp_path):
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{metrics[-1]['step']}"]
 
 
-def test_a_task_a_rule_an_engine_and_an_objective_of_the_documentation(gsm8k, tmp_path):
-    """Together in one file."""
-    words = ("terse", "varied", "counted", "tb_topk")
-    plugin, flags = plugin_of(tmp_path / "mine.v2.py", *words)
+def run_plugins(gsm8k, tmp_path, *words, **flags):
+    """A run with plug-ins that have these words, together in one file.
+
+    Returns its metrics, its folder and what it said.
+    """
+    plugin, own = plugin_of(tmp_path / "mine.v2.py", *words)
     out = tmp_path / "run"
-    said, _ = run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS), *flags])
-    assert "generated" in said
+    said, _ = run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS | flags), *own])
+    return read_lines(out / "metrics.jsonl"), out, said
+
+
+def test_a_task_a_rule_an_engine_and_an_objective_of_the_documentation(gsm8k, tmp_path):
+    words = ("terse", "varied", "counted", "tb_topk")
+    metrics, out, said = run_plugins(gsm8k, tmp_path, *words)
+    assert "generated" in said and len(metrics) == 3
     rows = read_lines(out / "completions.jsonl")
     assert rows and all(round(x["reward"] + 0.01 * len(x["response"]), 3) in (0, 1) for x in rows)
-    assert len(read_lines(out / "metrics.jsonl")) == 3
 
 
 def test_metrics_a_buffer_and_a_moving_reference_of_the_documentation(gsm8k, tmp_path):
     words = ("gsm8k_logged", "tba_prime", "average of the policy", "newer trajectories")
-    plugin, flags = plugin_of(tmp_path / "mine.py", *words)
-    out = tmp_path / "run"
-    run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS), *flags])
-    metrics = read_lines(out / "metrics.jsonl")
+    metrics, out, _ = run_plugins(gsm8k, tmp_path, *words)
     assert len(metrics) == 3 and all(-1 <= m["staleness_residual"] <= 1 for m in metrics)
     for row in metrics + read_lines(out / "eval.jsonl"):
         assert row["calculations"] > 1 >= row.get("reward", 0)
@@ -112,10 +116,7 @@ def test_metrics_a_buffer_and_a_moving_reference_of_the_documentation(gsm8k, tmp
 def test_an_order_a_scheduled_objective_and_replay_of_the_documentation(gsm8k, tmp_path):
     """In lockstep, whose batches are of consecutive prompts: two of a batch of four."""
     words = ("gsm8k_short_first", "tb_short", "anchored")
-    plugin, flags = plugin_of(tmp_path / "mine.py", *words)
-    out = tmp_path / "run"
-    run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS), *flags, "--lockstep"])
-    metrics = read_lines(out / "metrics.jsonl")
+    metrics, out, _ = run_plugins(gsm8k, tmp_path, *words, lockstep=True)
     assert metrics[0]["price"] == 0 < metrics[1]["price"]
     rows = sorted(read_lines(gsm8k / "data" / "train.jsonl"), key=lambda row: len(row["answer"]))
     for i, row in enumerate(read_lines(out / "completions.jsonl")):
@@ -224,12 +225,9 @@ def group_of(prompt_id, rewards):
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_dynamic_sampling_trains_on_groups_with_two_rewards_alone(lockstep, gsm8k, tmp_path):
     """A third of the groups that are sampled have equal ones."""
-    plugin, flags = plugin_of(tmp_path / "mine.py", "dynamic")
-    out = tmp_path / "run"
-    own = FLAGS | {"steps": 5, "prompts_per_step": 6, "trained_per_prompt": 4}
-    mode = ["--lockstep"] if lockstep else ["--recent_probability", "0.7"]
-    run_tba([*arguments(gsm8k, out, plugin=plugin, **own), *flags, *mode])
-    metrics = read_lines(out / "metrics.jsonl")
+    flags = {"steps": 5, "prompts_per_step": 6, "trained_per_prompt": 4}
+    flags |= {"lockstep": True} if lockstep else {"recent_probability": 0.7}
+    metrics, *_ = run_plugins(gsm8k, tmp_path, "dynamic", **flags)
     assert [m["equal_rewards"] for m in metrics] == [0] * 5
     assert not lockstep or metrics[-1]["replay_ratio"] < 0.95  # smaller batches
 
@@ -324,11 +322,8 @@ def test_demonstrations_are_tokenized_and_leave_metrics_alone(load, gsm8k, tmp_p
     with pytest.raises(tba.InputError, match=r"--searched_per_prompt 2: .* 2 demonstrations"):
         config_and_task(gsm8k, tmp_path / "none", **several, searched_per_prompt=2)
 
-    plugin, flags = plugin_of(tmp_path / "mine.py", "gsm8k_shown")
-    out = tmp_path / "run"
-    own = FLAGS | {"prompts_per_step": 3, "trained_per_prompt": 4, "lockstep": True}
-    run_tba([*arguments(gsm8k, out, plugin=plugin, **own), *flags])
-    for m in read_lines(out / "metrics.jsonl"):
+    flags = {"prompts_per_step": 3, "trained_per_prompt": 4, "lockstep": True}
+    for m in run_plugins(gsm8k, tmp_path, "gsm8k_shown", **flags)[0]:
         assert m["staleness_max"] == 0 and m["sampler_gap"] < 1e-4
         assert m["reward"] < 0.6 and abs(m["kl"]) < 1
 
