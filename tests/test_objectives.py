@@ -694,8 +694,10 @@ def test_logits_of_a_bfloat16_policy_are_in_float32(gsm8k, model_of, tmp_path, n
         for parameter in head.parameters():
             parameter.mul_(scale)
         hidden = model.base_model(ids).last_hidden_state[0, :-1]
+        sampled = model(ids).logits[0, :-1]  # as in the transformers engine
     bias = None if head.bias is None else head.bias.double()
     logits = torch.nn.functional.linear(hidden.double(), head.weight.double(), bias)
+    torch.testing.assert_close(sampled.double(), logits, rtol=1e-5, atol=1e-4)
     rounded = logits.bfloat16().double()
     targets = ids[0, 1:, None]
     exact = logits.log_softmax(-1).gather(1, targets)[:, 0]

@@ -44,17 +44,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
 
 
 class JudgeServer(http.server.ThreadingHTTPServer):
-    """Takes many connections at once; it ends with its `with` block."""
-
     request_queue_size = 128
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *error):
-        self.shutdown()
-        self.server_close()
 
 
 def plugin_of(path, *words):
@@ -76,9 +66,11 @@ def test_a_judge_that_is_down_ends_the_run_after_a_checkpoint(gsm8k, tmp_path):
     flags = {"task": "judged", "plugin": plugin, "judge_tries": 1, "max_restarts": 1}
     flags |= {"steps": 10_000, "eval_every": 0, "eval_samples": 8, "save_every": 0}
     with JudgeServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/score"
         run = Run(out, arguments(gsm8k, out, judge_url=url, **flags), hooks=False)
         run.reaches(3)
+        server.shutdown()
     said = run.ends(1)
     assert "URLError" in said and "in rewards" in said
     metrics = read_lines(out / "metrics.jsonl")
