@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from conftest import MODELS
-from harness import arguments, config_and_task, judges_of, run_tba
-from test_cli import refused
+from harness import config_and_task, judges_of
 from tokenizers.normalizers import Prepend
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -282,23 +281,21 @@ def test_changed_examples_have_other_checksums(tmp_path):
         assert other["dataset"] == train and other["eval_dataset"] != test
 
 
-@pytest.mark.slow
-def test_a_run_resumes_on_the_examples_that_it_had(tmp_path, capsys):
-    math = MODELS / "math"
-    data, other, out = tmp_path / "d", tmp_path / "e.jsonl", tmp_path / "run"
-    rows = [json.loads(line) for line in (math / "data" / "test.jsonl").open()]
-    write(data / "train.jsonl", rows[:40])
-    write(data / "test.jsonl", rows[40:48])
-    run_tba(arguments(math, out, task="math", dataset=data, steps=1, eval_every=0))
-    resume = ["--resume", out, "--steps", 2]
-    for i, others in ((0, {"solution": "\\boxed{-1}"}), (47, rows[60])):
-        changed = [*rows[:i], rows[i] | others, *rows[i + 1 :]]
-        write(data / "train.jsonl", changed[:40])
-        write(data / "test.jsonl", changed[40:48])
-        assert f"--dataset {data}: " in refused(resume, capsys)
-    write(data / "train.jsonl", rows[:40])
-    write(data / "test.jsonl", rows[40:48])
-    write(other, rows[40:47])
-    assert f"--eval_dataset {other}: " in refused([*resume, "--eval_dataset", other], capsys)
-    run_tba(list(map(str, resume)))
-    assert [m["step"] for m in tba.read_lines(out / "metrics.jsonl")] == [1, 2]
+def test_a_run_resumes_on_the_examples_that_it_had(gsm8k, saved_run, tmp_path):
+    data = shutil.copytree(gsm8k / "data", tmp_path / "data")
+    out = saved_run(tmp_path / "run")
+
+    def resume(*flags):
+        given = ["--resume", str(out), "--dataset", str(data), *flags]
+        config = tba.resolve(tba.parse(given))
+        tba.read_checkpoint(config, tba.load_task(config))
+
+    for name in ("train", "test"):
+        path = data / f"{name}.jsonl"
+        rows = tba.read_lines(path)
+        write(path, [rows[0] | {"answer": "#### -1"}, *rows[1:]])
+        assert f"--dataset {data}: " in error_of(resume)
+        write(path, rows)
+    other = write(tmp_path / "other.jsonl", rows[1:])
+    assert f"--eval_dataset {other}: " in error_of(resume, "--eval_dataset", str(other))
+    resume()  # the same rows, from another folder
