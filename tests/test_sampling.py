@@ -90,9 +90,9 @@ def test_an_engine_that_samples_too_hot_is_warned_of(learner, name, temperature,
     said = warnings_of(learner, (gap, z), (gap, z))
     assert learner.sampling_sums.maxlen == 10  # steps that the metrics are of
     if temperature == 0.7:
-        assert gap < 1e-5 and abs(z) < 4 and said == []
+        assert gap < 1e-4 and abs(z) < 4 and said == []
     else:
-        assert z < -5 and (gap < 1e-5) == lies
+        assert z < -5 and (gap < 1e-4) == lies
         assert len(said) == 1 and f"sampler_z {z:.3g}" in said[0]
 
 
