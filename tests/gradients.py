@@ -36,7 +36,20 @@ def undefined_at_zero(batch: tba.Batch, config: tba.Config) -> tba.Loss:
     return tba.Loss((scale * batch.per_token(batch.rewards)).sum())
 
 
-OTHERS = {f.__name__: f for f in (one_log_z, coupled_by_spread, undefined_at_zero)}
+def careless(batch: tba.Batch, config: tba.Config) -> tba.Loss:
+    """TB with a penalty on lengths, which changes whatever it gets; and a metric that is a number.
+
+    No other call of the step sees what it changes, nor any metric.
+    """
+    batch.rewards -= 0.05 * batch.lengths
+    result = tba.tb(batch, config)
+    batch.logprobs = batch.behaviour.zero_()
+    batch.lengths.numpy(force=True)[:] = 1
+    batch.parameters["log_z"] = None
+    return tba.Loss(result.loss, {"two": 2})
+
+
+OTHERS = {f.__name__: f for f in (one_log_z, coupled_by_spread, undefined_at_zero, careless)}
 
 
 def gradient_of(

@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from conftest import MODELS
-from harness import arguments, config_and_task, judges_of, run_tba
-from test_cli import refused
+from harness import config_and_task, judges_of
 from tokenizers.normalizers import Prepend
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -23,6 +22,16 @@ def write(path, rows=ROWS):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def with_special_tokens(folder, single, **tokens):
+    """The tokenizer of a folder, which adds BOS, token 5, and EOS as this template says."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, **tokens)
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(5)
+    ids = [("BOS", 5), ("EOS", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single, special_tokens=ids)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +56,6 @@ def test_names_of_local_files_and_folders(gsm8k, tmp_path, monkeypatch):
     config = tba.settings(model=str(gsm8k / "model"))
     config.folders["model"] = str(tmp_path)
     assert tba.model_folder("model", config) == str(gsm8k / "model")
-
-
-def test_many_prompts_are_tokenized_in_pieces(gsm8k, tmp_path, tokenizer, monkeypatch):
-    """Each as it is tokenized alone; the output for all of 100,000 would take over a GiB."""
-    sizes, whole = [], tba.prompt_tokens
-    noted = lambda *own: sizes.append(len(own[-1])) or whole(*own)
-    monkeypatch.setattr(tba, "prompt_tokens", noted)
-    rows = [{"question": f"What is {i}?", "answer": f"{i}"} for i in range(2002)]
-    data, other = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:7])
-    _, task = config_and_task(gsm8k, tmp_path / "out", dataset=data, eval_dataset=other)
-    assert sum(sizes) == 2009 and max(sizes) <= 1000
-    assert all(prompt.dtype == np.int32 for prompt in task.train_prompts)
-    for i in (0, 1, 999, 1000, 1001, 1999, 2000, 2001):
-        expected = tokenizer(task.prompt(task.train[i]))["input_ids"]
-        assert task.train_prompts[i].tolist() == expected
 
 
 @pytest.fixture
@@ -122,9 +116,7 @@ def test_the_longest_sequence_counts_for_packing(fitting, gsm8k, tmp_path):
 def test_special_tokens_are_added_unless_the_text_has_them(gsm8k, tmp_path, tokenizer):
     """As a chat template's has: MATH's prompts have them from one place only."""
     folder = shutil.copytree(gsm8k / "model", tmp_path / "model")
-    with_special_tokens(tokenizer, f"{tokenizer.convert_ids_to_tokens(5)} $A").save_pretrained(
-        folder
-    )
+    with_special_tokens(folder, "BOS $A")
     data = write(tmp_path / "a.jsonl", [{"problem": "1+1?", "answer": str(i)} for i in range(3)])
     text = f"1+1?\n{tba.MATH.INSTRUCTION}"
     for expected in (f"<user>{text}<assistant>", f"{text}\n\n"):
@@ -150,8 +142,14 @@ def test_a_token_without_an_embedding_is_one_line(gsm8k, tmp_path):
     assert f"--model {folder}: " in line and str(len(twin) - 1) in line
 
 
-def test_held_out_prompts_are_a_fixed_random_sample(gsm8k, tmp_path):
-    """A tenth of the rows, in an order of their own, of which --eval_samples takes the first."""
+def test_held_out_prompts_are_a_fixed_random_sample(gsm8k, tmp_path, tokenizer, monkeypatch):
+    """A tenth of the rows, in an order of their own, of which --eval_samples takes the first.
+
+    Prompts are tokenized in pieces: the output for all of 100,000 would take over a GiB.
+    """
+    sizes, whole = [], tba.prompt_tokens
+    noted = lambda *own: sizes.append(len(own[-1])) or whole(*own)
+    monkeypatch.setattr(tba, "prompt_tokens", noted)
     rows = [{"question": f"{i}?", "answer": f"{i}"} for i in range(1009)]  # sorted
     data, other = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:200])
     answers = lambda examples: [int(row["answer"]) for row in examples]
@@ -166,28 +164,23 @@ def test_held_out_prompts_are_a_fixed_random_sample(gsm8k, tmp_path):
         assert tasks[0].held_out == tasks[1].held_out and tasks[0].train == tasks[1].train
         kept = set(range(1009)) - (set(numbers) if held_out == 100 else set())
         assert set(answers(tasks[0].train)) == kept
+        assert {ids.dtype for ids in tasks[0].train_prompts} == {np.dtype(np.int32)}
+        texts = [tasks[0].prompt(example) for example in tasks[0].train]
+        assert [ids.tolist() for ids in tasks[0].train_prompts] == tokenizer(texts)["input_ids"]
+    assert max(sizes) <= 1000
 
 
-def with_special_tokens(tokenizer, single):
-    """A copy of a tokenizer that adds special tokens as this template says."""
-    twin = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    twin.bos_token = twin.convert_ids_to_tokens(5)
-    ends = [(twin.bos_token, 5), (twin.eos_token, twin.eos_token_id)]
-    twin.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ends)
-    return twin
-
-
-def test_a_prompt_has_one_bos_and_keeps_an_eos_of_its_own(tokenizer):
+def test_a_prompt_has_one_bos_and_keeps_an_eos_of_its_own(gsm8k, tmp_path, tokenizer):
     """Chat templates write BOS, and EOS after each turn; some tokenizers append EOS."""
     bos, eos = tokenizer.convert_ids_to_tokens(5), tokenizer.eos_token
+    texts = ["What is 7?", f"{bos}What is 7?", f"What is 7?{eos}"]
     tokens_of = partial(tba.prompt_tokens, "model", tba.settings())
-    inner = tokens_of(tokenizer, ["What is 7?"])[0]
-    for single in (f"{bos} $A", f"{bos} $A {eos}", f"$A {eos}", "$A"):
-        twin = with_special_tokens(tokenizer, single)
-        own = [5] if bos in single else []
-        plain, written, turn = tokens_of(
-            twin, ["What is 7?", f"{bos}What is 7?", f"What is 7?{eos}"]
-        )
+    inner = tokens_of(tokenizer, texts)[0]
+    folder = shutil.copytree(gsm8k / "model", tmp_path / "model")
+    for single in ("BOS $A", "BOS $A EOS", "$A EOS", "$A"):
+        twin = with_special_tokens(folder, single)
+        own = [5] if "BOS" in single else []
+        plain, written, turn = tokens_of(twin, texts)
         assert plain == own + inner
         assert written == [5, *inner]
         assert turn == [*own, *inner, twin.eos_token_id]
@@ -231,12 +224,10 @@ def test_a_warm_start_learns_the_tokens_of_the_whole_text(gsm8k, redteam, tmp_pa
         assert whole == [*twin("Tell me a story.")["input_ids"], twin.eos_token_id]
 
 
-def test_warm_start_data_are_read_as_others_are(redteam, tokenizer, tmp_path):
+def test_warm_start_data_are_read_as_others_are(redteam, tmp_path):
     """Instructions answer a random prompt, after a space; others bring their own prompt."""
     folder = shutil.copytree(redteam / "model", tmp_path / "model")
-    twin = AutoTokenizer.from_pretrained(folder)
-    bos, eos = twin.convert_ids_to_tokens(5), twin.eos_token
-    with_special_tokens(twin, f"{bos} $A {eos}").save_pretrained(folder)
+    twin = with_special_tokens(folder, "BOS $A EOS")
     prompts = [{"id": i, "prompt": f"Number {i}:" + "\n" * (i % 2)} for i in range(4)]
     whole = {"instruction": "Explain it.", "category": "no"}
     flags = judges_of(redteam) | {"model": folder}
@@ -290,22 +281,21 @@ def test_changed_examples_have_other_checksums(tmp_path):
         assert other["dataset"] == train and other["eval_dataset"] != test
 
 
-@pytest.mark.slow
-def test_a_run_resumes_on_the_examples_that_it_had(tmp_path, capsys):
-    math = MODELS / "math"
-    data, other, out = tmp_path / "d", tmp_path / "e.jsonl", tmp_path / "run"
-    rows = [json.loads(line) for line in (math / "data" / "test.jsonl").open()]
-    write(data / "train.jsonl", rows[:40])
-    write(data / "test.jsonl", rows[40:48])
-    run_tba(arguments(math, out, task="math", dataset=data, steps=1, eval_every=0))
-    resume = ["--resume", out, "--steps", 2]
-    write(data / "train.jsonl", [*rows[:39], rows[39] | {"solution": "\\boxed{-1}"}])
-    assert f"--dataset {data}: " in refused(resume, capsys)
-    write(data / "train.jsonl", rows[:40])
-    write(data / "test.jsonl", [*rows[40:47], rows[60]])
-    assert f"--dataset {data}: " in refused(resume, capsys)
-    write(data / "test.jsonl", rows[40:48])
-    write(other, rows[40:47])
-    assert f"--eval_dataset {other}: " in refused([*resume, "--eval_dataset", other], capsys)
-    run_tba(list(map(str, resume)))
-    assert [m["step"] for m in tba.read_lines(out / "metrics.jsonl")] == [1, 2]
+def test_a_run_resumes_on_the_examples_that_it_had(gsm8k, saved_run, tmp_path):
+    data = shutil.copytree(gsm8k / "data", tmp_path / "data")
+    out = saved_run(tmp_path / "run")
+
+    def resume(*flags):
+        given = ["--resume", str(out), "--dataset", str(data), *flags]
+        config = tba.resolve(tba.parse(given))
+        tba.read_checkpoint(config, tba.load_task(config))
+
+    for name in ("train", "test"):
+        path = data / f"{name}.jsonl"
+        rows = tba.read_lines(path)
+        write(path, [rows[0] | {"answer": "#### -1"}, *rows[1:]])
+        assert f"--dataset {data}: " in error_of(resume)
+        write(path, rows)
+    other = write(tmp_path / "other.jsonl", rows[1:])
+    assert f"--eval_dataset {other}: " in error_of(resume, "--eval_dataset", str(other))
+    resume()  # the same rows, from another folder

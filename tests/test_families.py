@@ -4,7 +4,6 @@ bench/families.py compares all families; here is one of each kind.
 """
 
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from harness import config_and_task, learner_of, random_groups
 from safetensors import safe_open
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tba
@@ -53,14 +53,12 @@ def plain_varlen(q, k, v, q_starts, k_starts, *longest, scale, window_size, enab
     """What `varlen_attn` computes, one sequence at a time: the last query sees the last key."""
     assert window_size == (-1, 0) and enable_gqa
     assert longest == (int(k_starts.diff().max()),) * 2 and int(q_starts.diff().max()) <= longest[0]
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     parts = []
     for i, j, a, b in zip(q_starts, q_starts[1:], k_starts, k_starts[1:], strict=False):
-        scores = torch.einsum("qhd,khd->hqk", q[i:j], k[a:b])
-        scores *= q.shape[2] ** -0.5 if scale is None else scale
         visible = torch.ones(j - i, b - a, dtype=torch.bool).tril(int((b - a) - (j - i)))
-        weights = scores.masked_fill(~visible.to(q.device), -math.inf).softmax(-1)
-        parts.append(torch.einsum("hqk,khd->qhd", weights, v[a:b]))
+        heads = (x.transpose(0, 1)[None] for x in (q[i:j], k[a:b], v[a:b]))
+        options = {"attn_mask": visible.to(q.device), "scale": scale, "enable_gqa": True}
+        parts.append(scaled_dot_product_attention(*heads, **options)[0].transpose(0, 1))
     return torch.cat(parts)
 
 
@@ -108,14 +106,11 @@ def test_the_dense_mask_stays_where_gathering_does_not_work(
     if broken == "cuts the mask":
         pack = tba.pack
         monkeypatch.setattr(tba, "varlen_attn", plain_varlen)
-        cut = lambda *args: pack(*args) | {"inputs": without_attributes(pack(*args)["inputs"])}
+        copies = lambda inputs: {name: tensor[:] for name, tensor in inputs.items()}
+        cut = lambda *args: pack(*args) | {"inputs": copies(pack(*args)["inputs"])}
         monkeypatch.setattr(tba, "pack", cut)
     assert not policy.gathers
     assert "attention uses a dense mask" in capsys.readouterr().err
-
-
-def without_attributes(inputs):
-    return {name: tensor[:] for name, tensor in inputs.items()}
 
 
 @pytest.mark.parametrize("family", ["bert", "bart", "llama4_text", "phi3+longrope"])
@@ -142,19 +137,19 @@ def test_weights_are_renamed_a_layer_at_a_time(family, tmp_path):
         assert sorted(names) == sorted(file.keys())
 
 
+def gradient_of(learner, groups):
+    learner.backward(groups, tba.at_step(learner.config, 0), 0)
+    return torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.requires_grad])
+
+
 def test_gradient_checkpointing_changes_no_gradient_of_a_model_with_dropout(gsm8k, tmp_path):
     families.make("opt", tmp_path / "model")
     gradients = []
     for flag in (False, True):
-        learner = learner_of(
-            gsm8k, tmp_path / "run", model=tmp_path / "model", gradient_checkpointing=flag
-        )
-        now = tba.at_step(learner.config, 0)
-        learner.backward(random_groups(learner.task, 2, 3), now, 0)
-        gradients.append({name: p.grad for name, p in learner.model.named_parameters()})
-    plain, checkpointed = gradients
-    for name, gradient in plain.items():
-        torch.testing.assert_close(checkpointed[name], gradient, atol=1e-5, rtol=1e-3)
+        flags = {"model": tmp_path / "model", "gradient_checkpointing": flag}
+        learner = learner_of(gsm8k, tmp_path / "run", **flags)
+        gradients.append(gradient_of(learner, random_groups(learner.task, 2, 3)))
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-3)
 
 
 def test_fused_norms_change_gradients_by_bfloat16_rounding_alone(gsm8k, tmp_path, monkeypatch):
@@ -170,9 +165,7 @@ def test_fused_norms_change_gradients_by_bfloat16_rounding_alone(gsm8k, tmp_path
             pairs = [(prompts[g[0].prompt_id], [t.tokens for t in g]) for g in groups]
             with torch.no_grad():
                 logprobs = tba.token_logprobs(learner.policy, pairs, learner.config)
-            learner.backward(groups, tba.at_step(learner.config, 0), 0)
-            gradients = [p.grad.flatten() for p in learner.model.parameters() if p.requires_grad]
-            results.append((np.concatenate(logprobs), torch.cat(gradients)))
+            results.append((np.concatenate(logprobs), gradient_of(learner, groups)))
         (fused_logprobs, fused_gradient), (logprobs, gradient) = results[-2:]
         np.testing.assert_allclose(fused_logprobs, logprobs, atol=1e-3)
         difference = (fused_gradient - gradient).norm() / gradient.norm()
@@ -214,20 +207,16 @@ def test_a_response_ends_where_generation_config_json_says(gsm8k, tmp_path):
     (completion,) = engine.step()
     uniform = -np.log(engine.model.config.vocab_size)  # what the file says of sampling is ignored
     np.testing.assert_allclose(np.concatenate(completion.logprobs), uniform, rtol=1e-5)
-    last = {
-        int(tokens[-1])
-        for tokens, ended in zip(completion.tokens, completion.ended, strict=True)
-        if ended
-    }
+    rows = [*zip(completion.tokens, completion.ended, strict=True)]
+    last = {int(tokens[-1]) for tokens, ended in rows if ended}
     assert last & set(stops) and last <= {eos, *stops}
-    assert not np.isin(np.concatenate([tokens[:-1] for tokens in completion.tokens]), stops).any()
+    assert not np.isin(np.concatenate([tokens[:-1] for tokens, _ in rows]), stops).any()
     policy = tba.load_policy(config, config.model, tba.Ranks())
     first, second = (tba.token_logprobs(policy, tba.probes(task), config) for _ in range(2))
     np.testing.assert_array_equal(np.concatenate(first), np.concatenate(second))
-    model = policy.model
     saved = tmp_path / "saved"
     saved.mkdir()
-    tba.save_model(model, tba.checkpoint_state(model), task, saved)
+    tba.save_model(policy.model, tba.checkpoint_state(policy.model), task, saved)
     assert json.loads((saved / "config.json").read_text())["attention_dropout"] == 0.5
     kept = json.loads((saved / "generation_config.json").read_text())
     assert kept["eos_token_id"] == stops and kept["top_k"] == 7

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, Run, arguments, config_and_task, run_tba, trajectory, without_searchers
-from test_objectives import average, gradient_of, random_batch, responses_of
+from harness import ROOT, Run, arguments, config_and_task, run_tba, without_searchers
+from test_data import write
+from test_replay import arrive, group, rule_of
 
 import tba
 from tba import extract_number, read_lines
@@ -43,17 +44,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
 
 
 class JudgeServer(http.server.ThreadingHTTPServer):
-    """Takes many connections at once; it ends with its `with` block."""
-
     request_queue_size = 128
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *error):
-        self.shutdown()
-        self.server_close()
 
 
 def plugin_of(path, *words):
@@ -75,9 +66,11 @@ def test_a_judge_that_is_down_ends_the_run_after_a_checkpoint(gsm8k, tmp_path):
     flags = {"task": "judged", "plugin": plugin, "judge_tries": 1, "max_restarts": 1}
     flags |= {"steps": 10_000, "eval_every": 0, "eval_samples": 8, "save_every": 0}
     with JudgeServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/score"
         run = Run(out, arguments(gsm8k, out, judge_url=url, **flags), hooks=False)
         run.reaches(3)
+        server.shutdown()
     said = run.ends(1)
     assert "URLError" in said and "in rewards" in said
     metrics = read_lines(out / "metrics.jsonl")
@@ -85,24 +78,28 @@ def test_a_judge_that_is_down_ends_the_run_after_a_checkpoint(gsm8k, tmp_path):
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{metrics[-1]['step']}"]
 
 
-def test_a_task_a_rule_an_engine_and_an_objective_of_the_documentation(gsm8k, tmp_path):
-    """Together in one file."""
-    words = ("terse", "varied", "counted", "tb_topk")
-    plugin, flags = plugin_of(tmp_path / "mine.v2.py", *words)
+def run_plugins(gsm8k, tmp_path, *words, **flags):
+    """A run with plug-ins that have these words, together in one file.
+
+    Returns its metrics, its folder and what it said.
+    """
+    plugin, own = plugin_of(tmp_path / "mine.v2.py", *words)
     out = tmp_path / "run"
-    said, _ = run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS), *flags])
-    assert "generated" in said
+    said, _ = run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS | flags), *own])
+    return read_lines(out / "metrics.jsonl"), out, said
+
+
+def test_a_task_a_rule_an_engine_and_an_objective_of_the_documentation(gsm8k, tmp_path):
+    words = ("terse", "varied", "counted", "tb_topk")
+    metrics, out, said = run_plugins(gsm8k, tmp_path, *words)
+    assert "generated" in said and len(metrics) == 3
     rows = read_lines(out / "completions.jsonl")
     assert rows and all(round(x["reward"] + 0.01 * len(x["response"]), 3) in (0, 1) for x in rows)
-    assert len(read_lines(out / "metrics.jsonl")) == 3
 
 
 def test_metrics_a_buffer_and_a_moving_reference_of_the_documentation(gsm8k, tmp_path):
     words = ("gsm8k_logged", "tba_prime", "average of the policy", "newer trajectories")
-    plugin, flags = plugin_of(tmp_path / "mine.py", *words)
-    out = tmp_path / "run"
-    run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS), *flags])
-    metrics = read_lines(out / "metrics.jsonl")
+    metrics, out, _ = run_plugins(gsm8k, tmp_path, *words)
     assert len(metrics) == 3 and all(-1 <= m["staleness_residual"] <= 1 for m in metrics)
     for row in metrics + read_lines(out / "eval.jsonl"):
         assert row["calculations"] > 1 >= row.get("reward", 0)
@@ -111,10 +108,7 @@ def test_metrics_a_buffer_and_a_moving_reference_of_the_documentation(gsm8k, tmp
 def test_an_order_a_scheduled_objective_and_replay_of_the_documentation(gsm8k, tmp_path):
     """In lockstep, whose batches are of consecutive prompts: two of a batch of four."""
     words = ("gsm8k_short_first", "tb_short", "anchored")
-    plugin, flags = plugin_of(tmp_path / "mine.py", *words)
-    out = tmp_path / "run"
-    run_tba([*arguments(gsm8k, out, plugin=plugin, **FLAGS), *flags, "--lockstep"])
-    metrics = read_lines(out / "metrics.jsonl")
+    metrics, out, _ = run_plugins(gsm8k, tmp_path, *words, lockstep=True)
     assert metrics[0]["price"] == 0 < metrics[1]["price"]
     rows = sorted(read_lines(gsm8k / "data" / "train.jsonl"), key=lambda row: len(row["answer"]))
     for i, row in enumerate(read_lines(out / "completions.jsonl")):
@@ -144,11 +138,13 @@ def test_tasks_of_the_documentation(task, load, gsm8k, tmp_path):
     assert all(len(prompt) > 3 for prompt in loaded.train_prompts)
 
 
-@pytest.mark.parametrize("name", ["reinforce_learned", "reinforce_moving"])
-def test_what_an_objective_learns_is_resumed(name, load, gsm8k, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "rank"), [("reinforce_learned", 0), ("reinforce_moving", 2)])
+def test_what_is_learned_is_resumed(name, rank, load, gsm8k, tmp_path, monkeypatch):
+    """By the policy, or its adapter, and by an objective."""
     without_searchers(monkeypatch)
     load(f"def {name}(")
-    flags = {"objective": name, "eval_every": 0, "eval_samples": 8, "save_every": 0}
+    flags = {"objective": name, "lora_rank": rank, "save_every": 0}
+    flags |= {"eval_every": 0, "eval_samples": 8}
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert tba.main(arguments(gsm8k, whole, steps=4, **flags)) == 0
     assert tba.main(arguments(gsm8k, parted, steps=2, **flags)) == 0
@@ -215,39 +211,23 @@ def test_newer_trajectories_of_a_prompt_are_drawn_more_often(load):
 
 def group_of(prompt_id, rewards):
     """A group of different responses with these rewards."""
-    rows = [trajectory([i], reward=r, prompt_id=prompt_id) for i, r in enumerate(rewards)]
-    return tba.Group(0, rows)
-
-
-def arrive(rule, *groups):
-    """Store groups as the Trainer does."""
-    for group in groups:
-        rule.buffer.add(group)
-        rule.on_group(group)
+    return group(prompt_id, [[i] for i in range(len(rewards))], rewards)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_dynamic_sampling_trains_on_groups_with_two_rewards_alone(lockstep, gsm8k, tmp_path):
     """A third of the groups that are sampled have equal ones."""
-    plugin, flags = plugin_of(tmp_path / "mine.py", "dynamic")
-    out = tmp_path / "run"
-    own = FLAGS | {"steps": 5, "prompts_per_step": 6, "trained_per_prompt": 4}
-    mode = ["--lockstep"] if lockstep else ["--recent_probability", "0.7"]
-    run_tba([*arguments(gsm8k, out, plugin=plugin, **own), *flags, *mode])
-    metrics = read_lines(out / "metrics.jsonl")
+    flags = {"steps": 5, "prompts_per_step": 6, "trained_per_prompt": 4}
+    flags |= {"lockstep": True} if lockstep else {"recent_probability": 0.7}
+    metrics, *_ = run_plugins(gsm8k, tmp_path, "dynamic", **flags)
     assert [m["equal_rewards"] for m in metrics] == [0] * 5
     assert not lockstep or metrics[-1]["replay_ratio"] < 0.95  # smaller batches
-
-
-def dynamic_rule(**flags):
-    config = tba.settings(**flags)
-    return tba.REPLAY_RULES["dynamic"](tba.ReplayBuffer(config), config)
 
 
 def test_dynamic_sampling_waits_while_too_few_groups_differ(load, monkeypatch):
     """Recent ones, of which a batch has each once; or stored ones, after some draws."""
     load("as DAPO does")
-    rule = dynamic_rule(recent_probability=1.0)
+    rule = rule_of("dynamic", recent_probability=1.0)
     for p in range(10):
         assert rule.sample(4, 3) is None
         arrive(rule, group_of(p, [float(p % 3 == 0), 0.0, 0.0]))
@@ -256,7 +236,7 @@ def test_dynamic_sampling_waits_while_too_few_groups_differ(load, monkeypatch):
     draws = []
     draw = tba.ReplayBuffer.draw
     monkeypatch.setattr(tba.ReplayBuffer, "draw", lambda *a: draws.append(a) or draw(*a))
-    rule = dynamic_rule(recent_probability=0.0)
+    rule = rule_of("dynamic", recent_probability=0.0)
     arrive(rule, *(group_of(p, [1.0] * 3) for p in range(6)))
     assert rule.sample(2, 3) is None and 2 <= len(draws) <= 100
     for p in (6, 7):
@@ -268,63 +248,11 @@ def test_dynamic_sampling_waits_while_too_few_groups_differ(load, monkeypatch):
 def test_dynamic_sampling_looks_at_what_is_drawn(load):
     """Two of three rewards can be equal."""
     load("as DAPO does")
-    rule = dynamic_rule(recent_probability=0.5, max_recent_draws=0)
+    rule = rule_of("dynamic", recent_probability=0.5, max_recent_draws=0)
     arrive(rule, *(group_of(p, [0.0, 1.0, 1.0]) for p in range(4)))
     batches = [rule.sample(3, 2) for _ in range(30)]
     assert all(len(batch) == 3 for batch in batches)
     assert all({t.reward for t in g} == {0, 1} for batch in batches for g in batch)
-
-
-def test_rewards_are_whitened_over_the_batch(load):
-    plugin = load("def tb_whitened")
-    batch = random_batch(3, 4, seed=0, off_policy=0.5)
-    batch.rewards[1] = 3.0
-    batch.rewards[2] *= 9
-    config = tba.settings(beta=0.3, tau=1.5)
-    found = plugin["tb_whitened"](batch, config)
-    groups = responses_of(batch)
-    centred = [[r - average(x[3] for x in group) for *_, r in group] for group in groups]
-    spread = (sum(c * c for cs in centred for c in cs) / 11) ** 0.5
-    expected = 0.0
-    for group, own in zip(groups, centred, strict=True):
-        gaps = [
-            (f.sum() + c / (spread + 1e-4) / 0.3) / 1.5 - p.sum()
-            for (p, _, f, _), c in zip(group, own, strict=True)
-        ]
-        log_z = average(gap.item() for gap in gaps)
-        expected += sum((log_z - gap) ** 2 for gap in gaps) / 12
-    torch.testing.assert_close(found.loss, expected)
-    (wanted,) = torch.autograd.grad(expected, batch.logprobs)
-    torch.testing.assert_close(gradient_of(plugin["tb_whitened"], batch, config), wanted)
-    assert float(found.metrics["reward_spread"]) == pytest.approx(spread)
-    batch.rewards[:] = 0.1
-    equal = plugin["tb_whitened"](batch, config).loss
-    batch.rewards[:] = 0
-    torch.testing.assert_close(equal, tba.tb(batch, config).loss)
-
-
-def test_ratios_of_tokens_are_truncated_beside_tb(load):
-    """One token at a time; and at the optimum nothing moves, however far the ratios are."""
-    objective = load("def tba_truncated")["tba_truncated"]
-    batch = random_batch(3, 4, seed=0, off_policy=1.0)
-    config = tba.settings(beta=0.3, tau=1.5)
-    result = objective(batch, config)
-    expected, limited = [], []
-    for group in responses_of(batch):
-        gains = [r - 0.3 * (1.5 * p.sum() - f.sum()).item() for p, _, f, r in group]
-        for (p, b, *_), gain in zip(group, gains, strict=True):
-            ratios = [(x - y).exp().item() for x, y in zip(p, b, strict=True)]
-            limited += [ratio > 2 for ratio in ratios]
-            weights = [min(ratio, 2) * (gain - average(gains)) for ratio in ratios]
-            expected += [-w * x for w, x in zip(weights, p, strict=True)]
-    assert 0 < average(limited) < 1
-    assert float(result.metrics["clip_fraction"]) == pytest.approx(average(limited))
-    torch.testing.assert_close(result.loss, average(expected))
-    (wanted,) = torch.autograd.grad(average(expected), batch.logprobs)
-    torch.testing.assert_close(gradient_of(objective, batch, config), wanted)
-    gap = 1.5 * batch.logprobs.detach() - batch.ref_logprobs
-    batch.rewards = 0.3 * batch.sum_tokens(gap) + torch.tensor([[1.0], [2], [3]])
-    assert gradient_of(objective, batch, config).norm() < 1e-12 < 1e-3 * wanted.norm()
 
 
 def test_a_form_is_rewarded_beside_the_right_answer_to_a_chat(load, gsm8k, tmp_path):
@@ -346,9 +274,7 @@ def test_a_form_is_rewarded_beside_the_right_answer_to_a_chat(load, gsm8k, tmp_p
 
 def test_a_curriculum_replays_what_is_solved_now_and_then(load, tmp_path):
     load("now and then")
-    config = tba.settings(recent_probability=0.0)
-    rules = [tba.REPLAY_RULES["varied"](tba.ReplayBuffer(config), config) for _ in range(2)]
-    first, second = rules
+    first, second = rules = [rule_of("varied", recent_probability=0.0) for _ in range(2)]
     for p in range(8):  # never, always and now and then solved
         arrive(first, group_of(p, [0.0, 0, 0, 0] if p % 4 == 0 else [1.0, 1, 1, 1]))
         arrive(first, group_of(p, [1.0, 1, 1, 0] if p % 4 == 2 else [float(p % 4 > 0)] * 4))
@@ -366,32 +292,16 @@ def test_a_curriculum_replays_what_is_solved_now_and_then(load, tmp_path):
     assert len(first.sample(9, 2)) == 9  # all, and one of them once more
 
 
-COUNT_DEMONSTRATIONS = """
-import tba
-
-def counting(batch, config):
-    result = tba.tb(batch, config)
-    shown = batch.versions < 0
-    written = batch.sum_tokens(batch.behaviour.abs()) == 0
-    result.metrics["shown"] = shown.float().sum(1).mean()
-    result.metrics["as_written"] = (shown == written).float().mean()
-    result.metrics["right"] = batch.rewards[shown].mean()
-    return result
-
-tba.OBJECTIVES["counting"] = counting
-"""
-
-
-def test_demonstrations_are_among_the_responses_and_leave_metrics_alone(load, gsm8k, tmp_path):
+def test_demonstrations_are_tokenized_and_leave_metrics_alone(load, gsm8k, tmp_path):
+    """`World.on_group` checks that they are among the responses."""
     load("gsm8k_shown")
     config, task = config_and_task(gsm8k, tmp_path / "none", task="gsm8k_shown")
     decode = task.tokenizer.decode
     for example, rows in zip(task.train[:20], task.demonstration_tokens, strict=False):
         assert [decode(row) for row in rows] == [example["answer"] + task.tokenizer.eos_token]
-    lines = [{"question": task.train[i]["question"], "response": r}
-             for i, r in ((0, "so 5."), (0, "so 6."), (1, "very " * 300))]  # fmt: skip
-    path = tmp_path / "answers.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = ((0, "so 5."), (0, "so 6."), (1, "very " * 300))
+    rows = [{"question": task.train[i]["question"], "response": text} for i, text in shown]
+    path = write(tmp_path / "answers.jsonl", rows)
     several = {"task": "gsm8k_shown", "shown": path, "trained_per_prompt": 2}
     _, task = config_and_task(gsm8k, tmp_path / "none", **several, searched_per_prompt=3)
     assert [len(rows) for rows in task.demonstration_tokens[:3]] == [2, 0, 0]  # one is too long
@@ -404,14 +314,10 @@ def test_demonstrations_are_among_the_responses_and_leave_metrics_alone(load, gs
     with pytest.raises(tba.InputError, match=r"--searched_per_prompt 2: .* 2 demonstrations"):
         config_and_task(gsm8k, tmp_path / "none", **several, searched_per_prompt=2)
 
-    plugin, flags = plugin_of(tmp_path / "mine.py", "gsm8k_shown")
-    plugin.write_text(plugin.read_text() + COUNT_DEMONSTRATIONS)
-    out = tmp_path / "run"
-    own = FLAGS | {"prompts_per_step": 3, "trained_per_prompt": 4, "lockstep": True}
-    run_tba([*arguments(gsm8k, out, plugin=plugin, **own), *flags, "--objective", "counting"])
-    for m in read_lines(out / "metrics.jsonl"):
-        assert (m["shown"], m["as_written"], m["right"], m["staleness_max"]) == (1, 1, 1, 0)
-        assert m["reward"] < 0.6 and abs(m["kl"]) < 1 and m["sampler_gap"] < 1e-4
+    flags = {"prompts_per_step": 3, "trained_per_prompt": 4, "lockstep": True}
+    for m in run_plugins(gsm8k, tmp_path, "gsm8k_shown", **flags)[0]:
+        assert m["staleness_max"] == 0 and m["sampler_gap"] < 1e-4
+        assert m["reward"] < 0.6 and abs(m["kl"]) < 1
 
 
 def test_there_are_plugins_of_every_kind():

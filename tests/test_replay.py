@@ -14,6 +14,7 @@ import pytest
 from harness import trajectory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rapidfuzz.distance.Levenshtein import distance
 
 import tba
 
@@ -39,11 +40,10 @@ def group(prompt_id, responses, rewards=None, version=0, sync=0):
     return tba.Group(0, trajectories, sync)
 
 
-def rule_of(**flags):
-    """An empty buffer with the paper's rule."""
-    flags = {"recent_probability": 0.5} | flags
-    config = tba.settings(**flags)
-    return tba.RecentOrReward(tba.ReplayBuffer(config), config)
+def rule_of(name="recent_or_reward", **flags):
+    """A rule with an empty buffer."""
+    config = tba.settings(**{"recent_probability": 0.5} | flags)
+    return tba.REPLAY_RULES[name](tba.ReplayBuffer(config), config)
 
 
 def arrive(rule, *groups):
@@ -307,16 +307,6 @@ def test_writing_trajectories_takes_a_few_mib_however_many_there_are(tmp_path):
     assert (tmp_path / "rows").stat().st_size > 30_000 * 3600 > 10 * peak
 
 
-def edit_distance(a, b):
-    """Levenshtein's, by his table."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        previous, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
-    return row[-1]
-
-
 # with few different tokens many attacks resemble each other; all tokens must be told apart
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 TOKENS |= st.lists(st.integers(0, 200_000), min_size=1, max_size=5)
@@ -351,7 +341,7 @@ def test_attacks_that_resemble_others_and_the_worst_ones_go(
         for i, (tokens, reward) in enumerate(part):
             total = (-1 - i) * len(tokens) + reward / 0.5  # log pi_ref is -1 - i of each token
             value = total if evict == "lowest_total" else reward
-            shares = [edit_distance(other, tokens) / len(other + tokens) for other, *_ in expected]
+            shares = [distance(other, tokens) / len(other + tokens) for other, *_ in expected]
             near = [j for j, x in enumerate(shares) if x < share or x == 0]
             if near:
                 nearest = min(near, key=lambda j: shares[j])

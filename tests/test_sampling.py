@@ -44,10 +44,12 @@ def test_a_large_vocabulary_loses_no_precision_that_matters():
 
 
 @pytest.fixture(scope="module")
-def learner(gsm8k, tmp_path_factory) -> tba.Learner:
+def learner(gsm8k, model_of, tmp_path_factory) -> tba.Learner:
+    """Of a random model, whose unlikely tokens matter, too."""
     out = tmp_path_factory.mktemp("run")
-    flags = {"temperature": 0.7, "prompts_per_step": 8, "trained_per_prompt": 16}
-    return learner_of(gsm8k, out, **flags, searched_per_prompt=16, sequences_in_flight=256)
+    flags = {"model": model_of("llama"), "temperature": 0.7, "prompts_per_step": 8}
+    flags |= {"trained_per_prompt": 16, "searched_per_prompt": 16, "sequences_in_flight": 256}
+    return learner_of(gsm8k, out, **flags)
 
 
 def warnings_of(learner: tba.Learner, *values: tuple[float, float]) -> list[str]:
@@ -88,9 +90,9 @@ def test_an_engine_that_samples_too_hot_is_warned_of(learner, name, temperature,
     said = warnings_of(learner, (gap, z), (gap, z))
     assert learner.sampling_sums.maxlen == 10  # steps that the metrics are of
     if temperature == 0.7:
-        assert gap < 1e-5 and abs(z) < 4 and said == []
+        assert gap < 1e-4 and abs(z) < 4 and said == []
     else:
-        assert z < -5 and (gap < 1e-5) == lies
+        assert z < -5 and (gap < 1e-4) == lies
         assert len(said) == 1 and f"sampler_z {z:.3g}" in said[0]
 
 

@@ -1,7 +1,6 @@
 """Data, and the four tasks: rewards and evaluations beside plain computations."""
 
 import copy
-import json
 import math
 import os
 import shutil
@@ -16,9 +15,9 @@ import pytest
 import torch
 import transformers
 from conftest import REAL_GSM8K
-from harness import config_and_task, judges_of
+from harness import config_and_task, judges_of, plain_logprobs
+from test_data import with_special_tokens, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tba
@@ -191,63 +190,8 @@ def test_a_metric_of_an_evaluation_is_the_mean_over_the_records_that_have_it():
     assert task.summarize(records) == task.summarize(records[::-1]) == expected
 
 
-VERDICTS = {  # solution: right and wrong responses
-    "\\boxed{\\frac{1}{2}}": (["so \\boxed{0.5}", "\\boxed{1/2.}"], []),
-    "\\boxed{x^2+1}": (["\\boxed{1+x^2}"], []),
-    "\\boxed{3}": (
-        ["\\boxed{2} no, \\boxed{3}"],
-        ["\\boxed{4}", "the answer is 3", "\\boxed{", "\\boxed{3} or \\boxed{2}"],
-    ),
-    # what follows the box does not count, whatever is in it
-    "\\boxed{6}": (
-        ["\\boxed{6}. So it is $6$ apples and $7$ pears"],
-        ["\\boxed{5}. The final answer is $6$.", "\\boxed{?}. 6", "\\boxed{} 6"],
-    ),
-    "\\boxed{6}. It was 5.": ([], ["\\boxed{5}"]),
-    "\\boxed{1200}": (["\\boxed{1\\,200}"], []),
-    "$\\boxed 5$, as 5 < 7": (["\\boxed{\\text{5}}"], []),
-    "\\boxed{\\{1,2\\}}": (["\\boxed{\\left\\{2,1\\right\\}}", "\\boxed{\\{2,1\\}.}"], []),
-    "\\boxed{\\sqrt{\\frac{1}{2}}}.": (["\\boxed{\\frac{1}{\\sqrt{2}}} is about $0.7$"], []),
-    "\\boxed{5}": ([], ["\\boxed{5}, or better \\boxed{"]),
-    "\\boxed{1,\\!200}": (["\\boxed{1~200}"], []),
-    # a gold answer needs no box, a response does
-    "3": (["\\boxed{3}"], ["\\boxed{4}", "3", ""]),
-    "1\\,200": (["\\boxed{1200}"], []),
-    "$\\frac{1}{2}$": (["\\boxed{0.5}"], []),
-    "x + y": (["\\boxed{y+x}"], []),
-    # a final period is not part of an answer
-    "\\boxed{7}": (["\\boxed{7.}"], []),
-    "\\boxed{7.}": (["\\boxed{7}"], []),
-    "\\boxed{7.5}": ([], ["\\boxed{7.}"]),
-    "\\boxed{\\frac12}": (["\\boxed{\\frac12.}"], []),
-    "\\boxed{Monday}": (["\\boxed{Monday.}"], []),
-    "\\boxed{\\text{Monday.}}": (["\\boxed{Monday}"], ["\\boxed{Tuesday.}"]),
-    "\\boxed{\\text{(A)}}": (["\\boxed{A.}"], []),
-    "\\boxed{(1,2)}": (["\\boxed{(1,2).}"], []),
-    "\\boxed{1}": ([], ["\\boxed{...}"]),
-    # spaces between groups of three digits
-    "\\boxed{1234}": (["\\boxed{1 234}"], []),
-    "\\boxed{1 234}": (["\\boxed{1,234}"], ["\\boxed{234}"]),
-    "\\boxed{12345678}": (["\\boxed{12 345 678}"], []),
-    "\\boxed{12}": ([], ["\\boxed{1 2}", "\\boxed{12 000}"]),
-    "\\boxed{(10, 200)}": ([], ["\\boxed{10 200}"]),
-    "\\boxed{12 3456}": ([], ["\\boxed{123456}"]),
-    # repeating decimals are compared as they are written
-    "\\boxed{0.\\overline{3}}": (["\\boxed{0.\\overline{3}}"], ["\\boxed{0.3}"]),
-    "\\boxed{\\frac13}": (["\\boxed{0.\\overline{3}}"], []),
-    "\\boxed{0.1\\overline{6}}": (["\\boxed{\\frac{1}{6}}"], []),
-    "\\boxed{2.\\overline{45}}": (["\\boxed{\\frac{27}{11}}"], []),
-}
-
-
-def test_verdicts_of_math():
-    for gold, (right, wrong) in VERDICTS.items():
-        for answer in right + wrong:
-            assert tba.MATH.judge(gold, answer) == (answer in right), (gold, answer)
-
-
 def test_verdicts_of_math_are_those_of_a_list():
-    """The list also marks the pairs that the judge still gets wrong."""
+    """Which also marks the pairs that the judge still gets wrong."""
     for line in (Path(__file__).parent / "answers.txt").read_text().splitlines():
         if line.startswith("#"):
             continue
@@ -283,26 +227,13 @@ def end_judges(task):
         pool.join()
 
 
-def test_a_gold_answer_may_stand_in_a_column_of_its_own(gsm8k, tmp_path):
-    """As in AIME's and DAPO's data: `answer` has no box. It counts, with a `solution` beside it."""
-    rows = [{"problem": f"1+{n}?", "answer": n + 1} for n in range(1, 5)]
-    for more in ({}, {"solution": "It is \\boxed{7}."}):
-        data = tmp_path / "data.jsonl"
-        data.write_text("".join(json.dumps(row | more) + "\n" for row in rows))
-        _, task = config_and_task(gsm8k, tmp_path / "out", task="math", dataset=data)
-        task.setup(None)
-        responses = [f"\\boxed{{{int(example['problem'][2]) + 1}}}" for example in task.train]
-        rewards = task.checked_rewards(task.train, responses, np.ones(3))
-        assert rewards == [1.0] * 3
-        end_judges(task)
-
-
 def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only():
     """A power tower that nobody can compute: its judge is killed, and another one goes on."""
     task = without_data(tba.MATH)
     task.setup(None)
     answers = ["\\boxed{2}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{3}", "\\boxed{2}"]
-    rewards = task.rewards([{"solution": "\\boxed{2}"}] * 4, answers, np.ones(4))
+    example = {"problem": "3", "solution": "\\boxed{2}"}
+    rewards = task.rewards([example] * 4, answers, np.ones(4))
     assert rewards.tolist() == [1, 0, 0, 1]
     end_judges(task)
 
@@ -380,18 +311,6 @@ def test_summaries_are_scored_at_their_eos_and_compared_before_it(tldr, tmp_path
     )
 
 
-def adding_bos(path, out, end="", **tokens):
-    """A copy of a model whose tokenizer begins texts with a token, as BOS; they may get an end."""
-    shutil.copytree(path, out)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, **tokens)
-    bos, eos = (tokenizer.convert_ids_to_tokens(5), 5), ("<eos>", 0)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{bos[0]} $A {end}".strip(), special_tokens=[bos, eos]
-    )
-    tokenizer.save_pretrained(out)
-    return tokenizer
-
-
 def random_judge(family, path, out):
     """A random judge; RoBERTa's classifier has no `score`, and positions from 2."""
     config = transformers.AutoConfig.from_pretrained(path, num_labels=2)
@@ -432,7 +351,8 @@ def test_judges_read_texts_as_if_each_were_alone(family, redteam, model_of, tmp_
     path = model_of("gpt2" if family == "gpt2" else "llama")
     own = {} if "bert" in family else {"pad_token": None}
     own |= {"eos_token": "?"} if family == kind else {}  # guards do not end texts with token 0
-    tokenizer = adding_bos(path, tmp_path / "judge", **own)
+    shutil.copytree(path, tmp_path / "judge")
+    tokenizer = with_special_tokens(tmp_path / "judge", "BOS $A", **own)
     if family != kind:
         random_judge(family, path, tmp_path / "judge")
     config = tba.settings(toxicity_model=str(tmp_path / "judge"), dtype="float32")
@@ -489,7 +409,8 @@ class Echo:
 def asking_an_echo(redteam, tmp_path, **flags):
     """The task, its settings, the victim, and its tokenizer, which adds BOS and EOS."""
     if not (tmp_path / "victim").exists():
-        adding_bos(redteam / "victim", tmp_path / "victim", end="<eos>")
+        shutil.copytree(redteam / "victim", tmp_path / "victim")
+        with_special_tokens(tmp_path / "victim", "BOS $A EOS")
     flags = {"victim_model": tmp_path / "victim", "victim_samples": 3} | flags
     config, task = config_and_task(redteam, tmp_path / "out", **judges_of(redteam) | flags)
     task.setup(Echo)
@@ -590,8 +511,7 @@ def test_attackers_are_not_trained_on_held_out_prompts(redteam, tmp_path):
     """Held-out ones are repeated up to --eval_samples; by default, there are 1,024."""
     flags = judges_of(redteam)
     for name in ("dataset", "eval_dataset"):
-        flags[name] = tmp_path / f"{name}.jsonl"
-        flags[name].write_text("".join(json.dumps({"prompt": name + i}) + "\n" for i in "ab"))
+        flags[name] = write(tmp_path / f"{name}.jsonl", [{"prompt": name + i} for i in "ab"])
     for samples, count in ((3, 3), (0, 1024)):
         _, task = config_and_task(redteam, tmp_path / "out", **flags, eval_samples=samples)
         assert {example["prompt"] for example in task.train} == {"dataseta", "datasetb"}
@@ -622,11 +542,8 @@ def plain_fine_tune(model, pairs, config):
     losses = []
     for step, batch in enumerate(batches):
         optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / len(batches))
-        logprobs = []
-        for prompt, (response,) in [pairs[i] for i in batch]:
-            ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
-            logits = model(ids).logits[0, len(prompt) - 1 : -1]
-            logprobs.append(logits.log_softmax(-1)[range(len(response)), response])
+        rows = [pairs[i] for i in batch]
+        logprobs = [plain_logprobs(model, prompt, response, 1.0)[0] for prompt, (response,) in rows]
         loss = -torch.cat(logprobs).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -638,9 +555,8 @@ def plain_fine_tune(model, pairs, config):
 
 def test_a_warm_start_is_plain_fine_tuning_whatever_the_micro_batches(redteam, tmp_path):
     """At temperature 1, over batches of 3, 3 and 1 of seven rows; EOS is learned, too."""
-    sft = tmp_path / "sft.jsonl"
     rows = [{"prompt": "Say it" + " now" * i, "response": " Ann a b." * (7 - i)} for i in range(7)]
-    sft.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sft = write(tmp_path / "sft.jsonl", rows)
     flags = {"sft_epochs": 2, "sft_batch_size": 3, "sft_learning_rate": "3e-3@0,0@end", "seed": 5}
     flags |= {"sft_data": sft, "temperature": 0.5}
     config, task = config_and_task(redteam, tmp_path / "out", **judges_of(redteam) | flags)
