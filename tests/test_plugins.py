@@ -306,6 +306,9 @@ def test_demonstrations_are_tokenized_and_leave_metrics_alone(load, gsm8k, tmp_p
     _, task = config_and_task(gsm8k, tmp_path / "none", **several, searched_per_prompt=3)
     assert [len(rows) for rows in task.demonstration_tokens[:3]] == [2, 0, 0]  # one is too long
     assert task.response_texts(task.demonstration_tokens[0]) == ["so 5.", "so 6."]
+    write(path, [*rows[:1], rows[1] | {"response": "so 7."}, *rows[2:]])  # after a resume
+    _, other = config_and_task(gsm8k, tmp_path / "none", **several, searched_per_prompt=3)
+    assert {n for n in other.checksums if other.checksums[n] != task.checksums[n]} == {"dataset"}
     longest = len(task.demonstration_tokens[0][0])
     for limit, fit in ((longest, 2), (longest - 1, 0)):
         flags = several | {"searched_per_prompt": 3, "max_response_tokens": limit}
