@@ -22,7 +22,9 @@ REAL_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("tba", deadline=None)  # the machine may be busy
+    same = [hypothesis.HealthCheck.function_scoped_fixture]  # for all examples of a test
+    # no deadline: the machine may be busy
+    hypothesis.settings.register_profile("tba", deadline=None, suppress_health_check=same)
     hypothesis.settings.load_profile("tba")
     if not hasattr(config, "workerinput"):  # one process starts the runs of all of xdist's workers
         name = f"tba-tests-{secrets.token_hex(8)}"

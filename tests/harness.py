@@ -340,6 +340,15 @@ def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
     ]
 
 
+def endless(gsm8k: Path, out: Path, **flags: object) -> list[str]:
+    """Flags of a very small run that goes on until it is ended, with a sync after each step."""
+    settings = {
+        "steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0, "sync_every": 1,
+        "max_restarts": 20, "transfer_timeout": 6, "searcher_timeout": 20,
+    }  # fmt: skip
+    return arguments(gsm8k, out, **(settings | flags))
+
+
 def judges_of(path):
     """Flags of the tiny TL;DR or red-teaming's models."""
     if (path / "reward").exists():

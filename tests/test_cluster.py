@@ -18,6 +18,7 @@ from harness import (
     Run,
     arguments,
     cluster_searchers,
+    endless,
     helpers_of,
     local_cluster,
     processes_of,
@@ -49,15 +50,6 @@ def lasting():
         yield cluster
 
 
-def endless(gsm8k, out, address, **flags):
-    """Flags of a run on a cluster that continues until it is stopped."""
-    settings = {
-        "steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0, "sync_every": 1,
-        "transfer_timeout": 5, "searcher_timeout": 20, "cluster": address, "num_searchers": None,
-    }  # fmt: skip
-    return arguments(gsm8k, out, **(settings | flags))
-
-
 def alive(run: Run) -> int:
     """The Searchers that run, according to the latest step."""
     return read_lines(run.out / "metrics.jsonl")[-1]["searchers_alive"]
@@ -76,7 +68,7 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
     monkeypatch.setenv("TBA_FAULTS", str(tmp_path / "run-faults"))  # for processes of the nodes
     with local_cluster(2) as cluster:
         flags = {"num_searchers": 3, "plugin": plugin}
-        run = Run(out, endless(gsm8k, out, cluster.address, **flags), hooks=False)
+        run = Run(out, endless(gsm8k, out, cluster=cluster.address, **flags), hooks=False)
         run.reaches(5)
         run.until(lambda: alive(run) == 2, "both Searchers that have room")  # one loads later
 
@@ -118,7 +110,7 @@ def test_lockstep_that_waits_for_a_machine_saves_after_a_signal(gsm8k, tmp_path)
     out = tmp_path / "run"
     with local_cluster(1) as cluster:
         flags = {"lockstep": True, "num_searchers": 1}
-        run = Run(out, endless(gsm8k, out, cluster.address, **flags), hooks=False)
+        run = Run(out, endless(gsm8k, out, cluster=cluster.address, **flags), hooks=False)
         run.reaches(3)
         cluster.lose(*cluster.worker_nodes)
         run.says("lost its machine and waits for another one")
@@ -157,7 +149,8 @@ def test_the_trainer_has_the_cores_that_searchers_on_its_machine_leave(lasting, 
 
 def test_ports_keys_and_a_killed_trainer(gsm8k, tmp_path, lasting):
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, lasting.address), hooks=False)  # a Searcher for each node
+    flags = {"cluster": lasting.address, "num_searchers": None}  # a Searcher for each node
+    run = Run(out, endless(gsm8k, out, **flags), hooks=False)
     run.reaches(3)
     searchers = [process.pid for process in cluster_searchers()]
     assert len(searchers) == 2
@@ -208,19 +201,7 @@ def two_machines():
     for name in names:
         ip("netns", "add", name)
     try:
-        ip(
-            "link",
-            "add",
-            "tba0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "tba0",
-            "netns",
-            names[1],
-        )
+        ip(*"link add tba0 netns tba-head type veth peer tba0 netns tba-node".split())
         for i, name in enumerate(names, 1):
             ip("-n", name, "address", "add", f"10.77.0.{i}/24", "dev", "tba0")
             ip("-n", name, "link", "set", "tba0", "up")

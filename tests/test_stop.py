@@ -22,6 +22,7 @@ from harness import (
     ROOT,
     Run,
     arguments,
+    endless,
     helpers_of,
     kill_all,
     processes_of,
@@ -34,12 +35,6 @@ import tba
 from tba import read_lines
 
 COMMAND = [sys.executable, str(ROOT / "tba.py")]
-
-
-def endless(gsm8k, out, **flags):
-    """Flags of a run that goes on until it is stopped."""
-    settings = {"steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0}
-    return arguments(gsm8k, out, **(settings | flags))
 
 
 @pytest.mark.slow
