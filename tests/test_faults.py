@@ -23,7 +23,6 @@ from harness import (
     PATIENCE,
     ROOT,
     Run,
-    arguments,
     check_positions,
     config_and_task,
     endless,
@@ -138,15 +137,6 @@ def test_a_run_outlives_its_folders_but_not_its_manager(gsm8k, tmp_path, monkeyp
     manager.kill()
     said = run.ends(1)
     assert "tba.py: error: the Manager" in said and "Traceback" not in said
-    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{steps_of(out)}"]
-
-
-def test_a_signal_saves_a_checkpoint(gsm8k, tmp_path):
-    out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, num_searchers=1))
-    run.reaches(3)
-    os.kill(run.process.pid, signal.SIGUSR1)
-    run.ends(128 + signal.SIGUSR1)
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{steps_of(out)}"]
 
 
@@ -940,38 +930,6 @@ def test_every_port_of_a_run_listens_on_loopback(gsm8k, tmp_path, engine):
         connections += psutil.Process(pid).net_connections("inet")
     listening = [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
     assert listening and set(listening) <= {"127.0.0.1", "::1"}
-
-
-@pytest.mark.slow
-def test_a_reward_may_use_a_pool_of_processes(gsm8k, tmp_path):
-    plugin = tmp_path / "mine.py"
-    plugin.write_text(
-        '''"""A task whose rewards are computed by other processes."""
-import multiprocessing
-import numpy as np
-import tba
-
-def right(pair):
-    example, response = pair
-    return tba.extract_number(example["answer"]) == tba.extract_number(response)
-
-class Pooled(tba.GSM8K):
-    """GSM8K, judged by a pool."""
-
-    def rewards(self, examples, responses, ended):
-        for _ in range(4):  # the end of a pool is the difficult part
-            with multiprocessing.Pool(2) as pool:
-                verdicts = pool.map(right, list(zip(examples, responses)))
-        return np.array(verdicts)
-
-tba.TASKS["pooled"] = Pooled
-'''
-    )
-    out = tmp_path / "run"
-    flags = {"task": "pooled", "plugin": plugin, "steps": 3, "eval_every": 0, "eval_samples": 8}
-    run_tba(arguments(gsm8k, out, **flags))
-    rewards = [m["reward"] for m in read_lines(out / "metrics.jsonl")]
-    assert len(rewards) == 3 and 0 < max(rewards) <= 1
 
 
 @pytest.mark.nightly

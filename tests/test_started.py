@@ -139,27 +139,32 @@ def test_a_judge_that_changed_is_noticed_and_other_files_may(tldr, tmp_path, cap
     assert json.loads((out / "config.json").read_text())["config"]["steps"] == 2
 
 
-SPAWNS = """
+POOL = """
 import multiprocessing
 import tba
 
 def score(pair):
     return len(pair[1]) % 3
 
-class Spawns(tba.GSM8K):
+class Pooled(tba.GSM8K):
     def rewards(self, examples, responses, ended):
-        with multiprocessing.get_context("spawn").Pool(2) as pool:
-            return pool.map(score, zip(examples, responses))
+        for _ in range(4):  # the end of a pool is the difficult part
+            with multiprocessing.get_context(METHOD).Pool(2) as pool:
+                scores = pool.map(score, zip(examples, responses))
+        return scores
 
-tba.TASKS["spawns"] = Spawns
+tba.TASKS["pooled"] = Pooled
 """
 
 
 @pytest.mark.slow
-def test_a_pool_that_spawns_its_workers_knows_the_plugin(gsm8k, tmp_path):
-    """Although they are new processes, in which it has to be imported."""
-    (tmp_path / "mine.py").write_text(SPAWNS)
+@pytest.mark.parametrize("method", [None, "spawn"])
+def test_a_reward_may_use_a_pool_of_processes(gsm8k, tmp_path, method):
+    """Those that are spawned are new processes, in which the plug-in has to be imported."""
+    (tmp_path / "mine.py").write_text(POOL.replace("METHOD", repr(method)))
     out = tmp_path / "run"
-    flags = {"task": "spawns", "plugin": tmp_path / "mine.py", "steps": 1, "eval_every": 0}
-    run_tba(arguments(gsm8k, out, **flags))
-    assert {row["reward"] for row in tba.read_lines(out / "completions.jsonl")} <= {0, 1, 2}
+    flags = {"task": "pooled", "plugin": tmp_path / "mine.py", "steps": 3, "eval_every": 0}
+    run_tba(arguments(gsm8k, out, eval_samples=8, **flags))
+    rows = read_lines(out / "completions.jsonl")
+    assert len(read_lines(out / "metrics.jsonl")) == 3
+    assert rows and all(row["reward"] == len(row["response"]) % 3 for row in rows)

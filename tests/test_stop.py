@@ -181,14 +181,17 @@ def test_a_run_saves_however_it_is_stopped(gsm8k, tmp_path, started, way):
 
 
 @pytest.mark.devices(3)
-def test_a_signal_to_the_group_of_a_lockstep_run_saves(gsm8k, tmp_path):
-    """Its Searchers outlive the signal, as the batches that they have begun must be completed."""
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_signal_saves_a_checkpoint(gsm8k, tmp_path, lockstep):
+    """If it reaches the Searchers too, these outlive it: in lockstep, batches must be completed."""
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, lockstep=True, lag=2, num_searchers=2))
+    flags = {"lockstep": True, "lag": 2, "num_searchers": 2} if lockstep else {}
+    run = Run(out, endless(gsm8k, out, **flags))
     run.reaches(3)
-    os.killpg(run.process.pid, signal.SIGHUP)
-    said = run.ends(128 + signal.SIGHUP)
-    assert (out / f"checkpoint-{steps_of(out)}").exists(), said
+    number = signal.SIGHUP if lockstep else signal.SIGUSR1
+    (os.killpg if lockstep else os.kill)(run.process.pid, number)
+    said = run.ends(128 + number)
+    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{steps_of(out)}"]
     assert "warning" not in said  # no Searcher failed
 
 
