@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from starter import restore_signals
 from virtual_gpu import build
 
@@ -424,6 +425,11 @@ def plain_logprobs(
     return logprobs.gather(1, ids[len(prompt) :, None])[:, 0], entropies
 
 
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model that was saved as one file, by name."""
+    return load_file(folder / "model.safetensors")
+
+
 def random_groups(
     task: tba.Task, B: int, K: int, longest: int = 24, first_prompt: int = 0, shortest: int = 1
 ) -> list[list[tba.Trajectory]]:
@@ -461,6 +467,7 @@ def without_searchers(patch: pytest.MonkeyPatch) -> None:
             rows = random_groups(trainer.task, 5, 8, first_prompt=trainer.step)
             groups = []
             for trajectories in rows:
+                trajectories[0].reference_version = trainer.sync.reference_version
                 groups.append(tba.Group(trainer.searchers.first_missing, trajectories))
                 trainer.searchers.record_arrival(groups[-1].index)
             trainer.arrived = groups[:-1]

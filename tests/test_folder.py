@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,15 @@ import matplotlib.axes
 import numpy as np
 import pytest
 import torch
-from harness import arguments, learner_of, random_groups, trajectory, without_searchers
-from safetensors.torch import load_file, save_file
+from harness import (
+    arguments,
+    learner_of,
+    random_groups,
+    trajectory,
+    weights_of,
+    without_searchers,
+)
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import tba
@@ -72,7 +78,7 @@ def mean(values):
     return sum(values) / len(values)
 
 
-def plain_numbers(trainer, latest, batch, counts, waits, wall):
+def plain_numbers(trainer, latest, pairs, batch, counts, waits, wall):
     """What a step logs of the trajectories that arrived last, and of a batch, as plain sums."""
     step = trainer.step
     alive = [s for s in trainer.searchers.running if s.state != "pending"]
@@ -85,6 +91,7 @@ def plain_numbers(trainer, latest, batch, counts, waits, wall):
         "eos_fraction": mean(t.ended for t in latest),
         "version_span": mean(t.last_version - t.version for t in latest),
         "kl": mean(kl) if kl else None,
+        "distinct": len(set(pairs)) / len(pairs),
         "staleness_mean": mean(step - 1 - t.version for t in rows),
         "staleness_max": max(step - 1 - t.version for t in rows),
         "replay_ratio": sum(n for n, _ in counts[-50:]) / max(1, sum(n for _, n in counts[-50:])),
@@ -112,7 +119,7 @@ def test_the_numbers_of_a_step_are_those_of_what_arrived_and_what_was_trained_on
     rng = np.random.default_rng(0)
     trainer = trainer_with_a_folder(tmp_path)
     log = tba.StepLog(trainer)
-    counts, expected, latest = [], [], []
+    counts, expected, latest, pairs = [], [], [], []
     for trainer.step in range(1, 61):
         old = trainer.step - 1
         sizes = rng.integers(1, 5, int(rng.integers(old == 0, 4)))
@@ -120,6 +127,7 @@ def test_the_numbers_of_a_step_are_those_of_what_arrived_and_what_was_trained_on
             tba.Group(i, [random_row(rng, old, i) for _ in range(S)]) for i, S in enumerate(sizes)
         ]
         latest = [t for group in trainer.arrived for t in group.trajectories] or latest
+        pairs += [t.tokens.tobytes() for g in trainer.arrived for t in g.trajectories[:2]]
         batch = [[random_row(rng, old) for _ in range(3)] for _ in range(rng.integers(1, 5))]
         counts.append((len(batch), len(sizes)))
         trainer.searchers.running = [random_searcher(rng) for _ in range(rng.integers(0, 4))]
@@ -133,7 +141,7 @@ def test_the_numbers_of_a_step_are_those_of_what_arrived_and_what_was_trained_on
         wall = float(rng.uniform(1, 5))
         clock[0] += wall
         times = {"seconds": clock[0] - 100, "trainer_busy": sum(parts.values()) / wall}
-        numbers = plain_numbers(trainer, latest, batch, counts, waits, wall)
+        numbers = plain_numbers(trainer, latest, pairs[-128:], batch, counts, waits, wall)
         expected.append(numbers | parts | times)
         log.write({**parts, "sampler_gap": 0.0, "sampler_z": 0.0}, batch)
         assert trainer.sync.seconds == 0 and trainer.folder.bar.n == trainer.step
@@ -148,7 +156,7 @@ def test_the_numbers_of_a_step_are_those_of_what_arrived_and_what_was_trained_on
         with pytest.raises(ValueError, match=f"choose others: {name}$"):  # an objective's
             log.write({**parts, "sampler_gap": 0.0, "sampler_z": 0.0, name: 1.0}, batch)
     for row, wanted in zip(read_lines(tmp_path / "metrics.jsonl"), expected, strict=True):
-        assert row.keys() - {"distinct", "sampler_gap", "sampler_z"} == wanted.keys()
+        assert row.keys() - {"sampler_gap", "sampler_z"} == wanted.keys()
         assert {name: row[name] for name in wanted} == pytest.approx(wanted)
 
 
@@ -300,58 +308,44 @@ def equal(one, other):
     return type(one) is type(other) and one == other
 
 
-def replay_without_searchers(trainer):
-    """Train on random groups that are stored; the fifth of each step stays in the inbox."""
-    rows = random_groups(trainer.task, 5, 8, first_prompt=trainer.step)
-    groups = [tba.Group(5 * trainer.step + i, group) for i, group in enumerate(rows)]
-    for group in groups[:-1]:
-        trainer.searchers.record_arrival(group.index)
-        group.trajectories[0].reference_version = trainer.sync.reference_version
-        trainer.store(group)
-    trainer.arrived = groups[:-1]
-    trainer.inbox = [*trainer.inbox, groups[-1]]
-    trainer.train_step(rows[:-1])
-
-
 def test_a_checkpoint_has_the_reference_of_its_step(gsm8k, tmp_path, monkeypatch):
     """And all other states; the next reset comes while it is written. The newest two are kept."""
     without_searchers(monkeypatch)
-    written = threading.Event()
-    write = tba.save_model
     out = tmp_path / "run"
-    before = {}
+    save, write = tba.save, tba.save_model
+    before, trainers = {}, []
 
-    def slow(*args):
-        assert written.wait(200)
+    def remember(trainer):
+        if trainer.step == 3:
+            before.update({name: owner.state() for name, owner in trainer.registered.items()})
+            before["policy"] = {name: p.detach() for name, p in trainer.learner.weights.items()}
+            before.update(copy.deepcopy(before), step=3)
+            (out / "checkpoint-0").mkdir()
+            trainers.append(trainer)
+        save(trainer)
+
+    def write_during_a_step(*args):
+        while trainers:
+            trainer = trainers.pop()
+            trainer.train_step(random_groups(trainer.task, 4, 8))
+            trainer.inbox.clear()
         write(*args)
 
-    def train(trainer):
-        while trainer.step < trainer.config.steps:
-            replay_without_searchers(trainer)
-            if trainer.step == 3:
-                owners = {name: owner.state() for name, owner in trainer.registered.items()}
-                policy = {name: p.detach() for name, p in trainer.learner.weights.items()}
-                before.update(copy.deepcopy(owners | {"step": 3, "policy": policy}))
-                (out / "checkpoint-0").mkdir()
-            if trainer.step == 4:
-                written.set()
-            trainer.save_if_due()
-        trainer.evaluations.due = False
-
-    monkeypatch.setattr(tba, "save_model", slow)
-    monkeypatch.setattr(tba.Trainer, "run_asynchronous", train)
-    flags = {"reset_reference_every": 2, "save_every": 3, "learning_rate": 1e-3, "steps": 4}
+    monkeypatch.setattr(tba, "save", remember)
+    monkeypatch.setattr(tba, "save_model", write_during_a_step)
+    flags = {"reset_reference_every": 2, "save_every": 3, "learning_rate": 1e-3, "steps": 5}
     assert tba.main(arguments(gsm8k, out, eval_every=0, **flags)) == 0
     saved = read_states(out / "checkpoint-3")
     for name, state in before.items():
         assert equal(state, saved[name]), name
+    assert before["ReplayBuffer"]["trajectories"] and before["Trainer"]["trajectories"]
     assert before["WeightSync"]["reference_version"] == 2
     assert before["policy"].keys() == before["WeightSync"]["reference"].keys()
-    assert [path.name for path in tba.checkpoints(out)] == ["checkpoint-4", "checkpoint-3"]
+    assert [path.name for path in tba.checkpoints(out)] == ["checkpoint-5", "checkpoint-3"]
     for step in (9, 10, 100):
         (out / f"checkpoint-{step}").mkdir()
     (out / "checkpoint-11.broken").mkdir()
-    assert [int(path.name[11:]) for path in tba.checkpoints(out)] == [100, 10, 9, 4, 3]
+    assert [int(path.name[11:]) for path in tba.checkpoints(out)] == [100, 10, 9, 5, 3]
 
 
 def read_states(path):
@@ -359,7 +353,7 @@ def read_states(path):
     saved = tba.open_checkpoint(path)
     for file in path.glob("*.trajectories"):
         saved[file.stem]["trajectories"] = tba.read_trajectories(file)
-    return copy.deepcopy(saved) | {"policy": load_file(path / "model.safetensors")}
+    return copy.deepcopy(saved) | {"policy": weights_of(path)}
 
 
 def refused_flag(config, task):
@@ -467,55 +461,6 @@ def test_a_checksum_of_every_model_that_a_flag_names(gsm8k, tldr, tmp_path):
     assert tba.model_checksums(config) == found | {"reward_model": of(tldr / "gold")}
     config.sft_data = "pairs.jsonl"
     assert tba.model_checksums(config)["model"] == of(tmp_path / "sft")
-
-
-def test_what_is_logged_as_waiting_is_waiting(monkeypatch):
-    """Not the work of the condition that is waited for, such as storing groups."""
-    now = 1e6
-
-    def passes(seconds):
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr(tba.time, "monotonic", lambda: now)
-    log = tba.StepLog(None)
-    nothing = lambda: None
-    wake_up = SimpleNamespace(wait=passes, set=nothing, clear=nothing)
-    searchers = SimpleNamespace(wake_up=wake_up)
-    trainer = SimpleNamespace(log=log, searchers=searchers, poll=lambda: None, LOG_EVERY=30)
-    answers = iter([False, False, True])
-
-    def condition():
-        passes(3)
-        return next(answers)
-
-    assert tba.Trainer.wait_for(trainer, "generation", condition)
-    assert log.waited["generation"] == pytest.approx(2 * tba.POLL_SECONDS)
-
-
-def test_rates_of_a_searcher_that_is_not_heard_of_fall():
-    s = tba.RunningSearcher(None, None, "ready")
-    for seconds in range(10):
-        s.heartbeats.append(tba.Heartbeat(100.0 + seconds, 0.1 * seconds, 50 * seconds))
-    assert s.recent_rates() == pytest.approx((0.9, 50), rel=0.01)
-    s.seen = time.monotonic() - 10  # a second of which is usual
-    assert s.recent_rates() == pytest.approx((0.45, 25), rel=0.01)
-
-
-def test_files_are_json_that_strict_parsers_read(tmp_path):
-    folder = SimpleNamespace(path=tmp_path)
-    record = {"step": 1, "loss": math.nan, "kl": -math.inf, "text": "NaN"}
-    tba.RunFolder.append(folder, "metrics.jsonl", record)
-
-    def refuse(name):
-        raise ValueError(name)
-
-    found = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    assert found == {"step": 1, "loss": None, "kl": None, "text": "NaN"}
-
-
-def weights_of(folder):
-    return load_file(folder / "model.safetensors")
 
 
 @pytest.fixture
@@ -778,40 +723,6 @@ def test_a_reset_that_fails_is_repeated_by_the_resumed_run(gsm8k, tmp_path, caps
 # ---------------------------------------------------------------------------------- a run's folder
 
 
-def logged_arrivals(path, steps):
-    """`distinct` after each step, and the warnings, if these groups of responses arrive."""
-    trainer = trainer_with_a_folder(path)
-    said = []
-    trainer.folder.say = said.append
-    log = tba.StepLog(trainer)
-    rng = np.random.default_rng(0)
-    found = []
-    for groups in steps:
-        arrived = [tba.Group(i, [random_row(rng, 0) for _ in g]) for i, g in enumerate(groups)]
-        for group, responses in zip(arrived, groups, strict=True):
-            for t, tokens in zip(group.trajectories, responses, strict=True):
-                t.tokens = np.array(tokens, np.int32)
-        log.log_arrivals(arrived)
-        log.check_learning()
-        found.append(log.means["distinct"])
-    return found, said
-
-
-def test_distinct_responses_are_counted(tmp_path):
-    """Among two of each of the latest 64 groups, however these came."""
-    rng = np.random.default_rng(0)
-    steps = [
-        [rng.integers(0, 9, (S, 1)).tolist() for S in rng.integers(1, 5, rng.integers(1, 40))]
-        for _ in range(12)
-    ]
-    found, _ = logged_arrivals(tmp_path, steps)
-    pairs = []
-    for step, groups in enumerate(steps):
-        pairs += [tuple(response) for responses in groups for response in responses[:2]]
-        latest = pairs[-128:]
-        assert found[step] == len(set(latest)) / len(latest)
-
-
 KINDS = {  # of policies -> ten groups of S responses, or one
     "diverse": lambda rng, S: rng.integers(0, 99, (10, S, 8)),
     "one per prompt": lambda rng, S: rng.integers(0, 99, (10, 1, 8)).repeat(S, 1),
@@ -834,10 +745,15 @@ KINDS = {  # of policies -> ten groups of S responses, or one
 def test_a_collapse_is_reported_once(kinds, warnings, last, tmp_path):
     for S in (2, 24):
         rng = np.random.default_rng(0)
-        steps = [KINDS[kind](rng, S).tolist() for kind in kinds for _ in range(10)]
-        found, said = logged_arrivals(tmp_path / f"{S}", steps)
+        trainer = trainer_with_a_folder(tmp_path / f"{S}")
+        said = []
+        trainer.folder.say = said.append
+        log = tba.StepLog(trainer)
+        for groups in [KINDS[kind](rng, S) for kind in kinds for _ in range(10)]:
+            log.log_arrivals([tba.Group(0, [*map(trajectory, group)]) for group in groups])
+            log.check_learning()
         assert len(said) == warnings and all("distinct" in text for text in said)
-        assert found[-1] == last
+        assert log.means["distinct"] == last
 
 
 @pytest.mark.parametrize("resumed_at", [0, 40])
