@@ -28,7 +28,6 @@ from harness import (
     endless,
     helpers_of,
     processes_of,
-    run_tba,
     steps_of,
     trajectory,
 )
@@ -83,9 +82,6 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     run.ends(128 + signal.SIGINT)
     check_positions([index for index, *_ in run.noted("stored")], 3)
     assert max(m["logprob_gap"] for m in read_lines(out / "metrics.jsonl")) < 1e-3
-    step = steps_of(out)
-    run_tba(["--resume", str(out), "--steps", str(step + 3)])
-    assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
 
 
 def latest(out):
@@ -142,19 +138,8 @@ def test_a_run_outlives_its_folders_but_not_its_manager(gsm8k, tmp_path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.devices(4)
-def test_faults_that_end_a_run(gsm8k, tmp_path):
-    """Too many failures, wrong weights: one exit code."""
-    out = tmp_path / "many"
-    run = Run(out, endless(gsm8k, out, max_restarts=1, initial_trajectories=10**6))
-    run.until(lambda: run.noted("stored"), "a group")
-    for _ in range(2):
-        run.want("raise")
-        run.suffered("raise")
-    said = run.ends(1)
-    assert said.count("ArithmeticError: a fault on demand") == 2
-    assert not list(out.glob("checkpoint-*"))  # not a step was taken
-
-    out = tmp_path / "wrong"
+def test_wrong_weights_end_a_run_which_loses_no_group(gsm8k, tmp_path):
+    out = tmp_path / "run"
     run = Run(out, endless(gsm8k, out, num_searchers=3))
     run.want("slow-trainer", "0.5")  # groups arrive with the message that ends the run
     run.reaches(2)
