@@ -267,6 +267,10 @@ class Run:
 
         wait_until(there, what, self.text, seconds)
 
+    def latest(self) -> dict:
+        """The metrics of the latest optimizer step."""
+        return tba.read_lines(self.out / "metrics.jsonl")[-1]
+
     def reaches(self, step: int) -> None:
         """Wait until the run has logged this optimizer step."""
         self.until(lambda: steps_of(self.out) >= step, f"step {step}")

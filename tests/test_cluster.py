@@ -50,14 +50,9 @@ def lasting():
         yield cluster
 
 
-def alive(run: Run) -> int:
-    """The Searchers that run, according to the latest step."""
-    return read_lines(run.out / "metrics.jsonl")[-1]["searchers_alive"]
-
-
 def continues(run: Run) -> None:
     """Wait for five more steps."""
-    run.reaches(read_lines(run.out / "metrics.jsonl")[-1]["step"] + 5)
+    run.reaches(run.latest()["step"] + 5)
 
 
 def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
@@ -70,7 +65,8 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
         flags = {"num_searchers": 3, "plugin": plugin}
         run = Run(out, endless(gsm8k, out, cluster=cluster.address, **flags), hooks=False)
         run.reaches(5)
-        run.until(lambda: alive(run) == 2, "both Searchers that have room")  # one loads later
+        alive = lambda: run.latest()["searchers_alive"]
+        run.until(lambda: alive() == 2, "both Searchers that have room")  # one loads later
 
         run.want("hang-receiving")  # a Searcher stops within a transfer; then its node is lost
         run.suffered("hang-receiving")
@@ -80,7 +76,7 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
             cluster.worker_nodes, key=lambda n: not any(map(stopped, cluster_searchers(n)))
         )
         cluster.lose(nodes[0])
-        run.until(lambda: alive(run) == 1, "one Searcher left")
+        run.until(lambda: alive() == 1, "one Searcher left")
         continues(run)
         run.says("lost its machine and waits for another one")
 
@@ -100,7 +96,7 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
     positions = [index for index, *_ in run.noted("stored")]
     assert len(positions) == len(set(positions))
     # with another number of Searchers, on one machine
-    step = read_lines(out / "metrics.jsonl")[-1]["step"]
+    step = run.latest()["step"]
     more = ["--cluster", "", "--num_searchers", "1", "--steps", str(step + 3)]
     run_tba(["--resume", str(out), *more])
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
@@ -116,8 +112,7 @@ def test_lockstep_that_waits_for_a_machine_saves_after_a_signal(gsm8k, tmp_path)
         run.says("lost its machine and waits for another one")
         os.kill(run.process.pid, signal.SIGINT)
         run.ends(128 + signal.SIGINT)
-    step = read_lines(out / "metrics.jsonl")[-1]["step"]
-    assert (out / f"checkpoint-{step}").exists()
+    assert (out / f"checkpoint-{run.latest()['step']}").exists()
 
 
 def test_lockstep_on_a_cluster_equals_one_machine(gsm8k, tmp_path, lasting):
