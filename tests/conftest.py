@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import types
 from importlib import metadata
 from pathlib import Path
 
@@ -124,6 +125,17 @@ def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
         return made[name]
 
     return make
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A clock that stands until the test sets `now`, in seconds."""
+    import tba
+
+    clock = types.SimpleNamespace(now=1e6)
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(tba.time, name, lambda: clock.now)
+    return clock
 
 
 @pytest.fixture(autouse=True)

@@ -206,11 +206,8 @@ class Meeting:
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(clock, monkeypatch):
     """A clock that the test moves; processes that are started meanwhile do nothing."""
-    clock = SimpleNamespace(now=1e6)
-    for name in ("monotonic", "perf_counter"):
-        monkeypatch.setattr(tba.time, name, lambda: clock.now)
     for name in ("LocalProcess", "ClusterProcess"):
         monkeypatch.setattr(tba, name, process_of)
     return clock
@@ -289,14 +286,15 @@ def test_searchers_that_share_gpus_start_one_after_another(gpus, nccl, clock, mo
     assert started == ([[0], [0, 1], [0, 1, 2], [0, 1, 2]] if gpus and not nccl else all_at_once)
 
 
-def test_a_searcher_that_was_killed_and_remains_ends_the_run(clock):
+@pytest.mark.parametrize(("state", "limit"), [("loading", 900), ("ready", 60)])
+def test_a_searcher_that_was_killed_and_remains_ends_the_run(clock, state, limit):
     """Its fork server may hang, which alone can tell that it has ended."""
     processes = trainer_of(num_searchers=1, searcher_timeout=60).searchers
     (s,) = processes.running
-    s.process.kill = lambda: None
-    for seconds, state in ((59, "ready"), (2, "ended"), (59, "ended")):
+    s.state, s.process.kill = state, lambda: None
+    for seconds, expected in ((limit - 1, state), (2, "ended"), (59, "ended")):
         clock.now += seconds
-        assert processes.reap() == [] and s.state == state
+        assert processes.reap() == [] and s.state == expected
     clock.now += 2
     with pytest.raises(tba.RunEnded, match="killed Searcher 0 remains"):
         processes.reap()

@@ -58,21 +58,19 @@ def test_a_helper_that_hangs_does_not_keep_a_run_from_ending(gsm8k, tmp_path):
     run.gone()
 
 
-def test_a_signal_that_is_repeated_after_a_second_kills(monkeypatch, capfd):
+def test_a_signal_that_is_repeated_after_a_second_kills(clock, monkeypatch, capfd):
     """Each signal for itself; the kernel delivers none to a container's first process."""
     events = []
-    clock = [50.0]
-    monkeypatch.setattr(tba.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(signal, "signal", lambda *args: events.append(args))
     monkeypatch.setattr(os, "kill", lambda *args: events.append(args))
     monkeypatch.setattr(os, "_exit", sys.exit)
     trainer = SimpleNamespace(signals={})
-    for seconds, number in ((0, signal.SIGTERM), (0.9, signal.SIGTERM), (1.5, signal.SIGINT)):
-        clock[0] = 50 + seconds
+    for seconds, number in ((0, signal.SIGTERM), (0.9, signal.SIGTERM), (0.15, signal.SIGINT)):
+        clock.now += seconds
         tba.on_signal(trainer, number, None)
     assert events == [] and [*trainer.signals] == [signal.SIGTERM, signal.SIGINT]
     assert capfd.readouterr().err.count("SIGTERM: stopping") == 2
-    clock[0] = 51.1
+    clock.now += 0.05
     with pytest.raises(SystemExit, match="143"):
         tba.on_signal(trainer, signal.SIGTERM, None)
     assert events == [(signal.SIGTERM, signal.SIG_DFL), (os.getpid(), signal.SIGTERM)]
@@ -234,14 +232,12 @@ def test_the_slurm_scripts_of_the_docs_save_after_a_signal(gsm8k, tmp_path, star
     script = cluster if case == "the script for a cluster" else one
     if case == "with several ranks":
         *lines, _ = one.splitlines(keepends=True)
-        flags = arguments(None, None, steps=100_000, model="MODEL", dataset="DATA", save_every=0)
+        flags = endless(gsm8k, None)
         script = "".join(lines) + ranks.replace("$folder", f"{' '.join(flags)} $folder")
     (tmp_path / "script").write_text(textwrap.dedent(script))
     for name in ("run_gsm8k.sh", "run_redteam.sh"):
         (tmp_path / name).write_text(TINY)
     shutil.copy(ROOT / "tba.py", tmp_path)
-    (tmp_path / "MODEL").symlink_to(gsm8k / "model")
-    (tmp_path / "DATA").symlink_to(gsm8k / "data")
     (tmp_path / "bin").mkdir()
     for name, body in STAND_INS.items():
         path = tmp_path / "bin" / name
@@ -274,11 +270,10 @@ def rewards(task, examples, responses, ended):
 
 tba.GSM8K.rewards = rewards
 """
-BEFORE = """import os, signal
+BEFORE = """import os
 from concurrent.futures import ThreadPoolExecutor
 import tba
 
-handlers = [signal.getsignal(number) for number in tba.STOP_SIGNALS]
 os.environ["REWARD"] = "1"
 """
 AFTER = """
@@ -286,7 +281,6 @@ os.environ["REWARD"] = "5"
 with ThreadPoolExecutor() as pool:
     resumed = pool.submit(tba.main, ["--resume", "runs/1e-4", "--steps", "3"])
 assert resumed.result() == 0
-assert [signal.getsignal(number) for number in tba.STOP_SIGNALS] == handlers
 """
 
 
