@@ -66,8 +66,6 @@ def form(original, channel):
 def broadcast(original, channel, weights, meeting):
     strike("receiving")
     original(channel, weights, meeting)
-    if IN_A_SEARCHER and claim("corrupt"):
-        weights.flat[len(weights.flat) // 2] += 3.0  # of a layer in the middle
     strike("received")
 
 

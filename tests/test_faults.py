@@ -33,7 +33,6 @@ from harness import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from test_folder import Count
 
 import tba
 from tba import read_lines
@@ -131,44 +130,31 @@ def test_a_run_outlives_its_folders_but_not_its_manager(gsm8k, tmp_path, monkeyp
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{steps_of(out)}"]
 
 
-@pytest.mark.slow
-@pytest.mark.devices(4)
-def test_wrong_weights_end_a_run_which_loses_no_group(gsm8k, tmp_path):
-    out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, num_searchers=3))
-    run.want("slow-trainer", "0.5")  # groups arrive with the message that ends the run
-    run.reaches(2)
-    run.want("corrupt")
-    said = run.ends(1)
-    assert "logprob_tolerance" in said
-    saved = tba.open_checkpoint(next(out.glob("checkpoint-*")))
-    searchers = saved["SearcherProcesses"]
-    arrived = searchers["first_missing"] + len(searchers["arrived_positions"])
-    assert arrived == len(run.noted("stored")) + len(saved["Trainer"]["inbox"])  # none is lost
-    step = run.latest()["step"]  # the Trainer's own policy is healthy
-    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
-
-
 def trainer_of(checkpoint=(), **flags):
-    """A Trainer without processes, files and a policy; its Searchers are ready.
+    """A Trainer without processes and a policy; its Searchers are ready.
 
-    Its Manager's queues are of this process, and its log goes to the list `said`.
+    Its Manager's queues are of this process. It has files if `flags` has an --output_dir, or else a
+    list `said` of what goes to the terminal.
     """
     config = tba.settings(**flags)
     task = SimpleNamespace(
-        held_out_prompts=[None] * 7, train_prompts=[None], buffer_class=tba.ReplayBuffer,
-        tokenizer=SimpleNamespace(decode=str), response_texts=str,
+        held_out_prompts=[None] * 7, train_prompts=[[p] for p in range(9)],
+        buffer_class=tba.ReplayBuffer, tokenizer=SimpleNamespace(decode=str),
+        response_texts=lambda rows: [str(rows)],
     )  # fmt: skip
     said = []
     folder = SimpleNamespace(
         step=0, say=said.append, evaluations=[], append=lambda *_: None, config=config
     )
+    if config.output_dir:
+        folder = tba.RunFolder(config)
+        folder.bar.leave = False  # it prints nothing when the tests end
     trainer = tba.Trainer(config, task, folder, tba.Ranks(), dict(checkpoint))
     trainer.said, trainer.LOG_EVERY = said, 0
     trainer.learner = SimpleNamespace(ranks=trainer.ranks, skipped=0)
     trainer.log.write = lambda *_: None
-    trainer.sync = SimpleNamespace(due=False, version=0, reference_version=0, poll=lambda: None)
-    trainer.sync.begin_if_due = lambda step: None
+    trainer.sync = SimpleNamespace(due=False, version=0, reference_version=0, seconds=0.0)
+    trainer.sync.poll = trainer.sync.begin_if_due = lambda *_: None
     processes = trainer.searchers
     processes.manager = SimpleNamespace(Queue=queue.Queue, Barrier=Meeting)
     processes.messages = processes.shared = None
@@ -471,29 +457,11 @@ def test_a_buffer_of_another_class_resumes_with_what_was_stored(monkeypatch):
         trainer = trainer_of(states_of(trainer))
 
 
-def test_what_is_registered_keeps_its_name():
-    """Two objects of a class have their own states; a name is given once, and not forgotten."""
-    trainer = trainer_of()
-    trainer.register(Count(3), "three")
-    trainer.register(Count(30), "thirty")
-    trainer.register(Count(300))
-    with pytest.raises(ValueError, match="Count is registered already"):
-        trainer.register(Count(3000))
-    resumed = trainer_of(states_of(trainer))
-    found = [resumed.register(Count(0), name).n for name in ("thirty", "three")]
-    assert found == [30, 3]
-    with pytest.raises(tba.InputError, match="the state of Count, which"):
-        tba.require_claimed(resumed)
-    resumed.register(Count(0))
-    tba.require_claimed(resumed)
-
-
 @pytest.mark.parametrize("empties", [dict.clear, lambda stored: stored.update({0: {}})])
 def test_a_rule_that_deletes_all_has_the_run_wait(empties):
     """For instance groups of equal rewards, which is all there are at first. The log says why."""
     flags = {"initial_trajectories": 8, "recent_probability": 0.0, "steps": 1}
     trainer = trainer_of(num_searchers=1, prompts_per_step=2, searched_per_prompt=4, **flags)
-    trainer.task.train_prompts = [None] * 9
     (s,) = trainer.searchers.running
     indices = itertools.count()
 

@@ -27,6 +27,7 @@ from harness import (
     without_searchers,
 )
 from safetensors.torch import save_file
+from test_faults import states_of, trainer_of
 from transformers import AutoModelForCausalLM
 
 import tba
@@ -35,25 +36,8 @@ from tba import read_lines
 # ------------------------------------------------------------------------------ what a step logs
 
 
-def trainer_with_a_folder(path, **flags):
-    """What `StepLog` sees of a Trainer, with a real folder."""
-    task = SimpleNamespace(
-        train_prompts=[[p] for p in range(1000)],
-        tokenizer=SimpleNamespace(decode=str),
-        response_texts=lambda rows: [str(rows)],
-    )
-    config = tba.settings(output_dir=str(path), **flags)
-    path.mkdir(exist_ok=True)
-    return SimpleNamespace(
-        step=0, arrived=[], groups_dropped=0, config=config, task=task,
-        folder=tba.RunFolder(config),
-        searchers=SimpleNamespace(running=[]), buffer=SimpleNamespace(trajectories={}),
-        sync=SimpleNamespace(version=0, seconds=0.0),
-    )  # fmt: skip
-
-
 def test_the_numbers_of_a_step_are_those_of_what_arrived_and_what_was_trained_on(tmp_path, clock):
-    trainer = trainer_with_a_folder(tmp_path)
+    trainer = trainer_of(output_dir=str(tmp_path))
     log = tba.StepLog(trainer)
     own = {"forward_backward_seconds": 0.5, "optimizer_seconds": 0.25, "sampler_gap": 0.0}
     own |= {"sampler_z": 0.0}
@@ -157,7 +141,7 @@ def test_a_resumed_folder_has_what_was_before_its_step_and_no_more(tmp_path, cap
 
 def test_evaluations_are_kept_and_shown_in_the_order_of_their_steps(tmp_path, capsys):
     """That of step 2 comes last, because its judge was slow."""
-    trainer = trainer_with_a_folder(tmp_path)
+    trainer = trainer_of(output_dir=str(tmp_path))
     folder = trainer.folder
     trainer.learner = None
     for step, n in ((0, 8), (4, 8), (6, 99), (2, 8)):
@@ -188,8 +172,9 @@ def test_trackers_get_steps_and_evaluations_and_resume_their_run(tracker, tmp_pa
     patch("get_tracker", lambda _, name, unwrap: define)
     table = SimpleNamespace(Table=lambda columns, data: dict(zip(columns, *data, strict=True)))
     monkeypatch.setitem(sys.modules, tracker, table)
-    trainer = trainer_with_a_folder(tmp_path / "mine", run_id="ab12")
+    trainer = trainer_of(output_dir=str(tmp_path / "mine"), run_id="ab12")
     folder = trainer.folder
+    folder.path.mkdir()
     folder.config.report_to = tracker
     folder.accelerator = SimpleNamespace(log=lambda *args: log.append(args))
     trainer.step = 3
@@ -515,6 +500,23 @@ class Counting(tba.Trainer):
         self.register(self.count, "my count")
 
 
+def test_what_is_registered_keeps_its_name():
+    """Two objects of a class have their own states; a name is given once, and not forgotten."""
+    trainer = trainer_of()
+    trainer.register(Count(3), "three")
+    trainer.register(Count(30), "thirty")
+    trainer.register(Count(300))
+    with pytest.raises(ValueError, match="Count is registered already"):
+        trainer.register(Count(3000))
+    resumed = trainer_of(states_of(trainer))
+    found = [resumed.register(Count(0), name).n for name in ("thirty", "three")]
+    assert found == [30, 3]
+    with pytest.raises(tba.InputError, match="the state of Count, which"):
+        tba.require_claimed(resumed)
+    resumed.register(Count(0))
+    tba.require_claimed(resumed)
+
+
 def unreadable(*args, **kwargs):
     raise OSError(errno.EIO, "Input/output error")
 
@@ -693,7 +695,7 @@ KINDS = {  # of policies -> ten groups of S responses, or one
 def test_a_collapse_is_reported_once(kinds, warnings, last, tmp_path):
     for S in (2, 24):
         rng = np.random.default_rng(0)
-        trainer = trainer_with_a_folder(tmp_path / f"{S}")
+        trainer = trainer_of(output_dir=str(tmp_path))
         said = []
         trainer.folder.say = said.append
         log = tba.StepLog(trainer)
@@ -709,7 +711,7 @@ def test_a_collapse_is_reported_once(kinds, warnings, last, tmp_path):
 @pytest.mark.parametrize("contrast", [False, True])
 def test_only_the_first_steps_of_a_run_can_learn_nothing(resumed_at, ended, contrast, tmp_path):
     """Later there may be nothing left to learn. One response that ends, or one pair, is enough."""
-    trainer = trainer_with_a_folder(tmp_path)
+    trainer = trainer_of(output_dir=str(tmp_path))
     said, trainer.folder.step, trainer.folder.say = [], resumed_at, lambda text: said.append(text)
     log = tba.StepLog(trainer)
     for trainer.step in range(resumed_at + 1, resumed_at + 30):
