@@ -158,7 +158,8 @@ def test_ports_keys_and_a_killed_trainer(gsm8k, tmp_path, lasting):
         others |= set(listening(pid))
     ours = {address for address in trainer | others if address[0] != "::"}  # those are Ray's own
     assert {ip.removeprefix("::ffff:") for ip, _ in ours} == {"127.0.0.1"}
-    ports = {port for _, port in set(listening(manager_of(run))) - trainer}  # less inherited ones
+    _, manager = helpers_of(psutil.Process(run.process.pid))
+    ports = {port for _, port in set(listening(manager.pid)) - trainer}  # less inherited ones
     with pytest.raises(multiprocessing.AuthenticationError):
         BaseManager(("127.0.0.1", *ports), b"a guess").connect()
     run.process.kill()
@@ -171,11 +172,6 @@ def listening(pid: int) -> list[tuple[str, int]]:
     """The addresses and ports at which a process listens."""
     connections = psutil.Process(pid).net_connections("inet")
     return [tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN]
-
-
-def manager_of(run: Run) -> int:
-    """The Manager's process."""
-    return helpers_of(psutil.Process(run.process.pid))[1].pid
 
 
 def test_a_cluster_that_is_not_there(gsm8k, tmp_path):

@@ -156,7 +156,7 @@ def trainer_of(checkpoint=(), **flags):
     trainer.sync = SimpleNamespace(due=False, version=0, reference_version=0, seconds=0.0)
     trainer.sync.poll = trainer.sync.begin_if_due = lambda *_: None
     processes = trainer.searchers
-    processes.manager = SimpleNamespace(Queue=queue.Queue, Barrier=Meeting)
+    processes.manager = SimpleNamespace(Queue=queue.Queue, Barrier=threading.Barrier)
     processes.messages = processes.shared = None
     processes.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
     processes.receiving = Future()
@@ -177,18 +177,6 @@ def process_of(*_):
     process.is_alive = lambda: process.alive
     process.kill = lambda: setattr(process, "alive", False)
     return process
-
-
-class Meeting:
-    """Where the members of a transfer meet: nobody comes, and nobody waits."""
-
-    aborted = False
-
-    def __init__(self, parties):
-        self.parties = parties
-
-    def abort(self):
-        self.aborted = True
 
 
 @pytest.fixture
@@ -302,7 +290,7 @@ def test_rewards_that_take_too_long_are_an_error_but_not_a_wait_for_a_thread(clo
     config.sequences_in_flight = 1  # a call takes one group
     scoring = tba.Scoring(config, task, threading.Event())
     scoring.waiting[False] = [one_group(0), one_group(1)]
-    assert scoring.advance() == [] and scoring.unscored == 2
+    assert scoring.advance() == [] and scoring.unscored == len(scoring.calls) == 2
     assert started.acquire(timeout=PATIENCE)
     clock.now += 9
     assert scoring.advance() == []
@@ -625,7 +613,7 @@ def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(
         reap()
         sync.poll()
         assert transfer.meeting.parties == len(free) + 1
-        assert transfer.meeting.aborted == bool(lost)  # the others stop waiting for it
+        assert transfer.meeting.broken == bool(lost)  # the others stop waiting for it
         assert sync.in_progress == any(s in silent for s in free)
         if sync.in_progress:
             sync.begin_if_due(step)

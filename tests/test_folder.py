@@ -461,26 +461,6 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def change_state(path, change):
-    """Change what a checkpoint's trainer.pt holds."""
-    saved = torch.load(path / "trainer.pt", weights_only=True)
-    change(saved)
-    torch.save(saved, path / "trainer.pt")
-
-
-@pytest.fixture
-def resumed(monkeypatch):
-    """Function: resume a run, but do not train; returns the Trainer."""
-    trainers = []
-    monkeypatch.setattr(tba, "run", lambda trainer: trainers.append(trainer) or 0)
-
-    def resume(out, *flags):
-        assert tba.main(["--resume", str(out), *flags]) == 0
-        return trainers[-1]
-
-    return resume
-
-
 class Count(tba.Stateful):
     """An object of a plug-in."""
 
@@ -527,7 +507,8 @@ def empty_buffers(out, patch):
 
 
 def save_count(out, patch):
-    change_state(out / "checkpoint-2", lambda saved: saved.update({"my count": {"n": 1}}))
+    path = out / "checkpoint-2" / "trainer.pt"
+    torch.save(torch.load(path, weights_only=True) | {"my count": {"n": 1}}, path)
 
 
 REFUSALS = {  # what is said of a resume, and what is done before it
@@ -579,11 +560,14 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
-    damage, saved_run, resumed, tmp_path, capsys
+    damage, saved_run, tmp_path, capsys, monkeypatch
 ):
     out = saved_run(tmp_path / "run")
     DAMAGE[damage](out / "checkpoint-2")
-    trainer = resumed(out)
+    trainers = []
+    monkeypatch.setattr(tba, "run", lambda trainer: trainers.append(trainer) or 0)
+    assert tba.main(["--resume", str(out)]) == 0
+    (trainer,) = trainers
     assert trainer.step == 1
     assert sum(map(len, trainer.buffer.trajectories.values())) == 4 * 8
     said = capsys.readouterr().err
