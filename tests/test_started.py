@@ -157,7 +157,7 @@ def score(pair):
 
 class Pooled(tba.GSM8K):
     def rewards(self, examples, responses, ended):
-        for _ in range(4):  # the end of a pool is the difficult part
+        for _ in range(POOLS):  # the end of a pool is the difficult part
             with multiprocessing.get_context(METHOD).Pool(2) as pool:
                 scores = pool.map(score, zip(examples, responses))
         return scores
@@ -167,13 +167,14 @@ tba.TASKS["pooled"] = Pooled
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [None, "spawn"])
-def test_a_reward_may_use_a_pool_of_processes(gsm8k, tmp_path, method):
+@pytest.mark.parametrize(("method", "pools"), [(None, 4), ("spawn", 1)])
+def test_a_reward_may_use_a_pool_of_processes(gsm8k, tmp_path, method, pools):
     """Those that are spawned are new processes, in which the plug-in has to be imported."""
-    (tmp_path / "mine.py").write_text(POOL.replace("METHOD", repr(method)))
+    plugin = POOL.replace("METHOD", repr(method)).replace("POOLS", str(pools))
+    (tmp_path / "mine.py").write_text(plugin)
     out = tmp_path / "run"
-    flags = {"task": "pooled", "plugin": tmp_path / "mine.py", "steps": 3, "eval_every": 0}
+    flags = {"task": "pooled", "plugin": tmp_path / "mine.py", "steps": pools, "eval_every": 0}
     run_tba(arguments(gsm8k, out, eval_samples=8, **flags))
     rows = read_lines(out / "completions.jsonl")
-    assert len(read_lines(out / "metrics.jsonl")) == 3
+    assert len(read_lines(out / "metrics.jsonl")) == pools
     assert rows and all(row["reward"] == len(row["response"]) % 3 for row in rows)
