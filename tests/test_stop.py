@@ -40,8 +40,8 @@ COMMAND = [sys.executable, str(ROOT / "tba.py")]
 @pytest.mark.slow
 def test_a_helper_that_hangs_does_not_keep_a_run_from_ending(gsm8k, tmp_path):
     """Here the fork server and the Manager hang, and the Trainer goes on until it needs them."""
-    flags = endless(gsm8k, tmp_path / "run", sync_every=1)
-    run = Run(tmp_path / "run", flags, interpreter=True)
+    out = tmp_path / "run"
+    run = Run(out, endless(gsm8k, out, searcher_timeout=120), interpreter=True)
     run.reaches(1)
     helpers = helpers_of(psutil.Process(run.process.pid))
     assert len(helpers) == 2
@@ -54,7 +54,7 @@ def test_a_helper_that_hangs_does_not_keep_a_run_from_ending(gsm8k, tmp_path):
         with contextlib.suppress(psutil.NoSuchProcess):
             helper.kill()
     assert run.process.returncode == 128 + signal.SIGTERM, run.text()
-    assert list((tmp_path / "run").glob("checkpoint-*"))
+    assert list(out.glob("checkpoint-*"))
     run.gone()
 
 
