@@ -1,6 +1,7 @@
 """Searchers that die, hang or raise, wrong weights, signals: what promises 2 to 5 say."""
 
 import contextlib
+import io
 import itertools
 import math
 import os
@@ -147,8 +148,8 @@ def trainer_of(checkpoint=(), **flags):
         step=0, say=said.append, evaluations=[], append=lambda *_: None, config=config
     )
     if config.output_dir:
-        folder = tba.RunFolder(config)
-        folder.bar.leave = False  # it prints nothing when the tests end
+        with contextlib.redirect_stderr(io.StringIO()):  # or its bar appears when the tests end
+            folder = tba.RunFolder(config)
     trainer = tba.Trainer(config, task, folder, tba.Ranks(), dict(checkpoint))
     trainer.said, trainer.LOG_EVERY = said, 0
     trainer.learner = SimpleNamespace(ranks=trainer.ranks, skipped=0)
