@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import types
 from importlib import metadata
 from pathlib import Path
 
@@ -22,7 +23,9 @@ REAL_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("tba", deadline=None)  # the machine may be busy
+    same = [hypothesis.HealthCheck.function_scoped_fixture]  # for all examples of a test
+    # no deadline: the machine may be busy
+    hypothesis.settings.register_profile("tba", deadline=None, suppress_health_check=same)
     hypothesis.settings.load_profile("tba")
     if not hasattr(config, "workerinput"):  # one process starts the runs of all of xdist's workers
         name = f"tba-tests-{secrets.token_hex(8)}"
@@ -122,6 +125,17 @@ def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
         return made[name]
 
     return make
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A clock that stands until the test sets `now`, in seconds."""
+    import tba
+
+    clock = types.SimpleNamespace(now=1e6)
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(tba.time, name, lambda: clock.now)
+    return clock
 
 
 @pytest.fixture(autouse=True)

@@ -66,8 +66,6 @@ def form(original, channel):
 def broadcast(original, channel, weights, meeting):
     strike("receiving")
     original(channel, weights, meeting)
-    if IN_A_SEARCHER and claim("corrupt"):
-        weights.flat[len(weights.flat) // 2] += 3.0  # of a layer in the middle
     strike("received")
 
 
@@ -91,18 +89,14 @@ def on_group(original, rule, group):
 
 def train_step(original, trainer, minibatch):
     note("trained", trainer.step)
+    task = trainer.task
     for t in (t for group in minibatch for t in group):
-        note("judged", int(t.reward), int(judged_alone(trainer.task, t)))
+        text = task.response_texts([t.tokens])
+        (alone,) = task.rewards([task.train[t.prompt_id]], text, np.array([t.ended]))
+        note("judged", int(t.reward), int(alone))
     if (FOLDER / "slow-trainer").exists():
         time.sleep(float((FOLDER / "slow-trainer").read_text()))
     original(trainer, minibatch)
-
-
-def judged_alone(task, t):
-    """The reward of a response in a call of its own."""
-    example = task.train[t.prompt_id]
-    text = task.response_texts([t.tokens])
-    return task.rewards([example], text, np.array([t.ended]))[0]
 
 
 replace(tba.WeightChannel, "form", form)

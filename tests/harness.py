@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from starter import restore_signals
 from virtual_gpu import build
 
@@ -266,6 +267,10 @@ class Run:
 
         wait_until(there, what, self.text, seconds)
 
+    def latest(self) -> dict:
+        """The metrics of the latest optimizer step."""
+        return tba.read_lines(self.out / "metrics.jsonl")[-1]
+
     def reaches(self, step: int) -> None:
         """Wait until the run has logged this optimizer step."""
         self.until(lambda: steps_of(self.out) >= step, f"step {step}")
@@ -338,6 +343,15 @@ def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
         if value is not None
         for part in (f"--{name}", str(value))
     ]
+
+
+def endless(gsm8k: Path, out: Path, **flags: object) -> list[str]:
+    """Flags of a very small run that goes on until it is ended, with a sync after each step."""
+    settings = {
+        "steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0, "sync_every": 1,
+        "max_restarts": 20, "transfer_timeout": 6, "searcher_timeout": 20,
+    }  # fmt: skip
+    return arguments(gsm8k, out, **(settings | flags))
 
 
 def judges_of(path):
@@ -415,6 +429,11 @@ def plain_logprobs(
     return logprobs.gather(1, ids[len(prompt) :, None])[:, 0], entropies
 
 
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model that was saved as one file, by name."""
+    return load_file(folder / "model.safetensors")
+
+
 def random_groups(
     task: tba.Task, B: int, K: int, longest: int = 24, first_prompt: int = 0, shortest: int = 1
 ) -> list[list[tba.Trajectory]]:
@@ -452,6 +471,7 @@ def without_searchers(patch: pytest.MonkeyPatch) -> None:
             rows = random_groups(trainer.task, 5, 8, first_prompt=trainer.step)
             groups = []
             for trajectories in rows:
+                trajectories[0].reference_version = trainer.sync.reference_version
                 groups.append(tba.Group(trainer.searchers.first_missing, trajectories))
                 trainer.searchers.record_arrival(groups[-1].index)
             trainer.arrived = groups[:-1]

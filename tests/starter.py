@@ -116,21 +116,15 @@ def become_run(
     nothing = os.open(os.devnull, os.O_RDONLY)
     for i, file in enumerate((nothing, *files)):
         os.dup2(file, i)
-    close_all_but({0, 1, 2})
+    os.closerange(3, 1 << 16)
     tempfile.tempdir = None  # the environment may name another one
     multiprocessing.current_process().authkey = os.urandom(32)
     sys.argv = [str(PROGRAM), *arguments]
     sys.path[0] = str(ROOT)
-    main = new_main()
+    main = types.ModuleType("__main__")  # in place of this one, also for multiprocessing
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     main.__file__ = str(PROGRAM)
     exec(code, main.__dict__)
-
-
-def new_main() -> types.ModuleType:
-    """An empty module in place of this one, also under multiprocessing's name for it."""
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
-    return main
 
 
 def restore_signals() -> None:
@@ -152,13 +146,6 @@ def kill_all_tests(session: str) -> None:
                     os.kill(pid, signal.SIGKILL)
                     left = True
         time.sleep(0.05)
-
-
-def close_all_but(files: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in files:
-            with contextlib.suppress(OSError):  # that of the listing itself
-                os.close(int(name))
 
 
 if __name__ == "__main__":

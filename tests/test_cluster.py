@@ -18,6 +18,7 @@ from harness import (
     Run,
     arguments,
     cluster_searchers,
+    endless,
     helpers_of,
     local_cluster,
     processes_of,
@@ -49,23 +50,9 @@ def lasting():
         yield cluster
 
 
-def endless(gsm8k, out, address, **flags):
-    """Flags of a run on a cluster that continues until it is stopped."""
-    settings = {
-        "steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0, "sync_every": 1,
-        "transfer_timeout": 5, "searcher_timeout": 20, "cluster": address, "num_searchers": None,
-    }  # fmt: skip
-    return arguments(gsm8k, out, **(settings | flags))
-
-
-def alive(run: Run) -> int:
-    """The Searchers that run, according to the latest step."""
-    return read_lines(run.out / "metrics.jsonl")[-1]["searchers_alive"]
-
-
 def continues(run: Run) -> None:
     """Wait for five more steps."""
-    run.reaches(read_lines(run.out / "metrics.jsonl")[-1]["step"] + 5)
+    run.reaches(run.latest()["step"] + 5)
 
 
 def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
@@ -76,9 +63,10 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
     monkeypatch.setenv("TBA_FAULTS", str(tmp_path / "run-faults"))  # for processes of the nodes
     with local_cluster(2) as cluster:
         flags = {"num_searchers": 3, "plugin": plugin}
-        run = Run(out, endless(gsm8k, out, cluster.address, **flags), hooks=False)
+        run = Run(out, endless(gsm8k, out, cluster=cluster.address, **flags), hooks=False)
         run.reaches(5)
-        run.until(lambda: alive(run) == 2, "both Searchers that have room")  # one loads later
+        alive = lambda: run.latest()["searchers_alive"]
+        run.until(lambda: alive() == 2, "both Searchers that have room")  # one loads later
 
         run.want("hang-receiving")  # a Searcher stops within a transfer; then its node is lost
         run.suffered("hang-receiving")
@@ -88,7 +76,7 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
             cluster.worker_nodes, key=lambda n: not any(map(stopped, cluster_searchers(n)))
         )
         cluster.lose(nodes[0])
-        run.until(lambda: alive(run) == 1, "one Searcher left")
+        run.until(lambda: alive() == 1, "one Searcher left")
         continues(run)
         run.says("lost its machine and waits for another one")
 
@@ -108,7 +96,7 @@ def test_nodes_are_lost_and_join(gsm8k, tmp_path, monkeypatch):
     positions = [index for index, *_ in run.noted("stored")]
     assert len(positions) == len(set(positions))
     # with another number of Searchers, on one machine
-    step = read_lines(out / "metrics.jsonl")[-1]["step"]
+    step = run.latest()["step"]
     more = ["--cluster", "", "--num_searchers", "1", "--steps", str(step + 3)]
     run_tba(["--resume", str(out), *more])
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
@@ -118,14 +106,13 @@ def test_lockstep_that_waits_for_a_machine_saves_after_a_signal(gsm8k, tmp_path)
     out = tmp_path / "run"
     with local_cluster(1) as cluster:
         flags = {"lockstep": True, "num_searchers": 1}
-        run = Run(out, endless(gsm8k, out, cluster.address, **flags), hooks=False)
+        run = Run(out, endless(gsm8k, out, cluster=cluster.address, **flags), hooks=False)
         run.reaches(3)
         cluster.lose(*cluster.worker_nodes)
         run.says("lost its machine and waits for another one")
         os.kill(run.process.pid, signal.SIGINT)
         run.ends(128 + signal.SIGINT)
-    step = read_lines(out / "metrics.jsonl")[-1]["step"]
-    assert (out / f"checkpoint-{step}").exists()
+    assert (out / f"checkpoint-{run.latest()['step']}").exists()
 
 
 def test_lockstep_on_a_cluster_equals_one_machine(gsm8k, tmp_path, lasting):
@@ -157,7 +144,8 @@ def test_the_trainer_has_the_cores_that_searchers_on_its_machine_leave(lasting, 
 
 def test_ports_keys_and_a_killed_trainer(gsm8k, tmp_path, lasting):
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, lasting.address), hooks=False)  # a Searcher for each node
+    flags = {"cluster": lasting.address, "num_searchers": None}  # a Searcher for each node
+    run = Run(out, endless(gsm8k, out, **flags), hooks=False)
     run.reaches(3)
     searchers = [process.pid for process in cluster_searchers()]
     assert len(searchers) == 2
@@ -170,7 +158,8 @@ def test_ports_keys_and_a_killed_trainer(gsm8k, tmp_path, lasting):
         others |= set(listening(pid))
     ours = {address for address in trainer | others if address[0] != "::"}  # those are Ray's own
     assert {ip.removeprefix("::ffff:") for ip, _ in ours} == {"127.0.0.1"}
-    ports = {port for _, port in set(listening(manager_of(run))) - trainer}  # less inherited ones
+    _, manager = helpers_of(psutil.Process(run.process.pid))
+    ports = {port for _, port in set(listening(manager.pid)) - trainer}  # less inherited ones
     with pytest.raises(multiprocessing.AuthenticationError):
         BaseManager(("127.0.0.1", *ports), b"a guess").connect()
     run.process.kill()
@@ -183,11 +172,6 @@ def listening(pid: int) -> list[tuple[str, int]]:
     """The addresses and ports at which a process listens."""
     connections = psutil.Process(pid).net_connections("inet")
     return [tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN]
-
-
-def manager_of(run: Run) -> int:
-    """The Manager's process."""
-    return helpers_of(psutil.Process(run.process.pid))[1].pid
 
 
 def test_a_cluster_that_is_not_there(gsm8k, tmp_path):
@@ -208,19 +192,7 @@ def two_machines():
     for name in names:
         ip("netns", "add", name)
     try:
-        ip(
-            "link",
-            "add",
-            "tba0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "tba0",
-            "netns",
-            names[1],
-        )
+        ip(*"link add tba0 netns tba-head type veth peer tba0 netns tba-node".split())
         for i, name in enumerate(names, 1):
             ip("-n", name, "address", "add", f"10.77.0.{i}/24", "dev", "tba0")
             ip("-n", name, "link", "set", "tba0", "up")

@@ -1,5 +1,8 @@
 """Searchers that die, hang or raise, wrong weights, signals: what promises 2 to 5 say."""
 
+import contextlib
+import io
+import itertools
 import math
 import os
 import pickle
@@ -21,30 +24,19 @@ from harness import (
     PATIENCE,
     ROOT,
     Run,
-    arguments,
     check_positions,
     config_and_task,
+    endless,
     helpers_of,
     processes_of,
-    run_tba,
     steps_of,
     trajectory,
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from test_folder import Count
 
 import tba
 from tba import read_lines
-
-
-def endless(gsm8k, out, **flags):
-    """Flags of a run that goes on until it is ended."""
-    settings = {
-        "steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0, "num_searchers": 3,
-        "max_restarts": 20, "transfer_timeout": 6, "searcher_timeout": 20, "sync_every": 1,
-    }  # fmt: skip
-    return arguments(gsm8k, out, **(settings | flags))
 
 
 @pytest.mark.slow
@@ -55,16 +47,16 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
     One that hangs costs the others --transfer_timeout; it is killed only after that.
     """
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, searcher_timeout=600))
+    run = Run(out, endless(gsm8k, out, num_searchers=3, searcher_timeout=600))
     run.want("slow-trainer", "0.05")
     # each Searcher has sent a group, without which a failure ends the run
     run.until(lambda: len({index % 3 for index, *_ in run.noted("stored")}) == 3, "groups of all")
     run.reaches(1)
 
     def goes_on(what):
-        group, version = run.noted("stored")[-1], latest(out)["version"]
+        group, version = run.noted("stored")[-1], run.latest()["version"]
         run.until(lambda: run.noted("stored")[-1] != group, f"data {what}")
-        run.until(lambda: latest(out)["version"] > version, f"new weights {what}")
+        run.until(lambda: run.latest()["version"] > version, f"new weights {what}")
 
     faults = ["die-generating", "hang-receiving", "raise", "die-loading", "hang-generating"]
     faults += ["die-received", "hang-loading", "die-receiving", "die-joining", "hang-joining"]
@@ -84,20 +76,12 @@ def test_one_run_suffers_all_faults_and_loses_nothing(gsm8k, tmp_path):
         run.until(lambda n=number: len(run.failed()) >= n, f"{fault} noticed")
         assert len(run.failed()) == number  # no healthy Searcher is restarted with it
         goes_on(f"after {fault}")
-    run.until(lambda: latest(out)["searchers_alive"] == 3, "all back")
+    run.until(lambda: run.latest()["searchers_alive"] == 3, "all back")
     assert "ArithmeticError: a fault on demand" in run.text()
     os.kill(run.process.pid, signal.SIGINT)
     run.ends(128 + signal.SIGINT)
     check_positions([index for index, *_ in run.noted("stored")], 3)
     assert max(m["logprob_gap"] for m in read_lines(out / "metrics.jsonl")) < 1e-3
-    step = steps_of(out)
-    run_tba(["--resume", str(out), "--steps", str(step + 3)])
-    assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == list(range(1, step + 4))
-
-
-def latest(out):
-    """The metrics of a run's latest step."""
-    return read_lines(out / "metrics.jsonl")[-1]
 
 
 @pytest.mark.slow
@@ -112,7 +96,7 @@ def test_a_killed_trainer_leaves_nothing_and_a_second_signal_ends_at_once(gsm8k,
     run.gone()
 
     out = tmp_path / "twice"
-    run = Run(out, endless(gsm8k, out, lockstep=True, max_restarts=0))
+    run = Run(out, endless(gsm8k, out, num_searchers=3, lockstep=True, max_restarts=0))
     run.want("slow-trainer", "1000")
     run.until(lambda: run.noted("trained"), "a step, which lasts")
     os.kill(run.process.pid, signal.SIGINT)
@@ -130,7 +114,7 @@ def test_a_run_outlives_its_folders_but_not_its_manager(gsm8k, tmp_path, monkeyp
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, num_searchers=1))
+    run = Run(out, endless(gsm8k, out))
     run.reaches(1)
     (tmp_path / "here").rmdir()
     server, manager = helpers_of(psutil.Process(run.process.pid))
@@ -138,8 +122,8 @@ def test_a_run_outlives_its_folders_but_not_its_manager(gsm8k, tmp_path, monkeyp
     shutil.rmtree(os.path.dirname(socket))  # as a cleaner does, after ten days
     run.want("die-generating")
     run.until(run.failed, "a failed Searcher")
-    version = latest(out)["version"]
-    newer = lambda: latest(out)["version"] > version + 1
+    version = run.latest()["version"]
+    newer = lambda: run.latest()["version"] > version + 1
     run.until(newer, "new weights of the one that replaces it")
     manager.kill()
     said = run.ends(1)
@@ -147,102 +131,151 @@ def test_a_run_outlives_its_folders_but_not_its_manager(gsm8k, tmp_path, monkeyp
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{steps_of(out)}"]
 
 
-def test_a_signal_saves_a_checkpoint(gsm8k, tmp_path):
-    out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, num_searchers=1))
-    run.reaches(3)
-    os.kill(run.process.pid, signal.SIGUSR1)
-    run.ends(128 + signal.SIGUSR1)
-    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{steps_of(out)}"]
+def trainer_of(checkpoint=(), **flags):
+    """A Trainer without processes and a policy; its Searchers are ready.
+
+    Its Manager's queues are of this process. It has files if `flags` has an --output_dir, or else a
+    list `said` of what goes to the terminal.
+    """
+    config = tba.settings(**flags)
+    task = SimpleNamespace(
+        held_out_prompts=[None] * 7, train_prompts=[[p] for p in range(9)],
+        buffer_class=tba.ReplayBuffer, tokenizer=SimpleNamespace(decode=str),
+        response_texts=lambda rows: [str(rows)],
+    )  # fmt: skip
+    said = []
+    folder = SimpleNamespace(
+        step=0, say=said.append, evaluations=[], append=lambda *_: None, config=config
+    )
+    if config.output_dir:
+        with contextlib.redirect_stderr(io.StringIO()):  # or its bar appears when the tests end
+            folder = tba.RunFolder(config)
+    trainer = tba.Trainer(config, task, folder, tba.Ranks(), dict(checkpoint))
+    trainer.said, trainer.LOG_EVERY = said, 0
+    trainer.learner = SimpleNamespace(ranks=trainer.ranks, skipped=0)
+    trainer.log.write = lambda *_: None
+    trainer.sync = SimpleNamespace(due=False, version=0, reference_version=0, seconds=0.0)
+    trainer.sync.poll = trainer.sync.begin_if_due = lambda *_: None
+    processes = trainer.searchers
+    processes.manager = SimpleNamespace(Queue=queue.Queue, Barrier=threading.Barrier)
+    processes.messages = processes.shared = None
+    processes.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
+    processes.receiving = Future()
+    processes.running = [searcher_in("ready", i) for i in range(config.num_searchers)]
+    return trainer
 
 
-@pytest.mark.slow
-@pytest.mark.devices(4)
-def test_faults_that_end_a_run(gsm8k, tmp_path):
-    """A failure before the first group ever, too many failures, wrong weights: one exit code."""
-    out = tmp_path / "first"
-    run = Run(out, endless(gsm8k, out))
-    run.want("raise")
-    said = run.ends(1)
-    assert "ArithmeticError: a fault on demand" in said and "before its first group" in said
+def searcher_in(state, searcher):
+    """A Searcher, as the Trainer sees it."""
+    spec = SimpleNamespace(searcher=searcher, start=searcher + 1, commands=queue.Queue())
+    now = tba.time.monotonic()
+    return tba.RunningSearcher(spec, process_of(), state, started=now, seen=now)
 
-    out = tmp_path / "many"
-    run = Run(out, endless(gsm8k, out, num_searchers=1, max_restarts=1, initial_trajectories=10**6))
-    run.until(lambda: run.noted("stored"), "a group")
-    for _ in range(2):
-        run.want("raise")
-        run.suffered("raise")
-    said = run.ends(1)
-    assert said.count("ArithmeticError: a fault on demand") == 2
-    assert not list(out.glob("checkpoint-*"))  # not a step was taken
 
-    out = tmp_path / "wrong"
-    run = Run(out, endless(gsm8k, out))
-    run.want("slow-trainer", "0.5")  # groups arrive with the message that ends the run
-    run.reaches(2)
-    run.want("corrupt")
-    said = run.ends(1)
-    assert "logprob_tolerance" in said
-    saved = tba.open_checkpoint(next(out.glob("checkpoint-*")))
-    searchers = saved["SearcherProcesses"]
-    arrived = searchers["first_missing"] + len(searchers["arrived_positions"])
-    assert arrived == len(run.noted("stored")) + len(saved["Trainer"]["inbox"])  # none is lost
-    step = latest(out)["step"]  # the Trainer's own policy is healthy
-    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+def process_of(*_):
+    """A process that lives until it is killed."""
+    process = SimpleNamespace(alive=True, exitcode=1)
+    process.is_alive = lambda: process.alive
+    process.kill = lambda: setattr(process, "alive", False)
+    return process
+
+
+@pytest.fixture
+def clock(clock, monkeypatch):
+    """A clock that the test moves; processes that are started meanwhile do nothing."""
+    for name in ("LocalProcess", "ClusterProcess"):
+        monkeypatch.setattr(tba, name, process_of)
+    return clock
 
 
 @given(
     st.booleans(), st.lists(st.sampled_from(["started", "heartbeat", "failed", "dies", "silence"]))
 )
-def test_no_state_of_a_searcher_is_without_an_exit(on_a_cluster, events):
+def test_no_state_of_a_searcher_is_without_an_exit(clock, on_a_cluster, events):
     """Whatever happens, the table in RunningSearcher's docstring says what comes next."""
-    address = "auto" if on_a_cluster else ""
-    config = tba.settings(num_searchers=1, cluster=address, searcher_timeout=60, max_restarts=1000)
-    processes = searcher_processes(config)
-    now = 1e6
-
-    def process_of(spec, code=""):
-        process = SimpleNamespace(alive=True, exitcode=1)
-        process.is_alive = lambda: process.alive
-        process.kill = lambda: setattr(process, "alive", False)
-        return process
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tba.time, "monotonic", lambda: now)
-        patch.setattr(tba, "LocalProcess", process_of)
-        patch.setattr(tba, "ClusterProcess", process_of)
-        processes.record_arrival(0)
-        first = "pending" if on_a_cluster else "loading"
-        processes.running = [processes.start_searcher(0)]
-        assert processes.running[0].state == first
-        processes.running[0].seen = now
-        for event in events:
-            (s,) = processes.running
-            message = {
-                "started": tba.Started(),
-                "heartbeat": tba.Heartbeat(now, 0.0, 0),
-                "failed": tba.Failed("a traceback", final=False),
-            }.get(event)
-            if message is not None:
-                processes.arrivals.put((s.spec.start, message))
-            if event == "dies":
-                s.process.alive = False
-            expected = {"started": "loading", "heartbeat": "ready"}.get(event, first)
-            for seconds in (0, 2000 if event == "silence" else 1, 1):
-                now += seconds
-                assert list(processes.take()) == []
-                for ended in processes.reap():
-                    processes.restart(ended)
-                    processes.running[0].seen = now
-            (after,) = processes.running
-            assert after.state == expected
-            waits = event == "silence" and s.state == "pending"  # for free resources
-            assert (after is s) == (event in ("started", "heartbeat") or waits)
+    flags = {"cluster": "auto" if on_a_cluster else "", "searcher_timeout": 60}
+    processes = trainer_of(num_searchers=1, max_restarts=1000, **flags).searchers
+    processes.record_arrival(0)
+    first = "pending" if on_a_cluster else "loading"
+    processes.running = [processes.start_searcher(0)]
+    assert processes.running[0].state == first
+    processes.running[0].seen = clock.now
+    for event in events:
+        (s,) = processes.running
+        message = {
+            "started": tba.Started(),
+            "heartbeat": tba.Heartbeat(clock.now, 0.0, 0),
+            "failed": tba.Failed("a traceback", final=False),
+        }.get(event)
+        if message is not None:
+            processes.arrivals.put((s.spec.start, message))
+        if event == "dies":
+            s.process.alive = False
+        expected = {"started": "loading", "heartbeat": "ready"}.get(event, first)
+        for seconds in (0, 2000 if event == "silence" else 1, 1):
+            clock.now += seconds
+            assert list(processes.take()) == []
+            for ended in processes.reap():
+                processes.restart(ended)
+                processes.running[0].seen = clock.now
+        (after,) = processes.running
+        assert after.state == expected
+        waits = event == "silence" and s.state == "pending"  # for free resources
+        assert (after is s) == (event in ("started", "heartbeat") or waits)
 
 
-def test_rewards_that_take_too_long_are_an_error_but_not_a_wait_for_a_thread(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(tba.time, "perf_counter", lambda: now)
+GAPS = st.lists(st.sampled_from([1, 20, 50, 70, 24 * 60]), max_size=40)  # minutes
+
+
+@given(GAPS)
+def test_failures_count_until_a_searcher_has_run_for_an_hour(clock, gaps):
+    """One failure a day never ends a run; repeated ones do, even if groups arrive in between."""
+    processes = trainer_of(num_searchers=1, max_restarts=3, searcher_timeout=60).searchers
+    failures = 0
+    for index, gap in enumerate(gaps):
+        processes.record_arrival(index)
+        clock.now += 60 * gap
+        failures = 1 if gap > 60 else failures + 1
+        (failed,) = processes.running
+        failed.started = clock.now - 60 * gap
+        if failures > 3:
+            with pytest.raises(tba.RunEnded):
+                processes.restart(failed)
+            return
+        processes.restart(failed)
+
+
+@pytest.mark.parametrize(("gpus", "nccl"), [(False, False), (True, False), (True, True)])
+def test_searchers_that_share_gpus_start_one_after_another(gpus, nccl, clock, monkeypatch):
+    processes = trainer_of(num_searchers=3).searchers
+    processes.running.clear()
+    processes.channel.nccl = nccl
+    monkeypatch.setattr(tba.torch.cuda, "is_available", lambda: gpus)
+    started = []
+    for _ in range(4):
+        processes.start_missing()
+        processes.start_missing()
+        started.append([s.spec.searcher for s in processes.running])
+        processes.running[-1].state = "ready"
+    all_at_once = [[0, 1, 2]] * 4
+    assert started == ([[0], [0, 1], [0, 1, 2], [0, 1, 2]] if gpus and not nccl else all_at_once)
+
+
+@pytest.mark.parametrize(("state", "limit"), [("loading", 900), ("ready", 60)])
+def test_a_searcher_that_was_killed_and_remains_ends_the_run(clock, state, limit):
+    """Its fork server may hang, which alone can tell that it has ended."""
+    processes = trainer_of(num_searchers=1, searcher_timeout=60).searchers
+    (s,) = processes.running
+    s.state, s.process.kill = state, lambda: None
+    for seconds, expected in ((limit - 1, state), (2, "ended"), (59, "ended")):
+        clock.now += seconds
+        assert processes.reap() == [] and s.state == expected
+    clock.now += 2
+    with pytest.raises(tba.RunEnded, match="killed Searcher 0 remains"):
+        processes.reap()
+
+
+def test_rewards_that_take_too_long_are_an_error_but_not_a_wait_for_a_thread(clock):
     started, done = threading.Semaphore(0), threading.Semaphore(0)
 
     def rewards(examples, texts, ended):
@@ -258,16 +291,16 @@ def test_rewards_that_take_too_long_are_an_error_but_not_a_wait_for_a_thread(mon
     config.sequences_in_flight = 1  # a call takes one group
     scoring = tba.Scoring(config, task, threading.Event())
     scoring.waiting[False] = [one_group(0), one_group(1)]
-    assert scoring.advance() == [] and scoring.unscored == 2
+    assert scoring.advance() == [] and scoring.unscored == len(scoring.calls) == 2
     assert started.acquire(timeout=PATIENCE)
-    now = 9.0
+    clock.now += 9
     assert scoring.advance() == []
     done.release()
     assert started.acquire(timeout=PATIENCE)  # the second call, which waited for 9 seconds
-    now = 18.0
+    clock.now += 9
     (group,) = scoring.advance()
     assert group.index == 0 and group.trajectories[0].reward == 1 and scoring.unscored == 1
-    now = 20.0
+    clock.now += 2
     with pytest.raises(TimeoutError, match="--searcher_timeout"):
         scoring.advance()
     done.release()
@@ -304,58 +337,21 @@ def test_searchers_do_not_wait_for_a_long_training_step():
 
 
 @pytest.mark.parametrize("wrong", [0, 4, 9])
-def test_every_token_of_every_probe_counts(wrong):
-    """The first, one in the middle, the last; also if it is NaN."""
-    own = [np.zeros(4, np.float32), np.zeros(1, np.float32), np.zeros(5, np.float32)]
-    config = SimpleNamespace(logprob_tolerance=1e-3)
-    for value in (0.0, 0.01, -0.01, math.nan):
-        s = tba.RunningSearcher(None, None, "ready")
-        s.transfer = tba.Transfer(None, [s], version=2, scores=np.concatenate(own))
-        sync = SimpleNamespace(config=config)
-        flat = np.zeros(10, np.float32)
-        flat[wrong] = value
-        if value == 0:
-            tba.WeightSync.on_loaded(sync, s, np.split(flat, [4, 5]))
-            continue
-        with pytest.raises(tba.RunEnded):
-            tba.WeightSync.on_loaded(sync, s, np.split(flat, [4, 5]))
+@pytest.mark.parametrize("value", [0.0, 0.01, -0.01, math.nan])
+def test_every_token_of_every_probe_counts(wrong, value):
+    """The first, one in the middle, the last."""
+    s = tba.RunningSearcher(None, None, "ready")
+    s.transfer = tba.Transfer(None, [s], scores=np.zeros(10, np.float32))
+    sync = SimpleNamespace(config=SimpleNamespace(logprob_tolerance=1e-3))
+    scores = np.zeros(10, np.float32)
+    scores[wrong] = value
+    with pytest.raises(tba.RunEnded) if value else contextlib.nullcontext():
+        tba.WeightSync.on_loaded(sync, s, np.split(scores, [4, 5]))
 
 
-def trainer_of(**flags):
-    """A Trainer whose steps change nothing, without Searchers and files."""
-    trainer = object.__new__(tba.Trainer)
-    trainer.config = tba.settings(**flags)
-    trainer.task = SimpleNamespace(held_out_prompts=[None], train_prompts=[None])
-    trainer.step, trainer.inbox, trainer.said = 0, [], []
-    trainer.folder = SimpleNamespace(step=0, say=trainer.said.append, evaluations=[])
-    trainer.evaluations = tba.Evaluations(trainer.config, trainer.task, trainer.folder)
-    trainer.searchers = searcher_processes(trainer.config)
-    trainer.buffer = tba.ReplayBuffer(trainer.config)
-    trainer.searchers.running = [
-        searcher_in("ready", i) for i in range(trainer.config.num_searchers)
-    ]
-    trainer.searchers.reap = list
-    trainer.signals, trainer.groups_stored, trainer.waiting_because = {}, 0, ""
-    trainer.ranks = tba.Ranks()
-    trainer.saving = Future()
-    trainer.saving.set_result(0)
-    trainer.sync = SimpleNamespace(due=False, version=0, reference_version=0, poll=lambda: None)
-    trainer.sync.begin_if_due = lambda step: False
-    trainer.arrived, trainer.log = [], tba.StepLog(trainer)
-    trainer.log.write = lambda *_: None
-    trainer.learner = SimpleNamespace(ranks=trainer.ranks, skipped=0)
-    return trainer
-
-
-@pytest.fixture
-def nothing_learned(monkeypatch):
-    """Optimizer steps do nothing."""
-    monkeypatch.setattr(tba.Learner, "step", lambda *_: {})
-
-
-@pytest.mark.usefixtures("nothing_learned")
-def test_what_is_due_after_a_step():
+def test_what_is_due_after_a_step(monkeypatch):
     """A sync every 3 steps, an evaluation every 4 and at the end."""
+    monkeypatch.setattr(tba.Learner, "step", lambda *_: {})
     trainer = trainer_of(steps=9, sync_every=3, eval_every=4)
     syncs, evaluations = [], []
     for _ in range(9):
@@ -366,8 +362,8 @@ def test_what_is_due_after_a_step():
     assert (syncs, evaluations) == ([3, 6, 9], [4, 8, 9])
 
 
-@pytest.mark.usefixtures("nothing_learned")
-def test_ten_skipped_steps_in_a_row_end_a_run():
+def test_ten_skipped_steps_in_a_row_end_a_run(monkeypatch):
+    monkeypatch.setattr(tba.Learner, "step", lambda *_: {})
     trainer = trainer_of()
     for trainer.learner.skipped in range(10):
         trainer.train_step([])
@@ -375,6 +371,33 @@ def test_ten_skipped_steps_in_a_row_end_a_run():
     trainer.learner.skipped = 10
     with pytest.raises(tba.RunEnded):
         trainer.train_step([])
+
+
+def test_what_is_logged_as_waiting_is_waiting(clock):
+    """Not the work of the condition that is waited for, such as storing groups."""
+    trainer = trainer_of()
+    answers = iter([False, False, True])
+
+    def passes(seconds):
+        clock.now += seconds
+
+    def condition():
+        passes(3)
+        return next(answers)
+
+    nothing = lambda: None
+    trainer.searchers.wake_up = SimpleNamespace(wait=passes, set=nothing, clear=nothing)
+    assert trainer.wait_for("generation", condition)
+    assert trainer.log.waited["generation"] == pytest.approx(2 * tba.POLL_SECONDS)
+
+
+def test_rates_of_a_searcher_that_is_not_heard_of_fall(clock):
+    s = searcher_in("ready", 0)
+    for seconds in range(10):
+        s.heartbeats.append(tba.Heartbeat(100.0 + seconds, 0.1 * seconds, 50 * seconds))
+    assert s.recent_rates() == pytest.approx((0.9, 50))
+    clock.now += 10  # a second of which is usual
+    assert s.recent_rates() == pytest.approx((0.45, 25))
 
 
 def one_group(index, prompt_id=0, version=0):
@@ -385,7 +408,6 @@ def one_group(index, prompt_id=0, version=0):
 def test_a_group_counts_as_of_its_arrival_however_late_it_is_stored():
     """Groups that came before a sync are not drawn as if they had come after it."""
     trainer = trainer_of(num_searchers=1, recent_probability=1.0)
-    trainer.rule = tba.RecentOrReward(trainer.buffer, trainer.config)
     (s,) = trainer.searchers.running
     for index in range(6):
         trainer.sync.version = 10 * (index // 3)
@@ -398,136 +420,68 @@ def test_a_group_counts_as_of_its_arrival_however_late_it_is_stored():
 
 def test_a_resumed_run_may_train_on_groups_that_were_not_stored_before_any_arrive():
     """Its first step has a reward to log: theirs."""
-    config = tba.settings(
-        prompts_per_step=1, searched_per_prompt=1, trained_per_prompt=1, initial_trajectories=0,
-        recent_probability=1.0,
-    )  # fmt: skip
-    task = SimpleNamespace(
-        held_out_prompts=[None], train_prompts=[None], buffer_class=tba.ReplayBuffer,
-        tokenizer=SimpleNamespace(decode=str), response_texts=str,
-    )  # fmt: skip
-    ignore = lambda name, record: None
-    folder = SimpleNamespace(step=0, say=print, evaluations=[], append=ignore, config=config)
-    saved = {}
-    for inbox in ([one_group(0), one_group(1)], []):
-        trainer = tba.Trainer(config, task, folder, tba.Ranks(), saved)
-        trainer.inbox += inbox
-        saved = {name: owner.state() for name, owner in trainer.registered.items()}
-    trainer.sync = SimpleNamespace(reference_version=0)
+    flags = dict.fromkeys(("prompts_per_step", "searched_per_prompt", "trained_per_prompt"), 1)
+    flags |= {"initial_trajectories": 0, "recent_probability": 1.0}
+    trainer = trainer_of(**flags)
+    trainer.inbox = [one_group(0), one_group(1)]
+    trainer = trainer_of(states_of(trainer), **flags)
     trainer.store_inbox()
     assert trainer.next_batch() and not trainer.inbox
     trainer.log.log_arrivals(trainer.arrived)
     assert trainer.log.means["reward"] == 0
 
 
-def test_a_buffer_of_another_class_resumes_with_what_was_stored():
+def states_of(trainer):
+    """What a checkpoint saves of a Trainer without a policy."""
+    return {name: owner.state() for name, owner in trainer.registered.items()}
+
+
+def test_a_buffer_of_another_class_resumes_with_what_was_stored(monkeypatch):
     """As with another plug-in at --resume."""
-
-    class Other(tba.ReplayBuffer):
-        pass
-
-    buffers = []
-    saved = {}
-    for kind in (tba.ReplayBuffer, Other, tba.ReplayBuffer):
-        task = SimpleNamespace(held_out_prompts=[None], buffer_class=kind)
-        folder = SimpleNamespace(step=0, say=print, evaluations=[])
-        trainer = tba.Trainer(tba.settings(), task, folder, tba.Ranks(), saved)
-        trainer.buffer.add(one_group(len(buffers)))
-        saved = {name: owner.state() for name, owner in trainer.registered.items()}
-        buffers.append(trainer.buffer)
-    assert [len(buffer.trajectories[0]) for buffer in buffers] == [1, 2, 3]
-
-
-def test_what_is_registered_keeps_its_name():
-    """Two objects of a class have their own states; a name is given once, and not forgotten."""
-    task = SimpleNamespace(held_out_prompts=[None], buffer_class=tba.ReplayBuffer)
-    folder = SimpleNamespace(step=0, say=print, evaluations=[])
-    make = lambda saved: tba.Trainer(tba.settings(), task, folder, tba.Ranks(), saved)
-    trainer = make({})
-    trainer.register(Count(3), "three")
-    trainer.register(Count(30), "thirty")
-    trainer.register(Count(300))
-    with pytest.raises(ValueError, match="Count is registered already"):
-        trainer.register(Count(3000))
-    saved = {name: owner.state() for name, owner in trainer.registered.items()}
-    resumed = make(saved)
-    found = [resumed.register(Count(0), name).n for name in ("thirty", "three")]
-    assert found == [30, 3]
-    with pytest.raises(tba.InputError, match="the state of Count, which"):
-        tba.require_claimed(resumed)
-    resumed.register(Count(0))
-    tba.require_claimed(resumed)
-
-
-def test_a_wait_says_what_the_replay_rule_or_the_start_lacks():
-    trainer = trainer_of(num_searchers=1, prompts_per_step=2, searched_per_prompt=4, steps=1)
-    trainer.config.initial_trajectories = 8
-    trainer.task.train_prompts = [None] * 9
-    trainer.LOG_EVERY = 0
-    (s,) = trainer.searchers.running
-
-    class Late(tba.ReplayRule):
-        """Waits for five groups, and keeps the newest prompt alone."""
-
-        groups = 0
-
-        def on_group(self, group):
-            self.groups += 1
-            self.buffer.trajectories = {group.prompt_id: self.buffer.trajectories[group.prompt_id]}
-
-        def sample(self, B, K):
-            if self.groups < 5:
-                return None
-            return self.replay(B, K, set())
-
-    trainer.rule = Late(trainer.buffer, trainer.config)
-    index = 0
-
-    def next_group():
-        nonlocal index
-        trainer.searchers.arrivals.put((s.spec.start, one_group(index, prompt_id=index)))
-        index += 1
-
-    trainer.sync.poll = next_group  # at each poll
-    trained = []
-    trainer.train_step = lambda batch: (trained.append(batch), setattr(trainer, "step", 1))
-    trainer.run_asynchronous()
-    assert [[g[0].prompt_id for g in groups] for groups in trained] == [[4, 4]]
-    said = "\n".join(trainer.said)
-    assert "4 of --initial_trajectories" in said and "--replay_rule draws no batch" in said
+    trainer = trainer_of()
+    for index in range(3):
+        trainer.buffer.add(one_group(index))
+        assert len(trainer.buffer.trajectories[0]) == index + 1
+        monkeypatch.setattr(tba, "ReplayBuffer", type("Other", (tba.ReplayBuffer,), {}))
+        trainer = trainer_of(states_of(trainer))
 
 
 @pytest.mark.parametrize("empties", [dict.clear, lambda stored: stored.update({0: {}})])
 def test_a_rule_that_deletes_all_has_the_run_wait(empties):
-    """For instance all groups of equal rewards, which is all there are at first."""
-    trainer = trainer_of(num_searchers=1, prompts_per_step=1, searched_per_prompt=1, steps=1)
-    trainer.config.recent_probability = 0.0
-    trainer.config.initial_trajectories = 0
-    trainer.LOG_EVERY = 0
+    """For instance groups of equal rewards, which is all there are at first. The log says why."""
+    flags = {"initial_trajectories": 8, "recent_probability": 0.0, "steps": 1}
+    trainer = trainer_of(num_searchers=1, prompts_per_step=2, searched_per_prompt=4, **flags)
+    (s,) = trainer.searchers.running
+    indices = itertools.count()
 
     class Deleting(tba.RecentOrReward):
         def on_group(self, group):
             super().on_group(group)
-            empties(self.buffer.trajectories)
+            if group.index < 4:
+                empties(self.buffer.trajectories)
 
     trainer.rule = Deleting(trainer.buffer, trainer.config)
-    trainer.inbox = [one_group(0)]
-    trainer.searchers.record_arrival(0)
 
-    def stop(text):
-        trainer.said.append(text)
-        trainer.signals[signal.SIGTERM] = 0.0
+    def poll():
+        index = next(indices)
+        group = one_group(index, prompt_id=index // 4)
+        trainer.searchers.arrivals.put((s.spec.start, group))
 
-    trainer.folder.say = stop
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run_asynchronous()
-    assert "--replay_rule draws no batch" in trainer.said[0] and trainer.groups_stored == 1
-    with pytest.raises(tba.RunEnded, match="--replay_rule"):  # as in lockstep
+    trainer.sync.poll = poll
+    trained = []
+    trainer.train_step = lambda batch: (trained.append(batch), setattr(trainer, "step", 1))
+    trainer.run_asynchronous()
+    assert [[group[0].prompt_id for group in batch] for batch in trained] == [[1, 1]]
+    said = "\n".join(trainer.said)
+    assert "4 of --initial_trajectories" in said and "--replay_rule draws no batch" in said
+    trainer.buffer.trajectories = {}
+    with pytest.raises(tba.RunEnded, match="--replay_rule"):  # in lockstep
         trainer.rule.replay(1, 1, set())
 
 
-def weight_sync(patch, members, **flags):
-    """The Trainer's side of weight syncs, of a policy that is one number, and ready Searchers.
+@pytest.fixture
+def weight_sync(monkeypatch):
+    """Function: the Trainer's side of weight syncs, of a policy that is one number.
 
     Nothing is broadcast, and a process group has no members.
     """
@@ -535,47 +489,23 @@ def weight_sync(patch, members, **flags):
     def broadcast(channel, weights, meeting):
         channel.formed = channel.formed or SimpleNamespace(abort=lambda: None)
 
-    patch.setattr(tba.WeightChannel, "broadcast", broadcast)
-    score = lambda learner: [np.full(2, learner.weights["w"].item(), np.float32)]
-    patch.setattr(tba, "policy_probes", score)
-    flags |= {"dtype": "float32", "logprob_tolerance": 1e-3, "num_searchers": members}
-    config = tba.settings(**flags)
-    learner = SimpleNamespace(
-        config=config, weights={"w": torch.zeros(1)}, adapters={}, ranks=tba.Ranks()
-    )
-    processes = searcher_processes(config)
-    processes.channel = tba.WeightChannel("127.0.0.1", 0, False, tba.timedelta(seconds=30))
-    processes.manager.Barrier = Meeting
-    processes.sending = SimpleNamespace(submit=lambda put, message: put(message))  # at once
-    processes.running = [searcher_in("ready", i) for i in range(members)]
-    task = SimpleNamespace(held_out_prompts=[None] * 7)
-    evaluations = tba.Evaluations(config, task, SimpleNamespace(step=0, evaluations=[]))
-    return tba.WeightSync(learner, processes, evaluations)
+    def make(members, **flags):
+        monkeypatch.setattr(tba.WeightChannel, "broadcast", broadcast)
+        score = lambda learner: [np.full(2, learner.weights["w"].item(), np.float32)]
+        monkeypatch.setattr(tba, "policy_probes", score)
+        flags |= {"dtype": "float32", "logprob_tolerance": 1e-3, "num_searchers": members}
+        trainer = trainer_of(**flags)
+        vars(trainer.learner).update(
+            config=trainer.config, weights={"w": torch.zeros(1)}, adapters={}
+        )
+        trainer.searchers.sending = SimpleNamespace(submit=lambda put, *args: put(*args))  # at once
+        return tba.WeightSync(trainer.learner, trainer.searchers, trainer.evaluations)
+
+    return make
 
 
-class Meeting:
-    """Where the members of a transfer meet: nobody comes, and nobody waits."""
-
-    aborted = False
-
-    def __init__(self, parties):
-        self.parties = parties
-
-    def abort(self):
-        self.aborted = True
-
-
-def searcher_in(state, searcher):
-    spec = SimpleNamespace(searcher=searcher, start=searcher + 1, commands=queue.Queue())
-    process = SimpleNamespace(alive=True)
-    process.is_alive = lambda: process.alive
-    process.kill = lambda: setattr(process, "alive", False)
-    return tba.RunningSearcher(spec, process, state)
-
-
-# what becomes of a member of a transfer: it replies, perhaps only after the others had to go on;
-# or it dies before it replies, or hangs: its heartbeats end
-ENDS = ["loads", "loads late", "misses", "misses late", "dies", "hangs"]
+# what becomes of a member of a transfer, perhaps only after the others had to go on without it
+ENDS = ["loads", "loads late", "misses", "misses late", "dies", "dies late"]
 END = st.sampled_from([*ENDS, "loads", "misses"])
 
 
@@ -585,35 +515,24 @@ END = st.sampled_from([*ENDS, "loads", "misses"])
     st.lists(st.tuples(END, END, END, st.booleans(), st.booleans()), max_size=12),
 )
 def test_all_searchers_get_the_latest_weights_whatever_happens_to_transfers(
-    members, lockstep, rounds
+    clock, weight_sync, monkeypatch, members, lockstep, rounds
 ):
     """One transfer after the other; each gets the latest reference before it gets a policy.
 
-    Whoever misses three transfers in a row is killed, and nobody else, but for those that hang. A
-    lost or silent member gives nobody a strike. A silent one keeps the others for
-    --transfer_timeout (in lockstep, until it replies or ends), and is left out until it replies or
-    ends. A group in which one failed is not used again, others are. Evaluations are of weights that
-    have arrived.
+    Whoever misses three transfers in a row is killed, and nobody else. A lost or silent member
+    gives nobody a strike. A silent one keeps the others for --transfer_timeout (in lockstep, until
+    it replies or ends), and is left out until it replies or ends. A group in which one failed is
+    not used again, others are. Evaluations are of weights that have arrived.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        play(patch, members, lockstep, rounds)
-
-
-def play(patch, members, lockstep, rounds):
-    """Check a whole sequence of transfers against a model of what should happen."""
-    sync = weight_sync(
-        patch, members, lockstep=lockstep, reset_reference_every=1, eval_every=3, steps=1000,
-        transfer_timeout=30, searcher_timeout=100,
-    )  # fmt: skip
-    processes, evaluations = sync.searchers, sync.evaluations
-    running = processes.running
+    flags = {"reset_reference_every": 1, "eval_every": 3, "steps": 1000, "transfer_timeout": 30}
+    sync = weight_sync(members, lockstep=lockstep, **flags)
+    running, evaluations = sync.searchers.running, sync.evaluations
     loaded = {s: {True: [], False: []} for s in running}  # versions of the policy, the reference
     strikes = dict.fromkeys(running, 0)
     silent = {}  # member without a reply -> how it ends, whether it is a policy, version, round
-    timeouts = {}  # member without a reply -> when --searcher_timeout began
     failed = set()  # names of groups in which one failed
     latest = None  # name and members of the latest group
-    now, step, rank_0_fails = 1e6, 0, False
+    step, rank_0_fails = 0, False
     broadcast = tba.WeightChannel.broadcast
 
     def broadcast_or_fail(channel, *args):
@@ -621,13 +540,13 @@ def play(patch, members, lockstep, rounds):
         if rank_0_fails:
             raise RuntimeError("rank 0 failed")
 
-    patch.setattr(tba.WeightChannel, "broadcast", broadcast_or_fail)
-    patch.setattr(tba.time, "monotonic", lambda: now)
+    monkeypatch.setattr(tba.WeightChannel, "broadcast", broadcast_or_fail)
 
-    def reply(s, loads, policy, version):
+    def comes(s, end, policy, version):
         silent.pop(s, None)
-        timeouts.pop(s, None)
-        if loads:
+        if end == "dies":
+            s.process.alive = False
+        elif end == "loads":
             sync.on_loaded(s, [np.full(1, version, np.float32)] * 2)  # of the snapshot's step
             loaded[s][policy].append(version)
             strikes[s] = 0
@@ -636,36 +555,20 @@ def play(patch, members, lockstep, rounds):
             sync.on_missed(s, "a failure")
 
     def reap():
-        """Find those that have ended, and kill those that are to be killed, as the Trainer does."""
-        processes.polled = 0.0
-        for s in running:
-            if s not in silent or silent[s][0] != "hangs":
-                s.seen = now
-        dead = {s for s in running if not s.process.alive}
-        assert set(processes.reap()) == dead
-        killed = {s for s in running if not s.process.alive} - dead
-        assert killed == {s for s, since in timeouts.items() if now > since + 100} - dead
-        for s in dead:
+        """Replace those that have ended or were killed, as the Trainer does."""
+        for s in [s for s in running if not s.process.alive]:
             evaluations.drop(s)
             s.state = "ended"
-            silent.pop(s, None)
-            timeouts.pop(s, None)
             new = running[s.spec.searcher] = searcher_in("ready", s.spec.searcher)
-            new.seen = now
             loaded[new], strikes[new] = {True: [], False: []}, 0
-
-    def wait(seconds):
-        nonlocal now
-        now += seconds
-        reap()
-        reap()  # finds those that the first one killed
 
     healthy = ("loads", "loads", "loads", False, None)
     for number, (*ends, error, resets) in enumerate([*rounds, *[healthy] * (2 * members + 8)]):
-        wait(40)
+        clock.now += 40
         for s, (end, *weights, since) in list(silent.items()):
-            if end.endswith("late") and number > since + 1:
-                reply(s, end == "loads late", *weights)
+            if number > since + 1:
+                comes(s, end, *weights)
+        reap()
         if resets is not None:
             step += 1
             sync.learner.weights["w"].fill_(step)
@@ -701,40 +604,33 @@ def play(patch, members, lockstep, rounds):
         assert (latest == (name, free)) == reusable and name not in failed
         latest = name, free
 
-        for s, end in end_of.items():
-            if end == "dies":
-                s.process.alive = False
-            elif end in ("loads", "misses"):
-                reply(s, end == "loads", policy, version)
-            else:
+        for s, words in end_of.items():
+            end, *late = words.split()
+            if late:
                 silent[s] = (end, policy, version, number)
-                if end == "hangs":
-                    timeouts[s] = now
+            else:
+                comes(s, end, policy, version)
         lost = [s for s in free if end_of[s] == "dies"]
         reap()
         sync.poll()
         assert transfer.meeting.parties == len(free) + 1
-        assert transfer.meeting.aborted == bool(lost)  # the others stop waiting for it
+        assert transfer.meeting.broken == bool(lost)  # the others stop waiting for it
         assert sync.in_progress == any(s in silent for s in free)
         if sync.in_progress:
             sync.begin_if_due(step)
             assert sync.transfer is transfer
-            wait(31)
+            clock.now += 31
             sync.poll()
             assert sync.in_progress
-            wait(3)  # --transfer_timeout, and a little
+            clock.now += 3  # --transfer_timeout, and a little
             sync.poll()
             assert sync.in_progress == lockstep
         if sync.in_progress:  # lockstep waits for what becomes of them
-            hanging = [s for s in free if s in silent and end_of[s] == "hangs"]
-            if hanging:
-                wait(70)
-                lost += hanging
-            for s in free:
-                if s in silent:
-                    end, *weights, _ = silent[s]
-                    reply(s, end == "loads late", *weights)
-                    end_of[s] = end.removesuffix(" late")
+            for s in [s for s in free if s in silent]:
+                end_of[s], *weights, _ = silent[s]
+                comes(s, end_of[s], *weights)
+            lost = [s for s in free if end_of[s] == "dies"]
+            reap()
             sync.poll()
             assert not sync.in_progress
         quiet = [s for s in free if s in silent]
@@ -759,78 +655,76 @@ def begins(sync, step):
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_models(lockstep):
-    with pytest.MonkeyPatch.context() as patch:
-        sync = weight_sync(patch, 2, lockstep=lockstep)
-        first, second = sync.searchers.running
-        second.state = "loading"
-        assert not begins(sync, 0)
-        second.state = "ready"
-        assert begins(sync, 0)
+def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_models(
+    weight_sync, lockstep
+):
+    sync = weight_sync(2, lockstep=lockstep)
+    first, second = sync.searchers.running
+
+    def completes(*members):
         sync.transfer.sending.result()
-        for s in (first, second):
+        for s in members:
             sync.on_loaded(s, [np.zeros(2)])
         sync.poll()
-        assert not begins(sync, 1)  # nothing is due
-        sync.searchers.running[1] = restarted = searcher_in("loading", 1)
-        sync.due = True
-        assert begins(sync, 1) == (not lockstep)
-        if not lockstep:
-            sync.transfer.sending.result()
-            sync.on_loaded(first, [np.zeros(2)])
-            sync.poll()
-        sync.due = lockstep
-        restarted.state = "ready"
-        assert begins(sync, 2)  # though nothing else is due, it has no weights
+
+    second.state = "loading"
+    assert not begins(sync, 0)
+    second.state = "ready"
+    assert begins(sync, 0)
+    completes(first, second)
+    assert not begins(sync, 1)  # nothing is due
+    sync.searchers.running[1] = restarted = searcher_in("loading", 1)
+    sync.due = True
+    assert begins(sync, 1) == (not lockstep)
+    if not lockstep:
+        completes(first)
+    sync.due = lockstep
+    restarted.state = "ready"
+    assert begins(sync, 2)  # though nothing else is due, it has no weights
 
 
-def test_the_training_thread_never_waits_for_the_manager():
+def test_the_training_thread_never_waits_for_the_manager(weight_sync):
     """It may hang just as a sync begins, or as prompts are requested."""
     answers = threading.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        sync = weight_sync(patch, 1)
-        sync.searchers.sending = ThreadPoolExecutor(1)
-        sync.searchers.manager.Barrier = lambda members: answers.wait(60)
-        (s,) = sync.searchers.running
-        s.spec.commands.put = lambda message: answers.wait(60)
-        late = threading.Timer(20, answers.set)
-        late.start()
-        sync.searchers.search_up_to(4)
-        assert begins(sync, 0)
-        s.state = "ended"
-        sync.poll()
-        assert not answers.is_set()
-        answers.set()
-        late.cancel()
+    sync = weight_sync(1)
+    sync.searchers.sending = ThreadPoolExecutor(1)
+    sync.searchers.manager.Barrier = lambda members: answers.wait(60)
+    (s,) = sync.searchers.running
+    s.spec.commands.put = lambda message: answers.wait(60)
+    late = threading.Timer(20, answers.set)
+    late.start()
+    sync.searchers.search_up_to(4)
+    assert begins(sync, 0)
+    s.state = "ended"
+    sync.poll()
+    assert not answers.is_set()
+    answers.set()
+    late.cancel()
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_a_broadcast_that_never_returns_is_left_behind(lockstep):
+def test_a_broadcast_that_never_returns_is_left_behind(clock, weight_sync, monkeypatch, lockstep):
     """As in NCCL, which may hang when it gives up: the next transfer has another group."""
-    now, returns = 1e6, threading.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        sync = weight_sync(patch, 2, lockstep=lockstep, transfer_timeout=30)
-        said = []
-        sync.searchers.say = said.append
-        patch.setattr(tba.time, "monotonic", lambda: now)
-        hang = lambda *args: returns.wait(30)
-        patch.setattr(tba.WeightChannel, "broadcast", hang)
-        assert begins(sync, 0)
-        now += 31.5
-        sync.poll()
-        assert sync.in_progress  # it may still come
-        now += 1
-        sync.poll()
-        assert not sync.in_progress and "weights of step 0 failed: it " in said[0]
-        name = sync.transfer.channel.name
-        states = [s.state for s in sync.searchers.running]
-        assert states == ["ended" if lockstep else "ready"] * 2  # lockstep needs all of them
-        for s in sync.searchers.running:
-            sync.on_missed(s, "a timeout")
-            s.state = "ready"
-        patch.setattr(tba.WeightChannel, "broadcast", lambda *args: None)
-        assert begins(sync, 1) and sync.transfer.channel.name != name
-        returns.set()
+    returns, said = threading.Event(), []
+    sync = weight_sync(2, lockstep=lockstep, transfer_timeout=30)
+    sync.searchers.say = said.append
+    monkeypatch.setattr(tba.WeightChannel, "broadcast", lambda *args: returns.wait(30))
+    assert begins(sync, 0)
+    clock.now += 31.5
+    sync.poll()
+    assert sync.in_progress  # it may still come
+    clock.now += 1
+    sync.poll()
+    assert not sync.in_progress and "weights of step 0 failed: it " in said[0]
+    name = sync.transfer.channel.name
+    states = [s.state for s in sync.searchers.running]
+    assert states == ["ended" if lockstep else "ready"] * 2  # lockstep needs all of them
+    for s in sync.searchers.running:
+        sync.on_missed(s, "a timeout")
+        s.state = "ready"
+    monkeypatch.setattr(tba.WeightChannel, "broadcast", lambda *args: None)
+    assert begins(sync, 1) and sync.transfer.channel.name != name
+    returns.set()
 
 
 @pytest.fixture
@@ -934,78 +828,6 @@ def test_members_whose_group_does_not_form_give_up(group_of, monkeypatch):
     assert all(done.acquire(timeout=PATIENCE) for _ in channels)  # their threads end later
 
 
-def searcher_processes(config):
-    """SearcherProcesses without a Manager."""
-    folder = SimpleNamespace(say=lambda text: None, step=0)
-    processes = tba.SearcherProcesses(config, None, folder)
-    processes.manager = SimpleNamespace(Queue=queue.Queue)
-    processes.messages = processes.channel = processes.shared = None
-    processes.receiving = Future()
-    return processes
-
-
-GAPS = st.lists(st.sampled_from([1, 20, 50, 70, 24 * 60]), max_size=40)  # minutes
-
-
-@given(GAPS)
-def test_failures_count_until_a_searcher_has_run_for_an_hour(gaps):
-    """One failure a day never ends a run; repeated ones do, even if groups arrive in between."""
-    config = tba.settings(num_searchers=1, max_restarts=3, searcher_timeout=60)
-    processes = searcher_processes(config)
-    failures = 0
-    now = 1e6
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tba.time, "monotonic", lambda: now)
-        patch.setattr(tba, "LocalProcess", lambda spec, code: SimpleNamespace(exitcode=1))
-        processes.running = [processes.start_searcher(0)]
-        for index, gap in enumerate(gaps):
-            processes.record_arrival(index)
-            now += 60 * gap
-            failures = 1 if gap > 60 else failures + 1
-            (failed,) = processes.running
-            failed.started = now - 60 * gap
-            if failures > 3:
-                with pytest.raises(tba.RunEnded):
-                    processes.restart(failed)
-                return
-            processes.restart(failed)
-
-
-@pytest.mark.parametrize(("gpus", "nccl"), [(False, False), (True, False), (True, True)])
-def test_searchers_that_share_gpus_start_one_after_another(gpus, nccl, monkeypatch):
-    processes = searcher_processes(tba.settings(num_searchers=3))
-    processes.channel = SimpleNamespace(nccl=nccl)
-    monkeypatch.setattr(tba.torch.cuda, "is_available", lambda: gpus)
-    monkeypatch.setattr(tba, "LocalProcess", lambda spec, environment: SimpleNamespace())
-    started = []
-    for _ in range(4):
-        processes.start_missing()
-        processes.start_missing()
-        started.append([s.spec.searcher for s in processes.running])
-        processes.running[-1].state = "ready"
-    all_at_once = [[0, 1, 2]] * 4
-    assert started == ([[0], [0, 1], [0, 1, 2], [0, 1, 2]] if gpus and not nccl else all_at_once)
-
-
-def test_a_searcher_that_was_killed_and_remains_ends_the_run():
-    """Its fork server may hang, which alone can tell that it has ended."""
-    processes = searcher_processes(tba.settings(num_searchers=1, searcher_timeout=60))
-    s = searcher_in("ready", 0)
-    s.process.is_alive = lambda: True
-    processes.running = [s]
-    now = 1e6
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tba.time, "monotonic", lambda: now)
-        s.seen = now
-        now += 61
-        assert processes.reap() == [] and s.state == "ended"
-        now += 59
-        assert processes.reap() == []
-        now += 2
-        with pytest.raises(tba.RunEnded, match="killed Searcher 0 remains"):
-            processes.reap()
-
-
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 @pytest.mark.devices(3)
 def test_every_port_of_a_run_listens_on_loopback(gsm8k, tmp_path, engine):
@@ -1017,38 +839,6 @@ def test_every_port_of_a_run_listens_on_loopback(gsm8k, tmp_path, engine):
         connections += psutil.Process(pid).net_connections("inet")
     listening = [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
     assert listening and set(listening) <= {"127.0.0.1", "::1"}
-
-
-@pytest.mark.slow
-def test_a_reward_may_use_a_pool_of_processes(gsm8k, tmp_path):
-    plugin = tmp_path / "mine.py"
-    plugin.write_text(
-        '''"""A task whose rewards are computed by other processes."""
-import multiprocessing
-import numpy as np
-import tba
-
-def right(pair):
-    example, response = pair
-    return tba.extract_number(example["answer"]) == tba.extract_number(response)
-
-class Pooled(tba.GSM8K):
-    """GSM8K, judged by a pool."""
-
-    def rewards(self, examples, responses, ended):
-        for _ in range(4):  # the end of a pool is the difficult part
-            with multiprocessing.Pool(2) as pool:
-                verdicts = pool.map(right, list(zip(examples, responses)))
-        return np.array(verdicts)
-
-tba.TASKS["pooled"] = Pooled
-'''
-    )
-    out = tmp_path / "run"
-    flags = {"task": "pooled", "plugin": plugin, "steps": 3, "eval_every": 0, "eval_samples": 8}
-    run_tba(arguments(gsm8k, out, **flags))
-    rewards = [m["reward"] for m in read_lines(out / "metrics.jsonl")]
-    assert len(rewards) == 3 and 0 < max(rewards) <= 1
 
 
 @pytest.mark.nightly

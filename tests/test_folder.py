@@ -10,8 +10,6 @@ import os
 import re
 import shutil
 import sys
-import threading
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +18,16 @@ import matplotlib.axes
 import numpy as np
 import pytest
 import torch
-from harness import arguments, learner_of, random_groups, trajectory, without_searchers
-from safetensors.torch import load_file, save_file
+from harness import (
+    arguments,
+    learner_of,
+    random_groups,
+    trajectory,
+    weights_of,
+    without_searchers,
+)
+from safetensors.torch import save_file
+from test_faults import states_of, trainer_of
 from transformers import AutoModelForCausalLM
 
 import tba
@@ -30,126 +36,73 @@ from tba import read_lines
 # ------------------------------------------------------------------------------ what a step logs
 
 
-def random_row(rng, step, prompt_id=0):
-    """A trajectory that was sampled before this step, with random values."""
-    version = int(rng.integers(0, step + 1))
-    return trajectory(
-        rng.integers(0, 3, int(rng.integers(1, 9))),
-        ended=bool(rng.integers(0, 2)),
-        kl=float(rng.choice([math.nan, 0.0, rng.normal()])),
-        reward=float(rng.normal()),
-        prompt_id=prompt_id,
-        version=version,
-        last_version=version + int(rng.integers(0, 3)),
-    )
+def test_the_numbers_of_a_step_are_those_of_what_arrived_and_what_was_trained_on(tmp_path, clock):
+    trainer = trainer_of(output_dir=str(tmp_path))
+    log = tba.StepLog(trainer)
+    own = {"forward_backward_seconds": 0.5, "optimizer_seconds": 0.25, "sampler_gap": 0.0}
+    own |= {"sampler_z": 0.0}
 
+    def write(wall, arrived, batch):
+        trainer.step += 1
+        trainer.arrived = [tba.Group(i, rows) for i, rows in enumerate(arrived)]
+        clock.now += wall
+        log.write(own, batch)
+        assert trainer.folder.bar.n == trainer.step
+        return read_lines(tmp_path / "metrics.jsonl")[-1]
 
-def random_searcher(rng):
-    rates = tuple(rng.uniform(0, 1, 2).tolist())
-    state = str(rng.choice(["pending", "loading", "ready"]))
-    return SimpleNamespace(state=state, logprob_gap=rng.uniform(), recent_rates=lambda: rates)
+    row = trajectory([9], kl=math.nan)
+    for _ in range(50):
+        assert write(1, [[row]], [[row], [row]])["kl"] is None
 
-
-def trainer_with_a_folder(path, **flags):
-    """What `StepLog` sees of a Trainer, with a real folder."""
-    task = SimpleNamespace(
-        train_prompts=[[p] for p in range(1000)],
-        tokenizer=SimpleNamespace(decode=str),
-        response_texts=lambda rows: [str(rows)],
-    )
-    config = tba.settings(output_dir=str(path), **flags)
-    path.mkdir(exist_ok=True)
-    return SimpleNamespace(
-        step=0, arrived=[], groups_dropped=0, config=config, task=task,
-        folder=tba.RunFolder(config),
-        searchers=SimpleNamespace(running=[]), buffer=SimpleNamespace(trajectories={}),
-        sync=SimpleNamespace(version=0, seconds=0.0),
-    )  # fmt: skip
-
-
-def mean(values):
-    values = list(values)
-    return sum(values) / len(values)
-
-
-def plain_numbers(trainer, latest, batch, counts, waits, wall):
-    """What a step logs of the trajectories that arrived last, and of a batch, as plain sums."""
-    step = trainer.step
-    alive = [s for s in trainer.searchers.running if s.state != "pending"]
-    rows = [t for group in batch for t in group]
-    kl = [t.kl for t in latest if not math.isnan(t.kl)]
-    return {
-        "step": step,
-        "reward": mean(t.reward for t in latest),
-        "response_length": mean(len(t.tokens) for t in latest),
-        "eos_fraction": mean(t.ended for t in latest),
-        "version_span": mean(t.last_version - t.version for t in latest),
-        "kl": mean(kl) if kl else None,
-        "staleness_mean": mean(step - 1 - t.version for t in rows),
-        "staleness_max": max(step - 1 - t.version for t in rows),
-        "replay_ratio": sum(n for n, _ in counts[-50:]) / max(1, sum(n for _, n in counts[-50:])),
-        "dropped_groups": trainer.groups_dropped,
-        "wait_seconds": waits.get("generation", 0),
-        "sync_wait_seconds": waits.get("a weight sync", 0),
-        "train_tokens_per_second": sum(len(t.tokens) for t in rows) / wall,
-        "buffer_trajectories": sum(map(len, trainer.buffer.trajectories.values())),
-        "version": trainer.sync.version,
-        "searcher_busy": mean(s.recent_rates()[0] for s in alive) if alive else 0,
-        "generated_tokens_per_second": sum(s.recent_rates()[1] for s in alive),
-        "sync_seconds": trainer.sync.seconds,
-        "logprob_gap": max([0.0, *(s.logprob_gap for s in alive)]),
-        "searchers_alive": len(alive),
+    long = trajectory([1, 2], reward=1.0, version=40, last_version=42)
+    cut = trajectory([1], reward=0.0, version=45, ended=False, kl=math.nan)
+    third = trajectory([1, 2, 3], reward=0.5, version=50, kl=0.3)
+    last = trajectory([4, 5], reward=0.1, version=48, last_version=49, kl=0.6, prompt_id=7)
+    demonstration = trajectory([7], reward=1.0, version=-1, kl=math.nan)
+    batch = [[long, cut], [third, demonstration], [last, last]]
+    trainer.searchers.running = [
+        SimpleNamespace(state=state, logprob_gap=gap, recent_rates=lambda rates=rates: rates)
+        for state, gap, *rates in (
+            ("ready", 0.1, 0.5, 90), ("loading", 0.3, 0.1, 10), ("pending", 0.9, 0.9, 70)
+        )
+    ]  # fmt: skip
+    trainer.buffer.trajectories = {0: range(3), 1: range(4)}
+    trainer.sync = SimpleNamespace(version=49, seconds=1.5)
+    trainer.groups_dropped = 6
+    log.waited.update({"generation": 0.5, "a weight sync": 0.25, "an evaluation": 9})
+    numbers = {
+        "step": 51, "seconds": 52, "trainer_busy": 0.75 / 2, "train_tokens_per_second": 11 / 2,
+        "reward": 0.4, "response_length": 2, "eos_fraction": 0.75, "version_span": 0.75, "kl": 0.3,
+        "distinct": 5 / 54,  # of two responses in each group
+        "staleness_mean": (10 + 5 + 0 + 2 + 2) / 5, "staleness_max": 10,
+        "replay_ratio": (49 * 2 + 3) / (49 + 2),  # of 50 steps
+        "dropped_groups": 6, "wait_seconds": 0.5, "sync_wait_seconds": 0.25, "sync_seconds": 1.5,
+        "buffer_trajectories": 7, "version": 49, "searcher_busy": 0.3, "searchers_alive": 2,
+        "generated_tokens_per_second": 100, "logprob_gap": 0.3,
         "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }  # fmt: skip
+    found = write(2, [[long, cut, third], [last, demonstration]], batch)
+    assert found == pytest.approx(numbers | own)
+    shown = {"step": 51, "version": 48, "prompt": "[7]", "reward": 0.1}
+    assert read_lines(tmp_path / "completions.jsonl")[-1] == shown | {
+        "response": str([last.tokens])
     }
 
-
-def test_the_numbers_of_a_step_are_those_of_what_arrived_and_what_was_trained_on(
-    tmp_path, monkeypatch
-):
-    """Sixty steps of random groups and delays, compared with plain sums."""
-    clock = [100.0]
-    monkeypatch.setattr(tba.time, "perf_counter", lambda: clock[0])
-    rng = np.random.default_rng(0)
-    trainer = trainer_with_a_folder(tmp_path)
-    log = tba.StepLog(trainer)
-    counts, expected, latest = [], [], []
-    for trainer.step in range(1, 61):
-        old = trainer.step - 1
-        sizes = rng.integers(1, 5, int(rng.integers(old == 0, 4)))
-        trainer.arrived = [
-            tba.Group(i, [random_row(rng, old, i) for _ in range(S)]) for i, S in enumerate(sizes)
-        ]
-        latest = [t for group in trainer.arrived for t in group.trajectories] or latest
-        batch = [[random_row(rng, old) for _ in range(3)] for _ in range(rng.integers(1, 5))]
-        counts.append((len(batch), len(sizes)))
-        trainer.searchers.running = [random_searcher(rng) for _ in range(rng.integers(0, 4))]
-        trainer.buffer.trajectories = {i: range(n) for i, n in enumerate(rng.integers(0, 5, 3))}
-        trainer.sync = SimpleNamespace(version=old // 2, seconds=float(rng.uniform()))
-        trainer.groups_dropped = int(rng.integers(3))
-        causes = ("generation", "a weight sync", "an evaluation")
-        waits = {cause: rng.uniform() for cause in causes if rng.integers(0, 2)}
-        log.waited.update(waits)
-        parts = {f"{part}_seconds": rng.uniform() for part in ("forward_backward", "optimizer")}
-        wall = float(rng.uniform(1, 5))
-        clock[0] += wall
-        times = {"seconds": clock[0] - 100, "trainer_busy": sum(parts.values()) / wall}
-        numbers = plain_numbers(trainer, latest, batch, counts, waits, wall)
-        expected.append(numbers | parts | times)
-        log.write({**parts, "sampler_gap": 0.0, "sampler_z": 0.0}, batch)
-        assert trainer.sync.seconds == 0 and trainer.folder.bar.n == trainer.step
-        if trainer.arrived:
-            t = trainer.arrived[-1].trajectories[-1]
-            assert read_lines(tmp_path / "completions.jsonl")[-1] == {
-                "step": trainer.step, "version": t.version, "prompt": str([t.prompt_id]),
-                "response": str([t.tokens]), "reward": t.reward,
-            }  # fmt: skip
-    for name in numbers.keys() | {"step", "seconds", "trainer_busy", "wait_seconds"}:
-        clock[0] += 1
-        with pytest.raises(ValueError, match=f"choose others: {name}$"):  # an objective's
-            log.write({**parts, "sampler_gap": 0.0, "sampler_z": 0.0, name: 1.0}, batch)
-    for row, wanted in zip(read_lines(tmp_path / "metrics.jsonl"), expected, strict=True):
-        assert row.keys() - {"distinct", "sampler_gap", "sampler_z"} == wanted.keys()
-        assert {name: row[name] for name in wanted} == pytest.approx(wanted)
+    # nothing arrives: the same means
+    found = write(1, [], batch[:1])
+    changed = {
+        "step": 52, "seconds": 53, "trainer_busy": 0.75, "train_tokens_per_second": 3,
+        "staleness_mean": (11 + 6) / 2, "staleness_max": 11,
+        "replay_ratio": (48 * 2 + 3 + 1) / (48 + 2),
+    }  # fmt: skip
+    changed |= dict.fromkeys(("wait_seconds", "sync_wait_seconds", "sync_seconds"), 0)
+    assert found == pytest.approx(numbers | own | changed)
+    for name in numbers:
+        own[name] = 1.0  # an objective's
+        with pytest.raises(ValueError, match=f"choose others: {name}$"):
+            write(1, [], batch)
+        del own[name]
+        trainer.step -= 1
 
 
 # ---------------------------------------------------------------------------- files and trackers
@@ -159,7 +112,7 @@ def write_rows(path, name, rows):
     (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_resumed_folder_has_what_was_before_its_step_and_no_more(tmp_path, capsys):
+def test_a_resumed_folder_has_what_was_before_its_step_and_no_more(tmp_path, capsys, clock):
     """Rows, evaluations and checkpoints of later steps go; the clock starts where it was."""
     files = {
         "metrics": [{"step": step, "seconds": 10.0 * step, "loss": None} for step in range(1, 9)],
@@ -171,8 +124,7 @@ def test_a_resumed_folder_has_what_was_before_its_step_and_no_more(tmp_path, cap
     for name in ("4", "5", "6", "10", "6.broken"):
         (tmp_path / f"checkpoint-{name}" / name).mkdir(parents=True)
     folder = tba.RunFolder(tba.settings(output_dir=str(tmp_path)), 5)
-    elapsed = time.perf_counter() - folder.start
-    assert 50 <= elapsed < 650 and folder.bar.n == 5
+    assert folder.start == clock.now - 50 and folder.bar.n == 5
     assert read_lines(tmp_path / "metrics.jsonl") == files["metrics"]  # until it is accepted
     folder.truncate()
     for name, rows in files.items():
@@ -183,13 +135,13 @@ def test_a_resumed_folder_has_what_was_before_its_step_and_no_more(tmp_path, cap
     assert left == {"4": "4", "5": "5", "6.broken": "6", "10.broken": "10"}
     assert capsys.readouterr().err.count("is renamed to") == 2
     new = tba.RunFolder(tba.settings(output_dir=str(tmp_path / "new"), steps=7))
-    assert 0 <= time.perf_counter() - new.start < 600
-    assert (new.step, new.bar.n, new.bar.total, new.evaluations) == (0, 0, 7, [])
+    assert (new.start, new.step, new.bar.n, new.bar.total) == (clock.now, 0, 0, 7)
+    assert new.evaluations == []
 
 
 def test_evaluations_are_kept_and_shown_in_the_order_of_their_steps(tmp_path, capsys):
     """That of step 2 comes last, because its judge was slow."""
-    trainer = trainer_with_a_folder(tmp_path)
+    trainer = trainer_of(output_dir=str(tmp_path))
     folder = trainer.folder
     trainer.learner = None
     for step, n in ((0, 8), (4, 8), (6, 99), (2, 8)):
@@ -220,14 +172,14 @@ def test_trackers_get_steps_and_evaluations_and_resume_their_run(tracker, tmp_pa
     patch("get_tracker", lambda _, name, unwrap: define)
     table = SimpleNamespace(Table=lambda columns, data: dict(zip(columns, *data, strict=True)))
     monkeypatch.setitem(sys.modules, tracker, table)
-    trainer = trainer_with_a_folder(tmp_path / "mine", run_id="ab12")
+    trainer = trainer_of(output_dir=str(tmp_path / "mine"), run_id="ab12")
     folder = trainer.folder
+    folder.path.mkdir()
     folder.config.report_to = tracker
     folder.accelerator = SimpleNamespace(log=lambda *args: log.append(args))
     trainer.step = 3
     folder.bar.update(3)
-    row = random_row(np.random.default_rng(0), 2)
-    tba.StepLog(trainer).log_arrivals([tba.Group(0, [row])])
+    tba.StepLog(trainer).log_arrivals([tba.Group(0, [trajectory([1])])])
     folder.track({"loss": 0.5}, 3)
     folder.write_evaluation(2, 8, {"accuracy": 0.25}, "")
     at = lambda step: None if tracker == "wandb" else step
@@ -300,58 +252,44 @@ def equal(one, other):
     return type(one) is type(other) and one == other
 
 
-def replay_without_searchers(trainer):
-    """Train on random groups that are stored; the fifth of each step stays in the inbox."""
-    rows = random_groups(trainer.task, 5, 8, first_prompt=trainer.step)
-    groups = [tba.Group(5 * trainer.step + i, group) for i, group in enumerate(rows)]
-    for group in groups[:-1]:
-        trainer.searchers.record_arrival(group.index)
-        group.trajectories[0].reference_version = trainer.sync.reference_version
-        trainer.store(group)
-    trainer.arrived = groups[:-1]
-    trainer.inbox = [*trainer.inbox, groups[-1]]
-    trainer.train_step(rows[:-1])
-
-
 def test_a_checkpoint_has_the_reference_of_its_step(gsm8k, tmp_path, monkeypatch):
     """And all other states; the next reset comes while it is written. The newest two are kept."""
     without_searchers(monkeypatch)
-    written = threading.Event()
-    write = tba.save_model
     out = tmp_path / "run"
-    before = {}
+    save, write = tba.save, tba.save_model
+    before, trainers = {}, []
 
-    def slow(*args):
-        assert written.wait(200)
+    def remember(trainer):
+        if trainer.step == 3:
+            before.update({name: owner.state() for name, owner in trainer.registered.items()})
+            before["policy"] = {name: p.detach() for name, p in trainer.learner.weights.items()}
+            before.update(copy.deepcopy(before), step=3)
+            (out / "checkpoint-0").mkdir()
+            trainers.append(trainer)
+        save(trainer)
+
+    def write_during_a_step(*args):
+        while trainers:
+            trainer = trainers.pop()
+            trainer.train_step(random_groups(trainer.task, 4, 8))
+            trainer.inbox.clear()
         write(*args)
 
-    def train(trainer):
-        while trainer.step < trainer.config.steps:
-            replay_without_searchers(trainer)
-            if trainer.step == 3:
-                owners = {name: owner.state() for name, owner in trainer.registered.items()}
-                policy = {name: p.detach() for name, p in trainer.learner.weights.items()}
-                before.update(copy.deepcopy(owners | {"step": 3, "policy": policy}))
-                (out / "checkpoint-0").mkdir()
-            if trainer.step == 4:
-                written.set()
-            trainer.save_if_due()
-        trainer.evaluations.due = False
-
-    monkeypatch.setattr(tba, "save_model", slow)
-    monkeypatch.setattr(tba.Trainer, "run_asynchronous", train)
-    flags = {"reset_reference_every": 2, "save_every": 3, "learning_rate": 1e-3, "steps": 4}
+    monkeypatch.setattr(tba, "save", remember)
+    monkeypatch.setattr(tba, "save_model", write_during_a_step)
+    flags = {"reset_reference_every": 2, "save_every": 3, "learning_rate": 1e-3, "steps": 5}
     assert tba.main(arguments(gsm8k, out, eval_every=0, **flags)) == 0
     saved = read_states(out / "checkpoint-3")
     for name, state in before.items():
         assert equal(state, saved[name]), name
+    assert before["ReplayBuffer"]["trajectories"] and before["Trainer"]["trajectories"]
     assert before["WeightSync"]["reference_version"] == 2
     assert before["policy"].keys() == before["WeightSync"]["reference"].keys()
-    assert [path.name for path in tba.checkpoints(out)] == ["checkpoint-4", "checkpoint-3"]
+    assert [path.name for path in tba.checkpoints(out)] == ["checkpoint-5", "checkpoint-3"]
     for step in (9, 10, 100):
         (out / f"checkpoint-{step}").mkdir()
     (out / "checkpoint-11.broken").mkdir()
-    assert [int(path.name[11:]) for path in tba.checkpoints(out)] == [100, 10, 9, 4, 3]
+    assert [int(path.name[11:]) for path in tba.checkpoints(out)] == [100, 10, 9, 5, 3]
 
 
 def read_states(path):
@@ -359,7 +297,7 @@ def read_states(path):
     saved = tba.open_checkpoint(path)
     for file in path.glob("*.trajectories"):
         saved[file.stem]["trajectories"] = tba.read_trajectories(file)
-    return copy.deepcopy(saved) | {"policy": load_file(path / "model.safetensors")}
+    return copy.deepcopy(saved) | {"policy": weights_of(path)}
 
 
 def refused_flag(config, task):
@@ -469,55 +407,6 @@ def test_a_checksum_of_every_model_that_a_flag_names(gsm8k, tldr, tmp_path):
     assert tba.model_checksums(config)["model"] == of(tmp_path / "sft")
 
 
-def test_what_is_logged_as_waiting_is_waiting(monkeypatch):
-    """Not the work of the condition that is waited for, such as storing groups."""
-    now = 1e6
-
-    def passes(seconds):
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr(tba.time, "monotonic", lambda: now)
-    log = tba.StepLog(None)
-    nothing = lambda: None
-    wake_up = SimpleNamespace(wait=passes, set=nothing, clear=nothing)
-    searchers = SimpleNamespace(wake_up=wake_up)
-    trainer = SimpleNamespace(log=log, searchers=searchers, poll=lambda: None, LOG_EVERY=30)
-    answers = iter([False, False, True])
-
-    def condition():
-        passes(3)
-        return next(answers)
-
-    assert tba.Trainer.wait_for(trainer, "generation", condition)
-    assert log.waited["generation"] == pytest.approx(2 * tba.POLL_SECONDS)
-
-
-def test_rates_of_a_searcher_that_is_not_heard_of_fall():
-    s = tba.RunningSearcher(None, None, "ready")
-    for seconds in range(10):
-        s.heartbeats.append(tba.Heartbeat(100.0 + seconds, 0.1 * seconds, 50 * seconds))
-    assert s.recent_rates() == pytest.approx((0.9, 50), rel=0.01)
-    s.seen = time.monotonic() - 10  # a second of which is usual
-    assert s.recent_rates() == pytest.approx((0.45, 25), rel=0.01)
-
-
-def test_files_are_json_that_strict_parsers_read(tmp_path):
-    folder = SimpleNamespace(path=tmp_path)
-    record = {"step": 1, "loss": math.nan, "kl": -math.inf, "text": "NaN"}
-    tba.RunFolder.append(folder, "metrics.jsonl", record)
-
-    def refuse(name):
-        raise ValueError(name)
-
-    found = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    assert found == {"step": 1, "loss": None, "kl": None, "text": "NaN"}
-
-
-def weights_of(folder):
-    return load_file(folder / "model.safetensors")
-
-
 @pytest.fixture
 def older_model(gsm8k, tmp_path):
     """A bfloat16 model as transformers 4 wrote it, with a processor's file."""
@@ -572,26 +461,6 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def change_state(path, change):
-    """Change what a checkpoint's trainer.pt holds."""
-    saved = torch.load(path / "trainer.pt", weights_only=True)
-    change(saved)
-    torch.save(saved, path / "trainer.pt")
-
-
-@pytest.fixture
-def resumed(monkeypatch):
-    """Function: resume a run, but do not train; returns the Trainer."""
-    trainers = []
-    monkeypatch.setattr(tba, "run", lambda trainer: trainers.append(trainer) or 0)
-
-    def resume(out, *flags):
-        assert tba.main(["--resume", str(out), *flags]) == 0
-        return trainers[-1]
-
-    return resume
-
-
 class Count(tba.Stateful):
     """An object of a plug-in."""
 
@@ -611,6 +480,23 @@ class Counting(tba.Trainer):
         self.register(self.count, "my count")
 
 
+def test_what_is_registered_keeps_its_name():
+    """Two objects of a class have their own states; a name is given once, and not forgotten."""
+    trainer = trainer_of()
+    trainer.register(Count(3), "three")
+    trainer.register(Count(30), "thirty")
+    trainer.register(Count(300))
+    with pytest.raises(ValueError, match="Count is registered already"):
+        trainer.register(Count(3000))
+    resumed = trainer_of(states_of(trainer))
+    found = [resumed.register(Count(0), name).n for name in ("thirty", "three")]
+    assert found == [30, 3]
+    with pytest.raises(tba.InputError, match="the state of Count, which"):
+        tba.require_claimed(resumed)
+    resumed.register(Count(0))
+    tba.require_claimed(resumed)
+
+
 def unreadable(*args, **kwargs):
     raise OSError(errno.EIO, "Input/output error")
 
@@ -621,7 +507,8 @@ def empty_buffers(out, patch):
 
 
 def save_count(out, patch):
-    change_state(out / "checkpoint-2", lambda saved: saved.update({"my count": {"n": 1}}))
+    path = out / "checkpoint-2" / "trainer.pt"
+    torch.save(torch.load(path, weights_only=True) | {"my count": {"n": 1}}, path)
 
 
 REFUSALS = {  # what is said of a resume, and what is done before it
@@ -673,11 +560,14 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
-    damage, saved_run, resumed, tmp_path, capsys
+    damage, saved_run, tmp_path, capsys, monkeypatch
 ):
     out = saved_run(tmp_path / "run")
     DAMAGE[damage](out / "checkpoint-2")
-    trainer = resumed(out)
+    trainers = []
+    monkeypatch.setattr(tba, "run", lambda trainer: trainers.append(trainer) or 0)
+    assert tba.main(["--resume", str(out)]) == 0
+    (trainer,) = trainers
     assert trainer.step == 1
     assert sum(map(len, trainer.buffer.trajectories.values())) == 4 * 8
     said = capsys.readouterr().err
@@ -687,46 +577,35 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
     assert [m["step"] for m in read_lines(out / "metrics.jsonl")] == [1]
 
 
-def test_a_resume_restores_every_state_and_may_change_the_replay_rule(
-    saved_run, resumed, tmp_path, monkeypatch
-):
-    monkeypatch.setitem(tba.REPLAY_RULES, "other", type("Other", (tba.RecentOrReward,), {}))
+def test_a_run_resumes_whatever_its_classes_are_called(saved_run, tmp_path, capsys, monkeypatch):
+    """With all its states, but for the rule's if that changes. A line of the log is damaged."""
     out = saved_run(tmp_path / "run")
     saved = read_states(out / "checkpoint-2")
-    for flags in ([], ["--replay_rule", "other"]):
-        trainer = resumed(out, *flags)
-        names = {"SearcherProcesses", "ReplayBuffer", "Trainer"}
-        names |= set() if flags else {"--replay_rule recent_or_reward"}
-        assert trainer.step == trainer.saving.result() == 2
-        for name in names:
-            assert equal(trainer.registered[name].state(), saved[name]), name
-        assert trainer.arrived == trainer.inbox and len(trainer.inbox) == 1
-        assert isinstance(trainer.rule, tba.REPLAY_RULES["other" if flags else "recent_or_reward"])
-
-
-def test_a_run_resumes_whatever_its_classes_are_called(saved_run, tmp_path, capsys, monkeypatch):
-    """A plug-in may have a Learner and a Trainer of its own. A line of the log is damaged."""
-    out = saved_run(tmp_path / "run")
     lines = (out / "metrics.jsonl").read_bytes()
     (out / "metrics.jsonl").write_bytes(bytes(50) + b"\n" + lines)
     trainers = []
 
     class MyTrainer(tba.Trainer):
         def run(self):
-            trainers.append((self, [group.index for group in self.inbox]))
+            trainers.append(self)
             super().run()
 
     without_searchers(monkeypatch)
     monkeypatch.setattr(tba, "Trainer", MyTrainer)
     monkeypatch.setattr(tba, "Learner", type("MyLearner", (tba.Learner,), {}))
-    assert tba.main(["--resume", str(out)]) == 0
-    ((trainer, inbox),) = trainers
-    assert inbox == [9] and trainer.searchers.first_missing == 10
-    loaded = trainer.learner.state()["optimizer"]
-    saved = tba.open_checkpoint(out / "checkpoint-2")["Learner"]["optimizer"]
-    assert loaded.keys() == saved.keys()
-    assert all(torch.equal(loaded[n]["exp_avg"], saved[n]["exp_avg"]) for n in saved)
-    assert any(saved[n]["exp_avg"].any() for n in saved)
+    monkeypatch.setitem(tba.REPLAY_RULES, "other", type("Other", (tba.RecentOrReward,), {}))
+    for rule in ("recent_or_reward", "other"):
+        assert tba.main(["--resume", str(out), "--replay_rule", rule]) == 0
+        trainer = trainers.pop()
+        assert isinstance(trainer.rule, tba.REPLAY_RULES[rule])
+        states = {name: owner.state() for name, owner in trainer.registered.items()}
+        for name in states.keys() - {"--replay_rule other"}:
+            assert equal(states[name], saved[name]), name
+        assert len(states) == 6 and any(
+            x["exp_avg"].any() for x in states["Learner"]["optimizer"].values()
+        )
+        assert trainer.arrived == trainer.inbox and len(trainer.inbox) == 1
+        assert trainer.step == trainer.saving.result() == 2
     assert "warning: skipping a damaged line" in capsys.readouterr().err
     assert (out / "metrics.jsonl").read_bytes() == lines
 
@@ -778,40 +657,6 @@ def test_a_reset_that_fails_is_repeated_by_the_resumed_run(gsm8k, tmp_path, caps
 # ---------------------------------------------------------------------------------- a run's folder
 
 
-def logged_arrivals(path, steps):
-    """`distinct` after each step, and the warnings, if these groups of responses arrive."""
-    trainer = trainer_with_a_folder(path)
-    said = []
-    trainer.folder.say = said.append
-    log = tba.StepLog(trainer)
-    rng = np.random.default_rng(0)
-    found = []
-    for groups in steps:
-        arrived = [tba.Group(i, [random_row(rng, 0) for _ in g]) for i, g in enumerate(groups)]
-        for group, responses in zip(arrived, groups, strict=True):
-            for t, tokens in zip(group.trajectories, responses, strict=True):
-                t.tokens = np.array(tokens, np.int32)
-        log.log_arrivals(arrived)
-        log.check_learning()
-        found.append(log.means["distinct"])
-    return found, said
-
-
-def test_distinct_responses_are_counted(tmp_path):
-    """Among two of each of the latest 64 groups, however these came."""
-    rng = np.random.default_rng(0)
-    steps = [
-        [rng.integers(0, 9, (S, 1)).tolist() for S in rng.integers(1, 5, rng.integers(1, 40))]
-        for _ in range(12)
-    ]
-    found, _ = logged_arrivals(tmp_path, steps)
-    pairs = []
-    for step, groups in enumerate(steps):
-        pairs += [tuple(response) for responses in groups for response in responses[:2]]
-        latest = pairs[-128:]
-        assert found[step] == len(set(latest)) / len(latest)
-
-
 KINDS = {  # of policies -> ten groups of S responses, or one
     "diverse": lambda rng, S: rng.integers(0, 99, (10, S, 8)),
     "one per prompt": lambda rng, S: rng.integers(0, 99, (10, 1, 8)).repeat(S, 1),
@@ -834,10 +679,15 @@ KINDS = {  # of policies -> ten groups of S responses, or one
 def test_a_collapse_is_reported_once(kinds, warnings, last, tmp_path):
     for S in (2, 24):
         rng = np.random.default_rng(0)
-        steps = [KINDS[kind](rng, S).tolist() for kind in kinds for _ in range(10)]
-        found, said = logged_arrivals(tmp_path / f"{S}", steps)
+        trainer = trainer_of(output_dir=str(tmp_path))
+        said = []
+        trainer.folder.say = said.append
+        log = tba.StepLog(trainer)
+        for groups in [KINDS[kind](rng, S) for kind in kinds for _ in range(10)]:
+            log.log_arrivals([tba.Group(0, [*map(trajectory, group)]) for group in groups])
+            log.check_learning()
         assert len(said) == warnings and all("distinct" in text for text in said)
-        assert found[-1] == last
+        assert log.means["distinct"] == last
 
 
 @pytest.mark.parametrize("resumed_at", [0, 40])
@@ -845,14 +695,12 @@ def test_a_collapse_is_reported_once(kinds, warnings, last, tmp_path):
 @pytest.mark.parametrize("contrast", [False, True])
 def test_only_the_first_steps_of_a_run_can_learn_nothing(resumed_at, ended, contrast, tmp_path):
     """Later there may be nothing left to learn. One response that ends, or one pair, is enough."""
-    trainer = trainer_with_a_folder(tmp_path)
+    trainer = trainer_of(output_dir=str(tmp_path))
     said, trainer.folder.step, trainer.folder.say = [], resumed_at, lambda text: said.append(text)
-    log, rng = tba.StepLog(trainer), np.random.default_rng(0)
+    log = tba.StepLog(trainer)
     for trainer.step in range(resumed_at + 1, resumed_at + 30):
-        pair = [random_row(rng, 0), random_row(rng, 0)]
-        for t in pair:
-            t.ended, t.reward = ended and trainer.step == 7, 0.5
-        pair[0].reward += contrast and trainer.step == 7
+        rewards = [0.5, 0.5 + (contrast and trainer.step == 7)]
+        pair = [trajectory([1], reward=r, ended=ended and trainer.step == 7) for r in rewards]
         log.log_arrivals([tba.Group(0, pair)])
         log.check_learning()
     names = ("--max_response_tokens", "--dataset")
@@ -861,16 +709,9 @@ def test_only_the_first_steps_of_a_run_can_learn_nothing(resumed_at, ended, cont
     assert found == (set() if resumed_at else expected) and len(said) == len(found)
 
 
-def test_a_folder_that_could_not_be_written_is_removed(tmp_path):
-    with pytest.raises(OSError), tba.atomic_folder(tmp_path / "final") as new:
-        (new / "part").write_text("a large part of a full disk")
-        raise OSError(28, "No space left on device")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("fails", [1, 2])
+@pytest.mark.parametrize("fails", [0, 1, 2])
 def test_a_folder_is_never_without_its_old_or_its_new_contents(tmp_path, monkeypatch, fails):
-    """Whatever it is kept under, if a run ends between two renames."""
+    """Whatever it is kept under, if the disk is full, or a run ends between two renames."""
     rename = Path.rename
     renames = 0
 
@@ -884,6 +725,8 @@ def test_a_folder_is_never_without_its_old_or_its_new_contents(tmp_path, monkeyp
     def write(text):
         with tba.atomic_folder(tmp_path / "final") as new:
             (new / "part").write_text(text)
+            if text == "new" and fails == 0:
+                raise OSError(28, "No space left on device")
 
     write("old")
     with monkeypatch.context() as patch:
@@ -891,7 +734,7 @@ def test_a_folder_is_never_without_its_old_or_its_new_contents(tmp_path, monkeyp
         with pytest.raises(OSError):
             write("new")
     assert [path.read_text() for path in tmp_path.rglob("part")] == ["old"]
-    synced = []
+    synced, fails = [], 3
     name_of = lambda file: os.readlink(f"/proc/self/fd/{file}")
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(name_of(file)))
     write("new")

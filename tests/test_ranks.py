@@ -21,8 +21,8 @@ from harness import (
     run_tba,
     steps_of,
     wait_until,
+    weights_of,
 )
-from safetensors.torch import load_file
 
 import tba
 from tba import read_lines
@@ -107,8 +107,8 @@ def test_two_ranks_train_as_one_process_does(gsm8k, tmp_path, model_of, objectiv
         first = [m[name] for m in one][:2]  # later ones differ by what rounding lets be sampled
         second = [m[name] for m in two][:2]
         np.testing.assert_allclose(first, second, rtol=2e-3, atol=2e-3, err_msg=name)
-    start = load_file(flags.get("model", gsm8k / "model") / "model.safetensors")
-    ends = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two")]
+    start = weights_of(flags.get("model", gsm8k / "model"))
+    ends = [weights_of(tmp_path / name / "final") for name in ("one", "two")]
     moved = sum(float((ends[0][name] - start[name]).square().sum()) for name in start) ** 0.5
     apart = sum(float((ends[0][name] - ends[1][name]).square().sum()) for name in start) ** 0.5
     assert moved > 0.1 and apart < 0.1 * moved

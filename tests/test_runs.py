@@ -14,8 +14,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from harness import Run, arguments, check_positions, run_tba, steps_of
-from safetensors.torch import load_file
+from harness import Run, arguments, check_positions, run_tba, steps_of, weights_of
 from test_system import outcome
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,10 +30,6 @@ METRICS = set(
     "searcher_busy train_tokens_per_second generated_tokens_per_second sync_seconds "
     "sync_wait_seconds logprob_gap searchers_alive gpu_memory_gib".split()
 )
-
-
-def weights_of(folder):
-    return load_file(folder / "model.safetensors")
 
 
 def same_weights(one, other):

@@ -8,8 +8,18 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import ROOT, Run, arguments, judges_of, run_tba, steps_of, without_searchers
-from safetensors.torch import load_file, save_file
+from harness import (
+    ROOT,
+    Run,
+    arguments,
+    endless,
+    judges_of,
+    run_tba,
+    steps_of,
+    weights_of,
+    without_searchers,
+)
+from safetensors.torch import save_file
 
 import tba
 from tba import read_lines
@@ -45,8 +55,7 @@ def run(gsm8k, tmp_path):
     (tmp_path / "helper.py").write_text("VALUE = 0.25\n")
     (tmp_path / "wave.py").write_text("")  # does not hide the library's module
     out = tmp_path / "run"
-    flags = {"steps": 100_000, "eval_every": 0, "eval_samples": 8, "plugin": tmp_path / "tba.py"}
-    args = arguments(gsm8k, out, model=tmp_path / "model", **flags)
+    args = endless(gsm8k, out, model=tmp_path / "model", plugin=tmp_path / "tba.py")
     shutil.copytree(gsm8k / "model", tmp_path / "model")
     environment = {"PYTHONSAFEPATH": "1"}
     return Run(out, args, hooks=False, environment=environment, program=tmp_path / "train.py")
@@ -54,9 +63,8 @@ def run(gsm8k, tmp_path):
 
 def overwrite_weights(folder):
     """Other weights of the same shapes."""
-    path = folder / "model.safetensors"
-    weights = {name: 1.1 * tensor for name, tensor in load_file(path).items()}
-    save_file(weights, path, metadata={"format": "pt"})
+    weights = {name: 1.1 * tensor for name, tensor in weights_of(folder).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def kill_searcher(folder):
@@ -126,40 +134,47 @@ def test_a_judge_that_changed_is_noticed_and_other_files_may(tldr, tmp_path, cap
     (folder / "model" / "trainer_state.json").write_text("{}")
     assert tba.main(["--resume", str(out), "--steps", "2"]) == 0
     resume = ["--resume", str(out), "--steps", "3"]
-    overwrite_weights(shutil.copytree(folder / "reward", tmp_path / "other"))
-    for name, value in (("judge_model", "gpt-5"), ("reward_model", str(tmp_path / "other"))):
+    other = shutil.copytree(folder / "reward", tmp_path / "other")
+    for changed, *flags in (
+        (other, "--judge_model", "gpt-5"),
+        (other, "--reward_model", str(other)),
+        (folder / "reward",),
+    ):
+        overwrite_weights(changed)
+        blamed = " ".join(flags) or "--reward_model"
         with pytest.raises(SystemExit, match="2"):
-            tba.main([*resume, f"--{name}", value])
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"tba.py: error: --{name} {value}: ")
-    overwrite_weights(folder / "reward")
-    with pytest.raises(SystemExit, match="2"):
-        tba.main(resume)
-    assert capsys.readouterr().err.splitlines()[-1].startswith("tba.py: error: --reward_model")
+            tba.main([*resume, *flags])
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"tba.py: error: {blamed}")
     assert json.loads((out / "config.json").read_text())["config"]["steps"] == 2
 
 
-SPAWNS = """
+POOL = """
 import multiprocessing
 import tba
 
 def score(pair):
     return len(pair[1]) % 3
 
-class Spawns(tba.GSM8K):
+class Pooled(tba.GSM8K):
     def rewards(self, examples, responses, ended):
-        with multiprocessing.get_context("spawn").Pool(2) as pool:
-            return pool.map(score, zip(examples, responses))
+        for _ in range(POOLS):  # the end of a pool is the difficult part
+            with multiprocessing.get_context(METHOD).Pool(2) as pool:
+                scores = pool.map(score, zip(examples, responses))
+        return scores
 
-tba.TASKS["spawns"] = Spawns
+tba.TASKS["pooled"] = Pooled
 """
 
 
 @pytest.mark.slow
-def test_a_pool_that_spawns_its_workers_knows_the_plugin(gsm8k, tmp_path):
-    """Although they are new processes, in which it has to be imported."""
-    (tmp_path / "mine.py").write_text(SPAWNS)
+@pytest.mark.parametrize(("method", "pools"), [(None, 4), ("spawn", 1)])
+def test_a_reward_may_use_a_pool_of_processes(gsm8k, tmp_path, method, pools):
+    """Those that are spawned are new processes, in which the plug-in has to be imported."""
+    plugin = POOL.replace("METHOD", repr(method)).replace("POOLS", str(pools))
+    (tmp_path / "mine.py").write_text(plugin)
     out = tmp_path / "run"
-    flags = {"task": "spawns", "plugin": tmp_path / "mine.py", "steps": 1, "eval_every": 0}
-    run_tba(arguments(gsm8k, out, **flags))
-    assert {row["reward"] for row in tba.read_lines(out / "completions.jsonl")} <= {0, 1, 2}
+    flags = {"task": "pooled", "plugin": tmp_path / "mine.py", "steps": pools, "eval_every": 0}
+    run_tba(arguments(gsm8k, out, eval_samples=8, **flags))
+    rows = read_lines(out / "completions.jsonl")
+    assert len(read_lines(out / "metrics.jsonl")) == pools
+    assert rows and all(row["reward"] == len(row["response"]) % 3 for row in rows)

@@ -22,6 +22,7 @@ from harness import (
     ROOT,
     Run,
     arguments,
+    endless,
     helpers_of,
     kill_all,
     processes_of,
@@ -36,17 +37,11 @@ from tba import read_lines
 COMMAND = [sys.executable, str(ROOT / "tba.py")]
 
 
-def endless(gsm8k, out, **flags):
-    """Flags of a run that goes on until it is stopped."""
-    settings = {"steps": 100_000, "eval_every": 0, "eval_samples": 8, "save_every": 0}
-    return arguments(gsm8k, out, **(settings | flags))
-
-
 @pytest.mark.slow
 def test_a_helper_that_hangs_does_not_keep_a_run_from_ending(gsm8k, tmp_path):
     """Here the fork server and the Manager hang, and the Trainer goes on until it needs them."""
-    flags = endless(gsm8k, tmp_path / "run", sync_every=1)
-    run = Run(tmp_path / "run", flags, interpreter=True)
+    out = tmp_path / "run"
+    run = Run(out, endless(gsm8k, out, searcher_timeout=120), interpreter=True)
     run.reaches(1)
     helpers = helpers_of(psutil.Process(run.process.pid))
     assert len(helpers) == 2
@@ -59,25 +54,23 @@ def test_a_helper_that_hangs_does_not_keep_a_run_from_ending(gsm8k, tmp_path):
         with contextlib.suppress(psutil.NoSuchProcess):
             helper.kill()
     assert run.process.returncode == 128 + signal.SIGTERM, run.text()
-    assert list((tmp_path / "run").glob("checkpoint-*"))
+    assert list(out.glob("checkpoint-*"))
     run.gone()
 
 
-def test_a_signal_that_is_repeated_after_a_second_kills(monkeypatch, capfd):
+def test_a_signal_that_is_repeated_after_a_second_kills(clock, monkeypatch, capfd):
     """Each signal for itself; the kernel delivers none to a container's first process."""
     events = []
-    clock = [50.0]
-    monkeypatch.setattr(tba.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(signal, "signal", lambda *args: events.append(args))
     monkeypatch.setattr(os, "kill", lambda *args: events.append(args))
     monkeypatch.setattr(os, "_exit", sys.exit)
     trainer = SimpleNamespace(signals={})
-    for seconds, number in ((0, signal.SIGTERM), (0.9, signal.SIGTERM), (1.5, signal.SIGINT)):
-        clock[0] = 50 + seconds
+    for seconds, number in ((0, signal.SIGTERM), (0.9, signal.SIGTERM), (0.15, signal.SIGINT)):
+        clock.now += seconds
         tba.on_signal(trainer, number, None)
     assert events == [] and [*trainer.signals] == [signal.SIGTERM, signal.SIGINT]
     assert capfd.readouterr().err.count("SIGTERM: stopping") == 2
-    clock[0] = 51.1
+    clock.now += 0.05
     with pytest.raises(SystemExit, match="143"):
         tba.on_signal(trainer, signal.SIGTERM, None)
     assert events == [(signal.SIGTERM, signal.SIG_DFL), (os.getpid(), signal.SIGTERM)]
@@ -186,14 +179,17 @@ def test_a_run_saves_however_it_is_stopped(gsm8k, tmp_path, started, way):
 
 
 @pytest.mark.devices(3)
-def test_a_signal_to_the_group_of_a_lockstep_run_saves(gsm8k, tmp_path):
-    """Its Searchers outlive the signal, as the batches that they have begun must be completed."""
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_signal_saves_a_checkpoint(gsm8k, tmp_path, lockstep):
+    """If it reaches the Searchers too, these outlive it: in lockstep, batches must be completed."""
     out = tmp_path / "run"
-    run = Run(out, endless(gsm8k, out, lockstep=True, lag=2, num_searchers=2))
+    flags = {"lockstep": True, "lag": 2, "num_searchers": 2} if lockstep else {}
+    run = Run(out, endless(gsm8k, out, **flags))
     run.reaches(3)
-    os.killpg(run.process.pid, signal.SIGHUP)
-    said = run.ends(128 + signal.SIGHUP)
-    assert (out / f"checkpoint-{steps_of(out)}").exists(), said
+    number = signal.SIGHUP if lockstep else signal.SIGUSR1
+    (os.killpg if lockstep else os.kill)(run.process.pid, number)
+    said = run.ends(128 + number)
+    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{steps_of(out)}"]
     assert "warning" not in said  # no Searcher failed
 
 
@@ -236,14 +232,12 @@ def test_the_slurm_scripts_of_the_docs_save_after_a_signal(gsm8k, tmp_path, star
     script = cluster if case == "the script for a cluster" else one
     if case == "with several ranks":
         *lines, _ = one.splitlines(keepends=True)
-        flags = arguments(None, None, steps=100_000, model="MODEL", dataset="DATA", save_every=0)
+        flags = endless(gsm8k, None)
         script = "".join(lines) + ranks.replace("$folder", f"{' '.join(flags)} $folder")
     (tmp_path / "script").write_text(textwrap.dedent(script))
     for name in ("run_gsm8k.sh", "run_redteam.sh"):
         (tmp_path / name).write_text(TINY)
     shutil.copy(ROOT / "tba.py", tmp_path)
-    (tmp_path / "MODEL").symlink_to(gsm8k / "model")
-    (tmp_path / "DATA").symlink_to(gsm8k / "data")
     (tmp_path / "bin").mkdir()
     for name, body in STAND_INS.items():
         path = tmp_path / "bin" / name
@@ -276,11 +270,10 @@ def rewards(task, examples, responses, ended):
 
 tba.GSM8K.rewards = rewards
 """
-BEFORE = """import os, signal
+BEFORE = """import os
 from concurrent.futures import ThreadPoolExecutor
 import tba
 
-handlers = [signal.getsignal(number) for number in tba.STOP_SIGNALS]
 os.environ["REWARD"] = "1"
 """
 AFTER = """
@@ -288,7 +281,6 @@ os.environ["REWARD"] = "5"
 with ThreadPoolExecutor() as pool:
     resumed = pool.submit(tba.main, ["--resume", "runs/1e-4", "--steps", "3"])
 assert resumed.result() == 0
-assert [signal.getsignal(number) for number in tba.STOP_SIGNALS] == handlers
 """
 
 
