@@ -683,20 +683,39 @@ def test_only_lockstep_and_the_first_weights_wait_for_searchers_that_load_their_
     assert begins(sync, 2)  # though nothing else is due, it has no weights
 
 
-def test_the_training_thread_never_waits_for_the_manager(weight_sync):
-    """It may hang just as a sync begins, or as prompts are requested."""
+@pytest.mark.parametrize("barrier_hangs", [True, False])
+def test_the_training_thread_never_waits_for_the_manager(weight_sync, barrier_hangs):
+    """It may hang as prompts are requested, as a sync begins or a member ends, or after a sync."""
     answers = threading.Event()
+    hangs = barrier_hangs
+    hang = lambda *_: hangs and answers.wait(60)
+
+    class Proxy:
+        abort = __del__ = hang  # which tells the Manager
+
     sync = weight_sync(1)
-    sync.searchers.sending = ThreadPoolExecutor(1)
-    sync.searchers.manager.Barrier = lambda members: answers.wait(60)
-    (s,) = sync.searchers.running
-    s.spec.commands.put = lambda message: answers.wait(60)
+    searchers = sync.searchers
+    searchers.sending = ThreadPoolExecutor(1)
+    searchers.manager.Barrier = hang if barrier_hangs else lambda members: Proxy()
+    searchers.manager.Queue = hang
+    searchers.config.searcher_timeout = 0.1
+    (s,) = searchers.running
+    s.spec.commands.put = hang
     late = threading.Timer(20, answers.set)
     late.start()
-    sync.searchers.search_up_to(4)
+    searchers.search_up_to(4)
     assert begins(sync, 0)
+    if not barrier_hangs:
+        sync.transfer.sending.result()
+        searchers.sending.submit(print).result()  # all was sent
+    hangs = True
     s.state = "ended"
     sync.poll()
+    assert sync.in_progress == barrier_hangs
+    s.state = "ready"
+    assert begins(sync, 1)
+    with pytest.raises(TimeoutError):
+        searchers.start_searcher(0)
     assert not answers.is_set()
     answers.set()
     late.cancel()
