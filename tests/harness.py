@@ -343,11 +343,7 @@ def arguments(gsm8k: Path, out: Path, **flags: object) -> list[str]:
 def judges_of(path):
     """Flags of the tiny TL;DR or red-teaming's models."""
     if (path / "reward").exists():
-        return {
-            "task": "tldr",
-            "reward_model": path / "reward",
-            "gold_reward_model": path / "gold",
-        }
+        return {"task": "tldr", "reward_model": path / "reward", "gold_reward_model": path / "gold"}
     return {
         "task": "redteam",
         "dataset": None,
@@ -420,19 +416,18 @@ def random_groups(
 ) -> list[list[tba.Trajectory]]:
     """K random trajectories of each of B random prompts."""
     rng = np.random.default_rng(0)
-    groups = []
-    for prompt_id in first_prompt + rng.permutation(50)[:B]:
-        groups.append([])
-        for _ in range(K):
-            length = int(rng.integers(shortest, longest))
-            row = trajectory(
-                rng.integers(0, len(task.tokenizer), length),
-                ref_logprobs=-rng.uniform(0.1, 5, length).astype(np.float32),
-                reward=float(rng.integers(0, 2)),
-                prompt_id=int(prompt_id),
-            )
-            groups[-1].append(row)
-    return groups
+
+    def row(prompt_id: int) -> tba.Trajectory:
+        length = int(rng.integers(shortest, longest))
+        return trajectory(
+            rng.integers(0, len(task.tokenizer), length),
+            ref_logprobs=-rng.uniform(0.1, 5, length).astype(np.float32),
+            reward=float(rng.integers(0, 2)),
+            prompt_id=prompt_id,
+        )
+
+    prompts = (first_prompt + rng.permutation(50)[:B]).tolist()
+    return [[row(prompt_id) for _ in range(K)] for prompt_id in prompts]
 
 
 def without_searchers(patch: pytest.MonkeyPatch) -> None:
@@ -449,16 +444,15 @@ def without_searchers(patch: pytest.MonkeyPatch) -> None:
         while trainer.step < trainer.config.steps:
             trainer.saving.exception()  # or saving would wait for it, and store the inbox
             trainer.poll()
-            rows = random_groups(trainer.task, 5, 8, first_prompt=trainer.step)
             groups = []
-            for trajectories in rows:
-                groups.append(tba.Group(trainer.searchers.first_missing, trajectories))
+            for rows in random_groups(trainer.task, 5, 8, first_prompt=trainer.step):
+                groups.append(tba.Group(trainer.searchers.first_missing, rows))
                 trainer.searchers.record_arrival(groups[-1].index)
-            trainer.arrived = groups[:-1]
-            for group in groups[:-1]:
+            *trainer.arrived, late = groups
+            for group in trainer.arrived:
                 trainer.store(group)
-            trainer.train_step(rows[:-1])
-            trainer.inbox = groups[-1:]
+            trainer.train_step([group.trajectories for group in trainer.arrived])
+            trainer.inbox = [late]
             trainer.save_if_due()
         trainer.evaluations.due = False
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,7 +133,7 @@ class ScriptedEngine(tba.TransformersEngine):
                 spans = [(versions[0], versions[len(tokens) - 1]) for tokens, *_ in rows]
                 done.append(tba.Completion(request, *map(list, zip(*rows, strict=True)), spans))
         if self.world.random.random() < 0.5:
-            self.process.receive()  # weights may come while it decodes
+            receive_all(self.process.searcher)  # weights may come while it decodes
         between_steps()
         self.world.random.shuffle(done)
         return done
@@ -159,23 +160,25 @@ class Inbox(queue.Queue):
         return super().get(block=False)
 
 
-class Look:
+def receive_all(receiver: Any) -> None:
+    """Have a Searcher, or the Trainer's thread, receive what is there."""
+    with contextlib.suppress(queue.Empty):
+        receiver.receive_messages()
+
+
+class Look(Future):
     """The thread in which a Searcher receives messages: it looks once in each turn."""
 
-    def __init__(self, receive: Callable) -> None:
-        self.receive = receive
-        self.looked = False
+    def __init__(self, searcher: tba.Searcher) -> None:
+        super().__init__()
+        self.searcher = searcher
 
     def done(self) -> bool:
-        if self.looked:
-            return True
-        self.looked = True
-        with contextlib.suppress(queue.Empty):
-            self.receive()
-        return False
-
-    def result(self) -> None:
-        pass
+        looked = super().done()
+        if not looked:
+            self.set_result(None)
+            receive_all(self.searcher)
+        return looked
 
 
 class Threads:
@@ -186,7 +189,7 @@ class Threads:
 
     def submit(self, function: Callable, *args: Any) -> Any:
         if getattr(function, "__name__", "") == "receive_messages":
-            return Look(function)
+            return Look(function.__self__)
         task = Task(self, partial(function, *args))
         self.world.tasks.append(task)
         return task
@@ -258,26 +261,14 @@ class Process:
             self.spec.send(tba.Failed(traceback.format_exc(), False))
             self.state = "failed"
 
-    def receive(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            self.searcher.receive_messages()
-
-
-class Meeting:
-    """Where the members of a transfer meet."""
-
-    def __init__(self, parties: int) -> None:
-        self.weights: torch.Tensor | None = None
-        self.aborted = False
-
-    def abort(self) -> None:
-        self.aborted = True
-
 
 class World:
     """Runs tba.main, perhaps several times in one folder, and checks all that happens."""
 
-    def __init__(self, seed: int, task: tba.Task, faults: Iterable[str] = ()) -> None:
+    def __init__(
+        self, seed: int, task: tba.Task, out: Path, flags: dict, faults: Iterable[str] = ()
+    ) -> None:
+        self.out, self.flags = out, flags
         self.random = random.Random(seed)
         self.task = task
         self.faults = list(faults)  # each strikes once, at random
@@ -320,15 +311,11 @@ class World:
             if self.turns_left == 0:
                 self.trainer.signals[15] = self.now
             actors = [p.turn for p in self.processes if p.state == "alive"]
-            actors += [t.turn for t in self.tasks if t.may_run()] + [self.deliver]
+            actors += [t.turn for t in self.tasks if t.may_run()]
+            actors.append(partial(receive_all, self.trainer.searchers))
             if self.faults and self.random.random() < 0.1:
                 actors = [self.strike]
             self.random.choice(actors)()
-
-    def deliver(self) -> None:
-        """Have the Trainer's thread receive all messages."""
-        with contextlib.suppress(queue.Empty):
-            self.trainer.searchers.receive_messages()
 
     def strike(self) -> None:
         """Inject the next fault into a Searcher that has sent a group."""
@@ -351,7 +338,7 @@ class World:
         else:
             process.state = fault  # "hangs"
 
-    def broadcast(self, channel: Any, weights: tba.FlatWeights, meeting: Meeting) -> None:
+    def broadcast(self, channel: Any, weights: tba.FlatWeights, meeting: Barrier) -> None:
         """Rank 0 leaves a copy, which the others take, unless a member is lost."""
         channel.formed = channel.formed or SimpleNamespace(abort=lambda: None)
         if channel.rank == 0:
@@ -363,7 +350,7 @@ class World:
             return
         (process,) = (p for p in self.processes if p.searcher and p.searcher.staging is weights)
         fault, process.fault = process.fault, ""
-        if meeting.aborted or fault == "miss":
+        if meeting.broken or fault == "miss":
             raise RuntimeError("a broadcast failed")
         weights.flat.copy_(meeting.weights)
         if fault == "corrupt":
@@ -545,22 +532,17 @@ class World:
             assert len(set(ids[self.sampled :])) == len(ids[self.sampled :])
             assert not set(ids[: self.sampled]) & set(ids[self.sampled :])
 
-    @ends_the_run
-    def on_save(self, trainer: tba.Trainer) -> None:
-        """No group of lockstep is in flight: a resumed run would sample it with other weights."""
-        assert not trainer.config.lockstep or self.disturbed or trainer.at_barrier()
-
-    def on_end(self, out: Path, code: int) -> None:
+    def on_end(self, code: int) -> None:
         """Check the logs, and that no group was lost."""
         config, trainer = self.trainer.config, self.trainer
-        rows = tba.read_lines(out / "metrics.jsonl")
+        rows = tba.read_lines(self.out / "metrics.jsonl")
         rows = [row for row in rows if self.steps and row["step"] >= self.steps[0]["step"]]
         assert len(rows) == len(self.steps) or (code == 1 and len(rows) == len(self.steps) - 1)
         for row, expected in zip(rows, self.steps, strict=False):
             assert {name: row[name] for name in expected} == expected
         if not config.lockstep:
             assert self.received == self.kept | {group.index for group in trainer.inbox}
-        records = tba.read_lines(out / "eval.jsonl")
+        records = tba.read_lines(self.out / "eval.jsonl")
         for record in records:
             rows = [self.answers[record["step"], row] for row in range(record["n"])]
             assert record["n"] == trainer.evaluations.size(record["step"])
@@ -596,14 +578,21 @@ class World:
 
     # ----------------------------------------------------------------------------- a run
 
-    def run(self, out: Path, *resume: str, turns: float = math.inf, kills: bool = False, **flags):
-        """Run tba.main; after this many turns it is stopped, or killed. Returns the exit code."""
+    def run(self, turns: float = math.inf, kills: bool = False, **flags: Any) -> int:
+        """A new run; after this many turns it is stopped, or killed. Returns the exit code."""
+        return self.main(arguments(None, self.out, **self.flags | flags), turns, kills)
+
+    def resume(self, *flags: str) -> int:
+        """Resume the run; returns the exit code."""
+        return self.main(["--resume", str(self.out), *flags])
+
+    def main(self, args: list[str], turns: float = math.inf, kills: bool = False) -> int:
         self.clear()
         self.turns_left, self.kills = turns, kills
         with pytest.MonkeyPatch.context() as patch:
             self.replace(patch)
-            code = tba.main([*resume] or arguments(None, out, **flags))
-        self.on_end(out, code)
+            code = tba.main(args)
+        self.on_end(code)
         return code
 
     def replace(self, patch: pytest.MonkeyPatch) -> None:
@@ -621,8 +610,10 @@ class World:
                 models[key] = load_model(config, *args, **named)
             return copy.deepcopy(models[key])
 
+        @ends_the_run
         def checked_save(trainer: tba.Trainer) -> None:
-            self.on_save(trainer)
+            # a resumed run would sample a group that is in flight with other weights
+            assert not trainer.config.lockstep or self.disturbed or trainer.at_barrier()
             save(trainer)
 
         def load_task(config: tba.Config) -> tba.Task:
@@ -645,7 +636,7 @@ class World:
             config = processes.config
             nothing = SimpleNamespace(kill=lambda: None)
             processes.manager = SimpleNamespace(
-                Queue=Inbox, Barrier=Meeting, _process=nothing, shutdown=lambda: None
+                Queue=Inbox, Barrier=Barrier, _process=nothing, shutdown=lambda: None
             )
             processes.messages = Inbox()
             processes.shared = {"run": pickle.dumps((config, processes.task))}
