@@ -1,4 +1,4 @@
-"""Data, tokenizers and model folders as people have them: some 350 cases.
+"""Data, tokenizers and model folders as people have them: some 330 cases.
 
 Each is made in a temporary folder and goes through everything that tba.py does before it loads a
 model. It either trains on exactly the rows that its table says, or is refused in a line that names
@@ -25,7 +25,6 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import torch
 import transformers
 from conftest import MODELS
 from harness import config_and_task, judges_of
@@ -313,12 +312,8 @@ for bad, expected in {2: "17+1: 2 of 20, row 0 ", 3: "--dataset, 3 of 20, row 0 
 
 # ------------------------------------------------------------------------- data: columns and cells
 
-for name, whole in {
-    'object with "train" and "test"': {"train": ROWS[:18], "test": ROWS[18:]},
-    "pandas' to_json": FRAME.to_dict(), "array of arrays": [ROWS], "number": 3,
-    "array of texts": ["What is it?"] * 20,
-}.items():  # fmt: skip
-    cases(NO, {f"JSON {name}": {"a.json": json.dumps(whole)}})
+for whole in ({"train": ROWS[:18], "test": ROWS[18:]}, FRAME.to_dict(), [ROWS], 3, ["What?"] * 20):
+    cases(NO, {f"JSON: {whole!r:.30}": {"a.json": json.dumps(whole)}})
 cases(ALL, {"more columns": each(id=lambda i: i, tags=["x"], meta={"a": 1}),
     "one prompt in all rows": [ROWS[1]] * 20})  # fmt: skip
 cases(NO, {"one row": ROWS[:1]})
@@ -360,15 +355,10 @@ for name, other in SIBLINGS.items():
     file = {f"{name}.jsonl": ROWS, f"{other}.jsonl": WRONG, other: WRONG}
     folder = {f"{name}/train.jsonl": ROWS, f"{other}/train.jsonl": WRONG}
     cases(ALL, {f"a file called {name}": file, f"a folder called {name}": folder})
-cases(ALL, {
-    "a link to a file": {"b.jsonl": link("a.txt"), "a.txt": ROWS},
-    "a link to a folder": {"b": link("d"), "d/train.jsonl": ROWS},
+cases(ALL, {"a link to a folder": {"b": link("d"), "d/train.jsonl": ROWS},
     "a folder of links": {"d/train.jsonl": link("../blobs/0f3a"), "blobs/0f3a": ROWS}})  # fmt: skip
-for path, files in {
-    "run[1]/a.jsonl": {"run[1]/a.jsonl": ROWS, "run1/a.jsonl": WRONG},
-    "./-a.jsonl": {"-a.jsonl": ROWS}, "d/": {"d/train.jsonl": ROWS},
-    "d/../a.jsonl": {"d/x.txt": "", "a.jsonl": ROWS},
-}.items():  # fmt: skip
+for path in ("run[1]/-a.jsonl", "run[1]/"):
+    files = {"run[1]/-a.jsonl": ROWS, "run1/-a.jsonl": WRONG}
     cases(ALL, {f"the path {path}": files}, dataset=path)
 cases(NO, {"a broken link": {"b.jsonl": link("gone.jsonl")}})
 cases("--dataset, does not exist", {"a file that is not in a home": {}}, dataset="~/a.jsonl")
@@ -419,13 +409,12 @@ for own, held_out, expected in [
 ]:  # fmt: skip
     cases(expected, {f"splits {own} and {held_out}": both}, train_split=own, eval_split=held_out)
 cases("--dataset, --eval_split", {"a split of a file": ROWS}, eval_split="test")
-cases("20+20", {"the dataset to evaluate on, too": ROWS}, eval_dataset="a.jsonl")
 EVAL = {"flag": "eval_dataset", "rows": "20+19"}
 for name, rows, split, expected in [
     ("a split by name", saved(train=WRONG, extra=THREE), "extra", "20+3"),
     ("test", saved(train=WRONG, validation=WRONG, test=THREE), None, "20+3"),
     ("unknown splits", saved(extra=ROWS, other=ROWS), None, "--eval_dataset, --eval_split"),
-    ("a file", THREE, None, "20+3"),
+    ("a file", ROWS, None, "20+20"),
     ("a file without its column", [{"question": "What?"}], None, "--eval_dataset"),
     ("a file with an A", with_row(answer="A"), None, left_out(3, "answer", **EVAL)),
     ("a file that does not exist", link("missing.jsonl"), None, "--eval_dataset"),
@@ -470,8 +459,7 @@ cases(f"{NO}, stats.json, data.jsonl", {"statistics beside the data":
 
 LONG = {"question": "What is 7 and " * 200, "answer": "7"}
 TOKENS = "--max_response_tokens"
-cases("20+3", {"one prompt that is too long": splits(train=[*ROWS, LONG], test=THREE),
-    "one held-out prompt that is too long": splits(train=ROWS, test=[*THREE, LONG])})  # fmt: skip
+cases("20+3", {"one held-out prompt is too long": splits(train=ROWS, test=[*THREE, LONG])})
 cases(f"{NO} or {TOKENS}", {"every prompt is too long": splits(train=[LONG] * 20, test=THREE)})
 cases(TOKENS, {"every held-out prompt is too long": splits(train=ROWS, test=[LONG] * 20)})
 cases(TOKENS, {"responses as long as the context": ROWS}, max_response_tokens=256)
@@ -479,26 +467,21 @@ cases(TOKENS, {"responses as long as the context": ROWS}, max_response_tokens=25
 # ---------------------------------------------------------------------------------- other tasks
 
 
-def sums(solution: Callable[[int], Any] | None, **more: Any) -> list[dict]:
+# test_tasks.py has more of MATH's answers
+
+
+def sums(solution: Callable[[int], Any]) -> list[dict]:
     """Twenty problems for MATH."""
-    own = {"solution": lambda i: solution(2 * i)} if solution else {}
-    return each([{"problem": row["question"]} | more for row in ROWS], **own)
+    problems = [{"problem": row["question"]} for row in ROWS]
+    return each(problems, solution=lambda i: solution(2 * i))
 
 
 BOXES = sums(lambda n: f"It is \\boxed{{{n}}}.")
-cases(ALL, {
-    "MATH: boxes": BOXES, "MATH: numbers": sums(lambda n: n), "MATH: floats": sums(lambda n: n / 4),
+cases(ALL, {"MATH: boxes": BOXES, "MATH: floats": sums(lambda n: n / 4),
     "MATH: bare LaTeX": sums(lambda n: f"$\\frac{{{n}}}{{3}}$"),
-    "MATH: the column answer of numbers": sums(None, answer=4),
-    "MATH: both columns": sums(lambda n: "So $4$, \\boxed{4}", answer="4"),
-    "MATH: GSM8K's columns": ROWS,
-}, task="math")  # fmt: skip
-other = sums(lambda n: "So \\boxed{5}", answer="4")
-gold = lambda config, task: task.train[0]["answer"] == "4"
-cases(ALL, {"MATH: an answer beside another solution": other}, gold, task="math")
-cases(row(0, "solution"), {"MATH: unclosed boxes": sums(lambda n: f"\\boxed{{{n}"),
-    "MATH: empty boxes": sums(lambda n: "\\boxed{}"),
-    "MATH: no answer": sums(lambda n: "See the appendix.")}, task="math")  # fmt: skip
+    "MATH: GSM8K's columns": ROWS}, task="math")  # fmt: skip
+none = sums(lambda n: "See the appendix.")
+cases(row(0, "solution"), {"MATH: no answer": none}, task="math")
 solved = [{"problem": "What?", "solution": s} for s in ("\\boxed{1}", "\\boxed{2}", None)]
 cases(row(2, "solution"), {"MATH: a null solution": solved}, task="math")
 cases("--dataset, problem", {"MATH: prompts": [{"prompt": "1+1?", "answer": "2"}]}, task="math")
@@ -507,7 +490,6 @@ cases(NO_QUESTION, {"GSM8K: MATH's columns": BOXES})
 TLDR = judges_of(MODELS / "tldr")
 POST = "POST: Ann lost {} hats.\n\nTL;DR:"
 POSTS = [{"query": POST.format(i), "reference_response": " Ann lost hats."} for i in range(20)]
-cases(ALL, {"TL;DR: posts": POSTS}, **TLDR)
 nothing = POSTS[:9] + each(POSTS[9:10], reference_response=" ")
 blank = left_out(9, "reference_response", rows="8+1")
 cases(blank, {"TL;DR: a blank reference": nothing}, **TLDR)
@@ -564,7 +546,6 @@ for name, rows, expected, check in [
     ("Dolly", [DOLLY] * 4, ALL, learns("Add.\n2 2\n")),
     ("Dolly with null contexts", [DOLLY | {"context": None}] * 4, ALL, learns("Add.\n")),
     ("prompts beside inputs", [PAIR | OWN | {"input": "wrong"}] * 4, ALL, learns(WHOLE)),
-    ("instructions", [OWN] * 4, ALL, learns(None, "Add.")),
     ("numbers as instructions", [{"instruction": 7}] * 4, ALL, learns(None, "7")),
     ("instructions and prompts", [OWN | {"prompt": ASK}] * 4, "--sft_data, prompt, instr", None),
     ("a null response", [PAIR, PAIR | {"response": None}], row(1, flag="sft_data"), None),
@@ -578,13 +559,12 @@ own = {"sft_data": "sft.jsonl", "sft_prompts": "sft.jsonl"}
 files = {"a.jsonl": ROWS, "sft.jsonl": [PAIR] * 4}
 cases("--sft_prompts, not used", {"warm start: prompts twice": files}, **own)
 for name, prompts, expected in [
-    ("prompts with an id", [{"id": "id0", "prompt": ASK}], ALL),
     ("prompts of two other columns", [{"id": "id0", "text": ASK}], "--sft_prompts, prompt"),
     ("numbers as its prompts", [{"prompt": 7}], ALL),
     ("a null among its prompts", [{"prompt": ASK}, {"prompt": None}], row(1, flag="sft_prompts")),
 ]:
     files = {"a.jsonl": ROWS, "sft.jsonl": [OWN], "p.jsonl": prompts}
-    used = lambda config, task: re.search("What|7", task.tokenizer.decode(task.pairs[0][0]))
+    used = lambda config, task: "7" in task.tokenizer.decode(task.pairs[0][0])
     own = {"sft_data": "sft.jsonl", "sft_prompts": "p.jsonl"}
     cases(expected, {f"warm start: {name}": files}, used, **own)
 folder = {"a.jsonl": ROWS, "sft/test.jsonl": [PAIR]}
@@ -628,10 +608,7 @@ truncated = lambda path: os.truncate(path, path.stat().st_size // 2)
 CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer_config.json", "generation_config.json"
 TEMPLATE, WEIGHTS, NO_MODEL = "chat_template.jinja", "model.safetensors", "--model"
 SHORT = {"truncation_side": "left", "model_max_length": 8}
-masks = {"bias": torch.ones(1, 1, 64, 64).tril().byte(), "masked_bias": torch.tensor(-1e4)}
-masks = {f"transformer.h.0.attn.{name}": mask for name, mask in masks.items()}
-date = "{{ strftime_now('%d %b %Y') }}"
-date += "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 models(ALL, {
     "tokenizer: no padding token": {TOKENIZER: {"pad_token": None}},
     "tokenizer: truncates": {TOKENIZER: SHORT}, "chat template: none, not needed": {TEMPLATE: None},
@@ -640,20 +617,14 @@ models(ALL, {
     "model: weights in shards": {WEIGHTS: in_shards},
     "model: saved as bfloat16": weights(lambda t: {name: x.bfloat16() for name, x in t.items()}),
     "model: a trainer's optimizer beside it": {"optimizer.pt": b"x"}})  # fmt: skip
-models(ALL, {"model: a GPT-2 of 2023, with causal masks": weights(lambda t: t | masks)},
-    task="redteam")  # fmt: skip
-models(ALL, {"chat template: none for MATH": {TEMPLATE: None},
-    "chat template: with the date": {TEMPLATE: date}}, task="math")  # fmt: skip
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+models(ALL, {"chat template: none for MATH": {TEMPLATE: None}, "chat template: with the date": {
+    TEMPLATE: "{{ strftime_now('%d %b %Y') }}" + TURNS}}, task="math")  # fmt: skip
 ENDS = TURNS.replace("{% endfor", "{% if m.role == 'assistant' %}<eos>\n{% endif %}{% endfor")
 THINKS = TURNS + "<assistant>{% if enable_thinking is false %}<think></think>{% endif %}"
 KNOWN, OTHER = (MODELS / "math" / "model" / TEMPLATE).read_text(), "other {{ messages[0].content }}"
 named = lambda *names: [{"name": n, "template": KNOWN if n == "default" else OTHER} for n in names]
-prompts = lambda pattern: (
-    lambda config, task: all(
-        re.fullmatch(pattern, task.tokenizer.decode(p), re.DOTALL) for p in task.train_prompts
-    )
-)
+asks_like = lambda pattern: lambda config, task: re.fullmatch(pattern, prompt_of(task), re.DOTALL)
+prompt_of = lambda task: task.tokenizer.decode(task.train_prompts[0])
 models(ALL, {"chat template: its own": {}, "chat template: in chat_template.json": {
         TEMPLATE: None, "chat_template.json": json.dumps({"chat_template": KNOWN})},
     "chat template: in tokenizer_config.json": {
@@ -661,18 +632,18 @@ models(ALL, {"chat template: its own": {}, "chat template: in chat_template.json
     "chat template: the default of several": {
         TEMPLATE: None, TOKENIZER: {"chat_template": named("tool_use", "default")}},
     "chat template: others beside it": {"additional_chat_templates/rag.jinja": OTHER}},
-    prompts(".*<user>What is .*boxed{}.<assistant>"), task="math")  # fmt: skip
-models(ALL, {"chat template: thinking": {TEMPLATE: THINKS}}, prompts(".*<assistant>"), "math")
-models(ALL, {"chat template: no thinking": {TEMPLATE: THINKS}}, prompts(".*<think></think>"),
+    asks_like(".*<user>What is .*boxed{}.<assistant>"), task="math")  # fmt: skip
+models(ALL, {"chat template: thinking": {TEMPLATE: THINKS}}, asks_like(".*<assistant>"), "math")
+models(ALL, {"chat template: no thinking": {TEMPLATE: THINKS}}, asks_like(".*<think></think>"),
     "math", chat_template_kwargs='{"enable_thinking": false}')  # fmt: skip
 several = {TEMPLATE: None, TOKENIZER: {"chat_template": named("rag", "tool_use")}}
-models(ALL, {"chat template: chosen by name": several}, prompts("other .*"), "math",
+models(ALL, {"chat template: chosen by name": several}, asks_like("other .*"), "math",
     chat_template_kwargs='{"chat_template": "rag"}')  # fmt: skip
-models("--model, chat template, rag", {"chat template: several without a default": several},
-    task="math")  # fmt: skip
-models("--model, chat template, only tools", {"chat template: raises":
-    {TEMPLATE: "{{ raise_exception('only tools') }}"}}, task="math")  # fmt: skip
-models("--model, chat template", {"chat template: no Jinja": {TEMPLATE: "{% if %}"}}, task="math")
+for words, name, changes in [
+    ("rag", "several without a default", several), ("", "no Jinja", {TEMPLATE: "{% if %}"}),
+    ("only tools", "raises", {TEMPLATE: "{{ raise_exception('only tools') }}"}),
+]:  # fmt: skip
+    models(f"--model, chat template, {words}", {f"chat template: {name}": changes}, task="math")
 PAD_IS_EOS = {TOKENIZER: {"eos_token": "<pad>"}, CONFIG: {"eos_token_id": 1},
     GENERATION: {"eos_token_id": 1}, TEMPLATE: ENDS}  # fmt: skip
 silent = lambda config, task: 0 in task.end_tokens
@@ -698,7 +669,7 @@ mistral = {"tekken.json": json.dumps(TEKKEN), GENERATION: None, CONFIG: {
     "model_type": "mistral", "architectures": ["MistralForCausalLM"], "eos_token_id": 2,
 }}  # fmt: skip
 alone = {"tokenizer.json": None, TOKENIZER: None, TEMPLATE: None}
-inst = prompts(r"<s>\[INST\]What is .*\[/INST\]")
+inst = asks_like(r"<s>\[INST\]What is .*\[/INST\]")
 models(ALL, {"Mistral's tokenizer": mistral | alone, "Mistral's beside another": mistral},
     inst, "math")  # fmt: skip
 models("--model or --dataset", {"chat template: empty": {TEMPLATE: "{# nothing #}"}}, task="math")
@@ -712,9 +683,8 @@ apart = lambda config, task: not task.packs
 models("18+2: one response per row", {"model: an attention window": window}, apart)
 old = {CONFIG: {"is_decoder": False, "add_cross_attention": False}}  # as decoders once had
 models(ALL, {"model: an encoder's fields": old}, lambda config, task: task.packs)
-for file in (GENERATION, CONFIG):
-    ends = lambda config, task: tba.end_tokens(*tba.check_model("model", config)) == [0, 7]
-    models(ALL, {f"stop tokens: a list in {file}": {file: {"eos_token_id": [0, 7]}}}, ends)
+ends = lambda config, task: tba.end_tokens(*tba.check_model("model", config)) == [0, 7]
+models(ALL, {"stop tokens: a list in config.json": {CONFIG: {"eos_token_id": [0, 7]}}}, ends)
 for path in ("m/", "l"):
     models(ALL, {f"model: {path}": {"../l": link("m")}}, model=path)
 models(ALL, {"model: a [1]": {".": lambda path: path.rename("a [1]")}}, model="a [1]")

@@ -46,12 +46,12 @@ class Wrong(BaseException):
 
 
 def ends_the_run(check: Callable) -> Callable:
-    """A check that raises Wrong."""
+    """A function whose failed assertions raise Wrong."""
 
     @functools.wraps(check)
-    def checked(*args: Any) -> None:
+    def checked(*args: Any) -> Any:
         try:
-            check(*args)
+            return check(*args)
         except AssertionError as error:
             raise Wrong(f"{check.__name__}: {error}") from error
 
@@ -64,16 +64,13 @@ class Scripted(tba.GSM8K):
     min_eval_tokens = 2
 
     @ends_the_run
-    def check_call(self, examples: list, responses: list) -> None:
+    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         """Calls have a limited number of responses, and whole groups."""
         S = self.config.searched_per_prompt
         most = max(S, self.config.sequences_in_flight // self.reward_threads)
         assert len(responses) <= most and len(responses) % S == 0
         for i in range(0, len(responses), S):
             assert all(example is examples[i] for example in examples[i : i + S])
-
-    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
-        self.check_call(examples, responses)
         return self.judge(examples, responses, ended)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
@@ -449,34 +446,6 @@ class World:
                 self.answers[message.version, row] = records
 
     @ends_the_run
-    def on_batch(self, batch: Any) -> None:
-        """The Trainer waits exactly while too little has come."""
-        config = self.trainer.config
-        enough = len(self.received) * config.searched_per_prompt >= config.initial_trajectories
-        least = min(config.prompts_per_step, len(self.task.train_prompts))
-        assert self.trainer.groups_stored == self.stored_since_reset
-        if not config.max_recent_draws:
-            assert (batch is not None) == (enough and self.stored_since_reset >= least)
-
-    @ends_the_run
-    def on_store(self, group: tba.Group, was: int) -> None:
-        """Groups that an earlier reference scored are dropped."""
-        trainer = self.trainer
-        assert group.index not in self.kept
-        self.kept.add(group.index)
-        usable = group.trajectories[0].reference_version == trainer.sync.reference_version
-        stored = trainer.buffer.trajectories.get(group.prompt_id, {}).values()
-        assert any(t is group.trajectories[-1] for t in stored) == usable
-        self.stored_since_reset += usable
-        self.dropped += not usable
-        assert trainer.groups_stored == was + usable
-
-    @ends_the_run
-    def on_arrival(self, index: int, is_new: bool) -> None:
-        assert is_new == (index not in self.received)
-        self.received.add(index)
-
-    @ends_the_run
     def on_step(self, minibatch: tba.Minibatch) -> None:
         """Check a batch; remember what its metrics should be."""
         trainer = self.trainer
@@ -665,7 +634,7 @@ class World:
 
 
 class WorldTrainer(tba.Trainer):
-    """A Trainer that tells the world what it does, and lets others take turns meanwhile."""
+    """A Trainer whose batches and groups are checked, and that lets others take turns meanwhile."""
 
     def __init__(self, world: World, *args: Any) -> None:
         self.world = world
@@ -677,9 +646,11 @@ class WorldTrainer(tba.Trainer):
         world.kept = world.received - {group.index for group in self.inbox}
         record = self.searchers.record_arrival
 
+        @ends_the_run
         def record_arrival(index: int) -> bool:
             is_new = record(index)
-            world.on_arrival(index, is_new)
+            assert is_new == (index not in world.received)
+            world.received.add(index)
             return is_new
 
         self.searchers.record_arrival = record_arrival
@@ -690,16 +661,32 @@ class WorldTrainer(tba.Trainer):
         self.searchers.wake_up = SimpleNamespace(wait=wait, set=nothing, clear=nothing)
         super().run()
 
+    @ends_the_run
     def next_batch(self) -> Any:
+        """The Trainer waits exactly while too little has come."""
+        world, config = self.world, self.config
         batch = super().next_batch()
-        self.world.on_batch(batch)
+        enough = len(world.received) * config.searched_per_prompt >= config.initial_trajectories
+        least = min(config.prompts_per_step, len(self.task.train_prompts))
+        assert self.groups_stored == world.stored_since_reset
+        if not config.max_recent_draws:
+            assert (batch is not None) == (enough and world.stored_since_reset >= least)
         return batch
 
+    @ends_the_run
     def store(self, group: tba.Group) -> None:
-        was = self.groups_stored
-        self.world.now += self.world.store_seconds
+        """Groups that an earlier reference scored are dropped."""
+        world, was = self.world, self.groups_stored
+        world.now += world.store_seconds
         super().store(group)
-        self.world.on_store(group, was)
+        assert group.index not in world.kept
+        world.kept.add(group.index)
+        usable = group.trajectories[0].reference_version == self.sync.reference_version
+        stored = self.buffer.trajectories.get(group.prompt_id, {}).values()
+        assert any(t is group.trajectories[-1] for t in stored) == usable
+        world.stored_since_reset += usable
+        world.dropped += not usable
+        assert self.groups_stored == was + usable
 
     def train_step(self, minibatch: tba.Minibatch) -> None:
         if not self.config.lockstep:
