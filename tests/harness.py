@@ -87,16 +87,13 @@ def real_gpus() -> int:
     return 0 if on_virtual_gpus() else torch.cuda.device_count()
 
 
-def virtual_gpus(gpus: int = 1, **settings: object) -> dict[str, str]:
+def virtual_gpus(gpus: int) -> dict[str, str]:
     """Environment variables under which a run finds this many GPUs.
 
-    These are real ones if this machine has a GPU, else virtual ones, which no other run shares.
-    `settings` are of the virtual GPU alone: `memory_gb=4` sets VIRTUAL_GPU_MEMORY_GB
-    (tests/virtual_gpu/README.md). The calling test is skipped where the GPUs cannot be had.
+    These are real ones if this machine has a GPU, else virtual ones, which no other run shares. The
+    calling test is skipped where they cannot be had.
     """
     if real_gpus():
-        if settings:
-            pytest.skip("needs virtual GPUs, and this machine has real ones")
         if real_gpus() < gpus:
             pytest.skip(f"needs {gpus} GPUs")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
@@ -105,9 +102,7 @@ def virtual_gpus(gpus: int = 1, **settings: object) -> dict[str, str]:
         pytest.skip(reason)
     name = f"{os.getpid()}-{len(VIRTUAL_MACHINES)}"
     VIRTUAL_MACHINES.append(name)
-    own = {"VIRTUAL_GPUS": str(gpus), "VIRTUAL_GPU_ID": name}
-    more = {f"VIRTUAL_GPU_{key.upper()}": str(value) for key, value in settings.items()}
-    return build.environment() | own | more
+    return build.environment() | {"VIRTUAL_GPUS": str(gpus), "VIRTUAL_GPU_ID": name}
 
 
 def forget_virtual_gpus() -> None:
@@ -118,11 +113,8 @@ def forget_virtual_gpus() -> None:
 
 
 @contextlib.contextmanager
-def local_cluster(nodes: int, cpus: int = 1, gpus: int = 0) -> Iterator:
-    """A Ray cluster at 127.0.0.1: a head node for the Trainer, and nodes with `cpus` CPUs each.
-
-    All GPUs are the head's.
-    """
+def local_cluster(nodes: int, gpus: int = 0) -> Iterator:
+    """A Ray cluster at 127.0.0.1: a head with all GPUs for the Trainer, and nodes of one CPU."""
     os.environ.update(  # read when Ray is imported
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # nodes at 127.0.0.1
         RAY_health_check_period_ms="500",
@@ -132,9 +124,9 @@ def local_cluster(nodes: int, cpus: int = 1, gpus: int = 0) -> Iterator:
     from ray.cluster_utils import Cluster
 
     options = {"include_dashboard": False, "object_store_memory": 10**8}
-    head = options | {"num_cpus": 1, "num_gpus": gpus}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.join = lambda: cluster.add_node(**options, num_cpus=cpus)
+    options["num_cpus"] = 1
+    cluster = Cluster(initialize_head=True, head_node_args=options | {"num_gpus": gpus})
+    cluster.join = lambda: cluster.add_node(**options)
     cluster.lose = lambda node: cluster.remove_node(node, allow_graceful=False)
     try:
         for _ in range(nodes):
@@ -236,16 +228,14 @@ class Run:
     under_way: ClassVar[list] = []
 
     def __init__(
-        self, out: Path, args: list[str], hooks: bool = True, notes: Path | None = None,
-        interpreter: bool = False, environment: dict[str, str] | None = None,
-        program: Path = ROOT / "tba.py",
+        self, out: Path, args: list[str], hooks: bool = True, interpreter: bool = False,
+        environment: dict[str, str] | None = None, program: Path = ROOT / "tba.py",
     ) -> None:  # fmt: skip
-        notes = notes or out.parent
-        self.out, self.faults = out, notes / f"{out.name}-faults"
+        self.out, self.faults = out, out.parent / f"{out.name}-faults"
         self.faults.mkdir(exist_ok=True)
         os.environ["TBA_FAULTS"] = str(self.faults)
         more = ["--plugin", str(HOOKS)] if hooks else []
-        self.log = open(notes / f"{out.name}.log", "a+")  # noqa: SIM115
+        self.log = open(out.parent / f"{out.name}.log", "a+")  # noqa: SIM115
         output = self.log, self.log
         self.process = start([*args, *more], *output, interpreter, environment, program)
         self.under_way.append(self)
@@ -255,7 +245,7 @@ class Run:
         self.log.seek(0)
         return self.log.read()
 
-    def until(self, done, what: str, alive: bool = True, seconds: float = PATIENCE) -> None:
+    def until(self, done, what: str, alive: bool = True) -> None:
         """Wait for a condition; fail with the run's output on a timeout or if the run ends."""
 
         def there() -> bool:
@@ -264,7 +254,7 @@ class Run:
             assert not alive or self.process.poll() is None, f"{what}\n{self.text()}"
             return False
 
-        wait_until(there, what, self.text, seconds)
+        wait_until(there, what, self.text)
 
     def reaches(self, step: int) -> None:
         """Wait until the run has logged this optimizer step."""
@@ -279,10 +269,9 @@ class Run:
         """The Searchers that have failed, in order, according to the run's warnings."""
         return [int(i) for i in re.findall(r"warning: Searcher (\d+) ", self.text())]
 
-    def ends(self, code: int, seconds: float = PATIENCE) -> str:
+    def ends(self, code: int) -> str:
         """Wait for the run to end; check its exit code and that nothing is left; return output."""
-        ended = lambda: self.process.poll() is not None
-        self.until(ended, "its end", alive=False, seconds=seconds)
+        self.until(lambda: self.process.poll() is not None, "its end", alive=False)
         assert self.process.returncode == code, self.text()
         self.gone()
         return self.text()
@@ -444,15 +433,16 @@ def without_searchers(patch: pytest.MonkeyPatch) -> None:
         while trainer.step < trainer.config.steps:
             trainer.saving.exception()  # or saving would wait for it, and store the inbox
             trainer.poll()
+            rows = random_groups(trainer.task, 5, 8, first_prompt=trainer.step)
             groups = []
-            for rows in random_groups(trainer.task, 5, 8, first_prompt=trainer.step):
-                groups.append(tba.Group(trainer.searchers.first_missing, rows))
+            for trajectories in rows:
+                groups.append(tba.Group(trainer.searchers.first_missing, trajectories))
                 trainer.searchers.record_arrival(groups[-1].index)
-            *trainer.arrived, late = groups
-            for group in trainer.arrived:
+            trainer.arrived = groups[:-1]
+            for group in groups[:-1]:
                 trainer.store(group)
-            trainer.train_step([group.trajectories for group in trainer.arrived])
-            trainer.inbox = [late]
+            trainer.train_step(rows[:-1])
+            trainer.inbox = groups[-1:]
             trainer.save_if_due()
         trainer.evaluations.due = False
 
